@@ -10,13 +10,22 @@ from dataclasses import dataclass
 
 GiB = 1 << 30
 
-# Assumed where nothing was measured: large bf16 matmuls reach 0.7 to 0.8 of the data sheet; the
-# lower value is planned with.
-MATMUL_SHARE = 0.70
+# Fitted to the rows of profiles/rates marked `fits`: what large bf16 matmuls reach of the data sheet
+# during a training step, and by how many tokens rows of attention are longer than their FLOPs say.
+MATMUL_SHARE = 0.59
+ATTENTION_RAMP = 450
+# What the step model is off by: 17 of the 19 published steps that fitted no constant are within it
+# (profiles/rates).
+SECONDS_ERROR = 0.12
+# A large copy on the device reaches about 0.9 of the data sheet's memory bandwidth (assumed).
+MEMORY_SHARE = 0.90
 # A pinned copy reaches about 0.8 of the link's nominal rate.
 LINK_SHARE = 0.80
 # Taken by driver, CUDA context, cuBLAS workspaces and kernels before a tensor exists. Assumed.
 CONTEXT_BYTES = 1 * GiB
+# Collectives of cards without links to each other: they pass through host memory, and NCCL counts 10
+# GB/s between the sockets of a machine with eight RTX 4090 (its topology log, nccl-tests issue 307).
+SOCKET_RATE = 10e9
 # Host memory bandwidth one process reaches in a fused Adam step, bytes/s. Assumed: half a
 # 12-channel DDR5 socket.
 HOST_BYTES_PER_SECOND = 200e9
@@ -38,7 +47,7 @@ class Gpu:
         counting FLOPs of the causal half.
     processors: SMs or compute units; each runs one block of attention.
     measured: the rates were measured on this machine, so no share is applied to them.
-    peer: one direction of the links to the machine's other GPUs; 0 where they use the host link.
+    peer: one direction of the links to the machine's other GPUs; 0 where they meet in host memory.
     sharing: GPUs that use the machine's disk at once.
     """
 
@@ -61,6 +70,11 @@ class Gpu:
         return self.peak_flops if self.measured else MATMUL_SHARE * self.peak_flops
 
     @property
+    def memory_rate(self) -> float:
+        """Bytes/s that kernels which only move memory are planned with."""
+        return self.bandwidth if self.measured else MEMORY_SHARE * self.bandwidth
+
+    @property
     def data_sheet_flops(self) -> float:
         """The peak that MFU refers to: the data sheet's, also for a measured card of the table."""
         known = gpu_named(self.name) if self.measured else None
@@ -74,11 +88,9 @@ class Gpu:
     @property
     def peer_rate(self) -> float:
         """Bytes/s that exchanges between a machine's GPUs are planned with, one direction."""
-        return (
-            (self.peer if self.measured else LINK_SHARE * self.peer)
-            if self.peer
-            else self.link_rate
-        )
+        if not self.peer:
+            return min(self.link_rate, SOCKET_RATE)
+        return self.peer if self.measured else LINK_SHARE * self.peer
 
     @property
     def disk_rates(self) -> tuple[float, float]:
@@ -93,8 +105,8 @@ class Gpu:
 
 _A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
 _HOPPER = (
-    "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward assumed "
-    "0.75 of it"
+    "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward 0.92 of it "
+    "by published steps (profiles/rates)"
 )
 _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
 
@@ -105,9 +117,9 @@ _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak
 _ROWS = (
     ("a100-40gb",    40.0, 312.0,   1.555,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
     ("a100-80gb",    80.0, 312.0,   2.039,  32.0, 190.0,  165.0, 108, 300.0,  _A100),
-    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  404.0, 132, 450.0,
+    ("h100",         79.6, 989.4,   3.35,   64.0, 539.0,  496.0, 132, 450.0,
      _HOPPER.format("H100 SXM")),
-    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  404.0, 132, 450.0,
+    ("h200",         139.8, 989.4,  4.8,    64.0, 539.0,  496.0, 132, 450.0,
      _HOPPER.format("H200 SXM")),
     ("b200",         179.0, 2250.0, 8.0,    64.0, 1125.0, 900.0, 148, 900.0,
      _SHARES.format("NVIDIA DGX B200 data sheet / 8")),

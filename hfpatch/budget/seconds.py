@@ -5,6 +5,7 @@ their sources. The byte counts here follow the code that moves the bytes. Standa
 """
 
 from dataclasses import dataclass
+from operator import add
 
 from hfpatch.budget.cuts import head_groups, loss_chunk_rows, tiles
 from hfpatch.budget.flops import Flops
@@ -17,12 +18,14 @@ from hfpatch.budget.formula import (
     spare_bytes,
 )
 from hfpatch.budget.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
+from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
 from hfpatch.budget.sequence import filled_up, sent_bytes
 
-# transformers' own layers make about twice as many passes over memory: their norms run in float32,
-# rotation and activation are not fused.
-STOCK_FACTOR = 2
+# transformers' own layers move so many times the bytes of fused ones, and so many bytes a logit
+# (counted on their code, tests/budget/test_flops.py): norms and logits run in float32, rotation and
+# activation are not fused.
+STOCK_FACTOR, STOCK_LOGIT_BYTES = 3.2, 44
 # Bytes an element of a weight gradient that is summed over tiles in float32. The matmul adds into
 # the sum (ops/_wide_sums.py): each tile reads and writes 4 bytes where a bfloat16 gradient would be
 # written (2). The first tile reads nothing; after the last one the sum is rounded.
@@ -48,6 +51,8 @@ class Resident:
     link: over one GPU's host link in each step.
     host_optimizer: host memory that the optimizer reads and writes, 0 where it runs on the GPU.
     passed: the part of `parameters` that the optimizer skips (frozen ones, copies, gathered ones).
+    gathers: received from other GPUs by one gather of all weights; forward gathers them once,
+        backward gathers them and sends as much of their gradients.
     """
 
     parameters: int = 0
@@ -57,6 +62,7 @@ class Resident:
     link: int = 0
     host_optimizer: int = 0
     passed: int = 0
+    gathers: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,11 @@ class StepTime:
     elementwise: norms, rotations, activations and residuals.
     sums: float32 sums of weight gradients over tiles.
     loss: passes over the logits.
-    copy_wait: the part of the host copies that computing does not hide.
+    copy_wait: the part of the host copies and of an engine's gathers that computing does not hide.
     python_wait: waiting for Python to issue the work.
     optimizer: gradient norm, clipping and the optimizer's step.
-    exchange: of heads between ranks that share rows; the part that attention does not hide.
+    exchange: of heads between ranks that share rows, the part that attention does not hide; of an
+        engine the first layer's gather and the last one's gradients, which nothing can hide.
     """
 
     matmul: float
@@ -234,7 +241,7 @@ def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:
     if stays.host_optimizer:
         return stays.host_optimizer / HOST_BYTES_PER_SECOND
     own = memory.gradients if stays.gradients is None else stays.gradients
-    return (4 * own + 2 * (stays.parameters - stays.passed + stays.optimizer)) / gpu.bandwidth
+    return (4 * own + 2 * (stays.parameters - stays.passed + stays.optimizer)) / gpu.memory_rate
 
 
 # Triton compiles 1,518 variants of the kernels in about 240 s on one core (profiles/kernels); a
@@ -273,8 +280,9 @@ def _seconds(gpu: Gpu, flops: Flops) -> tuple[float, float]:
 
 
 def _copy_wait(
-    gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, down: tuple, files: tuple = (0, 0)
-) -> tuple[float, float, float]:
+    gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, down: tuple,
+    files: tuple = (0, 0), gathers: int = 0,
+) -> tuple[float, float, float]:  # fmt: skip
     """(seconds by which copies exceed the work that hides them, that work in forward, in backward).
 
     Forward is a third of the FLOPs that the mathematics needs. The copies of a pass hide behind the
@@ -285,12 +293,15 @@ def _copy_wait(
         fore: seconds of forward's work outside matmuls and attention.
         up, down: bytes (to the host, to the device), each for (forward, backward).
         files: those of them that are (written to a disk in forward, read in backward).
+        gathers: bytes of one gather between GPUs, over links of their own or over the host's.
     """
     needed = (flops.model - flops.model_attention) / gpu.matmul_flops
     forward = needed / 3 + flops.model_attention / 3 / gpu.attention_forward + fore
     passes = forward, total - forward
     on_link = (max(u, d) / gpu.link_rate for u, d in zip(up, down))
     on_disk = (n / rate for n, rate in zip(files, gpu.disk_rates))
+    peers = (passes * gathers / gpu.peer_rate for passes in (1, 2))
+    on_link = map(max if gpu.peer else add, on_link, peers)
     copies = map(max, on_link, on_disk)
     waits = (max(0.0, copy - work) for copy, work in zip(copies, passes))
     return sum(waits), *passes
@@ -350,11 +361,12 @@ def counted_time(
         on_disk: checkpoints are kept in files.
     """
     matmul, attend = _seconds(gpu, flops)
-    fore, back = flops.moved_forward / gpu.bandwidth, flops.moved_backward / gpu.bandwidth
+    fore, back = flops.moved_forward / gpu.memory_rate, flops.moved_backward / gpu.memory_rate
     third = stays.link / 3
     up, down = (memory.host, third), (third, memory.host + third)
     files = (memory.host, memory.host) if on_disk else (0, 0)
-    wait, *_ = _copy_wait(gpu, flops, matmul + attend + fore + back + tails, fore, up, down, files)
+    total = matmul + attend + fore + back + tails
+    wait, *_ = _copy_wait(gpu, flops, total, fore, up, down, files, stays.gathers)
     optimizer = optimizer_seconds(gpu, memory, stays)
     return StepTime(matmul, attend, tails, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
 
@@ -365,28 +377,29 @@ def step_time(
 ) -> tuple[StepTime, int]:  # fmt: skip
     """(the step's seconds, its bytes over the host link). resident: None where nothing stays."""
     stays = resident or Resident()
-    rows = batch * tokens
+    gpu, rows = paced(gpu, shape, policy, batch=batch, tokens=tokens), batch * tokens
     tiled = isinstance(policy, Policy)
     count = tiles(batch, tokens, policy.tile)[0] if tiled else 1
     several = count > 1
     groups = head_groups(batch, tokens, shape, policy.wide) if tiled else 1
     moved = _elementwise(shape, policy, rows, several, groups)
-    fore, back = (itemsize * n / gpu.bandwidth for n in moved)
+    fore, back = (itemsize * n / gpu.memory_rate for n in moved)
 
     sums = 0.0
     n = shape.num_layers - min(policy.plain, shape.num_layers) if tiled else 0
     if several:
         weights = shape.over(shape.trained_of, 0, n)
-        sums = (SUM_BYTES * count + SUM_BYTES_ONCE) * weights / gpu.bandwidth
+        sums = (SUM_BYTES * count + SUM_BYTES_ONCE) * weights / gpu.memory_rate
     workspace = policy.loss_bytes if tiled else LOSS_WORKSPACE
     chunks = loss_chunk_rows(shape, rows, itemsize, workspace)[1]
     if shape.adapters:
         times = 1 if tiled and policy.dense else count
-        dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * times / gpu.bandwidth
+        dense = shape.over(lambda i: shape.dequantised_bytes(i, itemsize)) * times / gpu.memory_rate
         fore, back = fore + dense, back + 2 * dense
-    logits = 3 * rows * shape.vocab_size * (itemsize if tiled or policy == "off" else 4)
-    wide = 8 * shape.trained_head * chunks if chunks > 1 and (tiled or policy == "off") else 0
-    loss = (logits + wide) / gpu.bandwidth
+    fused = tiled or policy == "off"
+    logits = rows * shape.vocab_size * (3 * itemsize if fused else STOCK_LOGIT_BYTES)
+    wide = 8 * shape.trained_head * chunks if chunks > 1 and fused else 0
+    loss = (logits + wide) / gpu.memory_rate
 
     matmul, attend = _seconds(gpu, flops)
     waits = tails(gpu, shape, policy, batch, tokens)
@@ -400,7 +413,7 @@ def step_time(
     up, down = (to_host, third), (third + first, to_gpu + third + second)
     total = matmul + attend + fore + back + sums + loss + waits
     files = (to_host, to_gpu) if tiled and policy.offload == "disk" else (0, 0)
-    wait, forward, backward = _copy_wait(gpu, flops, total, fore, up, down, files)
+    wait, forward, backward = _copy_wait(gpu, flops, total, fore, up, down, files, stays.gathers)
     if n and to_host:
         rates = (gpu.link_rate,) * 2
         if policy.offload == "disk":
@@ -419,13 +432,13 @@ def step_time(
     python_wait = max(0.0, python - forward - backward - wait)
 
     optimizer = optimizer_seconds(gpu, memory, stays)
-    exchange = 0.0
+    exchange = 2 * stays.gathers / shape.num_layers / gpu.peer_rate
     if shape.ranks > 1:
         forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
-        exchange = sent_bytes(shape, rows, itemsize, forwards=forwards) / gpu.peer_rate
+        sent = sent_bytes(shape, rows, itemsize, forwards=forwards) / gpu.peer_rate
         # With stream_attention memory is short: no exchange runs beside another round's attention.
         hides = not (tiled and policy.stream_attention)
-        exchange = max(0.0, exchange - attend) if hides else exchange
+        exchange += max(0.0, sent - attend) if hides else sent
     time = StepTime(
         matmul, attend, waits, fore + back, sums, loss, wait, python_wait, optimizer, exchange,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 
 from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.pace import attention_ramp, matmul_seconds
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.seconds import BLOCK_ROWS, TAIL_SHARE
 from hfpatch.lab.simulate import kernels_cost
@@ -196,33 +197,29 @@ class ClockFollower(Follower):
 
     def _cost(self, func, args, kwargs) -> None:
         super()._cost(func, args, kwargs)
-        gpu, seconds, kind = (
-            self.clock.gpu,
-            kernels_cost.matmul_flops(func, args) / self.clock.gpu.matmul_flops,
-            None,
-        )
+        gpu, seconds, kind = self.clock.gpu, 0.0, None
+        product = kernels_cost.matmul_shape(func, args)
+        if product is not None:
+            count, *sizes = product
+            seconds = matmul_seconds(gpu, *sizes, count=count)
         attention = kernels_cost.attention(func, args, kwargs)
         if attention is not None:
             kind, flops = attention
-            seconds += flops / (
-                gpu.attention_forward if kind == "forward" else gpu.attention_backward
-            )
-            if kind == "backward":
-                *_, columns, width = kernels_cost.sizes(func, args[1], args[2])
-                seconds += (
-                    TAIL_SHARE
-                    * 5
-                    * BLOCK_ROWS
-                    * columns
-                    * 2
-                    * width
-                    * gpu.processors
-                    / gpu.attention_backward
-                )
+            seconds = self._attention_seconds(kind, flops, func, args, kwargs)
         if self.clock.current() is self.clock.compute:
             self.clock.place = self._placed(kind)
             self.kind = kind or self.kind
         self.pending = seconds * self.times, self._direction(func, args)
+
+    def _attention_seconds(self, kind: str, flops: int, func, args, kwargs) -> float:
+        gpu, q = self.clock.gpu, 0 if kind == "forward" else 1
+        *_, columns, width = kernels_cost.sizes(func, args[q], args[q + 1])
+        left = kernels_cost.window(func, args, kwargs)
+        keys = columns if left is None else min(columns, left + 1)
+        if kind == "forward":
+            return flops * attention_ramp(keys) / gpu.attention_forward
+        block = 5 * BLOCK_ROWS * keys * 2 * width * gpu.processors
+        return (flops + TAIL_SHARE * block) * attention_ramp(keys) / gpu.attention_backward
 
     kind: str | None = None  # of the last attention
 
@@ -241,7 +238,7 @@ class ClockFollower(Follower):
         if direction is not None:  # what is read is what is written
             self.clock.copy(nbytes // 2, direction)
         elif seconds or nbytes:
-            self.clock.launch(seconds + nbytes * self.times / self.clock.gpu.bandwidth)
+            self.clock.launch(seconds + nbytes * self.times / self.clock.gpu.memory_rate)
 
 
 @contextmanager

@@ -142,6 +142,7 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
     root = shape.parameters - shape.body_parameters
     largest = max(layer, shape.embedding_parameters)
     share = -(-P // gpus)
+    gathers = 2 * (P - share)
     if name == "gpu8bit":
         return Resident(2 * P, None, 2 * P + 8 * P // 256)
     if name == "gpu8bit-fused":
@@ -157,15 +158,18 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter
         # read, 14 written.
         live = 2 * min(P, LIVE_PARAMETERS)
-        return Resident(live, 2 * largest, 0, host=18 * P, link=6 * share, host_optimizer=30 * P)
+        moved = {"link": 6 * share, "host_optimizer": 30 * P, "gathers": gathers}
+        return Resident(live, 2 * largest, 0, host=18 * P, **moved)
     if name == "zero3":
         live = 2 * min(P, LIVE_PARAMETERS)
-        return Resident(2 * share + live, 2 * share + 2 * largest, 12 * share, passed=live)
+        own = 2 * share + live, 2 * share + 2 * largest, 12 * share
+        return Resident(*own, passed=live, gathers=gathers)
     # FSDP2: the layer that runs and the next one gathered in bf16, and the root unit (embedding,
     #     norm, head) all step.
     gathered = 2 * (2 * layer + root)
     if name == "fsdp2":
-        return Resident(4 * share + gathered, 4 * share + 2 * largest, 8 * share, passed=gathered)
+        own = 4 * share + gathered, 4 * share + 2 * largest, 8 * share
+        return Resident(*own, passed=gathered, gathers=gathers)
     return Resident(
         gathered,
         2 * largest + 4 * largest // gpus,
@@ -173,4 +177,5 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         host=16 * P,
         link=12 * share,
         host_optimizer=28 * P,
+        gathers=gathers,
     )

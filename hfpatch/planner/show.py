@@ -2,7 +2,7 @@
 picture.
 """
 
-from hfpatch.budget.hardware import GiB
+from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.budget.seconds import FIRST_STEP_BUDGET
 from hfpatch.budget.sequence import FLOAT32_ANGLES
@@ -15,6 +15,13 @@ COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e1575
 def gib(nbytes) -> str:
     """As in 12.3 GiB."""
     return "unlimited" if nbytes is None else f"{nbytes / GiB:.1f} GiB"
+
+
+def span(seconds: float) -> str:
+    """As in 1.2 to 1.5: between which seconds a planned step is expected."""
+    digits = 2 if seconds < 1 else 1
+    low, high = ((1 + way * SECONDS_ERROR) * seconds for way in (-1, 1))
+    return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def table(rows, header) -> str:
@@ -82,7 +89,7 @@ def text(plan) -> str:
         f"  activations at the peak ({plan.moment}): "
         + ", ".join(f"{name} {gib(n)}" for name, n in plan.split.items() if n),
         f"host memory     {gib(plan.host_peak_bytes)} of {gib(plan.host_usable_bytes)}",
-        f"step            {plan.step_seconds:.1f} s: "
+        f"step            {plan.step_seconds:.1f} s ({span(plan.step_seconds)}): "
         + ", ".join(
             f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.seconds.items() if s >= 0.05
         ),

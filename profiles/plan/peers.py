@@ -10,6 +10,7 @@ of their tensors once, the least there is), memory.
 
 import csv
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 PEERS = {
@@ -20,13 +21,21 @@ PEERS = {
     "liger-off": "Liger's kernels and head, no checkpointing",
     "liger": "Liger's kernels and head, checkpointing",
     "liger-selective": "Liger's kernels and head, `selective`, `offload`",
+    "liger-second": "Liger's kernels and head, `selective` in every second layer",
     "liger-tiled-offload": "Liger, its tiled MLP, `offload` (the ALST recipe)",
+    "mixture": "Axolotl: selective, inputs and attention offloaded, tiled MLP, Liger",
 }
+# Their copies wait: torch's save_on_cpu copies to the host with a blocking `copy_`, and back on the
+# stream that computes. Axolotl's go on streams of their own.
+ON_COMPUTE = ("trl-offload", "trl-selective", "liger-selective", "liger-tiled-offload")
+TILED = ("liger-tiled-offload", "mixture")  # their MLPs run in shards of as many rows as columns
 LENGTHS = (4096, 8192, 16384, 32768, 131072)
+HOST_AT = (8192, 32768, 131072)
 FIELDS = "implementation,tokens,peak_gib,most_gib,host_gib,matmul_flops,attention_forwards,moved_forward_gib,moved_backward_gib"
 MODEL, PLACEMENT, HOST = "llama-3.1-8b", "gpu8bit", "256GiB"
 GPUS = ("a100-80gb", "h100")
 GiB = 2**30
+PROCESS_BYTES = 4 * GiB  # of the planner, which no peer's host bytes have
 
 
 def count(implementation: str) -> None:
@@ -55,22 +64,23 @@ def counted() -> dict:
         rows = list(csv.DictReader(file))
     return {
         (r["implementation"], int(r["tokens"])): {
-            k: float(v) for k, v in r.items() if k != "implementation"
+            k: v if k == "implementation" else float(v) for k, v in r.items()
         }
         for r in rows
     }
 
 
 def seconds(row: dict, gpu: str) -> float | None:
-    """A peer's planned step, by its counts; None where it does not fit. Its copies to the host are
-    taken to hide behind the work as hfpatch's do, though they are issued between it, and Python's
-    time to nothing.
+    """A peer's planned step, by its counts; None where it does not fit. Copies of ON_COMPUTE are
+    waited for, others hide behind the work as hfpatch's do. Python takes no time.
     """
     from hfpatch.budget.choice import reserve
     from hfpatch.budget.flops import Flops, step_flops
     from hfpatch.budget.formula import Moment, StepMemory
     from hfpatch.budget.hardware import gpu_row
     from hfpatch.budget.limits import parse_bytes
+    from hfpatch.budget.pace import paced
+    from hfpatch.budget.policy import Policy
     from hfpatch.budget.presets import preset_config
     from hfpatch.budget.seconds import counted_time, tails
     from hfpatch.budget.shape import ModelShape
@@ -94,9 +104,13 @@ def seconds(row: dict, gpu: str) -> float | None:
         (Moment("counted", stays.parameters),),
         int(row["host_gib"] * GiB),
     )
-    return counted_time(
-        gpu, flops, memory, stays, tails(gpu, shape, "stock", 1, int(row["tokens"]))
-    ).total
+    policy = Policy(tile=shape.hidden_size) if row["implementation"] in TILED else "stock"
+    rates = paced(gpu, shape, policy, batch=1, tokens=int(row["tokens"]))
+    waits = 2 * memory.host / gpu.link_rate if row["implementation"] in ON_COMPUTE else 0.0
+    if waits:
+        memory = replace(memory, host=0)
+    tail = tails(rates, shape, "stock", 1, int(row["tokens"]))
+    return waits + counted_time(rates, flops, memory, stays, tail).total
 
 
 def ours(tokens: int, gpu: str):
@@ -112,12 +126,18 @@ def cells(values) -> list[str]:
 
 
 def table() -> str:
-    """Markdown: a row an implementation, planned seconds on each GPU at each length."""
+    """Markdown: a row an implementation, planned seconds on each GPU at each length, and what is on
+    the host at 8,192, 32,768 and 131,072 tokens.
+    """
     rows, found = [], counted()
+    hosts = lambda sizes: ", ".join(f"{n:.0f}" for n in sizes)  # noqa: E731
     for name, said in PEERS.items():
-        rows.append([said, *cells(seconds(found[name, T], gpu) for gpu in GPUS for T in LENGTHS)])
-    plans = [ours(T, gpu) for gpu in GPUS for T in LENGTHS]
-    rows.append(["hfpatch, `auto`", *cells(p.step_seconds if p.fits else None for p in plans)])
+        times = cells(seconds(found[name, T], gpu) for gpu in GPUS for T in LENGTHS)
+        rows.append([said, *times, hosts(found[name, T]["host_gib"] for T in HOST_AT)])
+    plans = {(gpu, T): ours(T, gpu) for gpu in GPUS for T in LENGTHS}
+    times = cells(p.step_seconds if p.fits else None for p in plans.values())
+    on_host = ((plans["h100", T].host_peak_bytes - PROCESS_BYTES) / GiB for T in HOST_AT)
+    rows.append(["hfpatch, `auto`", *times, hosts(on_host)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -1,7 +1,6 @@
 """FLOPs by the closed form: windows, experts, what runs again, and what nobody reads."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,16 @@ from hfpatch.budget.seconds import (
     HOST_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_TILE,
     HOST_SECONDS_PLAIN,
+    STOCK_FACTOR,
+    STOCK_LOGIT_BYTES,
     SUM_BYTES,
     SUM_BYTES_ONCE,
     _elementwise,
+    layer_passes,
     step_time,
     tails,
 )
 from hfpatch.budget.shape import ModelShape
-from hfpatch.planner.placements import resident
 
 
 def shape_of(name, **change):
@@ -193,30 +194,28 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     assert backward + sums == pytest.approx(counted["backward"], rel=0.03)
 
 
-@pytest.mark.parametrize("gpu, model, ranks, tokens, seconds, low, high", [
-    # A patched transformers Llama of 2024 on one A100, its optimizer on the host.
-    ("a100-80gb", "llama-3.1-8b", 1, 131072, 187.0, 1.0, 1.3),
-    # ALST (Arctic Long Sequence Training) on one H100 at 22% MFU, in FA2.
-    ("fa2 on h100", "llama-3.1-8b", 1, 500_000, None, 0.85, 1.15),
-    # TRL over eight H100 that share the row, whose attention goes backward faster than the rate
-    # that is assumed.
-    ("h100", "Qwen/Qwen3-8B", 8, 2**20, 380.0, 0.85, 1.15),
-])  # fmt: skip
-def test_published_steps_stand_beside_the_step_model(gpu, model, ranks, tokens, seconds, low, high):
-    """All run attention's forward twice, with every layer's input on the host. What is planned is
-    at most a third faster than what was measured by others, and hardly slower where the attention
-    kernel is theirs.
-    """
-    row = GPUS.get(gpu) or replace(
-        GPUS["h100"], attention_forward=335e12, attention_backward=0.75 * 335e12
-    )
-    shape, policy = replace(shape_of(model), ranks=ranks), Policy(save_attention=False)
-    sizes = {"batch": 1, "tokens": tokens // ranks}
-    memory, flops = step_memory(shape, policy, **sizes), step_flops(shape, policy, **sizes)
-    stays = resident("zero3-offload", shape, ranks, policy)
-    planned = step_time(row, flops, memory, policy, shape, stays, **sizes)[0].total
-    measured = seconds or flops.model / (0.22 * row.peak_flops)
-    assert low <= measured / planned <= high
+def test_transformers_own_bytes_are_those_that_are_counted():
+    """Of a layer and of a logit: the difference of one layer, and of one vocabulary, to two."""
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
+
+    tokens, shape = 2048, shape_of("llama-3.1-8b")
+
+    def traffic(layers, vocabulary):
+        config = preset_config("llama-3.1-8b") | {
+            "num_hidden_layers": layers, "vocab_size": vocabulary, "bos_token_id": 1,
+            "eos_token_id": 2,
+        }  # fmt: skip
+        return simulate(prepare(build(config), "hf"), 1, tokens).ledger.traffic
+
+    one, two, wide = traffic(1, 512), traffic(2, 512), traffic(1, 4608)
+    phases = ("forward", "backward")
+    for phase, passes in zip(phases, layer_passes(shape, 0)):
+        layer = (two[phase] - one[phase]) / (2 * tokens * passes)
+        assert layer == pytest.approx(STOCK_FACTOR, rel=0.02)
+    more = sum(wide[p] - one[p] for p in phases) / 4096
+    logit = (more - 4 * shape.hidden_size) / tokens  # less the embedding's gradient, written twice
+    assert logit == pytest.approx(STOCK_LOGIT_BYTES, rel=0.02)
 
 
 def test_the_hosts_seconds_are_those_that_were_timed():

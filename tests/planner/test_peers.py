@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hfpatch.budget.hardware import GPUS, SECONDS_ERROR
+
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/benchmarks/index.md").read_text()
 _spec = importlib.util.spec_from_file_location("peers", ROOT / "profiles/plan/peers.py")
 peers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(peers)
@@ -16,22 +19,31 @@ ours = cache(peers.ours)
 
 
 @pytest.mark.parametrize("gpu", peers.GPUS)
-def test_no_peer_that_fits_is_ahead_at_any_length(gpu):
-    found = peers.counted()
+def test_peers_are_ranked_no_closer_than_the_plans_error(gpu):
+    """The page says at which lengths a peer is as fast as hfpatch, within what the plan is off
+    by; behind one by more it is at none.
+    """
+    found, close = peers.counted(), []
     for tokens in peers.LENGTHS:
-        fitting = {
-            name: s
-            for name in peers.PEERS
-            if (s := peers.seconds(found[name, tokens], gpu)) is not None
-        }
-        assert ours(tokens, gpu).fits and ours(tokens, gpu).step_seconds <= min(fitting.values()), (
-            tokens,
-            fitting,
-        )
+        times = (peers.seconds(found[name, tokens], gpu) for name in peers.PEERS)
+        best = min(s for s in times if s is not None)
+        assert ours(tokens, gpu).fits and ours(tokens, gpu).step_seconds <= best, tokens
+        if ours(tokens, gpu).step_seconds > best / (1 + SECONDS_ERROR):
+            close.append(f"{tokens:,}")
+    said = f"{', '.join(close[:-1])} and {close[-1]}"
+    assert f"at {said} tokens the best peer is within the plan's error" in PAGE, said
+
+
+def test_copies_that_wait_cost_their_time():
+    """A peer whose copies go on the compute stream pays for each byte twice."""
+    row = peers.counted()["liger-selective", 16384]
+    more = peers.seconds(row, "h100") - peers.seconds(row | {"host_gib": 0.0}, "h100")
+    assert more == pytest.approx(2 * row["host_gib"] * peers.GiB / GPUS["h100"].link_rate)
+    hides = row | {"implementation": "mixture"}
+    assert peers.seconds(hides, "h100") == peers.seconds(hides | {"host_gib": 0.0}, "h100")
 
 
 def test_the_page_has_the_planned_seconds(monkeypatch):
     monkeypatch.setattr(peers, "ours", ours)
-    page = (ROOT / "docs/benchmarks/index.md").read_text()
     for line in peers.table().splitlines():
-        assert line in page, line
+        assert line in PAGE, line

@@ -6,10 +6,11 @@ import pytest
 
 import hfpatch
 from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.hardware import LINK_SHARE, gpu_row
+from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.budget.sequence import sent_bytes
 from hfpatch.cli import plan as command
 from hfpatch.lab.models import resolve
+from hfpatch.planner.placements import resident
 
 M = 1 << 20
 EIGHT = {"gpus": 8, "gpu": "h100", "host_ram": "2048GiB"}
@@ -58,7 +59,30 @@ def test_what_goes_between_the_gpus():
         each * (32 + 16 + 32 + 3 * 32 + 16 + 32 + 16)
     )
     assert gpu_row("h100").peer_rate == LINK_SHARE * 450e9
-    assert gpu_row("l40s").peer_rate == gpu_row("l40s").link_rate
+    assert gpu_row("l40s").peer_rate == SOCKET_RATE < gpu_row("l40s").link_rate
+
+
+def test_weights_that_are_gathered_take_their_time():
+    """Eight cards without links of their own wait for 3 x 7/8 of all weights at short rows; over
+    NVLink, and behind enough work, one layer's alone is left.
+    """
+    shape = resolve("llama-3.1-8b")[1]
+    third = 2 * (shape.parameters - -(-shape.parameters // 8))
+    assert all(
+        resident(name, shape, 8).gathers == third
+        for name in ("zero3", "fsdp2", "zero3-offload", "fsdp2-offload")
+    )
+    assert resident("gpu8bit", shape, 1).gathers == resident("zero3-offload", shape, 1).gathers == 0
+    asked = {"gpus": 8, "placement": "fsdp2", "checkpointing": "least", "host_ram": "1000GiB"}
+    cards, linked = (
+        hfpatch.plan("llama-3.1-8b", seq_len=T, gpu=gpu, **asked).seconds
+        for gpu, T in (("l40s", 1024), ("h100", 16384))
+    )
+    work = sum(cards[part] for part in ("matmul", "attention", "elementwise", "loss", "sums"))
+    assert cards["copy_wait"] + work >= 3 * third / SOCKET_RATE
+    assert linked["copy_wait"] < 0.05
+    one = 2 * third / shape.num_layers / gpu_row("h100").peer_rate
+    assert linked["exchange"] == pytest.approx(one)
 
 
 @pytest.mark.parametrize("arguments, said", [

@@ -6,6 +6,8 @@ backward: the fp32 dq accumulator, softmax_d, dk, dv of every query head, and co
 gradient where these are not contiguous) and native/cuda/Embedding.cu (fp32 partial sums).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,12 @@ def sizes(func, q: Tensor, k: Tensor) -> tuple[int, ...]:
     return batch, heads, kv_heads, rows, columns, width
 
 
+def window(func, args, kwargs) -> int | None:
+    """Keys to the left of a query that an attention operation sees; None for all."""
+    left = _argument(func, args, kwargs, "window_size_left")
+    return None if left is None or left < 0 else left
+
+
 def attention(func, args, kwargs):
     """("forward" | "backward", FLOPs) of an attention operation; else None. Half of the square
     counts when causal, a band of it under a window.
@@ -73,8 +81,8 @@ def attention(func, args, kwargs):
         return None
     batch, heads, _, rows, columns, width = sizes(func, q, k)
     flops = 4 * batch * heads * rows * columns * width
-    left = _argument(func, args, kwargs, "window_size_left")
-    if left is not None and 0 <= left < columns - 1:
+    left = window(func, args, kwargs)
+    if left is not None and left < columns - 1:
         flops = 4 * batch * heads * width * int(attended(rows, left + 1))
     elif _argument(func, args, kwargs, "is_causal", False):
         flops //= 2
@@ -84,23 +92,32 @@ def attention(func, args, kwargs):
 _ADDING = (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
 
 
-def matmul_flops(func, args) -> int:
-    """FLOPs of mm, addmm, bmm, baddbmm, integer and grouped products, in any out= and dtype forms;
-    0 for other operations.
+def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
+    """(count, rows, inner, columns) of mm, addmm, bmm, baddbmm, integer and grouped products, in any
+    out= and dtype forms; None for other operations. Groups are taken to have equal parts.
     """
     packet = func.overloadpacket
-    if packet in (aten.mm, aten.bmm, aten._int_mm):
+    if packet in (aten.mm, aten.bmm, aten._int_mm, *GROUPED):
         a, b = args[0], args[1]
-    elif packet in GROUPED:
-        # One of the groups a row (or, of a weight's gradient, a column): a matmul of the whole,
-        # whatever the groups are.
-        a, b = args[0], args[1]
-        return 2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
     elif packet in _ADDING:
         a, b = args[1], args[2]
     else:
-        return 0
-    return 2 * a.numel() * b.shape[-1]
+        return None
+    rows, inner, columns = *a.shape[-2:], b.shape[-1]
+    if packet not in GROUPED:
+        return a.shape[0] if a.dim() == 3 else 1, rows, inner, columns
+    if a.dim() == b.dim() == 2:  # a weight's gradient: each group sums over its part
+        groups = args[2].shape[0] if len(args) > 2 else 1
+        return groups, rows, inner / groups, columns
+    groups = max(x.shape[0] for x in (a, b) if x.dim() == 3)
+    part = [rows / groups, inner, columns] if a.dim() == 2 else [rows, inner, columns / groups]
+    return groups, *part
+
+
+def matmul_flops(func, args) -> int:
+    """FLOPs of the products that matmul_shape knows; 0 for other operations."""
+    shape = matmul_shape(func, args)
+    return round(2 * math.prod(shape)) if shape else 0
 
 
 # What they are given is not read, or is written alone.

@@ -1,0 +1,87 @@
+"""A GPU's rates at a step's shapes: matmuls by a roofline, attention by the length of its rows.
+Standard library only.
+
+Large matmuls and long rows reach the rates of a GPU row (hardware.py). Narrow outputs, few rows an
+expert and short rows of attention do not. The step model computes with the rates that `paced` gives.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from hfpatch.budget.cuts import tiles
+from hfpatch.budget.flops import attended
+from hfpatch.budget.hardware import ATTENTION_RAMP, Gpu
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.shape import ModelShape
+
+# Rows and columns of the output that one processor computes at a time, and the part of such a
+# block's time for which a launch waits for its last one (list scheduling wastes at most one, Graham
+# 1969; half a block is assumed, as for attention).
+BLOCK, WAVE = 128, 0.5
+
+
+def matmul_seconds(
+    gpu: Gpu, rows: int, inner: int, columns: int, *, count: int = 1, itemsize: int = 2
+) -> float:
+    """Seconds of `count` products in one launch, each [rows, inner] by [inner, columns]."""
+    blocks = count * -(-rows // BLOCK) * -(-columns // BLOCK)
+    flops = 2 * BLOCK * BLOCK * inner * (blocks + WAVE * gpu.processors)
+    moved = itemsize * count * (rows * inner + inner * columns + rows * columns)
+    return max(flops / gpu.matmul_flops, moved / gpu.memory_rate)
+
+
+def attention_ramp(keys: int) -> float:
+    """By how much rows that see `keys` keys take longer than the FLOPs of long ones would."""
+    return 1 + ATTENTION_RAMP / max(1, keys)
+
+
+def _matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, int]]:
+    """(how often in the model, count in one launch, rows, inner, columns) of forward's products."""
+    D, n = shape.hidden_size, shape.num_layers
+    sparse = shape.over(lambda i: int(shape.is_sparse(i)))
+    found = [(n, 1, rows, D, c) for c in (shape.q_size, shape.kv_size, shape.v_size)]
+    found += [(n, 1, rows, shape.out_size, D), (1, 1, rows, D, shape.vocab_size)]
+
+    def mlp(often, count, rows, width):
+        up = [(often * (1 + shape.gated), count, rows, D, width)]
+        return [*up, (often, count, rows, width, D)] if often and width else []
+
+    found += mlp(n - sparse, 1, rows, shape.intermediate_size)
+    found += mlp(sparse, 1, rows, shape.shared_size)
+    if sparse:
+        each = max(1, rows * shape.experts_per_token // shape.experts)
+        found += mlp(sparse, shape.experts, each, shape.expert_size)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def slowdown(gpu: Gpu, shape: ModelShape, rows: int) -> float:
+    """Seconds of a step's matmuls over `rows` rows at a time, over those at the full rate."""
+    took = ideal = 0.0
+    for often, count, m, k, n in _matrices(shape, rows):
+        ways = ((m, k, n), (m, n, k), (k, m, n))  # forward, input gradient, weight gradient
+        took += often * sum(matmul_seconds(gpu, *way, count=count) for way in ways)
+        ideal += often * 6 * count * m * k * n / gpu.matmul_flops
+    return took / ideal
+
+
+@lru_cache(maxsize=1024)
+def _paced(gpu: Gpu, shape: ModelShape, rows: int, tile_rows: int, plain: int, keys: int) -> Gpu:
+    whole, tiled = slowdown(gpu, shape, rows), slowdown(gpu, shape, tile_rows)
+    matmul = (plain * whole + (shape.num_layers - plain) * tiled) / shape.num_layers
+    work = {w: k * attended(keys, w) for w, k in shape.window_counts().items()}
+    ramp = sum(n * attention_ramp(min(w or keys, keys)) for w, n in work.items())
+    ramp /= sum(work.values())
+    return replace(
+        gpu, peak_flops=gpu.peak_flops / matmul,
+        attention_forward=gpu.attention_forward / ramp,
+        attention_backward=gpu.attention_backward / ramp,
+    )  # fmt: skip
+
+
+def paced(gpu: Gpu, shape: ModelShape, policy, *, batch: int, tokens: int) -> Gpu:
+    """The GPU with the rates that a step of this shape reaches. policy: as step_memory takes it."""
+    rows, plain, tile = batch * tokens, shape.num_layers, batch * tokens
+    if isinstance(policy, Policy):
+        plain, tile = min(policy.plain, plain), batch * tiles(batch, tokens, policy.tile)[1]
+    return _paced(gpu, shape, rows, tile, plain, tokens * shape.ranks)
