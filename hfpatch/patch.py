@@ -36,6 +36,7 @@ from hfpatch.context.classes import (
     swap,
     unswap,
 )
+from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder, find_decoder
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.decoder.verdict import ask_model
@@ -317,15 +318,11 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
         return
     swap(stack, OurAttention)
     stack._hfpatch_configs = configs
-    stack._hfpatch_session, stack._hfpatch_ours, stack._hfpatch_prefill = (
-        None,
-        found.ours,
-        found.prefill,
+    mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
+    stack._hfpatch_traits = StackTraits(
+        found.ours, mixers, mixers and found.across, found.apart, found.prefill
     )
-    stack._hfpatch_apart = found.apart
-    stack._hfpatch_mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
-    stack._hfpatch_across = stack._hfpatch_mixers and found.across
-    causal, told = decoder.causal, stack._hfpatch_mixers or not found.apart
+    causal, told = decoder.causal, mixers or not found.apart
     # a model between them may make a cache
     told = told or causal is not None and stack not in causal.children()
     if causal is not None and told and not is_mixed(causal) and "forward" not in vars(causal):

@@ -10,6 +10,8 @@ B batch, T tokens, H query heads, K key-value heads, E head dim; N = B*T; a grou
 and their query heads. Layout in memory is [B, T, heads, E]; the kernels get transposed views.
 """
 
+from operator import methodcaller
+
 import torch
 from torch import Tensor
 
@@ -59,6 +61,10 @@ def attention_ref(
         lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
     out = (scores - lse.masked_fill(nobody, 0)[..., None]).exp() @ v
     return out.transpose(1, 2).to(q_BTHE.dtype), lse
+
+
+# [B, T, heads, E] as [B, heads, T, E], and back.
+_turned = methodcaller("transpose", 1, 2)
 
 
 def _fa2_arguments(T: int, pattern: Pattern):
@@ -201,8 +207,6 @@ def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
     q's column is a power of two large enough that k's stays within float16.
     """
     E, E_v = q.shape[3], v.shape[3]
-    if E == E_v and hidden_BT is None:
-        return q, k, v
     wide = max(E + (hidden_BT is not None), E_v)
     if wide > E or wide > E_v:
         wide = -(-wide // 8) * 8
@@ -256,13 +260,6 @@ def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
     return lse.squeeze(3) if lse.dim() == 4 else lse
 
 
-def _blind(pattern: Pattern, lse: Tensor, out_BTHE: Tensor) -> Tensor | None:
-    """pattern.sees_nobody, of what a kernel gave."""
-    if pattern.hidden_BT is None and pattern.blind_BT is None:
-        return None
-    return pattern.sees_nobody(_per_head(lse, *out_BTHE.shape[:2]))
-
-
 def attention_forward(
     q_BTHE,
     k_BTKE,
@@ -289,7 +286,8 @@ def attention_forward(
         # Kernels read a head's columns next to each other, torch's for CPUs without a look.
         if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        q, k, v = _widened(q, k, v, scale, pattern.hidden_BT)
+        if pattern.hidden_BT is not None or q.shape[3] != v.shape[3]:
+            q, k, v = _widened(q, k, v, scale, pattern.hidden_BT)
         if chosen == "fa2":
             out, lse, state = _fa2_forward(q, k, v, pattern, scale)
         elif pattern.documents is not None:
@@ -301,11 +299,10 @@ def attention_forward(
             out = out.transpose(1, 2)
         if out.shape[3] != v_BTKE.shape[3]:
             out = out[..., : v_BTKE.shape[3]].contiguous()
-    blind = _blind(pattern, lse, out)
-    if blind is not None:
-        out.masked_fill_(blind, 0)
+    B, T = out.shape[:2]
+    if pattern.hidden_BT is not None or pattern.blind_BT is not None:
+        out.masked_fill_(pattern.sees_nobody(_per_head(lse, B, T)), 0)
     if sinks_H is not None:
-        B, T = out.shape[:2]
         per_head, sinks = _per_head(lse, B, T), sinks_H.to(lse.dtype)[:, None]
         share = torch.sigmoid(per_head - sinks).transpose(1, 2)[..., None]
         out.mul_(share)
@@ -314,19 +311,16 @@ def attention_forward(
 
 
 def parts_of_heads(B: int, T: int, H: int, K: int, E: int) -> int:
-    """In how many parts of equally many query heads a backward must go for each to have fewer than
-    2^31 elements and than 32 heads of 524,288 rows: some versions of FA2 form offsets in their dq
-    in 32 bits, and nobody has shown that cuDNN does not.
+    """How many parts of equally many query heads a backward is cut into.
+
+    Each has fewer than 2^31 elements and than 32 heads of 524,288 rows: some versions of FA2 compute
+    offsets into their dq in 32 bits, and nobody has shown that cuDNN does not.
     """
-
-    def below(heads: int) -> bool:
-        return B * T * heads * E < MOST_ELEMENTS and B * T * heads < MOST_ROWS
-
-    if below(H):
-        return 1
-    return next(
-        (n for n in range(2, H) if H % n == 0 and (K % n == 0 or n % K == 0) and below(H // n)), H
-    )
+    for parts in range(1, H):
+        even = H % parts == 0 and (K % parts == 0 or parts % K == 0)
+        if even and B * T * H * E < parts * MOST_ELEMENTS and B * T * H < parts * MOST_ROWS:
+            return parts
+    return H
 
 
 def _backward_by_parts(parts: int, dout, q, k, v, out, lse, state, sinks_H, asked: dict) -> tuple:
@@ -370,9 +364,9 @@ def attention_backward(
     if parts > 1:
         asked = {"scale": scale, "pattern": pattern, "backend": backend}
         return _backward_by_parts(parts, dout_BTHE, q, k, v, out, lse, state, sinks_H, asked)
-    blind = _blind(pattern, lse, out)
-    if blind is not None:
-        dout_BTHE = dout_BTHE.masked_fill(blind, 0)
+    B, T = q.shape[:2]
+    if pattern.hidden_BT is not None or pattern.blind_BT is not None:
+        dout_BTHE = dout_BTHE.masked_fill(pattern.sees_nobody(_per_head(lse, B, T)), 0)
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     elif chosen == "flex":
@@ -383,8 +377,10 @@ def attention_backward(
         # later versions expect q's layout in both.
         dout, wide_out, wide_q, wide_k, wide_v = dout_BTHE.contiguous(), out.contiguous(), q, k, v
         if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            wide_q, wide_k, wide_v = (x.contiguous() for x in (q, k, v))
-        wide_q, wide_k, wide_v = _widened(wide_q, wide_k, wide_v, scale, pattern.hidden_BT)
+            wide_q, wide_k, wide_v = q.contiguous(), k.contiguous(), v.contiguous()
+        widens = pattern.hidden_BT is not None or q.shape[3] != v.shape[3]
+        if widens:
+            wide_q, wide_k, wide_v = _widened(wide_q, wide_k, wide_v, scale, pattern.hidden_BT)
         if wide_v.shape[3] != v.shape[3]:
             dout, wide_out = (
                 torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3]))
@@ -396,15 +392,12 @@ def attention_backward(
         elif pattern.documents is not None:
             grads = _packed_backward(*args, lse, state, pattern.documents, scale, chosen)
         else:
-            grads = BACKENDS[chosen][1](*[x.transpose(1, 2) for x in args], lse, state, scale)
-            grads = [x.transpose(1, 2) for x in grads]
-        grads = [
-            g if g.shape[3] == x.shape[3] else g[..., : x.shape[3]]
-            for g, x in zip(grads, (q, k, v))
-        ]
+            args = map(_turned, args)
+            grads = map(_turned, BACKENDS[chosen][1](*args, lse, state, scale))
+        if widens:
+            grads = [g[..., : x.shape[3]] for g, x in zip(grads, (q, k, v))]
     if sinks_H is None:
         return tuple(grads)
-    B, T = q.shape[:2]
     delta_BHT = (dout_BTHE.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     weight = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, B, T))
     return *grads, -(weight * delta_BHT).sum((0, 2)).to(sinks_H.dtype)

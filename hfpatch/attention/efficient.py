@@ -16,12 +16,16 @@ from hfpatch.compat import aten
 def for_each_head(q, k, v):
     """k and v repeated to one head per query head, for kernels without grouped heads."""
     repeat = q.shape[1] // k.shape[1]
-    return (k, v) if repeat == 1 else [x.repeat_interleave(repeat, 1) for x in (k, v)]
+    if repeat == 1:
+        return k, v
+    return k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
 
 
-def of_groups(K: int, *grads):
+def of_groups(K: int, dk, dv):
     """Gradients of K heads that for_each_head repeated: sums over the copies."""
-    return [x if x.shape[1] == K else x.unflatten(1, (K, -1)).sum(2) for x in grads]
+    if dk.shape[1] == K:
+        return dk, dv
+    return dk.unflatten(1, (K, -1)).sum(2), dv.unflatten(1, (K, -1)).sum(2)
 
 
 def efficient_forward(q, k, v, scale):

@@ -44,10 +44,10 @@ class Heads:
 
 def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
     """The query heads and the KV heads that go through attention together."""
-    group, repeat = heads_per_group(B, T, H, K), H // K
-    return [
-        (slice(i * repeat, (i + group) * repeat), slice(i, i + group)) for i in range(0, K, group)
-    ]
+    width, repeat, groups = heads_per_group(B, T, H, K), H // K, []
+    for a in range(0, K, width):
+        groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
+    return groups
 
 
 class Attention:
@@ -67,10 +67,6 @@ class Attention:
     def counts(self) -> list[int]:
         """How many groups, hence outputs where they are apart, each call has."""
         return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
-
-    def groups(self, B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
-        """Of one call's heads."""
-        return [(slice(0, H), slice(0, K))] if self.wide else groups_of(B, T, H, K)
 
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from what forward gave of a tile."""
@@ -93,10 +89,12 @@ class Attention:
         between. What is read of them may be no tensors, but attention.head_groups.Grouped; then so
         is each out, an InTier.
         """
-        self.heads, self.mixers, results = [], mixers, []
+        self.heads, self.mixers, self.states, outs, lses = [], mixers, [], [], []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, T, H, _ = q.shape
-            groups = self.groups(B, T, H, k.shape[2])
+            groups = groups_of(B, T, H, k.shape[2])
+            if self.wide:
+                groups = [(slice(0, H), slice(0, k.shape[2]))]
             heads = Heads(ask, groups)
             self.heads.append(heads)
             whole, by_group = None, self.apart or copies_inputs(q, v, ask.pattern)
@@ -105,7 +103,9 @@ class Attention:
                 heads.backend = heads.backend or pick(*part[:2], 1 if by_group else len(groups))
                 out, lse, state = attention_forward(*part, **heads.part(hs))
                 if self.apart:
-                    results.append((out if isinstance(q, Tensor) else q.beside(out), lse, state))
+                    outs.append(out if isinstance(q, Tensor) else q.beside(out))
+                    lses.append(lse)
+                    self.states.append(state)
                 elif len(groups) > 1 and by_group:
                     whole = whole or _room_for(out, lse, H)
                     whole[0][:, :, hs], _heads_of(whole[1], hs)[...] = out, lse
@@ -113,9 +113,11 @@ class Attention:
                     whole = out, lse
                 del part, out, lse
             if whole is not None:
-                results.append((*whole, state))
-        outs, lses, self.states = (list(r) for r in zip(*results)) if results else ([], [], [])
-        outs += [mixer.forward(x, keep) for mixer, x in zip(mixers, parts[3 * len(asked) :])]
+                outs.append(whole[0])
+                lses.append(whole[1])
+                self.states.append(state)
+        for mixer, x in zip(mixers, parts[3 * len(asked) :]):
+            outs.append(mixer.forward(x, keep))
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
@@ -131,7 +133,7 @@ class Attention:
         i, dsinks = 0, []
         for n, (heads, dout) in enumerate(zip(self.heads, douts)):
             q, k, v = parts[3 * n : 3 * n + 3]
-            dsinks.append([])
+            of_sinks = []
             for group, (hs, ks) in enumerate(heads.groups):
                 if self.apart or not group:
                     out, lse, state, lses[i] = outs(i), lses[i], self.states[i], None
@@ -161,14 +163,15 @@ class Attention:
                     else:
                         into[j][:, :, part] = grad
                 like = grad = None
-                dsinks[-1] += grads[3:]
+                of_sinks += grads[3:]
                 del grads
+            dsinks.append(torch.cat(of_sinks) if of_sinks else None)
             q = k = v = out = lse = None
         n = len(self.heads)
         for i, mixer in enumerate(self.mixers, 3 * n):
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
-        return [torch.cat(d) if d else None for d in dsinks]
+        return dsinks
 
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor | ByGroups:
         """Room for the gradient of one call's out, of which this is a tile."""

@@ -29,7 +29,8 @@ def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
 def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
     """(start, end) of each of `tiles`."""
     step = tiles(batch, tokens, tile)[1]
-    return [(a, min(a + step, tokens)) for a in range(0, tokens, step)]
+    starts = range(0, tokens, step)
+    return list(zip(starts, [*starts[1:], tokens]))
 
 
 def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) -> int:
@@ -49,11 +50,10 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
     """KV heads a group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
     wanted = -(-512 // max(blocks, 1))
-    return next(
-        n
-        for n in range(1, n_kv_heads + 1)
-        if n_kv_heads % n == 0 and (n >= wanted or n == n_kv_heads)
-    )
+    n = min(wanted, n_kv_heads)
+    while n_kv_heads % n:
+        n += 1
+    return n
 
 
 def loss_chunk_rows(

@@ -72,7 +72,7 @@ def support_of(name: str, config: dict) -> Support:
     layers = decoder.layers
     whole = Counter(reason for layer in layers if (reason := look(layer).reason))
     fused = tuple(word for option, word in PARTS.items() if report.count(option))
-    packed = "isolated" if decoder.stack._hfpatch_apart else "refused"
+    packed = "isolated" if decoder.stack._hfpatch_traits.apart else "refused"
     notes = (*report.notes, *report.details)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because

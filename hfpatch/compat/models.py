@@ -26,6 +26,7 @@ def record_outputs_like(made: type, base: type) -> None:
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), found)
 
 
+@functools.cache
 def _collector():
     """transformers' variable that holds what output_hidden_states, output_router_logits and their
     like collect, or None.

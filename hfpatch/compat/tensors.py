@@ -1,5 +1,6 @@
 """Private names of torch: autograd, storages, the dispatcher, fake tensors, the allocator."""
 
+import functools
 import sys
 import traceback
 from contextlib import contextmanager, nullcontext
@@ -20,19 +21,22 @@ def gone(name: str, instead: str) -> RuntimeError:
 # --- autograd and storages ------------------------------------------------------------------------
 
 
-def keeps_graph() -> bool:
-    """Whether the backward under way was called with retain_graph; True, which only holds memory
-    longer, where unknown.
-    """
-    try:
-        return torch._C._autograd._get_current_graph_task_keep_graph()
-    except AttributeError:
-        return True
+# Functions of torch without a public name, and what is said where a torch lacks them.
+# Whether the backward under way was called with retain_graph; True only holds memory longer.
+keeps_graph = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", functools.partial(bool, 1)
+)
+# Whether a transform of torch.func (grad, vjp, vmap) runs.
+transforming = getattr(torch._C, "_are_functorch_transforms_active", bool)
+# A number for each backward pass; -1 outside of one.
+graph_task = getattr(torch._C, "_current_graph_task_id", functools.partial(int, -1))
+try:
+    from torch._subclasses.fake_tensor import is_fake  # whether a tensor has no data (a simulation)
+except ImportError:
 
-
-def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vjp, vmap) runs; False where unknown."""
-    return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
+    def is_fake(x) -> bool:
+        """Whether a tensor has no data, as in a simulation."""
+        return type(x).__name__ == "FakeTensor"
 
 
 def ops_are_seen() -> bool:
@@ -75,11 +79,6 @@ def closing_checkpoints():
             if isgenerator(held := frame.f_locals.get("gen")):
                 held.close()
         raise
-
-
-def graph_task() -> int:
-    """Tells one backward pass from another; -1 outside of one, and where unknown."""
-    return getattr(torch._C, "_current_graph_task_id", lambda: -1)()
 
 
 def autograd_node():
@@ -200,12 +199,13 @@ def backward_from(outputs: tuple, grads: tuple) -> None:
 
 class _Aten:
     """torch.ops.aten; an operator that is gone raises RuntimeError, which is how a backend that
-    cannot run says so.
+    cannot run says so. What was found once is an attribute of its own.
     """
 
     def __getattr__(self, name: str):
         try:
-            return getattr(torch.ops.aten, name)
+            found = self.__dict__[name] = getattr(torch.ops.aten, name)
+            return found
         except AttributeError:
             raise gone(f"aten::{name}", 'use apply(model, checkpointing="off")') from None
 
@@ -213,6 +213,7 @@ class _Aten:
 aten = _Aten()
 
 
+@functools.cache
 def has_kernel(name: str) -> bool:
     """Whether torch has the operator aten::name."""
     return hasattr(torch.ops.aten, name)
@@ -281,15 +282,6 @@ def assert_async(holds: Tensor, message: str) -> None:
     check = getattr(torch, "_assert_async", None)
     if check is not None:
         check(holds, message)
-
-
-def is_fake(x) -> bool:
-    """Whether a tensor has no data, as in a simulation."""
-    try:
-        from torch._subclasses.fake_tensor import is_fake as found
-    except ImportError:
-        return type(x).__name__ == "FakeTensor"
-    return found(x)
 
 
 def autocast(device_type: str, **how):

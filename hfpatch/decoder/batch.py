@@ -30,44 +30,54 @@ from hfpatch.context.ranks import (
 
 @dataclass(frozen=True)
 class StackTraits:
-    """What is known of a stack, by its small instance (decoder/verdict.py).
+    """What the small instance showed of a stack (decoder/verdict.py).
 
-    Attributes: kind: its class, for messages. ours: whether it may have our attention and masks.
-        mixers: whether some layers mix tokens by something else than attention. across: whether
-        those mixers let documents of one row see each other where layers run as transformers has
-        them. apart: whether its layers, as they run here, keep documents of one row apart. prefill:
-        whether its layers may fill an empty KV cache in tiles. tiled: whether its layers are
-        hfpatch's.
+    Attributes:
+        ours: it may have our attention and masks.
+        mixers: some layers mix tokens by something else than attention.
+        across: as transformers runs those layers, documents of one row see each other.
+        apart: as its layers run here, documents of one row do not see each other.
+        prefill: its layers may fill an empty KV cache in tiles.
     """
 
-    kind: type
     ours: bool = True
     mixers: bool = False
     across: bool = False
     apart: bool = True
     prefill: bool = False
-    tiled: bool = True
 
 
 @dataclass(frozen=True)
 class Given:
     """The arguments of one forward, as its caller gave them.
 
-    Attributes: tokens: ids [B, T] or embeddings [B, T, D] of this rank. T: tokens of a whole row.
-        mask: attention_mask, of any kind; rows_mask: the same where it is [B, T], else None. own:
-        whether a mask of another kind came. positions: [1 or B, T] or None. offsets: cu_seq_lens_q
-        or None. seq_idx: whether that came. use_cache, cache: use_cache and past_key_values.
-        caches_unasked: whether transformers makes a cache where nobody says anything. uncached:
-        whether the caller of the model around asked for no cache, nor against one. trains: in
-        training mode, with gradients. weights: whether attention is to give its probabilities.
-        encoder: whether an encoder's states came. sequence: the ranks that share the rows, or None.
+    Attributes:
+        kind: the stack's class, for messages.
+        tiled: the stack's layers are hfpatch's.
+        tokens: ids [B, T] or embeddings [B, T, D] of this rank.
+        B, T: rows, and tokens of a whole row.
+        trains: in training mode, with gradients.
+        mask: attention_mask, of any kind; rows_mask: the same where it is [B, T], else None; own: a
+            mask of another kind came.
+        positions: [1 or B, T] or None.
+        offsets: cu_seq_lens_q or None. seq_idx: whether that came.
+        use_cache, cache: use_cache and past_key_values.
+        makes_cache: transformers makes a cache where the caller says nothing.
+        uncached: the caller of the model around passed no cache and no use_cache.
+        weights: the caller asks for attention's probabilities.
+        encoder: an encoder's states came.
+        idle_BT: True where the loss does not read a token's output, or None.
+        sequence: the ranks that share the rows, or None.
     """
 
-    tokens: Tensor
-    T: int
+    kind: type
+    tiled: bool
     config: object
-    trains: bool = False
+    tokens: Tensor
+    B: int
+    T: int
     training: bool = False
+    trains: bool = False
     mask: object = None
     rows_mask: Tensor | None = None
     own: bool = False
@@ -76,7 +86,7 @@ class Given:
     seq_idx: bool = False
     use_cache: bool | None = None
     cache: object = None
-    caches_unasked: bool = False
+    makes_cache: bool = False
     uncached: bool = False
     weights: bool = False
     encoder: bool = False
@@ -84,31 +94,22 @@ class Given:
     sequence: object = None
 
     @property
-    def B(self) -> int:
-        return self.tokens.shape[0]
+    def covers_the_cache(self) -> bool:
+        """Whether the mask is [B, more than T]: it describes the tokens in the cache too."""
+        two = isinstance(self.mask, Tensor) and self.mask.dim() == 2 and len(self.mask) == self.B
+        return two and self.cache is not None and self.mask.shape[1] > self.T
 
     @cached_property
     def seen(self) -> Tensor | None:
         """[B, T]: which tokens the mask lets see themselves, None where it does not say."""
         if self.rows_mask is not None or not isinstance(self.mask, Tensor | dict):
             return self.rows_mask
-        two = isinstance(self.mask, Tensor) and self.mask.dim() == 2 and len(self.mask) == self.B
-        if two and self.cache is not None and self.mask.shape[1] > self.T:
-            return self.mask[:, -self.T :]  # it tells of what is in the cache too
+        if self.covers_the_cache:
+            return self.mask[:, -self.T :]
         if self.own and self.T > 1:
-            return shown(
-                self.mask,
-                self.B,
-                self.T,
-                0 if self.cache is None else int(self.cache.get_seq_length()),
-            )
+            cached = 0 if self.cache is None else int(self.cache.get_seq_length())
+            return shown(self.mask, self.B, self.T, cached)
         return None
-
-    @property
-    def of_scores(self) -> bool:
-        """Whether the mask is one of scores, which mixers know nothing of."""
-        two = isinstance(self.mask, Tensor) and self.mask.dim() == 2 and len(self.mask) == self.B
-        return self.own and not (two and self.cache is not None and self.mask.shape[1] > self.T)
 
     @cached_property
     def packed(self) -> bool:
@@ -131,57 +132,58 @@ class Decision:
     warning: str | None = None
 
 
-def tokens_of(kwargs: dict):
-    """The ids, or what is embedded already."""
-    return kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
-
-
-def read_batch(kwargs: dict, config, training: bool, checkpoints: bool) -> Given | None:
-    """The arguments of a stack's forward; None where they are no rows of tokens.
-
-    checkpoints: whether transformers' own checkpointing is on, under which it makes no cache.
-    """
-    tokens = tokens_of(kwargs)
+def read_batch(stack, kwargs: dict) -> Given | None:
+    """The arguments of a stack's forward; None where they are no rows of tokens."""
+    tokens, config, training = kwargs.get("input_ids"), stack.config, stack.training
+    if tokens is None:
+        tokens = kwargs.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return None
     B, T = tokens.shape[:2]
-    mask, positions, asked = (
-        kwargs.get("attention_mask"),
-        kwargs.get("position_ids"),
-        kwargs.get("output_attentions"),
-    )
-    if (
-        positions is None
-        and isinstance(current.positions, Tensor)
-        and current.positions.shape[-1] == T
-    ):
-        positions = current.positions
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    above, weights = current.positions, kwargs.get("output_attentions")
+    if positions is None and isinstance(above, Tensor) and above.shape[-1] == T:
+        positions = above
     if isinstance(positions, Tensor) and positions.dim() == 3:
         # text, then time, height and width
         positions = positions[0] if len(positions) == 4 else None
     visible = isinstance(mask, Tensor) and mask.shape == (B, T)
+    # Under its own checkpointing transformers makes no cache.
+    uncached = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
-        tokens, T, config, training and torch.is_grad_enabled(), training, mask,
-        mask if visible else None,
-        mask is not None and not visible, positions, kwargs.get("cu_seq_lens_q"),
-        kwargs.get("seq_idx") is not None,
-        kwargs.get("use_cache"), kwargs.get("past_key_values"),
-        bool(getattr(config, "use_cache", False)) and not (training and checkpoints),
-        current.uncached,
-        bool(getattr(config, "output_attentions", False) if asked is None else asked),
-        kwargs.get("encoder_hidden_states") is not None, current.idle_BT,
-        sequence_now(config, training),
-    )  # fmt: skip
+        kind=type(stack),
+        tiled=stack._hfpatch_session is not None,
+        config=config,
+        tokens=tokens,
+        B=B,
+        T=T,
+        training=training,
+        trains=training and torch.is_grad_enabled(),
+        mask=mask,
+        rows_mask=mask if visible else None,
+        own=mask is not None and not visible,
+        positions=positions,
+        offsets=kwargs.get("cu_seq_lens_q"),
+        seq_idx=kwargs.get("seq_idx") is not None,
+        use_cache=kwargs.get("use_cache"),
+        cache=kwargs.get("past_key_values"),
+        makes_cache=bool(getattr(config, "use_cache", False)) and not uncached,
+        uncached=current.uncached,
+        weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
+        encoder=kwargs.get("encoder_hidden_states") is not None,
+        idle_BT=current.idle_BT,
+        sequence=sequence_now(config, training),
+    )
 
 
 def share_rows(
     given: Given, whole_layers: int, refuse_unasked: Callable[[], None], changes: dict
 ) -> Given:
-    """The same of whole rows, of which this rank has a part. ValueError where the ranks' parts do
-    not fit together.
+    """The arguments for whole rows, of which this rank has a part. ValueError where the ranks' parts
+    do not fit together.
 
-    whole_layers: a number that stands for the layers which run whole here; refuse_unasked: raises
-        for layers that nobody tried.
+    whole_layers: a number that stands for the layers which run whole here. refuse_unasked: raises
+        for layers without traits.
     """
     if given.cache is not None:
         raise not_exchanged("a KV cache")
@@ -202,34 +204,25 @@ def share_rows(
 
 
 def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
-    """(The same without a cache that a model around this one made and nobody reads, whether
-    transformers would make one).
+    """Takes away a cache that a model around this one made and nobody reads.
+
+    Returns (the arguments then, whether transformers would make a cache).
     """
     made = given.use_cache if given.cache is None else is_empty(given.cache)
     unread = bool(given.uncached and given.trains and made)
     if unread:  # or the model around asks for one because its config does
         changes["past_key_values"] = changes["use_cache"] = None
         given = replace(given, cache=None, use_cache=None)
-    cached = (
-        unread
-        or given.cache is None
-        and given.use_cache is None
-        and given.sequence is None
-        and given.caches_unasked
-    )
+    unsaid = given.cache is None and given.use_cache is None and given.sequence is None
+    cached = unread or unsaid and given.makes_cache
     mask = given.mask
-    if (
-        cached
-        and isinstance(mask, Tensor)
-        and mask.dim() == 2
-        and len(mask) == given.B
-        and mask.shape[1] != given.T
-    ):
-        # Beside its cache transformers cuts a mask to the tokens, and hides what it is short of.
-        mask = changes["attention_mask"] = torch.nn.functional.pad(
-            mask, (0, given.T - mask.shape[1])
-        )
-        given = replace(given, mask=mask, rows_mask=mask, own=False)
+    if cached and given.own and isinstance(mask, Tensor) and mask.dim() == 2:
+        if len(mask) == given.B:
+            # Beside its cache transformers cuts a mask to the tokens, and hides what it is short
+            # of.
+            mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
+            changes["attention_mask"] = mask
+            given = replace(given, mask=mask, rows_mask=mask, own=False)
     return given, cached
 
 
@@ -237,7 +230,14 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     """What becomes of a forward. ValueError where documents of one row would see each other, or
     ranks' parts be taken for rows.
     """
-    _refuse_mixed_documents(given, traits)
+    if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
+        refuse_packed(given.kind)
+    stock_mixers = traits.across and not given.tiled
+    if stock_mixers and given.offsets is None and not given.seq_idx and given.packed:
+        refuse_packed(
+            given.kind,
+            "pass seq_idx where its kernels take that, leave checkpointing on, or do not pack",
+        )
     use_cache, positions = given.use_cache, given.positions
     if given.cache is None and use_cache is None:
         use_cache = cached and not given.trains and not given.packed
@@ -250,51 +250,40 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
             return Decision(None, changes)
         # beside a cache transformers looks for no documents, and what restarts was refused
         positions = None
-    if traits.mixers and given.sequence is not None:
-        refuse_shared_mixers(traits.kind)
+    shared = given.sequence is not None
+    if traits.mixers and shared:
+        refuse_shared_mixers(given.kind)
+    if shared and (came := _not_exchanged(given, traits)):
+        raise not_exchanged(came)
+    if not traits.ours:
+        return _without_our_attention(given, traits, changes)
     # Offsets beside shards would count this rank's tokens; the positions say the same of whole
     # rows.
-    offsets = given.offsets if given.sequence is None else None
     batch = Batch(
         given.B,
         given.T,
         given.tokens.device,
         given.rows_mask,
         positions,
-        offsets,
+        None if shared else given.offsets,
         given.idle_BT,
         given.sequence,
     )
-    if given.sequence is not None and (came := _not_exchanged(given, traits)):
-        raise not_exchanged(came)
-    if not traits.ours:
-        return _without_our_attention(given, traits, changes)
     batch.cached, batch.prefill, batch.weights = cached, caches, given.weights
     return _with_our_attention(given, traits, batch, changes)
-
-
-def _refuse_mixed_documents(given: Given, traits: StackTraits) -> None:
-    if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
-        refuse_packed(traits.kind)
-    stock_mixers = traits.across and not traits.tiled
-    if stock_mixers and given.offsets is None and not given.seq_idx and given.packed:
-        refuse_packed(
-            traits.kind,
-            "pass seq_idx where its kernels take that, leave checkpointing on, or do not pack",
-        )
 
 
 def _fills_a_cache(given: Given, traits: StackTraits) -> bool:
     """Whether this forward is a prompt that our layers may put into an empty cache."""
     # A mask of the caller's own says who sees whom in attention; mixers know nothing of it.
-    if (traits.across or not given.of_scores) and given.packed:
+    of_scores = given.own and not given.covers_the_cache
+    if (traits.across or not of_scores) and given.packed:
         raise ValueError(
             "hfpatch: expected one document a row where a KV cache is kept, position_ids that "
-            "restart came; "
-            "pass use_cache=False, which isolates the documents."
+            "restart came; pass use_cache=False, which isolates the documents."
         )
     empty = given.cache is None or is_empty(given.cache)
-    return empty and given.T > 1 and not torch.is_grad_enabled() and traits.tiled and traits.prefill
+    return empty and given.T > 1 and not torch.is_grad_enabled() and given.tiled and traits.prefill
 
 
 def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes: dict) -> Decision:
@@ -310,11 +299,10 @@ def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes
         why = f"its attention is another library's ({named(config)})"
     if why or not ours or not getattr(config, "is_causal", True):
         told = (
-            why
-            and f"the layers of {traits.kind.__name__} run whole, their inputs offloaded: {why}."
+            why and f"the layers of {given.kind.__name__} run whole, their inputs offloaded: {why}."
         )
         _refuse_documents_across(given, traits)
-        return Decision(None, changes, told if traits.tiled and given.trains else None)
+        return Decision(None, changes, told if given.tiled and given.trains else None)
     return Decision(batch, changes)
 
 
@@ -323,7 +311,7 @@ def _without_our_attention(given: Given, traits: StackTraits, changes: dict) -> 
         # Beside a mask transformers looks for no documents.
         changes["attention_mask"] = None
         if not bool(given.rows_mask.all()):
-            refuse_packed(traits.kind, "do not pack rows that are padded too")
+            refuse_packed(given.kind, "do not pack rows that are padded too")
     _refuse_documents_across(given, traits)
     return Decision(None, changes)
 
@@ -333,7 +321,7 @@ def _refuse_documents_across(given: Given, traits: StackTraits) -> None:
     see each other.
     """
     if traits.across and given.packed:
-        refuse_packed(traits.kind, "do not pack, or load the model with attn_implementation='sdpa'")
+        refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
 
 
 def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
@@ -341,7 +329,7 @@ def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
     None where one can.
     """
     if not traits.ours:
-        return f"a {traits.kind.__name__}, whose attention cannot be hfpatch's,"
+        return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
     if replaced_attention(given.config):
         return f"attention from elsewhere ({named(given.config)})"
     if not getattr(given.config, "is_causal", True):

@@ -26,9 +26,16 @@ class Decoder:
 
 def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     """The longest list of modules that transformers can checkpoint, held by the module itself."""
-    lists = [m for m in stack.children() if isinstance(m, nn.ModuleList) and len(m)]
-    able = [m for m in lists if all(hasattr(layer, "gradient_checkpointing") for layer in m)]
-    return max(able, key=len) if able else None
+    found, most = None, 0
+    for module in modules_of(stack).values():
+        if not isinstance(module, nn.ModuleList) or len(module) <= most:
+            continue
+        for layer in module:
+            if not hasattr(layer, "gradient_checkpointing"):
+                break
+        else:
+            found, most = module, len(module)
+    return found
 
 
 def _text_decoder(model: nn.Module) -> nn.Module:

@@ -38,12 +38,12 @@ from hfpatch.context.ranks import (
 )
 from hfpatch.context.router_balance import shares_balance
 from hfpatch.decoder.batch import (
+    Given,
     StackTraits,
     decide,
     read_batch,
     share_rows,
     shared_without,
-    tokens_of,
     without_unread_cache,
 )
 from hfpatch.decoder.find import list_of_layers
@@ -62,21 +62,13 @@ _ADVICE = (
 class OurAttention(KeepsSignature):
     """Mixed over the class of the module that holds the decoder layers.
 
-    `_hfpatch_configs`: the configs that its modules read; `_hfpatch_ours`: whether it may have our
-    attention and masks; `_hfpatch_mixers`: whether some layers mix tokens by something else,
-    `_hfpatch_across`: whether that lets documents see each other where they run as transformers has
-    them; `_hfpatch_prefill`: whether an empty cache may be filled by our layers; `_hfpatch_apart`:
-    whether its layers, as they run here, keep documents apart where positions restart.
+    Attributes:
+        _hfpatch_configs: the configs that its modules read.
+        _hfpatch_traits: what the small instance showed of it.
+        _hfpatch_session: the LayerRuntime of its layers, None where transformers runs them.
     """
 
-    _hfpatch_configs, _hfpatch_session, _hfpatch_mixers, _hfpatch_ours, _hfpatch_prefill = (
-        (),
-        None,
-        False,
-        True,
-        False,
-    )
-    _hfpatch_apart, _hfpatch_across = True, False
+    _hfpatch_configs, _hfpatch_session, _hfpatch_traits = (), None, StackTraits()
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -86,19 +78,17 @@ class OurAttention(KeepsSignature):
     @property
     def _hfpatch_shares_rows(self) -> bool:
         """Whether its layers, outside training, take a part of each row."""
-        known = standard(self.config) and getattr(self.config, "is_causal", True)
-        return bool(self._hfpatch_ours and not self._hfpatch_mixers and known)
+        known, traits = standard(self.config), self._hfpatch_traits
+        causal = getattr(self.config, "is_causal", True)
+        return bool(traits.ours and not traits.mixers and known and causal)
 
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with having(
-            embeds=None
-            if asks_for_hidden_states(self, kwargs)
-            else current.embeds
-            if current.causal
-            else self
-        ):
+        embeds = current.embeds if current.causal else self
+        if asks_for_hidden_states(self, kwargs):
+            embeds = None
+        with having(embeds=embeds):
             out = super().forward(**kwargs)
         if getattr(out, "router_logits", None):
             shares_balance(type(self), sequence_now(self.config, self.training))
@@ -147,62 +137,27 @@ class OurAttention(KeepsSignature):
             name_attention(config, "sdpa")
 
     def _hfpatch_run(self, kwargs):
-        forward = forward_mode()  # which operators of ours would lose without a word
-        reverse = (
-            transforming()
-            and torch.is_grad_enabled()
-            and self._differentiated(kwargs.get("inputs_embeds"))
-        )
-        if forward or reverse:
-            came = (
-                "forward-mode differentiation (jvp, dual numbers)"
-                if forward
-                else "a gradient by torch.func"
-            )
-            raise RuntimeError(
-                f"hfpatch: expected torch.autograd's own backward, {came} came; "
-                "call hfpatch.undo(model) before it, or torch.autograd.grad in its place."
-            )
-        given, session = tokens_of(kwargs), self._hfpatch_session
-        for layer in self._hfpatch_layers():
-            look(layer)
-        if session is not None and session.weights.on and isinstance(given, Tensor):
-            session.weights_to_host(self, given.device)
+        if forward_mode() or transforming():
+            self._hfpatch_refuse_transforms(kwargs)
+        for layer in list_of_layers(self) or ():
+            if isinstance(layer, UntiledLayer):
+                look(layer)
+        given, session = read_batch(self, kwargs), self._hfpatch_session
+        if session is not None and session.weights.on and given is not None:
+            session.weights_to_host(self, given.tokens.device)
         if weights_move(self):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
-            if sequence_now(self.config, self.training) is not None:
+            if given is not None and given.sequence is not None:
                 raise not_exchanged("a model with a device map or offloaded weights")
             return self._hfpatch_declined(kwargs)
-        batch = self._hfpatch_batch(kwargs)
+        batch = None if given is None else self._hfpatch_batch(given, kwargs)
         if batch is None:
             return self._hfpatch_declined(kwargs)
-        if (
-            session is not None
-            and batch.T > FLOAT32_ANGLES
-            and _ADVICE not in session.told
-            and narrow(self)
-        ):
-            session.tell(_ADVICE)
-        checkpointed = (
-            self._hfpatch_session is None
-            and self.training
-            and getattr(self, "gradient_checkpointing", False)
-        )
-        if checkpointed and batch.sequence is not None:
-            kwargs.update(shared_without(self.config, batch))
-            return self._hfpatch_declined(kwargs)
-        if checkpointed:
-            # transformers' own checkpointing runs layers again when this forward, and our attention
-            # with it, has gone.
-            rows, positions = batch.rows(), kwargs.get("position_ids")
-            if rows.documents is not None and rows.hidden_BT is None and positions is not None:
-                # Beside a mask it would not look for documents; without one padding before a row
-                # attends to itself.
-                if rows.blind_BT is None or packs(
-                    batch.B, positions, kwargs["attention_mask"], None
-                ):
-                    kwargs["attention_mask"] = None
-            return self._hfpatch_stock(kwargs)
+        if session is None and self.training and getattr(self, "gradient_checkpointing", False):
+            return self._hfpatch_checkpointed(batch, kwargs)
+        if session is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in session.told:
+            if narrow(self):
+                session.tell(_ADVICE)
         if kwargs.get("attention_mask") is None:
             # transformers then looks for documents itself, waiting for the device; ours are found
             # already.
@@ -212,52 +167,62 @@ class OurAttention(KeepsSignature):
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
 
-    def _hfpatch_layers(self) -> list[UntiledLayer]:
-        """Its layers that are hfpatch's."""
-        return [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
+    def _hfpatch_refuse_transforms(self, kwargs) -> None:
+        """RuntimeError for derivatives that our autograd functions would leave out."""
+        embeds, came = kwargs.get("inputs_embeds"), None
+        if forward_mode():
+            came = "forward-mode differentiation (jvp, dual numbers)"
+        elif torch.is_grad_enabled():
+            tensors = [x for x in (embeds, *self.parameters()) if isinstance(x, Tensor)]
+            came = "a gradient by torch.func" if any(x.requires_grad for x in tensors) else None
+        if came:
+            raise RuntimeError(
+                f"hfpatch: expected torch.autograd's own backward, {came} came; "
+                "call hfpatch.undo(model) before it, or torch.autograd.grad in its place."
+            )
+
+    def _hfpatch_checkpointed(self, batch: Batch, kwargs):
+        """The forward under transformers' own checkpointing, which runs layers again when this
+        forward, and our attention with it, has ended.
+        """
+        if batch.sequence is not None:
+            kwargs.update(shared_without(self.config, batch))
+            return self._hfpatch_declined(kwargs)
+        rows, positions = batch.rows(), kwargs.get("position_ids")
+        if rows.documents is not None and rows.hidden_BT is None and positions is not None:
+            # Beside a mask it would not look for documents; without one padding before a row
+            # attends to itself.
+            mask = kwargs["attention_mask"]
+            if rows.blind_BT is None or packs(batch.B, positions, mask, None):
+                kwargs["attention_mask"] = None
+        return self._hfpatch_stock(kwargs)
 
     def _hfpatch_whole_layers(self) -> int:
         """A number that stands for the layers which run whole in training."""
         if self._hfpatch_session is None or not (self.training and torch.is_grad_enabled()):
             return 0
-        layers = self._hfpatch_layers()
-        return hash(
-            (bool(hooks_on_all()), *(i for i, layer in enumerate(layers) if look(layer).reason))
-        )
-
-    def _differentiated(self, embeds) -> bool:
-        return any(isinstance(x, Tensor) and x.requires_grad for x in (embeds, *self.parameters()))
+        layers = [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
+        whole = [i for i, layer in enumerate(layers) if look(layer).reason]
+        return hash((bool(hooks_on_all()), *whole))
 
     def _hfpatch_declined(self, kwargs):
         with having(declined=True):
             return self._hfpatch_stock(kwargs)
 
-    def _hfpatch_batch(self, kwargs) -> Batch | None:
-        """What the layers are to know of this batch; None where they run as transformers has them.
-        Changes the arguments so.
+    def _hfpatch_batch(self, given: Given, kwargs) -> Batch | None:
+        """The description of this batch for the layers; None where transformers runs them. Changes
+        the arguments as `decide` says.
         """
-        checkpoints = bool(getattr(self, "gradient_checkpointing", False))
-        given, changes = read_batch(kwargs, self.config, self.training, checkpoints), {}
-        if given is None:
-            return None
+        changes = {}
         given, cached = without_unread_cache(given, changes)
         if given.sequence is not None:
-            given = share_rows(
-                given, self._hfpatch_whole_layers(), self._hfpatch_refuse_unasked, changes
-            )
-        decision = decide(given, self._hfpatch_stack_traits, cached, changes)
+            whole = self._hfpatch_whole_layers()
+            given = share_rows(given, whole, self._hfpatch_refuse_unasked, changes)
+        decision = decide(given, self._hfpatch_traits, cached, changes)
         kwargs.update(decision.changes)
         if decision.warning is not None:
             self._hfpatch_session.tell(decision.warning)
         return decision.batch
-
-    @property
-    def _hfpatch_stack_traits(self) -> StackTraits:
-        return StackTraits(
-            type(self), self._hfpatch_ours, self._hfpatch_mixers, self._hfpatch_across,
-            self._hfpatch_apart,
-            self._hfpatch_prefill, self._hfpatch_session is not None,
-        )  # fmt: skip
 
     def _hfpatch_refuse_unasked(self) -> None:
         """ValueError for layers that nobody asks whether they mix tokens: another forward runs than

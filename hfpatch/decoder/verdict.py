@@ -19,6 +19,7 @@ from hfpatch.context.class_code import code_asked
 from hfpatch.context.classes import swap
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import probe
+from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder, list_of_layers
 from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small_stack
 from hfpatch.decoder.stack import OurAttention
@@ -200,8 +201,8 @@ def _ask_in_time(stack: nn.Module, found: "_Found") -> None:
     began = time.thread_time()
     for layer in list_of_layers(stack):
         kind = kind_of(layer)
-        traits = found.answers[kind]
-        if traits.mixers and traits.reason is None and not traits.timed + traits.untimed:
+        traits = found.answers.get(kind)  # None for a layer that keeps states of the runs before
+        if traits and traits.mixers and traits.reason is None and not traits.timed + traits.untimed:
             late = time.thread_time() - began > SECONDS
             found.answers[kind] = (
                 replace(traits, untimed=tuple((name, LATE) for name in traits.mixers))
@@ -304,7 +305,7 @@ class _Expected:
         try:
             with torch.no_grad():
                 ours, stock = _patched(self.stack, found), self.stack
-                ours._hfpatch_prefill = True
+                ours._hfpatch_traits = replace(ours._hfpatch_traits, prefill=True)
                 got, wanted = ours(**batch), stock(**batch)
             pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
             for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
@@ -367,7 +368,8 @@ def _patched(stack: nn.Module, found: _Found) -> nn.Module:
     session = LayerRuntime(
         Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers)
     )
-    ours._hfpatch_configs, ours._hfpatch_session, ours._hfpatch_ours = configs, session, found.ours
+    ours._hfpatch_configs, ours._hfpatch_session = configs, session
+    ours._hfpatch_traits = StackTraits(found.ours)
     ours._hfpatch_turn = session.turn
     for index, layer in enumerate(layers):
         answer = found.answers.get(kind_of(layer), LayerTraits(reason="not asked"))

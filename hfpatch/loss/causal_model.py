@@ -265,6 +265,7 @@ class FusedCausalLM(KeepsSignature):
         inside = [m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]
         return bool(hooks_on_all()) or watched_by_user(inside) is not None
 
+    @torch.compiler.disable
     def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
         """A context that tells the layers the labels, and which tokens' outputs are unread.
 

@@ -4,6 +4,7 @@ the whole.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import tiny
 import torch
@@ -89,7 +90,7 @@ def named(name: str):
 
 
 def _not_ours(model):
-    model.model._hfpatch_ours = False
+    model.model._hfpatch_traits = replace(model.model._hfpatch_traits, ours=False)
 
 
 def whole(kind: str) -> dict:

@@ -180,7 +180,9 @@ def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
         layer._hfpatch_traits = LayerTraits(reason=OTHER_MIXER)
     with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
         ours(**given)
-    ours.model._hfpatch_ours = False  # its attention stays transformers'
+    ours.model._hfpatch_traits = replace(
+        ours.model._hfpatch_traits, ours=False
+    )  # its attention stays transformers'
     with pytest.raises(ValueError, match="hfpatch: expected one document a row"):
         ours(**given)
 

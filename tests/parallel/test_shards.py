@@ -1,6 +1,7 @@
 """What a model says to a part of each row that it cannot share with other ranks."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numerics
@@ -29,7 +30,7 @@ def given(**more) -> dict:
 
 
 def mixing(model):
-    model.model._hfpatch_mixers = True
+    model.model._hfpatch_traits = replace(model.model._hfpatch_traits, mixers=True)
     return model
 
 
