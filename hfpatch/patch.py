@@ -51,6 +51,7 @@ from hfpatch.loss.log_probs import TrlHead
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.parts import parts
 from hfpatch.parts.angles import widen
+from hfpatch.parts.embedding import FreeEmbedding, FusedEmbedding, ScaledEmbedding
 from hfpatch.parts.quantised import as_trained
 from hfpatch.report import Report
 
@@ -75,34 +76,25 @@ _DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range 
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
+    """ValueError for a model that an engine wrapped, or whose modules Liger replaced."""
     for module in model.modules():
         for kind in type(module).__mro__:
-            if kind.__name__ in _TOO_LATE and kind.__module__.split(".")[0] in (
-                "torch",
-                "deepspeed",
-                "accelerate",
-            ):
-                fix = f"call apply() before {_TOO_LATE[kind.__name__]}."
+            home = kind.__module__.split(".")[0]
+            if kind.__name__ in _TOO_LATE and home in ("torch", "deepspeed", "accelerate"):
+                late = _TOO_LATE[kind.__name__]
+                fix = f"call apply() before {late}."
                 asked = getattr(getattr(model, "config", None), "distributed_config", None)
                 if (getattr(asked, "fsdp_size", None) or 1) > 1:  # sharded while it was loaded
                     fix = (
                         "load it without DistributedConfig(fsdp_size=), and have accelerate's "
                         "FSDP2 shard it after apply()."
                     )
-                raise ValueError(
-                    f"hfpatch: expected a model before {_TOO_LATE[kind.__name__]}, found "
-                    f"{type(module).__name__}; {fix}"
-                )
-
-
-def _refuse_liger(model: nn.Module) -> None:
-    for module in model.modules():
+                came = type(module).__name__
+                raise ValueError(f"hfpatch: expected a model before {late}, found {came}; {fix}")
         forward = vars(module).get("forward")
-        places = (
-            type(module).__module__,
-            getattr(getattr(forward, "__func__", forward), "__module__", None),
-        )
-        if any((place or "").split(".")[0] == "liger_kernel" for place in places):
+        code = getattr(forward, "__func__", forward)
+        homes = type(module).__module__, getattr(code, "__module__", None) or ""
+        if any(home.split(".")[0] == "liger_kernel" for home in homes):
             raise ValueError(
                 "hfpatch: expected transformers' own modules, found Liger's in "
                 f"{type(module).__name__}; "
@@ -179,11 +171,6 @@ def apply(
     >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
     >>> print(hfpatch.apply(model))
     """
-    settings = parse_checkpointing(checkpointing)
-    if logits not in ("auto", True, False):
-        raise ValueError(
-            f'hfpatch: logits must be "auto", True or False, {logits!r} came; leave it "auto".'
-        )
     switches = {
         "rope": rope,
         "rope_float64": rope_float64,
@@ -191,6 +178,15 @@ def apply(
         "mlp": mlp,
         "loss": loss,
     }
+    return _apply(model, switches, checkpointing, logits)
+
+
+def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
+    settings = parse_checkpointing(checkpointing)
+    if logits not in ("auto", True, False):
+        raise ValueError(
+            f'hfpatch: logits must be "auto", True or False, {logits!r} came; leave it "auto".'
+        )
     for name, value in switches.items():
         if value not in (True, False):
             raise ValueError(
@@ -198,7 +194,6 @@ def apply(
             )
     expect_module(model)
     _refuse_wrapped(model)
-    _refuse_liger(model)
     config = _base_config(model)
     undo(model)
     decoder = find_decoder(model)
@@ -210,24 +205,21 @@ def apply(
             "it."
         )
     report = Report(type(model).__name__)
-    # What is tried out has values, also where the caller's tensors have none.
+    # The small instance needs values, also where the caller's tensors have none.
     with real_tensors(), torch.device("cpu"), unwatched([]):
         found = ask_model(decoder)  # of transformers' own classes, before any is swapped
         for option in _PARTS:
             if switches[option]:
                 _fuse_parts(decoder, option, report)
-            else:
-                report.skipped.append((option, "not asked for"))
-    if rope_float64:
+    if switches["rope_float64"]:
         _count(report, "float64 RoPE", widen(decoder.stack), Counter())
-    if loss:
+    if switches["loss"]:
         _fuse_loss(decoder, logits, report)
         if decoder.causal is not None:
             vars(decoder.causal)["_hfpatch_beside"] = partial(
                 apply, **switches, checkpointing=checkpointing, logits=logits
             )
-    else:
-        report.skipped.append(("loss", "not asked for"))
+    report.skipped += [(name, "not asked for") for name in FUSED if not switches[name]]
     if any(option in FUSED for option, _, _ in report.swaps):
         runs = (
             "Triton kernels on a GPU, as plain PyTorch on a CPU"
@@ -306,45 +298,24 @@ def _fuse_loss(decoder: Decoder, logits, report: Report) -> None:
 
 def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:
     """The stack gets our attention, and its layers run tile by tile where that is exact."""
-    stack, layers = decoder.stack, decoder.layers
-    configs = _configs(decoder)
+    stack, layers, skipped = decoder.stack, decoder.layers, report.skipped
     if "forward" in vars(stack):
-        report.skipped.append(
-            ("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}")
-        )
+        skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
     if not found.ours and found.alone and found.apart:
-        report.skipped.append(("checkpointing", found.alone))
+        skipped.append(("checkpointing", found.alone))
         return
-    swap(stack, OurAttention)
-    stack._hfpatch_configs = configs
-    mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
-    stack._hfpatch_traits = StackTraits(
-        found.ours, mixers, mixers and found.across, found.apart, found.prefill
-    )
-    causal, told = decoder.causal, mixers or not found.apart
-    # a model between them may make a cache
-    told = told or causal is not None and stack not in causal.children()
-    if causal is not None and told and not is_mixed(causal) and "forward" not in vars(causal):
-        swap(causal, TellsPositions)
-    if not found.apart:
-        report.notes.append(
-            "rows that hold several documents are refused: its layers were not seen to keep them "
-            "apart."
-        )
+    configs = _configs(decoder)
+    _patch_stack(decoder, found, configs, report)
     if settings == "off" or found.alone:
-        report.skipped.append(
-            ("checkpointing", "not asked for" if settings == "off" else found.alone)
-        )
+        skipped.append(("checkpointing", "not asked for" if settings == "off" else found.alone))
         for layer, answer in zip(layers, found.answers):
             _swap_layer(layer, UntiledLayer, answer, found.places, configs)
         return
-    replaced = [
-        f"{type(m).__name__}: {replaced_forward(m)}" for m in layers if "forward" in vars(m)
-    ]
-    if replaced:
-        report.skipped.append(("checkpointing", replaced[0]))
-        return
+    for layer in layers:
+        if "forward" in vars(layer):
+            skipped.append(("checkpointing", f"{type(layer).__name__}: {replaced_forward(layer)}"))
+            return
     shape = as_trained(_shape(stack.config), layers[0])
     session = LayerRuntime(settings, shape, len(layers), turn)
     session.owner = weakref.ref(decoder.causal or stack)
@@ -358,54 +329,75 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
         _swap_layer(layer, TiledLayer, answer, found.places, configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
-        fuse(stack.embed_tokens, nn.Embedding, parts.FusedEmbedding)
-        # a family's own, that scales what it looks up; a parametrized one stays as it is
+        fuse(stack.embed_tokens, nn.Embedding, FusedEmbedding)
+        # A family's own scales its output; a plain one is left here where another library replaced
+        # its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps its class.
         rest = stack.embed_tokens
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
-            # A plain one is here where something replaced its forward: accelerate's hooks, tensor
-            #     parallelism.
-            swap(rest, parts.FreeEmbedding if type(rest) is nn.Embedding else parts.ScaledEmbedding)
+            swap(rest, FreeEmbedding if type(rest) is nn.Embedding else ScaledEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
-    conditions = [look(layer) for layer in layers]
-    whole = Counter(found.reason for found in conditions if found.reason)
-    for reason, n in whole.items():
+    _note_layers(decoder, settings, found, shape, report)
+
+
+def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> None:
+    """Our class for the stack, and for a model around it that must hand positions on."""
+    stack, causal = decoder.stack, decoder.causal
+    swap(stack, OurAttention)
+    mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
+    stack._hfpatch_configs = configs
+    stack._hfpatch_traits = StackTraits(
+        found.ours, mixers, mixers and found.across, found.apart, found.prefill
+    )
+    if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
+        # A model between the two may make a cache.
+        if mixers or not found.apart or stack not in causal.children():
+            swap(causal, TellsPositions)
+    if not found.apart:
         report.notes.append(
+            "rows that hold several documents are refused: its layers were not seen to keep them "
+            "apart."
+        )
+
+
+def _note_layers(decoder: Decoder, settings, found, shape, report: Report) -> None:
+    """What the report says of the layers."""
+    stack, layers, notes = decoder.stack, decoder.layers, report.notes
+    whole = Counter(reason for layer in layers if (reason := look(layer).reason))
+    for reason, n in whole.items():
+        notes.append(
             f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}."
         )
-    report.notes += _mixer_notes(layers, found.answers)
+    notes += _mixer_notes(layers, found.answers)
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
-    report.notes.append(
+    notes.append(
         f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
         "is replaced."
     )
     if settings.frozen_weights == "host":
-        report.notes.append(
+        notes.append(
             "frozen weights of the layers stay in host memory and come to the device a layer "
             "ahead of their use."
         )
     wide = widened(decoder.stack if decoder.causal is None else decoder.causal)
     if wide:
-        report.notes.append(
+        notes.append(
             f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, "
-            "so residual stream and host "
-            "memory are twice as large (prepare_model_for_kbit_training): call "
-            "hfpatch.freeze_base(model) in its place."
+            "so residual stream and host memory are twice as large "
+            "(prepare_model_for_kbit_training): call hfpatch.freeze_base(model) in its place."
         )
     ranged = [n for n, m in stack.named_modules() if type(m).__module__.startswith(_DYNAMIC)]
     if ranged:
-        report.notes.append(
+        notes.append(
             f"{len(ranged)} modules ({ranged[0]}, ...) quantise what they are given by its range, "
-            "which is each tile's own: values "
-            "differ from those of whole sequences by a step of that quantisation; tile as long as "
-            "the sequence for the same."
+            "which is each tile's own: values differ from those of whole sequences by a step of "
+            "that quantisation; tile as long as the sequence for the same."
         )
     if shape is not None and not whole and not shape.whole_because:
-        report.notes.append(
-            _memory_note(stack.config, shape, settings, next(stack.parameters()).element_size())
-        )
+        itemsize = next(stack.parameters()).element_size()
+        notes.append(_memory_note(stack.config, shape, settings, itemsize))
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
-        report.notes.append(
+        notes.append(
             f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
             "of tile by tile."
         )

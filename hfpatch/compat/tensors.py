@@ -5,6 +5,7 @@ import sys
 import traceback
 from contextlib import contextmanager, nullcontext
 from inspect import isgenerator
+from operator import attrgetter
 from types import SimpleNamespace
 
 import torch
@@ -119,10 +120,13 @@ def version(x: Tensor) -> int:
         return 0
 
 
+_version_of = attrgetter("_version")
+
+
 def versions(tensors: list[Tensor]) -> list[int]:
     """`version` of each; one call where all of them count."""
     try:
-        return [x._version for x in tensors]
+        return list(map(_version_of, tensors))
     except (AttributeError, RuntimeError):
         return [version(x) for x in tensors]
 

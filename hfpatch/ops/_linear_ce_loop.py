@@ -298,16 +298,15 @@ def forward_pass(
     loss_M, lse_2M, best_M, stats_3M = written
 
     def step(logits_CV, start, end):
+        head = logits_CV, labels_M[start:end], scale
         row = (
-            logits_CV, labels_M[start:end], scale, class_weight_V,
             loss_M[start:end], lse_2M[:, start:end],
             best_M[start:end] if best else None, stats_3M[:, start:end] if stats else None,
         )  # fmt: skip
         if opts.shard is not None:
-            return opts.shard.chunk_(*row, opts, loss_factors if grad else None)
-        cross_entropy_chunk_(
-            *row, opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, grad
-        )
+            return opts.shard.chunk_(*head, *row, opts, loss_factors if grad else None)
+        options = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, grad
+        cross_entropy_chunk_(*head, class_weight_V, *row, *options)
 
     grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, stats)
     if order is not None:
@@ -360,7 +359,7 @@ def backward_pass(
     def step(logits_CV, start, end):
         labels_C, rows_KC = labels_M[start:end], rows_KM[:, start:end]
         if opts.shard is not None:
-            return opts.shard.chunk_bwd_(logits_CV, labels_C, rows_KC, class_weight_V, opts)
+            return opts.shard.chunk_bwd_(logits_CV, labels_C, rows_KC, opts)
         cross_entropy_chunk_bwd_(
             logits_CV, labels_C, rows_KC, class_weight_V, opts.ignore_index, opts.inner, opts.outer
         )

@@ -55,82 +55,43 @@ class VocabShard:
         return local_C.masked_fill_(~keep_C, IGNORED), here_C & keep_C
 
     def chunk_(
-        self,
-        logits_Cv: Tensor,
-        labels_C: Tensor,
-        scale: Tensor,
-        class_weight_V: Tensor | None,
-        loss_C: Tensor,
-        lse_2C: Tensor,
-        best_C: Tensor | None,
-        stats_3C: Tensor | None,
-        opts,
-        factors,
+        self, logits_Cv, labels_C, scale, loss_C, lse_2C, best_C, stats_3C, opts, factors
     ) -> None:
-        """Does what `cross_entropy_chunk_` does, over all ranks.
+        """Does what `cross_entropy_chunk_` does, over all ranks, without smoothing or weights.
 
-        class_weight_V: of the whole vocabulary. factors: loss_factors where the logits are to
-        become their gradient, else None.
+        factors: loss_factors where the logits are to become their gradient, else None.
         """
-        wide, v, (top_C, log_C) = loss_C.dtype, logits_Cv.shape[1], lse_2C
+        v, (top_C, log_C), inner, outer = logits_Cv.shape[1], lse_2C, opts.inner, opts.outer
         local_C, here_C = self._local(labels_C, opts.ignore_index)
-        keep_C, index_C1 = local_C != IGNORED, local_C.clamp(min=0).long().unsqueeze(1)
-        weight_v = None if class_weight_V is None else class_weight_V[self.start : self.stop]
+        keep_C, ruled_out = local_C != IGNORED, float("-inf")
         if v:
-            # With smoothing 1 the loss is the mean over words of w (lse - z).
-            cross_entropy_chunk_(
-                logits_Cv,
-                local_C,
-                scale,
-                weight_v if opts.smoothing else None,
-                loss_C,
-                lse_2C,
-                best_C,
-                stats_3C,
-                IGNORED,
-                1.0 if opts.smoothing else 0.0,
-                opts.inner,
-                opts.outer,
-                0.0,
-                False,
-            )
-            u_C = logits_Cv.gather(1, index_C1).squeeze(1).to(wide)
-            u_C = torch.tanh(u_C * opts.inner) if opts.inner else u_C
+            row = logits_Cv, local_C, scale, None, loss_C, lse_2C, best_C, stats_3C
+            cross_entropy_chunk_(*row, IGNORED, 0.0, inner, outer, 0.0, False)
+            u_C = logits_Cv.gather(1, local_C.clamp(min=0).long().unsqueeze(1)).squeeze(1)
+            u_C = u_C.to(loss_C.dtype)
+            u_C = torch.tanh(u_C * inner) if inner else u_C
         else:
-            log_C.fill_(float("-inf"))
+            log_C.fill_(ruled_out)
             u_C = torch.zeros_like(log_C)
-        sums = [torch.where(here_C, u_C, 0.0)]
-        if opts.smoothing:
-            weights = v if weight_v is None else weight_v.sum()
-            sums.append(weights * whole_lse(lse_2C, opts.outer) - v * loss_C if v else u_C)
-        top_C.masked_fill_(
-            log_C == float("-inf"), float("-inf")
-        )  # every word of this part is ruled out
+        top_C.masked_fill_(log_C == ruled_out, ruled_out)  # every word of this part
         part_2C = lse_2C.clone()
         self.reduce_(top_C, dist.ReduceOp.MAX)
-        below_C = (part_2C[0] - top_C).mul_(opts.outer).add_(part_2C[1])
-        sums_KC = torch.stack([below_C.exp(), *sums])
-        self.reduce_(sums_KC, dist.ReduceOp.SUM)
-        log_C.copy_(sums_KC[0].log_())
+        below_C = (part_2C[0] - top_C).mul_(outer).add_(part_2C[1])
+        sums_2C = torch.stack([below_C.exp(), torch.where(here_C, u_C, 0.0)])
+        self.reduce_(sums_2C, dist.ReduceOp.SUM)
+        log_C.copy_(sums_2C[0].log_())
         log_share_C = below_C.sub_(log_C)  # log of the probability of this rank's words
         lse_2C.masked_fill_(~keep_C, 0.0)
-        lse_C = whole_lse(lse_2C, opts.outer)
-
-        share_C = 1.0 - opts.smoothing
-        if class_weight_V is not None:
-            share_C = share_C * class_weight_V[labels_C.clamp(0, self.size - 1)]
-        loss = share_C * (opts.outer * (top_C - sums_KC[1]) + log_C) + opts.z_loss * lse_C.square()
-        if opts.smoothing:
-            weights = self.size if class_weight_V is None else class_weight_V.sum()
-            loss += opts.smoothing / self.size * (weights * lse_C - sums_KC[2])
+        lse_C = whole_lse(lse_2C, outer)
+        loss = outer * (top_C - sums_2C[1]) + log_C + opts.z_loss * lse_C.square()
         loss_C.copy_(loss.masked_fill_(~keep_C, 0.0))
         if best_C is not None:
-            self._best_(logits_Cv, keep_C, best_C, opts.inner)
+            self._best_(logits_Cv, keep_C, best_C, inner)
         if stats_3C is not None:
             self._stats_(log_share_C, keep_C, stats_3C, v)
         if factors is not None:
-            rows_KC = factors(scale.expand_as(lse_C), labels_C, lse_2C, class_weight_V, opts)
-            self.chunk_bwd_(logits_Cv, labels_C, rows_KC, class_weight_V, opts)
+            rows_KC = factors(scale.expand_as(lse_C), labels_C, lse_2C, None, opts)
+            self.chunk_bwd_(logits_Cv, labels_C, rows_KC, opts)
 
     def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor, inner: float) -> None:
         """The first word with the largest z, over all ranks.
@@ -162,26 +123,11 @@ class VocabShard:
         self.reduce_(summed_3C, dist.ReduceOp.SUM)
         stats_3C.copy_(summed_3C)
 
-    def chunk_bwd_(
-        self,
-        logits_Cv: Tensor,
-        labels_C: Tensor,
-        rows_KC: Tensor,
-        class_weight_V: Tensor | None,
-        opts,
-    ) -> None:
-        """Does what `cross_entropy_chunk_bwd_` does.
-
-        rows_KC, class_weight_V: of the whole vocabulary.
-        """
+    def chunk_bwd_(self, logits_Cv: Tensor, labels_C: Tensor, rows_KC: Tensor, opts) -> None:
+        """Does what `cross_entropy_chunk_bwd_` does. rows_KC: of the whole vocabulary."""
         if not logits_Cv.shape[1]:
             return
         local_C, here_C = self._local(labels_C, opts.ignore_index)
-        top_C, p_C, y_C, *others = rows_KC
-        rows_KC = torch.stack([top_C, p_C, torch.where(here_C, y_C, 0.0), *others])
-        weight_v = (
-            None if class_weight_V is None else class_weight_V[self.start : self.stop].contiguous()
-        )
-        cross_entropy_chunk_bwd_(
-            logits_Cv, local_C, rows_KC, weight_v, IGNORED, opts.inner, opts.outer
-        )
+        rows_KC = rows_KC.clone()
+        rows_KC[2].masked_fill_(~here_C, 0.0)  # Y, where another rank has the label
+        cross_entropy_chunk_bwd_(logits_Cv, local_C, rows_KC, None, IGNORED, opts.inner, opts.outer)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast, is_fake, keeps_graph
-from hfpatch.ops._library import no_second_derivative, one_gradient, wide_dtype
+from hfpatch.ops._library import no_second_derivative, one_gradient, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
 from hfpatch.ops._linear_ce_inputs import check_head, check_loss, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass, loss_factors
@@ -168,9 +168,10 @@ def linear_cross_entropy(
             raises if it does). Ignored where hidden is a leaf, not contiguous or of another dtype
             than the logits, and for reduction="none".
         shard: hfpatch.ops.VocabShard(group, V), for a vocabulary split over the ranks of a group
-            (tensor parallelism). weight and bias are then this rank's rows. hidden, labels and
-            class_weight are the same on every rank, and so are the results and hidden's gradient.
-            Costs two small all-reduces per chunk of logits and one of hidden's gradient.
+            (tensor parallelism), without label_smoothing and class_weight. weight and bias are then
+            this rank's rows. hidden and labels are the same on every rank, and so are the results
+            and hidden's gradient. Costs two small all-reduces per chunk of logits and one of
+            hidden's gradient.
 
     Returns:
         The loss: a float32 scalar (float64 for float64 inputs), or shaped like labels for
@@ -200,6 +201,9 @@ def linear_cross_entropy(
         class_weight=class_weight, reduction=reduction, num_items=num_items,
         label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
+    weighted = label_smoothing > 0.0 or class_weight is not None
+    message = "no label_smoothing and no class_weight beside a shard, one came; leave it out"
+    refuse(op, (shard is not None and weighted, message))
     if shift:
         labels = shift_labels(labels, ignore_index)
     if class_weight is not None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import (
     OF_ALL,
-    asks_for_input_gradients,
     buffers_of,
     forward_hooks,
     hooks_on_all,
@@ -27,8 +26,6 @@ from hfpatch.compat import (
 )
 from hfpatch.context.class_code import as_asked
 from hfpatch.context.classes import replaced_forward
-from hfpatch.context.current import current
-from hfpatch.ops.embedding import embedding
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
 from hfpatch.parts.keeping import kept
@@ -62,12 +59,9 @@ def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
     magnitude."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    allowed = (
-        steps
-        * torch.finfo(ours.dtype).eps
-        * theirs.double().abs().clamp_min(theirs.double().abs().mean())
-    )
-    return bool(((ours.double() - theirs.double()).abs() <= allowed).all())
+    step, theirs = torch.finfo(ours.dtype).eps, theirs.double()
+    allowed = steps * step * theirs.abs().clamp_min(theirs.abs().mean())
+    return bool(((ours.double() - theirs).abs() <= allowed).all())
 
 
 def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
@@ -297,10 +291,8 @@ class _Names(dict):
         return self.file_globals[name]
 
 
-_MIXED = (
-    torch.bfloat16,
-    torch.float32,
-)  # dtypes of (q and k, angles) in families that keep float32 angles
+# Dtypes of (q and k, angles) in families that keep float32 angles.
+_MIXED = (torch.bfloat16, torch.float32)
 
 
 def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor, ...]:
@@ -329,14 +321,9 @@ def rotation(theirs):
     as_given = rotates_into_what_came(theirs)
 
     def rotate(q, k, cos, sin, *args, **kwargs):
-        plain = (
-            not args
-            and not kwargs
-            and cos.ndim == 3
-            and cos.shape[-1] == q.shape[-1]
-            and q.ndim == 4
-        )
-        if not plain or as_given and q.dtype != k.dtype:  # each keeps its own dtype
+        plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
+        whole = plain and cos.shape[-1] == q.shape[-1]
+        if not whole or as_given and q.dtype != k.dtype:  # each keeps its own dtype
             return theirs(q, k, cos, sin, *args, **kwargs)
         dtype = q.dtype if as_given else None
         if is_dead(q) and is_dead(k):
@@ -391,60 +378,3 @@ def _rope_reason(forward, theirs) -> str | None:
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its rotation takes other arguments ({type(error).__name__})"
     return None
-
-
-# --- embedding ------------------------------------------------------------------------------------
-
-
-class FreeEmbedding:
-    """An embedding that ignores enable_input_require_grads() where only reentrant checkpoints need
-    it.
-
-    As a leaf that requires a gradient, the output would live for the whole step, and the first
-    layer would compute a gradient that no one reads. The request is honoured where the embedding is
-    called by hand, where hidden states are returned (the caller may read the gradient), and in a
-    frozen model (the backward has no other leaf).
-    """
-
-    def __call__(self, *args, **kwargs):
-        out = super().__call__(*args, **kwargs)
-        if torch.compiler.is_compiling() or not (
-            out.requires_grad and out.is_leaf and current.embeds is not None
-        ):
-            return out
-        hooks = forward_hooks(self)
-        asked = hooks and all(map(asks_for_input_gradients, hooks))
-        return (
-            out.detach()
-            if asked and any(p.requires_grad for p in current.embeds.parameters())
-            else out
-        )
-
-
-class _Sliced:
-    """Uses the embedding op whose backward works in slices (ops/embedding.py)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
-        if (
-            plain
-            and torch.is_grad_enabled()
-            and self.weight.requires_grad
-            and not torch.compiler.is_compiling()
-        ):
-            return embedding(input, self.weight, self.padding_idx)
-        return super().forward(input)
-
-
-class FusedEmbedding(FreeEmbedding, _Sliced):
-    """Swapped in for nn.Embedding."""
-
-
-class _SlicedEmbedding(_Sliced, nn.Embedding):
-    """The base class of a family's own embedding."""
-
-
-class ScaledEmbedding(FreeEmbedding):
-    """A family's own embedding on top of nn.Embedding (Gemma scales the result)."""
-
-    _hfpatch_beneath = (_SlicedEmbedding,)

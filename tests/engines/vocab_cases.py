@@ -19,9 +19,7 @@ LOSSES = {
     "plain": {}, "bias": {"with_bias": True}, "softcap": {"softcap": 2.0}, "one word": {"V": 1},
     "a rank without words": {"V": 5, "with_bias": True}, "even": {"V": 16},
     "a word is ignored": {"ignore_index": 7},
-    "smoothing": {"label_smoothing": 0.2, "with_bias": True},
     "z-loss": {"z_loss": 0.1, "reduction": "sum"},
-    "class weights, smoothing": {"weights": True, "label_smoothing": 0.1, "z_loss": 0.01},
     "num_items": {"num_items": 77, "alone": True}, "by token": {"reduction": "none",
                                                                 "softcap": 3.0},
     "no label": {"nothing": True, "num_items": 5}, "frozen head": {"frozen": True},
@@ -69,15 +67,13 @@ def worst(triples) -> float:
 
 
 def loss_case(
-    V=13, with_bias=False, weights=False, nothing=False, ruled_out=0, frozen=False,
+    V=13, with_bias=False, nothing=False, ruled_out=0, frozen=False,
     workspace_bytes=1 << 15, alone=False,
     **options,
 ) -> float:  # fmt: skip
     """alone: nothing but the loss is asked for, and hidden may be overwritten."""
     hidden, weight, bias, labels = make(V, options.get("ignore_index", -100), nothing, ruled_out)
     shard = ops.VocabShard(None, V)
-    if weights:
-        options["class_weight"] = torch.rand(V).double() + 0.5
     upstream = (
         torch.randn(N).double()
         if options.get("reduction") == "none"

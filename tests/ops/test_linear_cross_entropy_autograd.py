@@ -1,6 +1,7 @@
 """How linear_cross_entropy behaves under autograd, torch.compile, opcheck and wrong arguments."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,6 +204,9 @@ def test_runs_outside_a_compiled_graph(case):
     torch._dynamo.reset()
 
 
+SHARD = SimpleNamespace(start=0, stop=11, size=11)
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
@@ -221,6 +225,8 @@ def test_runs_outside_a_compiled_graph(case):
         ({"class_weight": torch.ones(3)}, "class_weight of shape"),
         ({"class_weight": torch.ones(11, requires_grad=True)}, "without a gradient"),
         ({"z_loss": -1.0}, "z_loss"),
+        ({"shard": SHARD, "label_smoothing": 0.1}, "no label_smoothing"),
+        ({"shard": SHARD, "class_weight": torch.ones(11)}, "no class_weight beside a shard"),
         ({"workspace_bytes": 100}, "workspace_bytes"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
