@@ -1,1 +1,1 @@
-"""Attention whose two directions are called apart: kernels, patterns, groups of heads."""
+"""Attention as two functions, forward and backward: kernels, patterns, groups of heads."""

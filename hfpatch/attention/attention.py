@@ -1,10 +1,9 @@
-"""Causal attention with its two directions apart: forward gives out and lse, backward takes them
-back.
+"""Causal attention as two functions: forward returns out and lse, backward takes them.
 
 `scaled_dot_product_attention` hides the log-sum-exp, so a checkpointed layer runs its forward
-twice. Here both directions are called directly, and the backward for a group of KV heads at a time
-where the caller wants, so that its scratch (an fp32 dq accumulator and dk, dv expanded to the query
-heads; Dao, FlashAttention-2, 2023) is one group's, not the whole layer's.
+twice. Here both kernels are called directly. The backward can take one group of KV heads at a time,
+so that its scratch (an fp32 dq accumulator, and dk and dv expanded to the query heads; Dao,
+FlashAttention-2, 2023) is that of one group, not of the whole layer.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim; N = B*T; a group is some KV heads
 and their query heads. Layout in memory is [B, T, heads, E]; the kernels get transposed views.
@@ -40,11 +39,10 @@ def attention_ref(
     pattern: Pattern = CAUSAL,
     sinks_H: Tensor | None = None,
 ):
-    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests. Returns
-    out_BTHE, lse_BHT.
+    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests.
 
-    sinks_H: a score a head that takes part in the softmax and has no value (Xiao et al., 2023;
-        gpt-oss).
+    sinks_H: one score per head, which the softmax counts and which has no value (Xiao et al., 2023;
+        gpt-oss). Returns out_BTHE, lse_BHT.
     """
     dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     B, T, H, E = q_BTHE.shape
@@ -56,10 +54,10 @@ def attention_ref(
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
     lse = scores.logsumexp(-1)
-    nobody = lse == float("-inf")  # seen: zeros
+    blind = lse == float("-inf")  # a query that sees no key gets zeros
     if sinks_H is not None:
         lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
-    out = (scores - lse.masked_fill(nobody, 0)[..., None]).exp() @ v
+    out = (scores - lse.masked_fill(blind, 0)[..., None]).exp() @ v
     return out.transpose(1, 2).to(q_BTHE.dtype), lse
 
 
@@ -68,7 +66,7 @@ _turned = methodcaller("transpose", 1, 2)
 
 
 def _fa2_arguments(T: int, pattern: Pattern):
-    """What FA2's own entry wants: (cu_q, cu_k, longest, longest) and the window's keywords."""
+    """Arguments of FA2's own entry: (cu_q, cu_k, longest, longest), and the window's keywords."""
     documents = pattern.documents
     cu, longest = (None, T) if documents is None else (documents.cu_seqlens, documents.longest)
     window = (
@@ -107,9 +105,7 @@ def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float
 def supported(
     head_dim: int, dtype: torch.dtype, device: torch.device, pattern: Pattern = CAUSAL
 ) -> str | None:
-    """None where this module has fast kernels for such an attention, else the reason in a few
-    words.
-    """
+    """Why no fast kernel computes such an attention, in a few words; None where one does."""
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda":
@@ -147,8 +143,10 @@ def supported(
 
 
 def _by_flex(pattern: Pattern, head_dim: int) -> bool:
-    """Whether no other kernel does it: it caps scores, or hides keys, for which others take a
-    column, where there is no room.
+    """Whether flex_attention alone computes this pattern.
+
+    It caps scores, or hides keys by an extra column of the head dim, for which wide heads have no
+    room.
     """
     return pattern.softcap is not None or (
         pattern.hidden_BT is not None and 248 < head_dim <= WIDEST_HEAD
@@ -156,8 +154,9 @@ def _by_flex(pattern: Pattern, head_dim: int) -> bool:
 
 
 def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
-    """Whether some kernel for these is given wider, longer or expanded copies of its inputs, which
-    are small of a group alone.
+    """Whether a kernel for these takes wider, longer or expanded copies of its inputs.
+
+    Forward then runs by groups of heads too, so that the copies are one group's.
     """
     E, E_v = q_BTHE.shape[3], v_BTVE.shape[3]
     if E != E_v or E > WIDEST_HEAD or pattern.hidden_BT is not None or pattern.softcap is not None:
@@ -180,7 +179,7 @@ def deterministic_scratch(
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where
-    no kernel serves.
+    no kernel computes it, else the one that `pick` found.
     """
     if backend in ("blocks", "flex"):
         return backend
@@ -194,17 +193,16 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
-    # Widened heads (_widened) are none that others were tried with, and few of theirs are known;
-    # FA2 takes any multiple of 8.
+    # cuDNN and FA3 were not tried at the head dims that _widened makes; FA2 takes any multiple of 8.
     wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
     return "flash" if wider and backend in ("cudnn", "fa3") else backend
 
 
 def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
-    """(q, k, v of one head dimension): a column of k lowers hidden keys' scores, zeros fill up to a
-    multiple of 8.
+    """q, k and v with one head dim, a multiple of 8.
 
-    q's column is a power of two large enough that k's stays within float16.
+    An extra column lowers the scores of hidden keys. Zeros fill the rest. q's column is a power of
+    two, large enough that k's stays within float16.
     """
     E, E_v = q.shape[3], v.shape[3]
     wide = max(E + (hidden_BT is not None), E_v)
@@ -223,7 +221,8 @@ def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
 
 
 def _packed_forward(q, k, v, documents: Documents, scale: float, backend: str):
-    """A backend that knows no documents, on one after the other: out_BTHE, lse [H, N], state."""
+    """Runs a backend without support for documents once per document: out_BTHE, lse [H, N],
+    state."""
     B, T, H, E = q.shape
     q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
     out_NHE, lse_HN = (
@@ -253,9 +252,7 @@ def _packed_backward(
 
 
 def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
-    """lse as [B, H, T], a view: packed kernels give [H, N], cuDNN [B, H, T, 1], some pad the
-    tokens.
-    """
+    """lse as a view [B, H, T]. Packed kernels return [H, N], cuDNN [B, H, T, 1]; some pad T."""
     lse = lse.unflatten(1, (B, T)).transpose(0, 1) if lse.dim() == 2 else lse[:, :, :T]
     return lse.squeeze(3) if lse.dim() == 4 else lse
 
@@ -270,11 +267,16 @@ def attention_forward(
     sinks_H: Tensor | None = None,
     backend: str,
 ):
-    """Causal attention of one group: out_BTHE, lse ([B, H, T] or, packed in a kernel, [H, N];
-    float32 or wider), state.
+    """Causal attention of one group of heads.
 
-    v's head dimension may differ from that of q and k. sinks_H: see attention_ref; they take part
-    in out and lse.
+    Args:
+        q_BTHE, k_BTKE, v_BTKE: v's head dim may differ from that of q and k.
+        scale, pattern, sinks_H: as in attention_ref.
+        backend: a name from `pick`.
+
+    Returns:
+        out_BTHE; lse with the sinks, [B, H, T] or, from packed kernels, [H, N], float32 or wider;
+        and what the backward takes besides.
     """
     chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
     if chosen == "blocks":
@@ -324,9 +326,8 @@ def parts_of_heads(B: int, T: int, H: int, K: int, E: int) -> int:
 
 
 def _backward_by_parts(parts: int, dout, q, k, v, out, lse, state, sinks_H, asked: dict) -> tuple:
-    """attention_backward of some query heads after the other; those of one KV head add up to its
-    gradients.
-    """
+    """attention_backward for one part of the query heads after another. Parts that share a KV head
+    add up to its gradients."""
     H, K = q.shape[2], k.shape[2]
     wide = torch.promote_types(k.dtype, torch.float32)
     dq, (dk, dv), dsinks = (
@@ -353,11 +354,10 @@ def attention_backward(
     sinks_H: Tensor | None = None,
     backend: str,
 ):  # fmt: skip
-    """Gradients of one group, [B, T, heads, E] each, from what attention_forward returned; with
-    sinks_H theirs as a fourth.
+    """Gradients of one group from the outputs of attention_forward: dq, dk, dv, and dsinks where
+    there are sinks.
 
-    out and lse that hold the sinks make the ordinary backward exact: p = exp(score - lse) counts
-        them in.
+    out and lse include the sinks, so p = exp(score - lse) is exact in the ordinary backward.
     """
     chosen = _chosen(q, v, pattern, backend)
     parts = 1 if chosen == "blocks" else parts_of_heads(*q.shape[:3], k.shape[2], q.shape[3])

@@ -1,9 +1,9 @@
-"""Attention's kernels that take plain causal rows, and which of them a shape goes to.
+"""The attention kernels for plain causal rows, and the choice between them.
 
-Which is fastest is tried on the device, once a shape. A trial also times the first call at an exact
-length that the kernel has not met: cuDNN makes a plan for each, in 0.4 to 1 s. What that costs
-counts once a process has met more than FEW_LENGTHS lengths: then each call is taken to be one of a
-new length, and batches of mixed lengths stay with kernels that plan nothing.
+The fastest kernel for a shape is found by a trial on the device. A trial also times the first call
+at a new exact length: cuDNN makes a plan for each, in 0.4 to 1 s. Once a process has run more than
+FEW_LENGTHS lengths, that cost is added to every call, so batches of mixed lengths use kernels
+without plans.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim. All tensors of a kernel are [B,
 heads, T, E] views.
@@ -30,11 +30,12 @@ HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # columns that kernels take but the efficient one
 LONGEST_TRIAL = 16384  # tokens; which kernel is fastest does not change beyond
 FEW_LENGTHS = 4
-PLAN_SECONDS = 0.1  # of a first call at a new length: less than that is noise, or an allocation
+PLAN_SECONDS = 0.1  # a first call at a new length that takes less more is noise or an allocation
 
-# --- one row a backend: forward(q, k, v, scale) -> out, lse, state; backward(dout, q, k, v, out, ls
-# All tensors [B, heads, T, E] views. `state` is what the backward wants besides (the generator's
-# state, unused without dropout).
+# --- one row a backend --------------------------------------------------------------------------
+# forward(q, k, v, scale) -> out, lse, state
+# backward(dout, q, k, v, out, lse, state, scale) -> dq, dk, dv
+# All tensors are [B, heads, T, E] views. `state`: the generator's state, unused without dropout.
 
 
 def _cpu_forward(q, k, v, scale):
@@ -88,20 +89,17 @@ BACKENDS = {
 
 @lru_cache(maxsize=16)
 def has_flash(device: torch.device) -> bool:
-    """Whether FA2 runs on a CUDA device: not on those before Ampere (V100, T4), whose one kernel
-    takes no bf16. True where there is no device to ask: then one is meant that has it.
-    """
+    """Whether FA2 runs on a CUDA device: not before Ampere (V100, T4). True without a device (a
+    plan for another machine)."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# Of each device's trials of backends: the peak of its memory as the last one ended, and how many
-# had no room for theirs.
+# Per device: the peak of its memory after the last trial, and how many trials ran out of memory.
 trial_peaks: dict[torch.device, int] = {}
 trials_without_room: Counter = Counter()
-# The exact (B, T) that this process has run attention at, on each device; no more of them than tell
-# few from many.
+# Per device: the exact (B, T) that this process has run attention at, up to FEW_LENGTHS + 1.
 lengths_met: dict[torch.device, set] = defaultdict(set)
 
 
@@ -109,8 +107,8 @@ lengths_met: dict[torch.device, set] = defaultdict(set)
 class Trial:
     """What a trial of one shape found.
 
-    seconds: of one forward and backward, by backend; new_length: what a first call at an exact
-    length costs beyond that; left_out: why others cannot serve.
+    seconds: of one forward and backward, by backend. new_length: how much longer a first call at
+    an exact length takes. left_out: why the other backends cannot be used.
     """
 
     seconds: dict[str, float]
@@ -152,13 +150,14 @@ def tried(
     tokens: int,
     groups: int,
 ) -> Trial:
-    """Times every backend on this CUDA device: forward of all heads, backward of each of so many
-    groups, cut out of what forward gave. Says on one line what it found.
+    """Times every backend on this CUDA device, and prints one line.
 
-    One that raises, or that differs from FA2 by more than rounding, is left out.
+    Forward takes all heads, backward one of `groups` groups of them at a time. A backend that
+    raises, or that differs from FA2 by more than rounding, is left out.
 
-    Raises: torch.OutOfMemoryError: the device has no room for a trial; then nothing is known about
-        any backend.
+    Raises:
+        torch.OutOfMemoryError: the device has no room for a trial. Raised because the result is
+            cached.
     """
     seconds, new_length, left_out, expected = {}, {}, {}, None
     inputs = _trial_inputs(device, dtype, n_heads, n_kv_heads, head_dim, tokens)
@@ -193,7 +192,7 @@ def tried(
 def _trial_inputs(
     device, dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
 ) -> list[Tensor]:
-    """q, k, v and dout, heads out of the middle of a wider tensor, as the layer passes them."""
+    """q, k, v and dout, as slices of a wider tensor, which is how the layer passes them."""
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": dtype}
     return [
@@ -217,8 +216,10 @@ def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Te
 
 
 def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
-    """The backend for these shapes, whose backward goes by so many groups of heads: tried once a
-    device and shape, for the next power of two of tokens up to LONGEST_TRIAL.
+    """The backend for these shapes.
+
+    groups: how many groups of heads the backward takes one after another. On CUDA a trial runs once
+    per device and shape, at the next power of two of tokens, up to LONGEST_TRIAL.
     """
     device, (B, T, H, E) = q_BTHE.device, q_BTHE.shape
     if device.type != "cuda":
@@ -231,8 +232,8 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
         return "blocks"  # no kernel takes it
     if q_BTHE.dtype not in HALF or not has_flash(device) or E > WIDEST_HEAD:
         return "efficient"
-    # FA2's is the one backward that has a deterministic form (asked each time: it may be turned on
-    # later), and the one that takes a single token; what few tokens cost is the call.
+    # FA2 alone has a deterministic backward (read each time, since a user may turn it on later), and
+    # takes a single token. With few tokens the call costs more than the kernel.
     if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or T < 128:
         return "flash"
     met = lengths_met[device]

@@ -14,7 +14,7 @@ from hfpatch.compat import aten
 
 
 def for_each_head(q, k, v):
-    """k and v repeated to one head per query head, for kernels without grouped heads."""
+    """k and v with one head per query head, for kernels without grouped heads."""
     repeat = q.shape[1] // k.shape[1]
     if repeat == 1:
         return k, v
@@ -22,7 +22,7 @@ def for_each_head(q, k, v):
 
 
 def of_groups(K: int, dk, dv):
-    """Gradients of K heads that for_each_head repeated: sums over the copies."""
+    """dk and dv of K heads from those of the heads that for_each_head repeated: sums over copies."""
     if dk.shape[1] == K:
         return dk, dv
     return dk.unflatten(1, (K, -1)).sum(2), dv.unflatten(1, (K, -1)).sum(2)

@@ -1,9 +1,7 @@
-"""Tensors with heads that wait in the tier, apart by groups of their heads, where the device has no
-room for them whole.
+"""Tensors with heads, stored group by group, for devices without room for the whole.
 
-They are written and read like a tensor on the device, by tiles of tokens, x[:, a:b], or by groups
-of heads, x[:, :, hs]. What is read is followed by the next of its kind, which is on its way while
-the first is used.
+They are written and read like a tensor on the device: by tiles of tokens, x[:, a:b], or by groups
+of heads, x[:, :, hs]. A read prefetches the next tile or group.
 
 B batch, T tokens, H heads, E head dim; t tokens of a tile, G heads of a group.
 """
@@ -13,12 +11,13 @@ from torch import Tensor
 
 from hfpatch.store.transfers import Saved, Transfers
 
-UNDER_WAY = 2  # copies to the tier that may go on beside what computes the next
+UNDER_WAY = 2  # copies to the tier that may run while the next piece is computed
 
 
 class ByGroups:
-    """A tensor [B, T, H, E] on the device, written by tiles of tokens and read by groups of heads,
-    each of which lies apart: a kernel that wants its input contiguous takes it without a copy.
+    """A tensor [B, T, H, E] on the device, written by tiles of tokens and read by groups of heads.
+
+    Each group is contiguous, so kernels take it without a copy.
     """
 
     def __init__(self, like: Tensor, tokens: int, groups: int):
@@ -55,7 +54,7 @@ class Grouped:
     """A tensor [B, T, H, E] in the tier, a tensor a group of heads."""
 
     def __init__(self, transfers: Transfers, like: Tensor, tokens: int, groups: int):
-        """like: any tile of it. What is put there must have been settled before it is read."""
+        """like: any tile of it. Writes must be settled before a read."""
         B, _, H, E = like.shape
         self.transfers, self.width, self.shape = transfers, H // groups, (B, tokens, H, E)
         shape = (B, tokens, self.width, E)
@@ -80,7 +79,7 @@ class Grouped:
         return now.wait()[0]
 
     def beside(self, out: Tensor) -> InTier:
-        """What was computed from a group of heads, in the same tier."""
+        """Moves the output of a group of heads to the same tier."""
         saved = self.transfers.save(out)
         self.transfers.settle(under_way=1)
         return InTier(self.transfers, saved)

@@ -1,12 +1,11 @@
-"""Attention of one layer's call over whole rows: forward in one launch, backward a group of KV
+"""Attention of one layer's call over whole rows: forward in one launch, backward one group of KV
 heads at a time.
 
-Only the backward has scratch, which the group bounds. Where attention outputs come and go by groups
-(a policy that is short of memory), or a kernel is given copies of its inputs, forward goes by the
-same groups.
+Only the backward has scratch, which the size of a group bounds. Forward runs by the same groups
+where a policy streams attention outputs, or where a kernel copies its inputs.
 
-Behind the attention calls come the layer's mixers (layer/mixers.py), which run forward, and again
-in backward, themselves.
+After the attention calls come the layer's mixers (layer/mixers.py), which run forward, and again in
+backward, themselves.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads of a group.
 """
@@ -25,25 +24,24 @@ ALL = slice(None)
 
 @dataclass
 class Heads:
-    """One call of attention: how its heads are grouped (this process's alone), and what it was
-    asked (scale, pattern, sinks).
-    """
+    """One call of attention in a layer's forward: its scale, pattern and sinks (context.current
+    Call), and this process's groups of heads."""
 
-    asked: object
+    call: object
     groups: list[tuple[slice, slice]]  # of query heads and of KV heads
     backend: str = ""
 
     def part(self, hs: slice) -> dict:
         """attention_forward's and attention_backward's keywords for a group."""
-        sinks = self.asked.sinks_H
+        sinks = self.call.sinks_H
         return {
-            "scale": self.asked.scale, "pattern": self.asked.pattern, "backend": self.backend,
+            "scale": self.call.scale, "pattern": self.call.pattern, "backend": self.backend,
             "sinks_H": None if sinks is None else sinks[hs],
         }  # fmt: skip
 
 
 def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
-    """The query heads and the KV heads that go through attention together."""
+    """The query heads and the KV heads of each group."""
     width, repeat, groups = heads_per_group(B, T, H, K), H // K, []
     for a in range(0, K, width):
         groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
@@ -51,25 +49,23 @@ def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
 
 
 class Attention:
-    """Every attention call of a layer's forward: its groups, and what the kernels keep between
-    forward and backward.
-    """
+    """Every attention call of a layer's forward: its groups, and the kernels' state between forward
+    and backward."""
 
     def __init__(self, apart: bool = False, wide: bool = False):
-        """apart: an output a group, for each of which forward is launched; wide: all heads are one
-        group.
-        """
+        """apart: forward is launched per group, with one output each. wide: all heads are one
+        group."""
         self.apart, self.wide = apart, wide
         self.heads: list[Heads] = []
         self.states: list = []
         self.mixers: list = []
 
     def counts(self) -> list[int]:
-        """How many groups, hence outputs where they are apart, each call has."""
+        """How many groups each call has."""
         return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
     def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] from what forward gave of a tile."""
+        """Each call's out [B, t, H, E] of a tile, from forward's outputs."""
         if not self.apart:
             return list(outs)
         joined, outs = [], list(outs)
@@ -81,13 +77,19 @@ class Attention:
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """out [B, T, H, E] and lse of every call or, apart, out [B, T, G, E] and lse of every
-        group; behind them the mixers' outs [B, T, D].
+        """Runs every call and mixer.
 
-        asked: one a call; parts: q [B, T, H, E], k and v [B, T, K, E] of each, then each mixer's
-        input [B, T, D]; keep: whether `backward` comes next, with nothing but other tiles in
-        between. What is read of them may be no tensors, but attention.head_groups.Grouped; then so
-        is each out, an InTier.
+        Args:
+            asked: one Call (scale, pattern, sinks) per attention call.
+            mixers: the layer's mixers.
+            parts: q [B, T, H, E], k and v [B, T, K, E] of each call, then each mixer's input
+                [B, T, D]. In place of tensors they may be head_groups.Grouped.
+            keep: whether `backward` comes next, with nothing but other tiles in between.
+
+        Returns:
+            outs: out [B, T, H, E] of every call or, apart, [B, T, G, E] of every group, then the
+                mixers' outputs [B, T, D]. InTier where the parts are Grouped.
+            lses: one per call or group.
         """
         self.heads, self.mixers, self.states, outs, lses = [], mixers, [], [], []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
@@ -121,14 +123,18 @@ class Attention:
         return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        """dq, dk, dv of every call, dx of every mixer into the tensors `into`, which may be
-        `parts`, or in their place there: what a kernel gives as it is needed is not copied. None in
-        it: room is made.
+        """Writes dq, dk, dv of every call and dx of every mixer into the list `into`.
 
-        outs: a function giving the i-th of what forward gave, asked for in order. lses: theirs;
-            each is let go once it is used.
+        Args:
+            parts: as in forward.
+            douts: the gradient of each call's or mixer's output.
+            outs: outs(i) returns forward's i-th output; called in order.
+            lses: forward's; each entry becomes None after its use.
+            into: tensors to write to (they may be `parts`), or None to allocate. An entry is
+                replaced where the kernel's own result fits as it is.
 
-        Returns the gradients of each call's sinks (None where it has none).
+        Returns:
+            The gradient of each call's sinks, None where it has none.
         """
         i, dsinks = 0, []
         for n, (heads, dout) in enumerate(zip(self.heads, douts)):
@@ -141,7 +147,7 @@ class Attention:
                 # Kernels read lse as if it were contiguous.
                 alone = self.apart or len(heads.groups) == 1
                 mine = (out, lse) if alone else (out[:, :, hs], _heads_of(lse, hs).contiguous())
-                # All of them as they are: views cost the host as much as small ops.
+                # No views of all heads: a view costs the host as much as a small op.
                 plain = len(heads.groups) == 1 and isinstance(q, Tensor)
                 given = (
                     (dout, q, k, v)
@@ -174,18 +180,18 @@ class Attention:
         return dsinks
 
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor | ByGroups:
-        """Room for the gradient of one call's out, of which this is a tile."""
+        """Memory for the gradient of one call's out. like: a tile of it."""
         if groups > 1:
             return ByGroups(like, tokens, groups)
         return like.new_empty(like.shape[0], tokens, *like.shape[2:])
 
 
 def _heads_of(lse: Tensor, hs: slice) -> Tensor:
-    """lse [B, H, T], or packed in a kernel [H, N], of some heads."""
+    """lse of some heads. lse: [B, H, T] or, from packed kernels, [H, N]."""
     return lse[hs] if lse.dim() == 2 else lse[:, hs]
 
 
 def _room_for(out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Room for all heads' out and lse, of which these are a group's."""
+    """Memory for out and lse of all heads. out, lse: those of one group."""
     shape = (heads, *lse.shape[1:]) if lse.dim() == 2 else (lse.shape[0], heads, *lse.shape[2:])
     return out.new_empty(*out.shape[:2], heads, out.shape[3]), lse.new_empty(shape)

@@ -1,6 +1,5 @@
-"""Whether a device does what a kernel of attention is for: one forward and backward of a few tokens
-against plain blocks there.
-"""
+"""A trial of an attention kernel on a device: forward and backward of a few tokens against plain
+blocks."""
 
 import torch
 
@@ -17,12 +16,17 @@ def why_not(
     pattern: Pattern,
     tokens: int,
 ):
-    """None where it does, else the reason.
+    """Why the kernel cannot be used on this device; None where it agrees with plain blocks.
 
-    forward(q, k, v, pattern, scale) -> out, lse, state; backward(dout, q, k, v, out, lse, state,
-    pattern, scale) -> dq, dk, dv; all [B, T, heads, E]. The answer stands for the process, so it is
-    found apart from the mode of the call that asks. torch.OutOfMemoryError where there is no room
-    to find it.
+    Callers cache the answer, so the trial does not depend on the caller's grad mode or autocast.
+
+    Args:
+        forward: forward(q, k, v, pattern, scale) -> out, lse, state, all [B, T, heads, E].
+        backward: backward(dout, q, k, v, out, lse, state, pattern, scale) -> dq, dk, dv.
+        device, dtype, head_dim, pattern, tokens: of the trial.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for the trial.
     """
     scale = head_dim**-0.5
     try:

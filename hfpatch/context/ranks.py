@@ -50,6 +50,8 @@ def sequence_now(config, training: bool) -> Sequence | None:
 def _sequence_under(name: str | None, training: bool) -> Sequence | None:
     if current.sequence is not None:
         return current.sequence or None
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     found = context_parallel()
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)

@@ -70,9 +70,8 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
     if type(inner).__call__ is not CALL:
         return f"lm_head is a {kind} whose __call__ is not torch's"
-    hooks = user_hooks(head, output_hooks(head)) + hooks_on_all()
-    if inner is not head:
-        hooks += user_hooks(inner, output_hooks(inner))
+    hooks = output_hooks(inner) + (output_hooks(head) if head is not inner else [])
+    hooks = (user_hooks(inner, hooks) if hooks else hooks) + hooks_on_all()
     if hooks:  # one that reads logits or their gradient
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         return f"lm_head has a hook ({name})"

@@ -100,37 +100,28 @@ def _dtypes(dtype, weight, cast):
     return x_hat, dtype if weight is None else torch.promote_types(x_hat, weight.dtype)
 
 
-def _kernel_serves(x, *others):
-    return use_kernel(x, *others) and 0 < x.shape[-1] <= MAX_KERNEL_WIDTH and x.numel() > 0
-
-
 # The ops, their backward op and the fakes. A gradient that is not needed is an empty tensor.
 
 
 def _rms_norm(x, weight, eps, offset, cast):
-    if _kernel_serves(x, weight):
+    return _fwd(x, None, weight, eps, offset, cast)[:2]
+
+
+def _fwd(x, residual, weight, eps, offset, cast):
+    """(y, rstd, x + residual). Without a residual the third is not read."""
+    if use_kernel(x, weight, residual) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
         from hfpatch.kernels import rms_norm as kernels
 
-        dtypes = _dtypes(x.dtype, weight, cast)
-        return kernels.rms_norm_fwd(x, None, weight, eps, offset, cast == "rstd", *dtypes)[:2]
-    return _plain_fwd(x.contiguous(), weight, eps, offset, cast)
+        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        dtypes = _dtypes(dtype, weight, cast)
+        return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "rstd", *dtypes)
+    total = (x if residual is None else x + residual).contiguous()
+    return *_plain_fwd(total, weight, eps, offset, cast), total
 
 
 def _rms_norm_fake(x, weight, eps, offset, cast):
     rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
     return x.new_empty(x.shape, dtype=_dtypes(x.dtype, weight, cast)[1]), rstd
-
-
-def _add_rms_norm(x, residual, weight, eps, offset, cast):
-    if _kernel_serves(x, weight, residual):
-        from hfpatch.kernels import rms_norm as kernels
-
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        dtypes = _dtypes(dtype, weight, cast)
-        return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "rstd", *dtypes)
-    total = (x + residual).contiguous()
-    y, rstd = _plain_fwd(total, weight, eps, offset, cast)
-    return y, rstd, total
 
 
 def _add_rms_norm_fake(x, residual, weight, eps, offset, cast):
@@ -139,7 +130,7 @@ def _add_rms_norm_fake(x, residual, weight, eps, offset, cast):
 
 
 def _rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
-    if _kernel_serves(x, weight, dy, dsum):
+    if use_kernel(x, weight, dy, dsum) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
         from hfpatch.kernels import rms_norm as kernels
 
         dx, dw = kernels.rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw)
@@ -212,7 +203,7 @@ RMS_NORM = define(
 ADD_RMS_NORM = define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) "
     "-> (Tensor y, Tensor rstd, Tensor total)",
-    _add_rms_norm,
+    _fwd,
     _add_rms_norm_fake,
     backward=_add_backward,
     setup_context=_add_setup_context,

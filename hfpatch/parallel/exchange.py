@@ -2,14 +2,14 @@
 for heads.
 
 Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context
-parallelism deals them) and all heads of those tokens. Attention wants whole rows of few heads: rank
-p owns query heads [pH/P, (p+1)H/P) and their KV heads. In rounds of a few query heads an all-to-all
-brings them together, the kernel runs, another one takes the result back; the next round is under
-way while this one computes, where there is memory for both. What the layer keeps stays local, lse
-apart, which the kernel wants whole and which never travels. Where KV heads are fewer than ranks,
-those that share one each compute a part of its dk and dv: summed in float32. Heads that do not go
-evenly over the ranks are filled up with copies of the last one, whose results nobody reads, and
-each brings its own copy of its KV head.
+parallelism deals them) and all heads of those tokens. Attention needs whole rows of few heads: rank
+p owns query heads [pH/P, (p+1)H/P) and their KV heads. In rounds of a few query heads, an all-to-all
+gathers whole rows, the kernel runs, and a second all-to-all returns the result. The next round's
+exchange overlaps the kernel where memory holds both. The layer keeps its own tokens only, except
+lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each compute a
+part of its dk and dv, summed in float32. Where the number of heads is no multiple of the ranks,
+copies of the last head fill the rounds; their results are dropped, and each brings its own copy of
+its KV head.
 
 B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w
 query heads of a round.
@@ -30,8 +30,9 @@ from hfpatch.store.device import beside
 
 
 class Sequence:
-    """The ranks that hold a row's tokens between them, and how they are dealt. group: of
-    torch.distributed.
+    """The ranks that share each row's tokens, and which tokens each has.
+
+    group: a process group of torch.distributed.
     """
 
     def __init__(self, group, zigzag: bool = False):
@@ -42,12 +43,12 @@ class Sequence:
 
     # -- what the ranks tell each other ------------------------------------------------------------
     def all_to_all(self, send: Tensor):
-        """Part p of `send` [P, ...] goes to rank p: (what came, a handle to wait for)."""
+        """Sends part p of `send` [P, ...] to rank p. Returns (the received parts, a handle)."""
         got = torch.empty_like(send)
         return got, dist.all_to_all_single(got, send, group=self.group, async_op=True)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x of every rank, one behind the other along a new first axis."""
+        """x of every rank, stacked along a new first axis."""
         got = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(got), x.contiguous(), group=self.group)
         return got
@@ -57,13 +58,11 @@ class Sequence:
         return least_of(self.group, numbers, device)
 
     def together(self, work):
-        """work() of every rank; what one raises, all raise."""
+        """work() on every rank; where one raises, all raise."""
         return together(self.group, work)
 
     def agreed(self, key, choose):
-        """choose() of the first rank, asked once a key: what one rank measures may differ from what
-        another does.
-        """
+        """The first rank's choose(), called once per key: ranks may measure different times."""
         if key not in self._agreed:
             said = [choose() if self.rank == 0 else None]
             dist.broadcast_object_list(said, group=self.group, group_src=0)
@@ -72,16 +71,15 @@ class Sequence:
 
     # -- where tokens lie --------------------------------------------------------------------------
     def in_order(self, parts_PBt: Tensor) -> Tensor:
-        """What lies with each rank, [P, B, t, ...]: whole rows [B, T, ...]. Without a copy for one
-        row of plain chunks.
-        """
+        """Whole rows [B, T, ...] from each rank's tokens [P, B, t, ...]. No copy for one row of plain
+        chunks."""
         if self.zigzag:
             first, second = parts_PBt.unflatten(2, (2, -1)).unbind(2)
             parts_PBt = torch.cat([first, second.flip(0)])
         return parts_PBt.transpose(0, 1).flatten(1, 2)
 
     def dealt(self, whole_BT: Tensor) -> Tensor:
-        """Whole rows [B, T, ...] as the ranks have them, [P, B, t, ...]: in_order's inverse."""
+        """Each rank's tokens [P, B, t, ...] of whole rows [B, T, ...]: the inverse of in_order."""
         if not self.zigzag:
             return whole_BT.unflatten(1, (self.size, -1)).transpose(0, 1)
         chunks = whole_BT.unflatten(1, (2 * self.size, -1)).transpose(0, 1)
@@ -98,7 +96,7 @@ class Sequence:
 
 
 class _Coming:
-    """A tensor on its way: `finish` lays out what came."""
+    """An all-to-all in flight. finish: called on the received tensor."""
 
     def __init__(self, sequence: Sequence, send: Tensor, finish):
         self.send, self.finish = send, finish  # sent memory stays until it has gone
@@ -112,9 +110,8 @@ class _Coming:
 
 
 class ExchangedAttention(Attention):
-    """Every attention call of a layer over whole rows, in rounds; what it takes and gives are this
-    rank's tokens.
-    """
+    """Every attention call of a layer, in rounds of exchanged heads. Inputs and outputs are this
+    rank's tokens."""
 
     def __init__(self, sequence: Sequence, ahead: bool = True):
         super().__init__(apart=True)
@@ -123,13 +120,13 @@ class ExchangedAttention(Attention):
 
     # -- one way and the other ---------------------------------------------------------------------
     def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
-        """Heads of this rank's tokens, apart by the rank that owns them: whole rows [B, T, w, E] of
-        the heads it owns.
-        """
+        """Sends heads [P, B, t, w, E] of this rank's tokens to their owners; receives whole rows
+        [B, T, w, E] of the heads that this rank owns."""
         return _Coming(self.sequence, x_PBtwE.contiguous(), self.sequence.in_order)
 
     def _to_tokens(self, x_BTwE: Tensor) -> _Coming:
-        """Its heads' whole rows: what all ranks own of this rank's tokens, [P, B, t, w, E]."""
+        """Sends whole rows of this rank's heads; receives all ranks' heads of this rank's tokens,
+        [P, B, t, w, E]."""
         return _Coming(self.sequence, self.sequence.dealt(x_BTwE).contiguous(), lambda got: got)
 
     def _queries(self, x_BtHE: Tensor, rounds: Rounds, r: int) -> Tensor:
@@ -142,9 +139,7 @@ class ExchangedAttention(Attention):
         )
 
     def _keys(self, x_BtKE: Tensor, rounds: Rounds, r: int) -> Tensor:
-        """A round's KV heads of every rank, [P, B, t, n, E]: shared ones once for each rank that
-        shares them.
-        """
+        """A round's KV heads of every rank, [P, B, t, n, E]; a shared head once per rank."""
         if rounds.uneven:
             return self._copies(x_BtKE, rounds, r)
         if rounds.sharing > 1:
@@ -152,9 +147,8 @@ class ExchangedAttention(Attention):
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
 
     def _copies(self, x_BtGE: Tensor, rounds: Rounds, r: int) -> Tensor:
-        """A round's query heads, or their KV heads, of every rank, where they do not go evenly: [P,
-        B, t, w, E].
-        """
+        """A round's query heads, or their KV heads, of every rank where H is no multiple of P:
+        [P, B, t, w, E]."""
         H, G = rounds.uneven[0], x_BtGE.shape[2]
         heads = [
             x_BtGE[:, :, min(h, H - 1) * G // H] for h in rounds.queries(r, self.sequence.size)
@@ -162,9 +156,8 @@ class ExchangedAttention(Attention):
         return torch.stack(heads).unflatten(0, (self.sequence.size, -1)).movedim(1, 3)
 
     def _ahead(self, n_rounds: int, send):
-        """send(r) of every round, waited for in turn; the next one under way where there is memory
-        for it.
-        """
+        """Yields (r, what send(r) receives) of every round; sends the next round first where memory
+        holds it."""
         coming = None
         for r in range(n_rounds):
             got = [c.wait() for c in coming or send(r)]
@@ -174,7 +167,7 @@ class ExchangedAttention(Attention):
 
     # -- the layer's side --------------------------------------------------------------------------
     def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] from those of its rounds, [B, t, P*w, E]."""
+        """Each call's out [B, t, H, E] from its rounds' [B, t, P*w, E]."""
         joined, outs, P = [], list(outs), self.sequence.size
         for n, rounds in zip(self.counts(), self.rounds):
             mine, outs = outs[:n], outs[n:]
@@ -228,9 +221,8 @@ class ExchangedAttention(Attention):
         return outs, lses
 
     def _length(self, B: int, T: int) -> tuple:
-        """What tells lengths apart for which ranks agree on a backend anew: pick's power of two,
-        and each of the first few lengths, until pick knows that there are many.
-        """
+        """The part of the ranks' key for a backend that depends on the length: pick's power of two
+        and, for the first few lengths, the exact one."""
         met = self.sequence.lengths
         if len(met) <= FEW_LENGTHS:
             met.add((B, T))
@@ -255,10 +247,10 @@ class ExchangedAttention(Attention):
                 return [self._to_heads(x) for x in (*mine, *more)]
 
             dq_whole, dk_whole, dv_whole = into[3 * n : 3 * n + 3]
-            sinks = heads.asked.sinks_H
+            sinks = heads.call.sinks_H
             dsinks.append(None if sinks is None else torch.zeros_like(sinks))
             keys, sums, back = None, None, None
-            # a KV head's gradients come from several rounds and ranks, and its k and v go out again
+            # Several rounds and ranks add to a KV head's gradients, and its k and v are sent again.
             if rounds.uneven:
                 wide = torch.promote_types(k.dtype, torch.float32)
                 dk_whole, dv_whole = (
@@ -313,19 +305,17 @@ class ExchangedAttention(Attention):
             self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
 
     def _existing(self, back: _Coming, rounds: Rounds, r: int):
-        """(number, what came back) of a round's query heads that there are, where they go
-        unevenly.
-        """
+        """(number, result) of a round's real query heads, without the copies that fill it up."""
         heads = zip(rounds.queries(r, self.sequence.size), back.wait().movedim(3, 1).flatten(0, 1))
         return [(h, got) for h, got in heads if h < rounds.uneven[0]]
 
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
-        """Whole: its rounds take heads of every rank."""
+        """One tensor: a round takes heads of every rank."""
         return super().room(like, tokens, 1)
 
 
 def _added(sums, grads, alone: bool):
-    """Sums in float32 over a KV head's rounds; the gradients themselves where one round is all."""
+    """The float32 sums over a KV head's rounds; the gradients as they are for a single round."""
     if alone:
         return grads
     wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
@@ -333,9 +323,8 @@ def _added(sums, grads, alone: bool):
 
 
 def attention_for(sequence: Sequence | None, policy) -> Attention:
-    """Attention of a layer's call: over rows that this process has whole, or over those of
-    `sequence`.
-    """
+    """Attention of a layer's call: over this process's whole rows, or over rows that the ranks of
+    `sequence` share."""
     # A policy that streams attention outputs is short of memory.
     if sequence is not None:
         return ExchangedAttention(sequence, ahead=not policy.stream_attention)

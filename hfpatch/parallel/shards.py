@@ -1,9 +1,9 @@
 """Tensor parallelism: every rank has the same layer input, so each keeps a part and gathers the
 rest in backward.
 
-The gathered tile lives in one buffer, used again for every tile and layer; it is never kept. What a
-layer's input takes, on the device, the host or the disk, falls by the number of ranks, for an
-all-gather a tile and pass.
+The gathered tile is in one buffer, shared by all tiles and layers. A checkpoint's size, on the
+device, the host or the disk, falls by the number of ranks, at the price of one all-gather per tile
+and pass.
 
 B batch, T tokens, D hidden; t tokens of a tile.
 """
@@ -19,11 +19,10 @@ _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def tensor_parallel_group(layer: nn.Module):
-    """The group of ranks that hold this layer's weights between them and see the same input; None
-    where there is none.
+    """The group of ranks that share this layer's weights and get the same input; None without one.
 
-    A norm with a forward or hooks of another library may get a part of the sequence on each rank
-    (sequence parallel norms): then inputs differ and nothing is shared.
+    A norm with another library's forward or hooks may get a part of the sequence on each rank
+    (sequence-parallel norms). Inputs then differ, and nothing is shared.
     """
     norm = getattr(layer, "input_layernorm", None)
     if norm is None or "forward" in vars(norm) or other_hooks(norm):
@@ -37,18 +36,16 @@ def tensor_parallel_group(layer: nn.Module):
 
 
 def least_of(group, numbers: list[int | None], device: torch.device) -> list[int | None]:
-    """Each number's least over the ranks of a group, all of which call this together; None where
-    one has None.
-    """
+    """The least of each number over the ranks of a group; None where one rank has None. All ranks
+    call this together."""
     least = torch.tensor([-1 if n is None else n for n in numbers], device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return [None if n < 0 else n for n in least.tolist()]
 
 
 def together(group, work):
-    """work() of every rank of a group; what one of them raises, all raise: the others would wait
-    for it.
-    """
+    """work() on every rank of a group. Where one raises, all raise: the others would wait for
+    it."""
     found, error = None, None
     try:
         found = work()
@@ -68,7 +65,7 @@ def together(group, work):
 
 
 class Shards:
-    """This rank's part of tiles that all ranks of `group` have alike."""
+    """This rank's part of tiles of which all ranks of `group` have the same copy."""
 
     def __init__(self, group):
         self.group = group
@@ -76,9 +73,8 @@ class Shards:
         self.buffer: Tensor | None = None
 
     def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Where the parts of the tiles [a, b) lie in what mine() returns: the same lengths on every
-        rank.
-        """
+        """The ranges of mine()'s result that hold the tiles [a, b): the same lengths on every
+        rank."""
         found, start = [], 0
         for a, b in bounds:
             length = -(-(b - a) // self.world)
@@ -87,9 +83,8 @@ class Shards:
         return found
 
     def mine(self, x_BTD: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
-        """This rank's part of every tile, one after the other; zeros where a tile does not divide
-        evenly.
-        """
+        """This rank's part of every tile, concatenated; zeros fill a tile that does not divide
+        evenly."""
         mine = self.bounds(bounds)
         part = x_BTD.new_zeros(x_BTD.shape[0], mine[-1][1], *x_BTD.shape[2:])
         for (a, b), (start, end) in zip(bounds, mine):
