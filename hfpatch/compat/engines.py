@@ -14,9 +14,8 @@ def engine_hook(module: nn.Module):
 
 
 def hooked_forward(module: nn.Module) -> str:
-    """The attribute that holds the forward which a call of the module runs in the end: accelerate's
-    hooks set it aside.
-    """
+    """The attribute that holds the forward a call of the module runs last. accelerate's hooks move
+    it to another one."""
     own = vars(module)
     return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
 
@@ -27,7 +26,7 @@ def forward_before_wrapping(module: nn.Module):
 
 
 def drop_wrapped_forward(module: nn.Module) -> None:
-    """Takes such a wrapper away."""
+    """Removes that wrapper."""
     del module.forward, module._original_forward
 
 
@@ -47,9 +46,8 @@ def is_sharded_by_zero3(parameter: Tensor) -> bool:
 
 
 def gather_as_one(layer: nn.Module, wanted: bool) -> None:
-    """ZeRO-3 then gathers the layer once, not for every tile (deepspeed.utils.set_z3_leaf_modules
-    sets the same); or no more.
-    """
+    """Has ZeRO-3 gather the layer once, not for every tile, as deepspeed.utils.set_z3_leaf_modules
+    does; `wanted` False takes it back."""
     if wanted:
         layer._z3_leaf = True
     else:
@@ -63,9 +61,9 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def not_for_ddp(model: nn.Module, names=None) -> None:
-    """DistributedDataParallel asks the model for names of tensors that it neither broadcasts nor
-    wants on its device; a set of somebody else's stays. names: an iterable, which is asked anew
-    each time; None takes back what was set here.
+    """Names tensors that DistributedDataParallel neither broadcasts nor expects on its device.
+
+    names: an iterable, read each time; None removes it. A set from another library stays.
     """
     own, name = vars(model), "_ddp_params_and_buffers_to_ignore"
     if names is not None:
@@ -75,8 +73,9 @@ def not_for_ddp(model: nn.Module, names=None) -> None:
 
 
 def not_for_deepspeed(parameter: Tensor, wanted: bool) -> None:
-    """DeepSpeed's engine then does not broadcast this parameter from rank 0, which NCCL could not
-    for one in host memory; or does again. (`ds_optim_param` says so of its OptimizedLinear's own.)
+    """Keeps DeepSpeed's engine from broadcasting a parameter in host memory, which NCCL cannot.
+
+    `ds_optim_param` is its own mark for OptimizedLinear. wanted: False takes the mark back.
     """
     own = parameter.__dict__
     if wanted:
@@ -85,13 +84,11 @@ def not_for_deepspeed(parameter: Tensor, wanted: bool) -> None:
         del own["ds_optim_param"]
 
 
-ENGINE_MARKS = "ds_id", "_is_flat_param", "_fsdp_flattened"  # on what engines hold parameters in
+ENGINE_MARKS = "ds_id", "_is_flat_param", "_fsdp_flattened"  # attributes of engines' parameters
 
 
 def is_shard(parameter: Tensor) -> bool:
-    """Whether an engine holds this parameter in parts (DeepSpeed), or as one of many in a row
-    (FSDP1).
-    """
+    """Whether this parameter is a shard (DeepSpeed) or a flat row of many parameters (FSDP1)."""
     return "ds_id" in parameter.__dict__ or "_is_flat_param" in parameter.__dict__
 
 
@@ -102,7 +99,7 @@ def is_view_of_flat(tensor: Tensor) -> bool:
 
 @contextmanager
 def plain_construction():
-    """Within, modules are made as torch makes them, also under DeepSpeed's zero.Init."""
+    """A context in which modules have whole parameters, also under DeepSpeed's zero.Init."""
     partition = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     active = partition is not None and getattr(partition, "zero_init_context", None)
     if not active:
@@ -116,7 +113,7 @@ def plain_construction():
 
 
 def _variable(function, name: str):
-    """What a closure holds under a name, or None."""
+    """The value of a closure's variable, or None."""
     code = getattr(function, "__code__", None)
     if code is None or name not in code.co_freevars:
         return None
@@ -124,13 +121,12 @@ def _variable(function, name: str):
 
 
 def hooked_by_forward(module: nn.Module, name: str, parameter: Tensor) -> dict | None:
-    """Which parameters the module's forward has hooked so far, by name; None for a forward that
-    hooks none.
+    """The dict of parameters that the module's forward has hooked, by name; None without one.
 
-    transformers' tensor parallelism sums the gradient of a norm that each rank has whole, between
-    projections of which it has a part, by a hook that the norm's forward puts on each parameter it
-    does not find in this dict. So the dict must name whatever stands in a parameter's place, and
-    the parameter, which `parameter` is, is hooked here where that forward has not seen it.
+    Under transformers' tensor parallelism each rank has a whole norm between sharded projections.
+    The norm's forward puts a hook that sums gradients on each parameter that is not in this dict.
+    So the dict must contain a parameter's replacement too, and `parameter` is hooked here if that
+    forward has not seen it yet.
     """
     forward = module.__dict__.get("forward")
     forward = getattr(forward, "_hfpatch_before", forward)
@@ -144,9 +140,8 @@ def hooked_by_forward(module: nn.Module, name: str, parameter: Tensor) -> dict |
 
 
 def ulysses(attention):
-    """(process group, whether evaluation is left alone) of an attention function that DeepSpeed's
-    Ulysses put in place; None for any other.
-    """
+    """(process group, whether evaluation has whole rows) of an attention function of DeepSpeed's
+    Ulysses; None for any other."""
     found = _variable(attention, "uattn")
     if found is None or not hasattr(found, "process_group"):
         return None
@@ -154,9 +149,7 @@ def ulysses(attention):
 
 
 def ulysses_group():
-    """The process group of DeepSpeed's Ulysses, whichever attention it replaced; None where there
-    is none.
-    """
+    """The process group of DeepSpeed's Ulysses, whichever attention it replaced, or None."""
     return getattr(
         sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp"),
         "_SEQUENCE_PARALLEL_GROUP",
@@ -165,9 +158,7 @@ def ulysses_group():
 
 
 def context_parallel():
-    """(process group, whether shards are zigzag) of torch's context_parallel that is entered now;
-    None outside.
-    """
+    """(process group, whether shards are zigzag) inside torch's context_parallel; None outside."""
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     replaced = getattr(module, "_replaced_functions", ())
     sdpa = sys.modules["torch.nn.functional"].scaled_dot_product_attention
@@ -183,33 +174,27 @@ def _accelerator_state():
 
 
 def deepspeed_config() -> dict:
-    """DeepSpeed's settings as accelerate holds them; empty where it runs without DeepSpeed, or not
-    at all.
-    """
+    """accelerate's settings of DeepSpeed; empty without either of them."""
     plugin = getattr(_accelerator_state(), "deepspeed_plugin", None)
     return getattr(plugin, "deepspeed_config", None) or {}
 
 
 def parallelism_config():
-    """accelerate's ParallelismConfig of this run, also where `accelerate launch` made it and no
-    TrainingArguments know of it.
-    """
+    """accelerate's ParallelismConfig of this run, also one that `accelerate launch` made without
+    TrainingArguments."""
     return getattr(_accelerator_state(), "parallelism_config", None)
 
 
 def context_parallel_group():
-    """The process group of accelerate's context parallelism, whether or not it is entered now; None
-    where there is none.
-    """
+    """The process group of accelerate's context parallelism, inside its context or not, or None."""
     mesh = getattr(_accelerator_state(), "device_mesh", None)
     shares = getattr(parallelism_config(), "cp_enabled", False) and mesh is not None
     return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None
 
 
 def evaluated_by_trainer() -> bool | None:
-    """Whether transformers' own evaluation step, of which the forward is that asks, counts tokens
-    in its loss; None outside one.
-    """
+    """Whether the evaluation step of transformers' Trainer that runs this forward counts tokens in
+    its loss; None outside one."""
     for frame, _ in walk_stack(sys._getframe(1)):
         if (
             frame.f_code.co_name == "prediction_step"
@@ -220,9 +205,8 @@ def evaluated_by_trainer() -> bool | None:
 
 
 def skips_by_itself(kind: type) -> None:
-    """Resuming in the middle of an epoch, Trainer asks loaders of this kind for `skipping(n)`,
-    others as ever.
-    """
+    """Has Trainer, resuming in the middle of an epoch, call `skipping(n)` on loaders of this
+    kind."""
     from transformers import trainer
 
     before = getattr(trainer, "skip_first_batches", None)
@@ -241,10 +225,8 @@ def skips_by_itself(kind: type) -> None:
 
 
 def step_under_ulysses():
-    """(batches of the optimizer step under way, the Trainer) where transformers' own loss for
-    Ulysses called the forward that asks; ((), None) where it did and they are not found, None
-    elsewhere.
-    """
+    """(batches of this optimizer step, the Trainer) if transformers' loss for Ulysses called this
+    forward; ((), None) if they were not found; None if another caller did."""
     called = False
     for frame, _ in walk_stack(sys._getframe(1)) if "deepspeed" in sys.modules else ():
         code, module = frame.f_code, frame.f_globals.get("__name__", "")

@@ -12,10 +12,10 @@ from torch import nn
 
 
 def record_outputs_like(made: type, base: type) -> None:
-    """What output_hidden_states and its like record is looked up by the class's full name: `made`
-    records what `base` does.
+    """Registers for `made` the outputs that output_hidden_states and the like record of `base`.
 
-    Without the registry, recording is by attribute, which a subclass inherits.
+    transformers looks them up by the class's full name. Versions without the registry read an
+    attribute, which a subclass inherits.
     """
     try:
         from transformers.modeling_utils import _CAN_RECORD_REGISTRY
@@ -28,9 +28,8 @@ def record_outputs_like(made: type, base: type) -> None:
 
 @functools.cache
 def _collector():
-    """transformers' variable that holds what output_hidden_states, output_router_logits and their
-    like collect, or None.
-    """
+    """transformers' variable for the outputs that output_hidden_states, output_router_logits and
+    the like collect, or None."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
@@ -39,16 +38,14 @@ def _collector():
 
 
 def collected_now() -> dict:
-    """The lists that recorded outputs are added to in the forward under way; empty where nothing is
-    recorded.
-    """
+    """The lists to which this forward's recorded outputs are added; empty without any."""
     collector = _collector()
     return (None if collector is None else collector.get()) or {}
 
 
 @contextmanager
 def collecting(lists: dict):
-    """Within, recorded outputs are added to these lists."""
+    """A context in which recorded outputs are added to these lists."""
     collector = _collector()
     if collector is None:
         yield
@@ -61,7 +58,7 @@ def collecting(lists: dict):
 
 
 def attention_of(config) -> str | None:
-    """Which attention a config names; None where it names none."""
+    """The attention that a config names, or None."""
     return getattr(config, "_attn_implementation", None)
 
 
@@ -71,9 +68,8 @@ def names_attention(config) -> bool:
 
 
 def name_attention(config, name: str | None) -> str | None:
-    """Lets this config alone name another attention (the property's setter writes into its
-    sub-configs); the one before.
-    """
+    """Sets the attention of this config alone; the property's setter would write into sub-configs
+    too. Returns the name before."""
     field = "_attn_implementation_internal"
     if not hasattr(config, field):
         field = "_attn_implementation"
@@ -83,27 +79,27 @@ def name_attention(config, name: str | None) -> str | None:
 
 
 def carries_states(kind: type) -> bool:
-    """Whether transformers marks a class of models as one whose tokens meet by a state too (Mamba,
-    RWKV); unmarked, it says no.
-    """
+    """Whether transformers marks a class of models as stateful: tokens mix through a state too
+    (Mamba, RWKV)."""
     return bool(getattr(kind, "_is_stateful", False))
 
 
 def run_experts_plainly(config) -> None:
-    """Experts one by one: grouped matmuls know no float64."""
+    """Runs experts one by one: grouped matmuls have no float64."""
     if hasattr(config, "_experts_implementation_internal"):
         config._experts_implementation_internal = "eager"
 
 
 def _with_balance(kind: type) -> list:
-    """The files of a class's family that have a load-balancing loss of their own."""
+    """The modules of a class's family that define a load-balancing loss."""
     files = {sys.modules[base.__module__] for base in kind.__mro__}
     return [file for file in files if "load_balancing_loss_func" in vars(file)]
 
 
 def balances_through(kind: type, instead) -> bool:
-    """The load-balancing loss that a class's family computes is then instead(stock, ...), stock
-    being its own function for it; False where that takes something else.
+    """Replaces the load-balancing loss of a class's family by instead(stock, ...).
+
+    stock is the family's own function. Returns False where that takes other arguments.
     """
     able = True
     for file in _with_balance(kind):
@@ -124,7 +120,7 @@ def balances_through(kind: type, instead) -> bool:
 
 
 def balances_itself(kind: type) -> None:
-    """Its own function for it again, until somebody asks for another."""
+    """Takes that replacement back."""
     for file in _with_balance(kind):
         if hasattr(file.load_balancing_loss_func, "_hfpatch"):
             file.load_balancing_loss_func = file.load_balancing_loss_func.__wrapped__
@@ -137,12 +133,12 @@ def asks_inputs_for_gradients(module: nn.Module) -> bool:
 
 
 def own_loss(model: nn.Module):
-    """The loss function that somebody set on this model, None where none was."""
+    """The loss function that was set on this model, or None."""
     return vars(model).get("_loss_function")
 
 
 def set_own_loss(model: nn.Module, function) -> None:
-    """The same, as transformers' own setter has it."""
+    """Sets it, as transformers' own setter does."""
     vars(model)["_loss_function"] = function
 
 

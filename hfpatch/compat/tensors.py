@@ -22,7 +22,7 @@ def gone(name: str, instead: str) -> RuntimeError:
 # --- autograd and storages ------------------------------------------------------------------------
 
 
-# Functions of torch without a public name, and what is said where a torch lacks them.
+# Functions of torch without a public name, each with a fallback for a torch that lacks it.
 # Whether the backward under way was called with retain_graph; True only holds memory longer.
 keeps_graph = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", functools.partial(bool, 1)
@@ -41,9 +41,7 @@ except ImportError:
 
 
 def ops_are_seen() -> bool:
-    """Whether a mode, a profiler or a transform sees the operators that are called; True where
-    unknown.
-    """
+    """Whether a mode, a profiler or a transform observes operators; True where unknown."""
     c = torch._C
     try:
         modes = (
@@ -57,16 +55,16 @@ def ops_are_seen() -> bool:
 
 
 def forward_mode() -> bool:
-    """Whether derivatives are carried along with a forward (torch.func.jvp, dual numbers); False
-    where unknown.
-    """
+    """Whether forward-mode differentiation is active (torch.func.jvp, dual numbers); False where
+    unknown."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 @contextmanager
 def closing_checkpoints():
-    """Within, a torch checkpoint whose forward raises takes its hooks off at once: torch 2.11
-    leaves them to the next steps for as long as somebody (a notebook) holds the error.
+    """A context in which a torch checkpoint whose forward raises removes its hooks at once.
+
+    torch 2.11 leaves them active for as long as the error is referenced (in a notebook).
     """
     try:
         yield
@@ -83,9 +81,8 @@ def closing_checkpoints():
 
 
 def autograd_node():
-    """The node of the backward graph that runs now, None outside of a backward. Of simulations.
-    RuntimeError where gone.
-    """
+    """The backward node that runs now, None outside of a backward; for simulations. RuntimeError
+    where torch lacks it."""
     try:
         return torch._C._current_autograd_node()
     except AttributeError:
@@ -93,9 +90,8 @@ def autograd_node():
 
 
 def sequence_number(node=None) -> int:
-    """That of a node, or of the next node that a forward makes. Of simulations. RuntimeError where
-    gone.
-    """
+    """The sequence number of a node, or of the next node; for simulations. RuntimeError where torch
+    lacks it."""
     try:
         return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
     except AttributeError:
@@ -103,9 +99,7 @@ def sequence_number(node=None) -> int:
 
 
 def holders(x: Tensor) -> tuple[int, int]:
-    """How many hold this tensor and its storage in C++; numbers that nothing is below where
-    unknown.
-    """
+    """The reference counts of this tensor and of its storage in C++; sys.maxsize where unknown."""
     try:
         return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
     except AttributeError:
@@ -113,7 +107,7 @@ def holders(x: Tensor) -> tuple[int, int]:
 
 
 def version(x: Tensor) -> int:
-    """How often x was written to in place; inference tensors do not count, 0 where unknown."""
+    """How many in-place writes x has had; 0 for inference tensors, and where unknown."""
     try:
         return x._version
     except (AttributeError, RuntimeError):
@@ -124,7 +118,7 @@ _version_of = attrgetter("_version")
 
 
 def versions(tensors: list[Tensor]) -> list[int]:
-    """`version` of each; one call where all of them count."""
+    """`version` of each tensor, in one call where all have one."""
     try:
         return list(map(_version_of, tensors))
     except (AttributeError, RuntimeError):
@@ -132,9 +126,8 @@ def versions(tensors: list[Tensor]) -> list[int]:
 
 
 def storage_of(x: Tensor) -> int | None:
-    """Which storage x lies in, as a number; None where unknown (a simulated tensor's, another
-    library's class).
-    """
+    """A number that identifies x's storage; None where unknown (a simulated tensor, another
+    library's class)."""
     try:
         return x.untyped_storage()._cdata
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -142,7 +135,7 @@ def storage_of(x: Tensor) -> int | None:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether both are views of one storage; a simulated tensor has no address."""
+    """Whether both are views of one storage. A simulated tensor has no address."""
     try:
         return a.untyped_storage()._cdata == b.untyped_storage()._cdata
     except AttributeError:
@@ -150,7 +143,7 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both start at one place."""
+    """Whether both start at the same address."""
     return same_storage(a, b) and a.storage_offset() == b.storage_offset()
 
 
@@ -158,9 +151,10 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def below_autograd():
-    """(context, keys, backends) with which an op's autograd registration calls its implementation,
-    directly where a backend's key is the first that is left (no mode, no subclass looks on); None
-    where torch has no such thing.
+    """(context, keys, backends) for an op's autograd registration, or None where torch lacks them.
+
+    Inside the context it may call the implementation directly if the first key that is left is a
+    backend's, which means that no mode and no subclass intercepts the call.
     """
     try:
         key = torch._C.DispatchKey
@@ -174,9 +168,10 @@ def below_autograd():
 
 
 def applying(function):
-    """An autograd function's `apply`, without its look at each argument for what torch.func has
-    left behind: that of the class above torch.autograd.Function, or the function's own where a
-    transform is active or torch has other names.
+    """An autograd function's `apply` without torch.func's check of each argument.
+
+    That is the base class's `apply`. While a transform is active, or where torch has other names,
+    it is the function's own.
     """
     active, plain = (
         getattr(torch._C, "_are_functorch_transforms_active", None),
@@ -189,9 +184,8 @@ def applying(function):
 
 
 def backward_from(outputs: tuple, grads: tuple) -> None:
-    """torch.autograd.backward with a gradient for each output, without its checks, which take
-    longer than a small graph.
-    """
+    """torch.autograd.backward with a gradient for each output, without its checks: those take longer
+    than a small graph."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
         torch.autograd.backward(outputs, grads)
@@ -202,8 +196,9 @@ def backward_from(outputs: tuple, grads: tuple) -> None:
 
 
 class _Aten:
-    """torch.ops.aten; an operator that is gone raises RuntimeError, which is how a backend that
-    cannot run says so. What was found once is an attribute of its own.
+    """torch.ops.aten. A missing operator raises RuntimeError, as a backend does that cannot run.
+
+    Operators are cached as attributes.
     """
 
     def __getattr__(self, name: str):
@@ -224,9 +219,8 @@ def has_kernel(name: str) -> bool:
 
 
 def flex_operators() -> tuple | None:
-    """(forward, backward, BlockMask) of flex_attention, as operators that can be called apart; None
-    where torch has them not.
-    """
+    """(forward, backward, BlockMask) of flex_attention as two operators, or None where torch lacks
+    them."""
     try:
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -240,11 +234,10 @@ def flex_operators() -> tuple | None:
 
 
 def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
-    """A function of tensors without a gradient, compiled for tensors shaped like these.
-    RuntimeError where names are gone.
+    """A function without gradients, compiled for tensors shaped like these. RuntimeError where torch
+    lacks a name.
 
-    torch.compile cannot be asked: it takes the backward of flex_attention from its own forward
-    alone.
+    torch.compile cannot do it: it accepts flex_attention's backward only behind its own forward.
     """
     try:
         from torch._dynamo import lookup_backend
@@ -255,10 +248,8 @@ def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
 
 
 def flash3():
-    """FlashAttention-3's functions under the names of the operators that they stand for, as torch
-    would register them for the whole process. RuntimeError, which is how a backend that cannot run
-    says so, where its package is not installed.
-    """
+    """FlashAttention-3's functions under the names of torch's operators. torch would register them
+    for the whole process. RuntimeError where its package is not installed."""
     try:
         from torch.nn.attention import _fa3
 
@@ -274,50 +265,45 @@ def flash3():
 
 
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
-    """int8 [m, k] times int8 [k, n]: int32 [m, n]. Of simulations; without torch's own, by way of
-    float64, exact too.
-    """
+    """int8 [m, k] times int8 [k, n]: int32 [m, n]; for simulations. Without torch's own, float64
+    gives the same."""
     product = getattr(torch, "_int_mm", None)
     return (a.double() @ b.double()).to(torch.int32) if product is None else product(a, b)
 
 
 def assert_async(holds: Tensor, message: str) -> None:
-    """A check on the device that the host does not wait for; none where torch has no such thing."""
+    """A check on the device, without waiting; no check where torch lacks it."""
     check = getattr(torch, "_assert_async", None)
     if check is not None:
         check(holds, message)
 
 
 def autocast(device_type: str, **how):
-    """torch.autocast; nothing on the meta device, which has none and raises."""
+    """torch.autocast; no context on the meta device, for which torch raises."""
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, **how)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast casts to on this kind of device, None where it is off."""
+    """The dtype of autocast on this kind of device, None where it is off."""
     on = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if on else None
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether values can be read: not of a meta tensor, nor where a mode follows shapes alone (fake
-    tensors).
-    """
+    """Whether x's values can be read: not those of a meta or (in general) a fake tensor."""
     if x.device.type == "meta":
         return False
     if not is_fake(x) or not x.numel():
         return True
     try:
-        # a simulation knows those of small tensors
+        # a simulation knows the values of small tensors
         return isinstance(x.flatten()[0].item(), (bool, int, float))
     except RuntimeError:
         return False
 
 
 def real_tensors():
-    """A context in which torch computes, also under a dispatch mode that only follows shapes (a
-    simulation on fake tensors).
-    """
+    """A context in which torch computes values, also inside a simulation on fake tensors."""
     try:
         from torch.utils._python_dispatch import _disable_current_modes
     except ImportError:
@@ -332,10 +318,10 @@ def schema_of(op):
 
 @contextmanager
 def shapes_of_out_dtype():
-    """Within, addmm with out_dtype into a given tensor can be followed on fake tensors.
+    """A context in which fake tensors support addmm with out_dtype into a given tensor.
 
-    torch 2.11 decomposes it with the dtype in beta's place. Without torch's tables of shape
-    functions nothing is changed.
+    torch 2.11 decomposes it with the dtype in beta's place. Where torch lacks the tables of shape
+    functions, nothing changes.
     """
     try:
         from torch._decomp import meta_table
@@ -347,7 +333,7 @@ def shapes_of_out_dtype():
     if op is None or op in meta_table or op in fakes:
         yield
         return
-    # What stands in the first table is not decomposed; the second says what it gives.
+    # An entry of the first table is not decomposed; the second table gives its result.
     meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
     try:
         yield
@@ -357,8 +343,7 @@ def shapes_of_out_dtype():
 
 def simulation_parts():
     """(FakeTensorMode, FakeTensor, the context of a kernel on fake tensors, TorchDispatchMode).
-    RuntimeError where gone.
-    """
+    RuntimeError where torch lacks them."""
     try:
         from torch._subclasses.fake_tensor import (
             FakeTensor,
@@ -372,23 +357,22 @@ def simulation_parts():
 
 
 def keep_busy(cycles: int) -> None:
-    """Has the GPU wait for so many of its clock's cycles, for a host that queues work meanwhile.
-    Without the name it does not: what is timed then holds the host's gaps.
-    """
+    """Keeps the GPU waiting for `cycles` while the host queues work. Where torch lacks it, timings
+    include the host's gaps."""
     wait = getattr(torch.cuda, "_sleep", None)
     if wait is not None:
         wait(cycles)
 
 
 def record_allocations(start: bool) -> None:
-    """Starts, or ends, the CUDA allocator's own history; none where torch has no such thing."""
+    """Starts or ends the CUDA allocator's history; nothing where torch lacks it."""
     record = getattr(torch.cuda.memory, "_record_memory_history", None)
     if record is not None:
         record(max_entries=1_000_000, stacks="python") if start else record(enabled=None)
 
 
 def dump_allocations(path: str) -> bool:
-    """Writes that history; False where torch has no such thing."""
+    """Writes that history; False where torch lacks it."""
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if dump is None:
         return False

@@ -1,8 +1,8 @@
-"""What a stack's forward was given, and what its layers make of it: `read_batch`, then `decide`,
-then the stack applies it.
+"""How a stack's forward treats its arguments: `read_batch`, then `decide`, then the stack applies it.
 
-`read_batch` looks at the arguments, `share_rows` at the other ranks' where they share rows, and
-`decide` says what is to be: neither of them changes anything. B rows, T tokens of a row.
+`read_batch` reads the arguments, `share_rows` those of the other ranks where ranks share rows, and
+`decide` chooses. None of them runs the model or changes the caller's arguments: changes are
+collected in a dict. B rows, T tokens of a row.
 """
 
 from collections.abc import Callable
@@ -119,10 +119,10 @@ class Given:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one forward.
+    """How one forward runs.
 
     Attributes:
-        batch: what the layers are told; None where they run as transformers has them.
+        batch: the description of the batch for our layers; None where transformers' attention runs.
         changes: keyword arguments of the forward that are replaced.
         warning: a line for the user, or None.
     """
@@ -218,8 +218,8 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
     mask = given.mask
     if cached and given.own and isinstance(mask, Tensor) and mask.dim() == 2:
         if len(mask) == given.B:
-            # Beside its cache transformers cuts a mask to the tokens, and hides what it is short
-            # of.
+            # With a cache transformers cuts a longer mask to the tokens, and hides tokens beyond a
+            # shorter one.
             mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
             changes["attention_mask"] = mask
             given = replace(given, mask=mask, rows_mask=mask, own=False)
@@ -227,8 +227,11 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
 
 
 def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> Decision:
-    """What becomes of a forward. ValueError where documents of one row would see each other, or
-    ranks' parts be taken for rows.
+    """How a forward runs.
+
+    Raises:
+        ValueError: documents of one row would see each other, or a rank's part of a row would be
+            taken for the whole.
     """
     if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind)
@@ -241,14 +244,14 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     use_cache, positions = given.use_cache, given.positions
     if given.cache is None and use_cache is None:
         use_cache = cached and not given.trains and not given.packed
-        # models make a cache in training too, where nobody reads it; RWKV makes none
+        # Models make a cache in training too, which nothing reads; RWKV makes none.
         if not use_cache:
             changes["use_cache"] = False
     caches = given.cache is not None or bool(use_cache)
     if caches:
         if not _fills_a_cache(given, traits):
             return Decision(None, changes)
-        # beside a cache transformers looks for no documents, and what restarts was refused
+        # With a cache transformers looks for no documents; positions that restart were refused.
         positions = None
     shared = given.sequence is not None
     if traits.mixers and shared:
@@ -274,8 +277,11 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
 
 
 def _fills_a_cache(given: Given, traits: StackTraits) -> bool:
-    """Whether this forward is a prompt that our layers may put into an empty cache."""
-    # A mask of the caller's own says who sees whom in attention; mixers know nothing of it.
+    """Whether this forward is a prompt that our layers may put into an empty cache.
+
+    Trainer.evaluate and generate run so: transformers makes a cache where the caller says nothing.
+    """
+    # A mask of the caller's own describes attention alone; mixers do not read it.
     of_scores = given.own and not given.covers_the_cache
     if (traits.across or not of_scores) and given.packed:
         raise ValueError(
@@ -289,11 +295,12 @@ def _fills_a_cache(given: Given, traits: StackTraits) -> bool:
 def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes: dict) -> Decision:
     config = given.config
     name = None if replaced_attention(config) else standard(config)
-    ours = name == "eager" if given.weights else name is not None  # others have no weights to give
+    # Only eager attention returns its probabilities.
+    ours = name == "eager" if given.weights else name is not None
     if given.sequence is not None and (not ours or why_not_exchanged(config, given.training)):
         return Decision(None, changes | shared_without(config, batch))
     why = "a mask that is made outside of it" if given.own else None
-    # whose masks and lengths are others
+    # An encoder's states have masks and lengths of their own.
     why = why or ("they attend to an encoder's states" if given.encoder else None)
     if name is None and why is None:
         why = f"its attention is another library's ({named(config)})"
@@ -308,7 +315,7 @@ def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes
 
 def _without_our_attention(given: Given, traits: StackTraits, changes: dict) -> Decision:
     if given.rows_mask is not None and given.packed:
-        # Beside a mask transformers looks for no documents.
+        # With a mask transformers looks for no documents.
         changes["attention_mask"] = None
         if not bool(given.rows_mask.all()):
             refuse_packed(given.kind, "do not pack rows that are padded too")
@@ -317,17 +324,14 @@ def _without_our_attention(given: Given, traits: StackTraits, changes: dict) -> 
 
 
 def _refuse_documents_across(given: Given, traits: StackTraits) -> None:
-    """ValueError where layers run as transformers has them, and their mixers would let documents
-    see each other.
-    """
+    """ValueError where transformers' layers run and their mixers would mix documents."""
     if traits.across and given.packed:
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
 
 
 def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
-    """What came where ranks share rows and neither our attention nor an engine's can exchange it;
-    None where one can.
-    """
+    """Names the part of a forward over shared rows that no attention can exchange between ranks;
+    None where attention can."""
     if not traits.ours:
         return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
     if replaced_attention(given.config):
@@ -346,12 +350,11 @@ def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
 
 
 def shared_without(config, batch: Batch) -> dict:
-    """Changes for rows that ranks share and transformers' attention, as an engine replaced it,
-    takes: ValueError where that is not exact.
-    """
+    """The changed arguments for shared rows under an engine's attention. ValueError where that is
+    not exact."""
     refuse_parts(config, batch)
-    # Of this rank's positions, or of what is hidden, transformers would make a [t, t] mask that
-    # says nothing of whole rows.
+    # From this rank's positions or hidden tokens transformers would make a [t, t] mask, which does
+    # not describe whole rows.
     return {"attention_mask": torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)}
 
 

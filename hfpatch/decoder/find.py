@@ -1,6 +1,5 @@
-"""Where a model keeps its decoder: the list of layers, the module that runs them, the one that has
-the head and the loss.
-"""
+"""Finds a model's decoder: the list of layers, the module that runs them, and the module with the
+head and the loss."""
 
 from dataclasses import dataclass
 
@@ -11,10 +10,15 @@ from hfpatch.compat import modules_of
 
 @dataclass(frozen=True)
 class Decoder:
-    """layers: the decoder layers in order; stack: the module whose forward runs them; causal: the
-    module around it that has the head, or None; norm_path: where, seen from `causal`, the norm
-    between the last layer and the head is, or None; around: models around `causal` that compute a
-    loss from what its head gives.
+    """The parts of a decoder.
+
+    Attributes:
+        layers: the decoder layers in order.
+        stack: the module whose forward runs them.
+        causal: the module around it that has the head, or None.
+        norm_path: the path, from `causal`, of the norm between the last layer and the head, or
+            None.
+        around: models around `causal` that compute a loss from its head's output.
     """
 
     layers: tuple[nn.Module, ...]
@@ -39,9 +43,10 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
 
 
 def _text_decoder(model: nn.Module) -> nn.Module:
-    """What transformers calls the decoder of this model, the text tower of a multimodal one; what
-    it calls the decoder of that, which may have a head or an encoder, and so on. The model itself
-    where it runs layers, or nothing is called so.
+    """The module that get_decoder() returns, followed until one runs layers.
+
+    Of a multimodal model it is the text tower, which may have a head or an encoder of its own.
+    Returns the model itself where it runs layers, or where nothing else is found.
     """
     if list_of_layers(model) is not None:
         return model
@@ -54,7 +59,7 @@ def _text_decoder(model: nn.Module) -> nn.Module:
         except (AttributeError, NotImplementedError):
             continue
         outermost = module is models[0]
-        if inner is None or inner is module:  # which it says where it knows of none
+        if inner is None or inner is module:  # the answer of a model without a decoder
             if outermost and _has_head(module):
                 break
             continue
@@ -65,9 +70,8 @@ def _text_decoder(model: nn.Module) -> nn.Module:
 
 
 def _stacks(model: nn.Module) -> list[nn.Module]:
-    """The modules that run layers; where some are of models that read tokens first of all, not
-    those of images or sound.
-    """
+    """The modules that run layers. Stacks of models whose main input is tokens come before those
+    of images or sound, which are then left out."""
     models = [m for m in model.modules() if hasattr(type(m), "main_input_name")]
     # the innermost model comes last
     reads = {m: type(of).main_input_name for of in models for m in of.modules()}

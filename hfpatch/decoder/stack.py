@@ -1,7 +1,8 @@
-"""The decoder stack of any family: its own forward, with attention and masks that are ours while it
+"""The decoder stack of any family: transformers' own forward, with our attention and masks while it
 runs.
 
-Decides once a step whether that can be, and who sees whom (context/documents.py).
+Decides once per forward whether that is possible, and which tokens see each other
+(context/documents.py).
 """
 
 import torch
@@ -72,12 +73,12 @@ class OurAttention(KeepsSignature):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if self._hfpatch_session is not None:  # which a pickle leaves without its owner
+        if self._hfpatch_session is not None:  # a pickle drops its owner
             self._hfpatch_session.owned_by(self)
 
     @property
     def _hfpatch_shares_rows(self) -> bool:
-        """Whether its layers, outside training, take a part of each row."""
+        """Whether its layers can run on a part of each row outside training."""
         known, traits = standard(self.config), self._hfpatch_traits
         causal = getattr(self.config, "is_causal", True)
         return bool(traits.ours and not traits.mixers and known and causal)
@@ -98,7 +99,7 @@ class OurAttention(KeepsSignature):
         kwargs |= zip(self._hfpatch_positional, args)
         if torch.compiler.is_compiling():
             # Tiled layers are autograd functions that run nested graphs: the stack runs outside the
-            #     compiled graph.
+            # compiled graph.
             packed = (
                 kwargs.get("attention_mask") is not None and kwargs.get("position_ids") is not None
             )
@@ -108,14 +109,13 @@ class OurAttention(KeepsSignature):
             eager = eager or shared_in_a_graph(attention_of(self.config), self.training)
             return _outside(self, kwargs) if eager else self._hfpatch_compiled(kwargs)
         if current.causal:
-            # whatever the config says: the model around it reads names
+            # Whatever the config says: the model around it reads the output's fields by name.
             kwargs.setdefault("return_dict", True)
         return self._hfpatch_run(kwargs)
 
     def _hfpatch_compiled(self, kwargs):
-        """In a graph transformers always builds a [T, T] mask: not where every row is one causal
-        sequence.
-        """
+        """Under torch.compile transformers always builds a [T, T] mask. Causal rows without anything
+        else need none: the config names an attention without one."""
         plain = all(
             kwargs.get(n) is None
             for n in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q")
@@ -159,8 +159,8 @@ class OurAttention(KeepsSignature):
             if narrow(self):
                 session.tell(_ADVICE)
         if kwargs.get("attention_mask") is None:
-            # transformers then looks for documents itself, waiting for the device; ours are found
-            # already.
+            # Without a mask transformers looks for documents itself, and waits for the device. Ours
+            # are found already.
             kwargs["attention_mask"] = torch.ones(
                 batch.B, batch.t, dtype=torch.bool, device=batch.device
             )
@@ -190,8 +190,8 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_declined(kwargs)
         rows, positions = batch.rows(), kwargs.get("position_ids")
         if rows.documents is not None and rows.hidden_BT is None and positions is not None:
-            # Beside a mask it would not look for documents; without one padding before a row
-            # attends to itself.
+            # With a mask it would not look for documents; without one, padding before a row attends
+            # to itself.
             mask = kwargs["attention_mask"]
             if rows.blind_BT is None or packs(batch.B, positions, mask, None):
                 kwargs["attention_mask"] = None
@@ -225,15 +225,14 @@ class OurAttention(KeepsSignature):
         return decision.batch
 
     def _hfpatch_refuse_unasked(self) -> None:
-        """ValueError for layers that nobody asks whether they mix tokens: another forward runs than
-        the one that would.
-        """
+        """ValueError for layers without traits (changed since apply, or with another forward): they
+        may mix tokens by something else than attention."""
         layers = list_of_layers(self)
         if layers is None:
             refuse_shared_mixers(type(self), "its layers are others than at apply()")
         for layer in layers:
             why = replaced_forward(layer)
-            if not isinstance(layer, UntiledLayer):  # but for one that torch wrapped
+            if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
                 why = why or (package_of(layer) != "torch" and "put in after apply()")
             elif compiled_by_itself(layer):
                 known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
@@ -243,7 +242,8 @@ class OurAttention(KeepsSignature):
 
 
 def _full_attention(config) -> bool:
-    """Whether no layer has a window, chunks or weights to give, as far as the config says."""
+    """Whether, by the config, no layer has a window or chunks, drops scores or returns its
+    probabilities."""
     names = ("output_attentions", "attention_dropout")
     plain = not any(getattr(config, name, None) for name in names) and getattr(
         config, "is_causal", True

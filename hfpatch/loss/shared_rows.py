@@ -1,9 +1,9 @@
-"""Rows that ranks share: each rank's part of a batch, and evaluation of every rank's own rows by
-all of them in turn.
+"""Rows that ranks share: each rank's part of a batch, and evaluation of every rank's rows by all
+ranks together.
 
-accelerate leaves evaluation out of Ulysses, and TRL out of context parallelism, so that each rank
-would compute whole rows, which do not fit where training's do. In that of transformers' Trainer
-under context parallelism each rank has its part's loss.
+In evaluation accelerate turns Ulysses off, and TRL context parallelism. Each rank would then compute
+whole rows, which need more memory than training's parts. Under context parallelism transformers'
+Trainer evaluates parts, and each rank has its part's loss.
 
 B batch, T tokens of whole rows, t of this rank.
 """
@@ -30,10 +30,9 @@ _BESIDE = ("num_items_in_batch", "ignore_index", "logits_to_keep", "skip_logits"
 
 
 def part_of(sequence: Sequence, batch: dict) -> dict:
-    """This rank's tokens of whole rows [B, T], made longer where they do not go evenly over the
-    ranks.
+    """This rank's tokens of whole rows [B, T], which are padded to a multiple of the ranks.
 
-    Labels are shifted first, for the next token may lie with another rank.
+    Labels are shifted first, because the next token may be on another rank.
     """
     batch, (B, T) = dict(batch), batch["input_ids"].shape
     given = batch.get("position_ids")
@@ -47,7 +46,7 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
     def mine(name: str, x):
         if not isinstance(x, Tensor) or x.shape[:2] != (B, T):
             return x
-        if more:  # tokens behind all others, which nobody sees and no label follows
+        if more:  # padding behind all tokens, masked and without labels
             last = x[:, -1:].repeat_interleave(more, 1)
             if name == "position_ids":
                 last = last + torch.arange(1, more + 1, device=x.device)
@@ -69,12 +68,13 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
 
 
 def _in_turn(sequence: Sequence, batch: dict, device, run):
-    """run(part, count) of this rank's own rows, each rank's in turn computed by all of them. count:
-    of their labels.
+    """run(part, count) for this rank's rows. All ranks compute the rows of each rank in turn.
+
+    count: the number of labels of those rows.
     """
     batches, mine = of_all_ranks(sequence, batch), None
-    # Context parallelism gives all its ranks the same rows. Engines gather weights for each forward
-    # over more ranks than these, other groups among them, so that all run as many.
+    # Context parallelism gives all its ranks the same rows: one forward is enough. Engines gather
+    # weights over other groups too, so all groups must run the same number of forwards.
     if least_of(None, [int(all(_same(one, batches[0]) for one in batches))], device)[0]:
         batches = batches[:1]
     for rank, whole in enumerate(batches):
@@ -86,8 +86,8 @@ def _in_turn(sequence: Sequence, batch: dict, device, run):
             (whole["labels"][:, 1:] != IGNORE).sum().to(device),
             part.get("num_items_in_batch"),
         )
-        # Each rank divides by its share, and all take the mean: experts' balancing loss, beside it,
-        #     is the same on all.
+        # Each rank divides by its share, and the mean is taken over ranks, because the experts'
+        # balancing loss in the same sum is equal on all of them.
         share = (
             count.clamp_min(1) if items is None else torch.as_tensor(items, device=device)
         ) / sequence.size
@@ -114,9 +114,8 @@ def _mean(sequence: Sequence, x: Tensor) -> Tensor:
 
 
 def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
-    """The loss of this rank's own rows: the mean over their labels, nan where there is none; or
-    over num_items_in_batch.
-    """
+    """The loss of this rank's rows: the mean over their labels (nan without any), or the sum divided
+    by num_items_in_batch."""
 
     def run(part: dict, count: Tensor) -> Tensor:
         loss = _mean(sequence, model(**{**part, "skip_logits": True, "return_dict": True}).loss)
@@ -126,9 +125,7 @@ def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
 
 
 def evaluation_scores(log_probs, inputs: dict, sequence: Sequence, device):
-    """What log_probs (loss/log_probs.py) gives of this rank's own rows: fields of their tokens
-    whole, [B, T - 1].
-    """
+    """The outputs of log_probs (loss/log_probs.py) for this rank's rows, [B, T - 1]."""
     T = inputs["input_ids"].shape[1]
 
     def run(part: dict, count: Tensor):
@@ -144,8 +141,10 @@ def evaluation_scores(log_probs, inputs: dict, sequence: Sequence, device):
 
 
 def labelled_alike(able: bool, labelled: bool, device) -> bool:
-    """Whether all ranks are able. ValueError on all of them where some have labels and others do
-    not: those would wait for these, who compute rows of their own.
+    """Whether all ranks are able.
+
+    Raises:
+        ValueError: on all ranks, where only some have labels: they would wait for the others.
     """
     able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)], device)
     if not having and not lacking:
@@ -158,9 +157,7 @@ def labelled_alike(able: bool, labelled: bool, device) -> bool:
 
 
 def unlabelled(model, kwargs: dict) -> None:
-    """Tells the other ranks, where transformers' Trainer evaluates rows without labels and they may
-    have some.
-    """
+    """Tells the other ranks that this rank's rows of an evaluation have no labels."""
     sequence = left_alone_in_evaluation(model.config.get_text_config())
     if (
         sequence is not None
@@ -173,17 +170,16 @@ def unlabelled(model, kwargs: dict) -> None:
 
 
 def shares_rows(model) -> bool:
-    """Whether attention of a model that all ranks enter together can be exchanged between them in
-    evaluation too.
-    """
+    """Whether the ranks can exchange this model's attention in evaluation."""
     stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
     return bool(stacks) and all(m._hfpatch_shares_rows for m in stacks)
 
 
 def evaluated_by_ranks(model, kwargs: dict, scores: bool):
-    """What a causal model's forward without gradients gives of this rank's rows, computed by all
-    ranks that share rows in training, which have all come here; None where each computes its own.
-    scores: TRL's, of each token, are asked for.
+    """The output of an evaluation forward for this rank's rows, computed by all ranks that share
+    rows in training. All of them call this together.
+
+    scores: the caller wants the outputs of TRL's head. Returns None where each rank computes alone.
     """
     parts = parts_of_trainers_evaluation()
     return_dict = kwargs.get("return_dict")
@@ -194,8 +190,8 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
         out["loss"] = _mean(parts, out["loss"])
         return out if return_dict else out.to_tuple()
     sequence = left_alone_in_evaluation(model.config.get_text_config())
-    # What no engine shards is somebody else's (one rank's judge, a run after this one), and may be
-    # entered by one rank alone.
+    # A model that no engine shards (a judge on one rank, a later run) may be called by one rank
+    # alone.
     if sequence is None or not any(map(is_sharded, model.modules())):
         return None
     labels = kwargs["labels"]
@@ -215,9 +211,8 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
 
 
 def _rows_alone(model, kwargs: dict) -> bool:
-    """Whether a forward is asked for the loss of rows of tokens and nothing else: no images, cache,
-    or mask of the caller's own.
-    """
+    """Whether a forward computes the loss of rows of tokens only: no images, no cache, no mask of
+    the caller's own."""
     ids = kwargs.get("input_ids")
     if not isinstance(ids, Tensor) or any(getattr(model.config, n, False) for n in _WITHIN):
         return False

@@ -1,8 +1,8 @@
 """Rotary angles in float64, for positions at which float32 no longer tells fractions of a turn.
 
 transformers multiplies positions and frequencies in float32: at position 2^20 an angle is off by up
-to 0.03, at 2^23 by 0.25, where bfloat16 rounds cos and sin by 0.002. Frequencies stay as they are:
-what is off by the same share everywhere was trained so.
+to 0.03, at 2^23 by 0.25, where bfloat16 rounds cos and sin by 0.002. Frequencies stay float32: the
+model was trained with their rounding, which is the same at all positions.
 """
 
 import torch
@@ -13,7 +13,7 @@ from hfpatch.context.classes import is_mixed, swap
 
 
 class _Wide(TorchFunctionMode):
-    """Within, what asks for float32 gets float64."""
+    """A mode in which casts to float32 give float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.float:
@@ -25,9 +25,7 @@ class _Wide(TorchFunctionMode):
 
 
 class WideRotary:
-    """Mixed over a rotary embedding's class: its own forward in float64, what it returns in x's
-    dtype.
-    """
+    """Mixed over a rotary embedding's class: its forward in float64, its results in x's dtype."""
 
     def forward(self, x, *args, **kwargs):
         if torch.compiler.is_compiling():
@@ -38,7 +36,7 @@ class WideRotary:
 
 
 def narrow(stack: nn.Module) -> list[nn.Module]:
-    """Its rotary embeddings that have no float64 angles."""
+    """The stack's rotary embeddings without float64 angles."""
     return [
         m
         for m in stack.modules()

@@ -1,8 +1,6 @@
-"""What lies under an adapter, a dense copy of a frozen weight that is kept in few bits, and both as
-sizes.
+"""The Linear under an adapter, the dense weight of a quantised Linear, and the sizes of both.
 
-Known by the names of their classes: neither PEFT nor bitsandbytes is imported for a model without
-    them.
+Classes are recognised by name: neither PEFT nor bitsandbytes is imported for a model without them.
 """
 
 from collections.abc import Callable
@@ -18,14 +16,13 @@ from hfpatch.compat import modules_of
 
 
 def kinds_of(kind: type) -> set[str]:
-    """package.Class of a class and of those above it."""
+    """package.Class of a class and of its bases."""
     return {f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in kind.__mro__}
 
 
 def base_of(module: nn.Module) -> nn.Module | None:
-    """The Linear under LoRA, or the module itself; None under an adapter that reads the Linear's
-    output (DoRA, IA3) or writes to it (AdaLoRA).
-    """
+    """The Linear under LoRA, or the module itself. None under an adapter that reads the Linear's
+    output (DoRA, IA3) or writes to it (AdaLoRA)."""
     base = modules_of(module).get("base_layer")
     if base is None:
         return module
@@ -49,8 +46,8 @@ def _eight_bits(module, dtype) -> Tensor:
     return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 
-# Quantised Linear layers: their base in budget/adapters.py, and the dense weight as their own
-#     backward makes it.
+# Quantised Linears: their base in budget/adapters.py, and the dense weight that their own backward
+# computes.
 _QUANTISED = {
     "bitsandbytes.Linear4bit": ("4bit", _four_bits), "bitsandbytes.Linear8bitLt": ("8bit",
                                                                                    _eight_bits),
@@ -66,20 +63,17 @@ def _quantised(module: nn.Module) -> tuple:
 
 
 def dense_of(module: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
-    """A function that makes the dense weight [out, in] of a quantised Linear for a gradient of some
-    dtype; None for others.
-    """
+    """A function dtype -> dense weight [out, in] of a quantised Linear; None for other modules."""
     make = _quantised(module)[1]
     return None if make is None else partial(make, module)
 
 
 def is_written_out(module: nn.Module) -> bool:
-    """Whether this is a Linear of 4 bits whose products are those of its dense weight in the dtype
-    that it computes in.
-    """
+    """Whether this is a 4-bit Linear whose forward multiplies by the dense weight in its compute
+    dtype."""
     if _quantised(module)[0] != "4bit" or (module.bias is not None and module.bias.requires_grad):
         return False
-    # bitsandbytes'; by rows for a CPU it has products of its own
+    # bitsandbytes' own; its packed format for CPUs has kernels of its own
     state = getattr(module.weight, "quant_state", None)
     if state is None:
         return not hasattr(module, "compute_dtype")
@@ -88,9 +82,7 @@ def is_written_out(module: nn.Module) -> bool:
 
 
 def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:
-    """The shape with the LoRA adapters that this layer, or model, trains, where it trains nothing
-    else.
-    """
+    """The shape with the LoRA adapters of this layer or model, if it trains nothing else."""
     trained = (
         {} if layer is None else {n: p for n, p in layer.named_parameters() if p.requires_grad}
     )
@@ -101,7 +93,7 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
         return shape
     known = {n for i in shape.kinds for n in layer_linears(shape, i)}
     targets = {part for name in trained for part in name.split(".lora_")[0].split(".")} & known
-    if not targets:  # experts' own parameters, say: no closed form counts those
+    if not targets:  # for example experts' parameters, which the closed form does not count
         return shape
     bases = {_quantised(m)[0] for m in layer.modules()} - {None}
     widest = max(p.element_size() for p in trained.values())
@@ -112,5 +104,5 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether this is a Linear of few bits that is known."""
+    """Whether this is a known quantised Linear."""
     return _quantised(module)[0] is not None
