@@ -193,7 +193,8 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
-    # cuDNN and FA3 were not tried at the head dims that _widened makes; FA2 takes any multiple of 8.
+    # cuDNN and FA3 were not tried at the head dims that _widened makes; FA2 takes any multiple of
+    # 8.
     wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
     return "flash" if wider and backend in ("cudnn", "fa3") else backend
 
@@ -315,8 +316,8 @@ def attention_forward(
 def parts_of_heads(B: int, T: int, H: int, K: int, E: int) -> int:
     """How many parts of equally many query heads a backward is cut into.
 
-    Each has fewer than 2^31 elements and than 32 heads of 524,288 rows: some versions of FA2 compute
-    offsets into their dq in 32 bits, and nobody has shown that cuDNN does not.
+    Each has fewer than 2^31 elements and than 32 heads of 524,288 rows: some versions of FA2
+    compute offsets into their dq in 32 bits, and cuDNN may do so too.
     """
     for parts in range(1, H):
         even = H % parts == 0 and (K % parts == 0 or parts % K == 0)

@@ -130,7 +130,8 @@ class Trial:
         chosen = f"{first} is taken"
         if then != first:
             plans = self.new_length[first]
-            chosen += f", and {then} beyond {FEW_LENGTHS} lengths, each of which costs {first} {plans:.1f} s"
+            chosen += f", and {then} beyond {FEW_LENGTHS} lengths, "
+            chosen += f"each of which costs {first} {plans:.1f} s"
         return "; ".join(
             [
                 ", ".join(found) or "none serves",
@@ -232,8 +233,8 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
         return "blocks"  # no kernel takes it
     if q_BTHE.dtype not in HALF or not has_flash(device) or E > WIDEST_HEAD:
         return "efficient"
-    # FA2 alone has a deterministic backward (read each time, since a user may turn it on later), and
-    # takes a single token. With few tokens the call costs more than the kernel.
+    # FA2 alone has a deterministic backward (read each time, since a user may turn it on later),
+    # and takes a single token. With few tokens the call costs more than the kernel.
     if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or T < 128:
         return "flash"
     met = lengths_met[device]

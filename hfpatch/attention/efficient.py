@@ -22,7 +22,7 @@ def for_each_head(q, k, v):
 
 
 def of_groups(K: int, dk, dv):
-    """dk and dv of K heads from those of the heads that for_each_head repeated: sums over copies."""
+    """dk and dv of K heads: sums over the copies that for_each_head made."""
     if dk.shape[1] == K:
         return dk, dv
     return dk.unflatten(1, (K, -1)).sum(2), dv.unflatten(1, (K, -1)).sum(2)

@@ -184,8 +184,8 @@ def applying(function):
 
 
 def backward_from(outputs: tuple, grads: tuple) -> None:
-    """torch.autograd.backward with a gradient for each output, without its checks: those take longer
-    than a small graph."""
+    """torch.autograd.backward with a gradient for each output, without its checks: those take
+    longer than a small graph."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
         torch.autograd.backward(outputs, grads)
@@ -234,8 +234,8 @@ def flex_operators() -> tuple | None:
 
 
 def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
-    """A function without gradients, compiled for tensors shaped like these. RuntimeError where torch
-    lacks a name.
+    """A function without gradients, compiled for tensors shaped like these. RuntimeError where
+    torch lacks a name.
 
     torch.compile cannot do it: it accepts flex_attention's backward only behind its own forward.
     """

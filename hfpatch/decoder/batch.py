@@ -1,4 +1,4 @@
-"""How a stack's forward treats its arguments: `read_batch`, then `decide`, then the stack applies it.
+"""How a stack's forward treats its arguments: `read_batch`, `decide`, and the stack applies it.
 
 `read_batch` reads the arguments, `share_rows` those of the other ranks where ranks share rows, and
 `decide` chooses. None of them runs the model or changes the caller's arguments: changes are
@@ -179,8 +179,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
 def share_rows(
     given: Given, whole_layers: int, refuse_unasked: Callable[[], None], changes: dict
 ) -> Given:
-    """The arguments for whole rows, of which this rank has a part. ValueError where the ranks' parts
-    do not fit together.
+    """The arguments for whole rows, of which this rank has a part. ValueError where the ranks'
+    parts do not fit together.
 
     whole_layers: a number that stands for the layers which run whole here. refuse_unasked: raises
         for layers without traits.

@@ -1,5 +1,10 @@
-"""Asking one layer: how often it calls attention, whether it is the common block, whose values no
-gradient reads.
+"""Probes one layer of a small instance: its attention calls and mixers, whether it is the common
+block, and which Linears' values no gradient reads.
+
+    captured    the arguments with which the stack calls the layer
+    _asked      which modules mix tokens: attention, and others (layer/mixers.py)
+    _Probe      runs the layer's parts and compares gradients bit for bit: the block written out,
+                by tokens alone, and without a Linear's value
 """
 
 from dataclasses import replace
@@ -28,7 +33,10 @@ MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to singl
 
 
 class _Counting:
-    """LayerTraits every call with NaN and remembers whether a later call saw one."""
+    """Answers every attention call with a constant (NaN by default).
+
+    independent: no later call's input contained a NaN, so no call depends on another's output.
+    """
 
     def __init__(self, value: float = float("nan")):
         self.modules, self.inputs, self.independent, self.reasons, self.value = (
@@ -57,7 +65,7 @@ class _Counting:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout hands on what it gets, so that it is no difference between two runs."""
+    """A mode in which dropout returns its input, so that two runs are comparable."""
 
     DROPOUTS = (F.dropout, F.dropout1d, F.alpha_dropout)
 
@@ -73,9 +81,8 @@ class _Captured(Exception):
 
 
 def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[tuple, dict, Batch]:
-    """(args, kwargs) with which the stack calls this layer, and the batch that its mask
-    describes.
-    """
+    """(args, kwargs, batch): how the stack calls this layer, and the batch that its mask
+    describes."""
     ids = torch.arange(tokens)[None] % stack.config.vocab_size
     batch = Batch(1, tokens, ids.device)
     found = {}
@@ -107,8 +114,9 @@ def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
 
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> LayerTraits:
-    """The LayerTraits of one layer, by running `forward` (its own) on a few tokens; random numbers
-    and buffers go on as if it was not asked.
+    """The LayerTraits of one layer, from runs of `forward` (its own) on a few tokens.
+
+    Random state and buffers are restored.
     """
     rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
     with rng, _NoDropout(), state_apart(layer) as written:
@@ -116,7 +124,7 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> La
             answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
         except Exception as error:  # a family's own code
             answers = LayerTraits(reason=_said(error))
-        # Tiles would write it more often, each with what it has of the row.
+        # A buffer would be written once per tile, with a part of the row each time.
         return replace(
             answers,
             reason=answers.reason or next((f"it writes to {name}" for name in written()), None),
@@ -139,12 +147,12 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
         run(x_BTD)
     known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
 
-    def told(x):  # by the layer, and to its attention
+    def told(x):  # (the layer's output, the inputs of its attention calls)
         with asking(_Counting(0.0)) as count:
             return run(x), count.inputs
 
     def answered(inside: bool) -> LayerTraits:
-        """inside: attention runs inside of what mixes tokens; else it is answered."""
+        """inside: attention runs as part of a mixer. Otherwise its calls are answered."""
         with (
             torch.no_grad(),
             our_attention(configs, batch),
@@ -169,7 +177,7 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
         first, alone = answers, not answers.mixers and answers.reason != OTHER_MIXER
         try:
             answers = replace(answered(True), attends=alone)
-        except Exception:  # attention that needs all ranks, of a few tokens
+        except Exception:  # attention that needs all ranks, on a few tokens
             return first
         if answers.reason is not None:
             return first
@@ -183,9 +191,8 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
 def _with_mixers(
     layer, run, x_BTD, configs, batch, attention: tuple, found, reasons: list[str]
 ) -> LayerTraits:
-    """What the layer answers where its tokens meet in these modules, which call attention, and
-    those that were `found`.
-    """
+    """The traits of a layer whose tokens mix in the modules `attention` and in the mixers `found`
+    (None: the mixers were not identified)."""
     if found is None:
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     mixers, paired = found
@@ -205,7 +212,7 @@ def _with_mixers(
         return replace(known, reason=MORE_THAN_HIDDEN)
     if attention and reasons:
         return replace(known, reason=reasons[0])
-    if len(count.modules) != len(attention):  # some of it in a mixer
+    if len(count.modules) != len(attention):  # some attention runs in a mixer
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     if not count.independent:
         return replace(known, reason="what mixes its tokens takes one from the other")
@@ -213,7 +220,7 @@ def _with_mixers(
 
 
 def _first_row(x, B: int, T: int):
-    if isinstance(x, Mask):  # of a whole batch, where a few of its tokens ask
+    if isinstance(x, Mask):  # of the whole batch; the probe runs on a few of its tokens
         return x if x.batch.t < T else x.part(slice(0, 1), 0, T)
     return x[:1] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == B > 1 else x
 
@@ -282,8 +289,10 @@ class _Probe:
         )
 
     def by_place(self) -> bool:
-        """Whether it makes something else of a few tokens one by one: of the last, say, or by a
-        table of positions of its own. One token alone may go to another expert by rounding.
+        """Whether the layer treats tokens by their place in its input: tokens one by one give other
+        values than together.
+
+        More than one token must differ: rounding may send a single one to another expert.
         """
 
         def parts(bounds):
@@ -335,9 +344,7 @@ class _Probe:
         return replace(self.known, block=block, **together)
 
     def _called(self, names: list[str], run) -> list[str]:
-        """Those of these modules that run() calls: to leave out the others costs time a tile, and
-        saves nothing.
-        """
+        """The modules among `names` that run() calls. Skipping others saves nothing."""
         called: set[str] = set()
         handles = [
             self.layer.get_submodule(name).register_forward_pre_hook(
@@ -351,13 +358,14 @@ class _Probe:
         return [name for name in names if name in called]
 
     def _dead(self, name: str, run, expected) -> bool:
-        """Whether no gradient reads this module's value: NaN and 3 in its place change none."""
+        """Whether no gradient reads this module's value: replacing it by NaN and by 3 changes
+        none."""
         for value in (float("nan"), 3.0):
             try:
                 with without_values(idle(self.layer, (name,), value=value)):
                     if not _equal(run(), expected):
                         return False
-            except RuntimeError:  # written to in place, for one
+            except RuntimeError:  # for example a value that is written to in place
                 return False
         return True
 
@@ -369,8 +377,8 @@ class _Probe:
                 return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
 
     def _same_as_block(self) -> bool:
-        # Positions that a layer reads itself (Ministral 3 scales queries by them) show far out
-        # alone.
+        # A layer that reads positions itself (Ministral 3 scales queries by them) differs at large
+        # positions only.
         args, kwargs = pytree().tree_map(
             _far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec)
         )
@@ -391,7 +399,7 @@ class _Probe:
                 and _equal(self._post(block=True), self._post())
                 and _equal(self._pre(block=True), self._pre())
             )
-        except Exception:  # a layer that only looks like one may raise anything
+        except Exception:  # a layer that resembles the block may raise anything
             return False
 
 

@@ -21,11 +21,10 @@ from hfpatch.decoder.find import list_of_layers
 
 MOST_PARAMETERS = 5_000_000
 MOST_LAYERS = 16
-# longer than the window, the chunk and the original positions below, so that all of them act
+# Longer than the window, the chunk and the original positions below, so that each has an effect.
 TOKENS = 40
 
-# What a config calls its sizes, and what a small instance has. Sizes that are absent or None stay
-# so.
+# A config's names of sizes, and their values in a small instance. Absent sizes and None stay.
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -63,8 +62,9 @@ IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def scaled_config(config, n_layers: int, at=None):
-    """A copy of a text config with the sizes above and n_layers layers: those that lists have at
-    `at`, else the first.
+    """A copy of a text config with the sizes above and n_layers layers.
+
+    at: which entries of lists by layer are kept; by default the first ones.
     """
     at = range(n_layers) if at is None else at
     small = copy.deepcopy(config)
@@ -81,11 +81,11 @@ def scaled_config(config, n_layers: int, at=None):
             setattr(small, name, type(value)(size for _ in at))
     latent = all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim"))
     if latent:
-        # what is rotated is all that this name says there
+        # head_dim is there the rotated part alone
         small.head_dim = SIZES["qk_rope_head_dim"]
     for name, value in list(vars(small).items()):
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
-            setattr(small, name, 0.0)  # a random function agrees with nothing
+            setattr(small, name, 0.0)  # random results cannot be compared
     heads = real["num_attention_heads"]
     if isinstance(real["num_key_value_heads"], int):
         grouped = isinstance(heads, int) and real["num_key_value_heads"] not in (1, heads)
@@ -99,13 +99,13 @@ def scaled_config(config, n_layers: int, at=None):
         ):
             setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
-    # Where a layer with two attentions counts as two above (LongCat); xLSTM's; where those above
-    # are an encoder's (BART).
+    # Other names: LongCat's (a layer with two attentions counts twice in num_hidden_layers),
+    # xLSTM's, and BART's (num_hidden_layers counts the encoder's).
     for name in ("num_layers", "num_blocks", "decoder_layers"):
         if isinstance(vars(small).get(name), int):
             setattr(small, name, n_layers)
     sharing = getattr(small, "num_kv_shared_layers", None)
-    if sharing:  # the last ones take the keys of layers before them
+    if sharing:  # the last layers use keys of earlier ones
         small.num_kv_shared_layers = sum(i >= real["num_hidden_layers"] - sharing for i in at)
     for name in IDS:
         if isinstance(getattr(small, name, None), int):
@@ -119,8 +119,8 @@ def scaled_config(config, n_layers: int, at=None):
         if latent and "partial_rotary_factor" in rope:
             rope["partial_rotary_factor"] = 1.0
         if not any(isinstance(inner, dict) for inner in rope.values()):
-            # Pairs by height, width and time, the first two alike (ERNIE); what has no images reads
-            # none of it.
+            # Rotated pairs by height, width and time, the first two equal (ERNIE). Models without
+            # images do not read it.
             width = (
                 _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
             )
@@ -130,7 +130,7 @@ def scaled_config(config, n_layers: int, at=None):
             pairs = int(width * share) // 2
             rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
     by_layer = config.to_dict().get("per_layer_config")
-    if by_layer:  # what single layers have other than the config
+    if by_layer:  # sizes of single layers that differ from the config
         given = {int(i): values for i, values in by_layer.items()}
         small.per_layer_config = {
             i: _scaled_override(given[n], config) for i, n in enumerate(at) if n in given
@@ -141,7 +141,7 @@ def scaled_config(config, n_layers: int, at=None):
 
 
 def _scaled_override(values: dict, config) -> dict:
-    """A layer's own sizes: twice those above where its are larger than the config's."""
+    """A layer's own sizes: twice those above where they are larger than the config's."""
     found, heads = (
         dict(values),
         values.get("num_attention_heads", _value(config, "num_attention_heads")),
@@ -179,9 +179,8 @@ _NO_KIND = {"training", "gradient_checkpointing", "layer_idx", *SIZES}
 
 
 def kind_of(layer: nn.Module) -> tuple:
-    """What tells one kind of layer from another: the classes in it, and the settings that their
-    forwards branch on.
-    """
+    """A key for the kind of a layer: the classes in it, and the settings that their forwards branch
+    on."""
 
     def settings(module):
         plain = (
@@ -189,7 +188,7 @@ def kind_of(layer: nn.Module) -> tuple:
         )
 
         def told(n, v):
-            # 0 and 1 that stand for False and True
+            # 0 and 1 used as False and True
             switch = n.startswith(("use", "is", "has", "no")) or "rope" in n
             return v if isinstance(v, (bool, str)) or switch and v in (0, 1) else v is None
 
@@ -210,9 +209,8 @@ def kind_of(layer: nn.Module) -> tuple:
 
 @contextmanager
 def quiet_process():
-    """Inside, random numbers, the default dtype and device, hooks on all modules, and DeepSpeed's
-    way of making parameters are not the caller's.
-    """
+    """A context without the caller's random state, default dtype and device, global hooks, and
+    DeepSpeed's zero.Init."""
     dtype = torch.get_default_dtype()
     cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
     try:
@@ -229,13 +227,20 @@ def quiet_process():
 
 
 def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
-    """A stack of class stack_class in training mode, float64 where it can be, with weights of
-    ordinary size.
+    """A stack of class stack_class in training mode, with weights of ordinary size.
 
-    kinds: of the real layers, in order. As many of the first layers are made as hold one of each
-    kind; where that is too many, one of each kind that the config lists. Where the class cannot be
-    made so, a base whose forward it runs. ValueError, saying why, where an instance would be too
-    large, or of other modules; whatever the class itself raises otherwise.
+    It has as many of the first layers as contain one of each kind or, where those are too many, one
+    layer of each kind that the config lists. If the class cannot be built so, a base class with the
+    same forward is.
+
+    Args:
+        stack_class: the class of the real stack.
+        config: its config.
+        kinds: the kinds of the real layers, in order.
+
+    Raises:
+        ValueError: an instance would be too large, or of other modules. Whatever the class itself
+            raises is raised too.
     """
     taken = inspect.signature(stack_class.forward).parameters
     if "hidden_states" in taken and "input_ids" not in taken:
@@ -253,10 +258,12 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
 def _small_stack(
     stack_class: type, config, kinds: list[tuple], exact: bool, derived: bool, twice: bool
 ) -> nn.Module:
-    """derived: what the config makes of its sizes once it has them is made anew (Zamba 2's head
-    sizes), and there are two layers at least (RWKV's weights begin by a layer's share of the
-    depth); twice: so are there of each kind that has them (Zamba's share weights, and one alone is
-    refused).
+    """One attempt of small_stack.
+
+    exact: the class is the real stack's. derived: sizes that the config derives from others are
+    computed again (Zamba 2's head sizes), and there are at least two layers (RWKV initialises
+    weights by a layer's share of the depth). twice: there are two layers of each kind that has two
+    (Zamba's share weights, and one alone is refused).
     """
     at = {kinds.index(kind) for kind in kinds}
     if twice:
@@ -272,7 +279,7 @@ def _small_stack(
         else scaled_config(config, len(at), at)
     )
     if derived:
-        # which configs of transformers 5.0 have not
+        # configs of transformers 5.0 lack it
         getattr(small, "__post_init__", lambda: None)()
     with torch.device("meta"):
         empty = stack_class(small)
@@ -295,7 +302,7 @@ def _small_stack(
                 p.add_(0.1 * torch.randn_like(p))
             else:
                 p.copy_(torch.randn_like(p) * min(p.shape[-1], p.shape[-2]) ** -0.5)
-        # Sizes that do not fit show here; what it keeps from call to call is as it was made
-        # (RecurrentGemma's states).
+        # Sizes that do not fit raise here. On a copy: a family may keep states from call to call
+        # (RecurrentGemma).
         copy.deepcopy(made.train())(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
     return made

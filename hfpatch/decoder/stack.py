@@ -114,8 +114,10 @@ class OurAttention(KeepsSignature):
         return self._hfpatch_run(kwargs)
 
     def _hfpatch_compiled(self, kwargs):
-        """Under torch.compile transformers always builds a [T, T] mask. Causal rows without anything
-        else need none: the config names an attention without one."""
+        """The forward under torch.compile, where transformers always builds a [T, T] mask.
+
+        Plain causal rows need none: the config then names an attention without one.
+        """
         plain = all(
             kwargs.get(n) is None
             for n in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q")

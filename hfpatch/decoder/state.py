@@ -1,6 +1,4 @@
-"""Buffers and gates of a layer while it is asked: what its modules write goes to copies, and zeros
-hide nothing.
-"""
+"""Buffers and zero weights of a layer while it is probed."""
 
 from contextlib import contextmanager
 
@@ -30,9 +28,11 @@ def _is_zero(p: Tensor | None) -> bool:
 
 @contextmanager
 def state_apart(layer: nn.Module):
-    """Within, the layer's modules that have buffers write to copies of them, as in training, and
-    weights that are zero yet (gates, what adapters end in) have values, for they hide what they
-    weigh. Yields a function, which gives the names of the buffers that were written to.
+    """A context in which modules with buffers write to copies of them, in training mode, and zero
+    weights have random values.
+
+    A weight that is zero at first (a gate, an adapter's last matrix) would hide its input. Yields a
+    function that returns the names of the buffers that were written to.
     """
     own = [
         (name, m, m.training, dict(buffers_of(m)))

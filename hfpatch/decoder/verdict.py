@@ -1,8 +1,11 @@
-"""What each kind of layer answers when it is asked, found before any layer is trusted.
+"""The verdict on a decoder: the traits of each kind of layer, and which of them may be tiled.
 
-A scaled-down instance of the decoder (decoder/small_instance.py) runs as transformers has it and
-tiled, forward and backward, plain, packed and with hidden tokens. A kind of layer that differs
-beyond rounding is not tiled, and the report says so.
+A scaled-down instance (decoder/small_instance.py) runs stock and tiled, forward and backward, on a
+plain, a packed and a masked batch. A kind of layer whose gradients differ beyond rounding is not
+tiled, and the report says so.
+
+    small stack -> probe each kind of layer (decoder/probe.py) -> compare with transformers
+    -> tiled, or some kinds whole, or all whole, or transformers' attention, or left alone
 """
 
 import copy
@@ -31,10 +34,11 @@ from hfpatch.layer.shared_keys import hands_on_keys
 from hfpatch.layer.strangers import is_token_wise
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 
-# of a gradient's norm: norms, rotations and routers compute in float32 also in a float64 model
+# Allowed difference, relative to a gradient's norm: norms, rotations and routers compute in float32
+# also in a float64 model.
 CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
-SECONDS = 3.0  # after that no more is tried
+SECONDS = 3.0  # no further trial starts after this long
 LATE = f"the verdict took more than {SECONDS:.0f} s"
 SHARED_KEYS = (
     "its layers share keys with later ones, and would store them again when they run again"
@@ -49,12 +53,16 @@ class _Different(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """answers: one for each layer; places: of all modules in the layers of the small instance
-    (places.places_in); ours: whether the stack may have our attention and masks; alone: why its
-    layers cannot even run twice and stay as they are, or None; prefill: whether they fill an empty
-    KV cache as transformers' do; apart: whether documents of one row were seen not to see each
-    other; across: whether what mixes tokens beside attention lets them where transformers' own
-    layers run.
+    """What the small instance showed of a decoder.
+
+    Attributes:
+        answers: the traits of each layer.
+        places: all modules in the small instance's layers (places.places_in).
+        ours: the stack may have our attention and masks.
+        alone: why the layers cannot run twice and stay as they are, or None.
+        prefill: they fill an empty KV cache as transformers' do.
+        apart: documents of one row do not see each other.
+        across: in transformers' own layers, mixers beside attention let documents see each other.
     """
 
     answers: tuple[LayerTraits, ...]
@@ -67,7 +75,7 @@ class Verdict:
 
 
 def ask_model(decoder: Decoder) -> Verdict:
-    """What the layers of this model answered, and what may be trusted."""
+    """The verdict on the layers of this model."""
     n = len(decoder.layers)
     if not hasattr(decoder.stack, "config"):
         return Verdict(
@@ -80,9 +88,7 @@ def ask_model(decoder: Decoder) -> Verdict:
     kinds = [kind_of(layer) for layer in decoder.layers]
     try:
         found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds), code)
-    except (
-        Exception
-    ) as error:  # whatever a family raises on a small instance, it is a reason not to trust
+    except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=f"no small instance of it could be tried ({reason})")
         return Verdict((untried,) * n, frozenset(), False, shared)
@@ -102,9 +108,8 @@ def ask_model(decoder: Decoder) -> Verdict:
 
 
 def _answer(found: "_Found", layer: nn.Module, kind: tuple) -> LayerTraits | None:
-    """Of a layer with declared modules (hfpatch.token_wise): that of the kind which has other
-    modules in their places.
-    """
+    """The traits of a layer with declared modules (hfpatch.token_wise): those of the kind that has
+    other modules in their places."""
     declared = {name for name, module in layer.named_modules() if is_token_wise(type(module))}
     others = (
         (tuple(row for row in known if row[0] not in declared), answer)
@@ -115,9 +120,7 @@ def _answer(found: "_Found", layer: nn.Module, kind: tuple) -> LayerTraits | Non
 
 @dataclass
 class _Found:
-    """The same of a small instance: answers by kind; places: of all that is in its layers
-    (places.places_in).
-    """
+    """A verdict while it is made: answers by kind of layer; the other fields as in Verdict."""
 
     answers: dict[tuple, LayerTraits]
     ours: bool = True
@@ -152,8 +155,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
             found = _Found({kind: LayerTraits(reason=LATE) for kind in kinds}, ours=False)
             found.apart = _keeps_apart(_patched(stack, found))
             return found
-        # Of what mixes tokens in a way that was not found, documents are not kept apart, in
-        # transformers either.
+        # An unidentified mixer does not keep documents apart, in transformers either.
         expected = _Expected(
             stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values())
         )
@@ -164,8 +166,8 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
             and not _keeps_apart(_patched(stack, found))
         )
         if never:
-            # However it runs, a document of several is another than alone (its model takes no
-            # positions): such rows are refused.
+            # A document in a packed row differs from one alone, however the stack runs (its model
+            # takes no positions): such rows are refused.
             del expected.batches["packed"]
             found = _settled(answers, expected, late)
         found.places = frozenset(
@@ -180,14 +182,14 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
 
 
 def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
-    """What each kind of layer of a small stack answers; None where that takes too long."""
+    """The traits of each kind of layer of a small stack; None where that takes too long."""
     layers, answers = list_of_layers(stack), {}
     for kind, i in {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}.items():
         if late():
             return None
         try:
             answers[kind] = probe.ask(stack, layers[i])
-        except Exception as error:  # of the stack, before it comes to the layer
+        except Exception as error:  # raised by the stack before it calls the layer
             answers[kind] = LayerTraits(
                 reason=(
                     f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
@@ -212,9 +214,8 @@ def _ask_in_time(stack: nn.Module, found: "_Found") -> None:
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> _Found:
-    """The most that agrees with transformers: tiled, kind by kind, whole with our attention, whole
-    with its own, left alone.
-    """
+    """The first that agrees with transformers: all kinds tiled; the kinds that agree tiled; all
+    whole with our attention; all whole with transformers' attention; else left alone."""
     difference = expected.differs(_Found(asked))
     if difference is None:
         return _Found(asked)
@@ -252,7 +253,7 @@ def _in_double(stack: nn.Module) -> nn.Module:
 
 
 class _Expected:
-    """What transformers' own layers give for a few batches."""
+    """The gradients of transformers' own layers on a few batches."""
 
     def __init__(self, stack: nn.Module, packed: bool):
         self.stack = stack
@@ -260,7 +261,7 @@ class _Expected:
         self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
         ids = torch.randint(1, vocabulary, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
-        # a hole, and padding; what hidden tokens see counts too
+        # A hole and padding. Outputs of hidden tokens are compared too.
         visible[0, 11:13], visible[1, -5:] = 0, 0
         a, b = DOCUMENTS[1:]
         one = slice(0, 1)
@@ -275,8 +276,7 @@ class _Expected:
         self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
         if packed:
             self.batches["packed"] = (apart, joined)
-        # Of copies: what a family keeps from call to call (RecurrentGemma's states) is none of the
-        #     stack's.
+        # On copies: a family may keep states from call to call (RecurrentGemma).
         self.wanted = {
             name: self._gradients(copy.deepcopy(stack), alone)
             for name, (alone, _) in self.batches.items()
@@ -292,7 +292,7 @@ class _Expected:
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
     def differs(self, found: _Found) -> str | None:
-        """What is other than in transformers where a stack runs so, None where nothing is."""
+        """How a stack with these traits differs from transformers, or None."""
         try:
             self._compare(found)
         except _Different as error:
@@ -300,7 +300,7 @@ class _Expected:
         return None
 
     def fills_a_cache(self, found: _Found) -> bool:
-        """Whether a prompt leaves the same keys and values in an empty cache as in transformers."""
+        """Whether a prompt fills an empty cache as in transformers."""
         batch = {"input_ids": self.batches["plain"][1]["input_ids"], "use_cache": True}
         try:
             with torch.no_grad():
@@ -320,7 +320,7 @@ class _Expected:
         ours = _patched(self.stack, found)
         for name, (_, batch) in self.batches.items():
             if name == "packed" and not found.ours:
-                continue  # what transformers makes of it is its own affair
+                continue  # transformers' attention runs; there is nothing of ours to compare
             try:
                 got = self._gradients(ours, [batch])
             except Exception as error:  # a layer that cannot be cut may raise anything
@@ -330,8 +330,8 @@ class _Expected:
                 raise _Different(f"other parameters have gradients on a {name} batch")
             for what, value in wanted.items():
                 error, module = (got[what] - value).norm(), what.removesuffix(".bias")
-                # A bias of keys that are not rotated shifts all scores alike: its gradient is the
-                #     rounding of its weight's.
+                # A bias of keys that are not rotated shifts all scores alike: its gradient is zero
+                # up to the rounding of its weight's.
                 rounding = (
                     EPS * wanted[f"{module}.weight"].norm() if f"{module}.weight" in wanted else 0.0
                 )
@@ -343,9 +343,8 @@ class _Expected:
 
 
 def _keeps_apart(stack: nn.Module) -> bool:
-    """Whether a document says the same whatever stands before it in its row, where positions
-    restart.
-    """
+    """Whether a document's output does not depend on the document before it in its row, where
+    positions restart."""
     a, b = DOCUMENTS[1:]
     ids = torch.randint(1, stack.config.vocab_size, (1, b))
     other = torch.cat([ids[:, :a].flip(1), ids[:, a:]], 1)
@@ -360,7 +359,7 @@ def _keeps_apart(stack: nn.Module) -> bool:
 
 
 def _patched(stack: nn.Module, found: _Found) -> nn.Module:
-    """A copy of a small stack that runs so."""
+    """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
     swap(ours, OurAttention)

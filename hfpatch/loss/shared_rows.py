@@ -1,9 +1,9 @@
 """Rows that ranks share: each rank's part of a batch, and evaluation of every rank's rows by all
 ranks together.
 
-In evaluation accelerate turns Ulysses off, and TRL context parallelism. Each rank would then compute
-whole rows, which need more memory than training's parts. Under context parallelism transformers'
-Trainer evaluates parts, and each rank has its part's loss.
+In evaluation accelerate turns Ulysses off, and TRL context parallelism. Each rank would then
+compute whole rows, which need more memory than training's parts. Under context parallelism
+transformers' Trainer evaluates parts, and each rank has its part's loss.
 
 B batch, T tokens of whole rows, t of this rank.
 """
@@ -114,8 +114,8 @@ def _mean(sequence: Sequence, x: Tensor) -> Tensor:
 
 
 def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
-    """The loss of this rank's rows: the mean over their labels (nan without any), or the sum divided
-    by num_items_in_batch."""
+    """The loss of this rank's rows: the mean over their labels (nan without any), or the sum
+    divided by num_items_in_batch."""
 
     def run(part: dict, count: Tensor) -> Tensor:
         loss = _mean(sequence, model(**{**part, "skip_logits": True, "return_dict": True}).loss)

@@ -3,10 +3,10 @@ for heads.
 
 Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context
 parallelism deals them) and all heads of those tokens. Attention needs whole rows of few heads: rank
-p owns query heads [pH/P, (p+1)H/P) and their KV heads. In rounds of a few query heads, an all-to-all
-gathers whole rows, the kernel runs, and a second all-to-all returns the result. The next round's
-exchange overlaps the kernel where memory holds both. The layer keeps its own tokens only, except
-lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each compute a
+p owns query heads [pH/P, (p+1)H/P) and their KV heads. In rounds of a few query heads, an
+all-to-all gathers whole rows, the kernel runs, and a second all-to-all returns the result. The next
+round's exchange overlaps the kernel where memory holds both. The layer keeps its own tokens only,
+except lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each compute a
 part of its dk and dv, summed in float32. Where the number of heads is no multiple of the ranks,
 copies of the last head fill the rounds; their results are dropped, and each brings its own copy of
 its KV head.
@@ -71,8 +71,8 @@ class Sequence:
 
     # -- where tokens lie --------------------------------------------------------------------------
     def in_order(self, parts_PBt: Tensor) -> Tensor:
-        """Whole rows [B, T, ...] from each rank's tokens [P, B, t, ...]. No copy for one row of plain
-        chunks."""
+        """Whole rows [B, T, ...] from each rank's tokens [P, B, t, ...]. No copy for one row of
+        plain chunks."""
         if self.zigzag:
             first, second = parts_PBt.unflatten(2, (2, -1)).unbind(2)
             parts_PBt = torch.cat([first, second.flip(0)])
