@@ -47,16 +47,12 @@ TILE = 16
 DOCUMENTS = (0, 17, TOKENS)
 
 
-class _Different(Exception):
-    """Its message says what differed."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
     """What the small instance showed of a decoder.
 
     Attributes:
-        answers: the traits of each layer.
+        answers: the traits of each layer; of each kind of layer until ask_model returns.
         places: all modules in the small instance's layers (places.places_in).
         ours: the stack may have our attention and masks.
         alone: why the layers cannot run twice and stay as they are, or None.
@@ -65,22 +61,20 @@ class Verdict:
         across: in transformers' own layers, mixers beside attention let documents see each other.
     """
 
-    answers: tuple[LayerTraits, ...]
-    places: frozenset[tuple[str, type]] = frozenset()
+    answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
     ours: bool = True
     alone: str | None = None
     prefill: bool = False
-    apart: bool = False
+    apart: bool = True
     across: bool = True
+    places: frozenset[tuple[str, type]] = frozenset()
 
 
 def ask_model(decoder: Decoder) -> Verdict:
     """The verdict on the layers of this model."""
     n = len(decoder.layers)
     if not hasattr(decoder.stack, "config"):
-        return Verdict(
-            (), frozenset(), False, "its layers are in a module without a config", apart=True
-        )
+        return Verdict((), False, "its layers are in a module without a config")
     shared = SHARED_KEYS if getattr(decoder.stack.config, "num_kv_shared_layers", None) else None
     if shared and hands_on_keys(decoder.layers[0]):
         shared = None
@@ -91,23 +85,14 @@ def ask_model(decoder: Decoder) -> Verdict:
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=f"no small instance of it could be tried ({reason})")
-        return Verdict((untried,) * n, frozenset(), False, shared)
+        return Verdict((untried,) * n, False, shared, apart=False)
     unknown = LayerTraits(reason="no layer of its kind in the small instance")
-    answers = tuple(
-        _answer(found, layer, kind) or unknown for layer, kind in zip(decoder.layers, kinds)
-    )
-    return Verdict(
-        answers,
-        found.places,
-        found.ours,
-        shared or found.alone,
-        found.prefill,
-        found.apart,
-        found.across,
-    )
+    answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
+    answers = tuple(answer or unknown for answer in answers)
+    return replace(found, answers=answers, alone=shared or found.alone)
 
 
-def _answer(found: "_Found", layer: nn.Module, kind: tuple) -> LayerTraits | None:
+def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
     """The traits of a layer with declared modules (hfpatch.token_wise): those of the kind that has
     other modules in their places."""
     declared = {name for name, module in layer.named_modules() if is_token_wise(type(module))}
@@ -116,19 +101,6 @@ def _answer(found: "_Found", layer: nn.Module, kind: tuple) -> LayerTraits | Non
         for known, answer in found.answers.items()
     )
     return next((answer for known, answer in others if known == kind), None)
-
-
-@dataclass
-class _Found:
-    """A verdict while it is made: answers by kind of layer; the other fields as in Verdict."""
-
-    answers: dict[tuple, LayerTraits]
-    ours: bool = True
-    alone: str | None = None
-    prefill: bool = False
-    apart: bool = True
-    across: bool = True
-    places: frozenset[tuple[str, type]] = frozenset()
 
 
 class _Config:
@@ -145,14 +117,14 @@ class _Config:
 
 
 @cache
-def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) -> _Found:
+def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) -> Verdict:
     with quiet_process(), sharded(False), plain_scans():
         began = time.thread_time()
         stack = _in_double(small_stack(stack_class, config.config, list(kinds)))
         late = lambda: time.thread_time() - began > SECONDS  # noqa: E731
         answers = _ask_all(stack, late)
         if answers is None:
-            found = _Found({kind: LayerTraits(reason=LATE) for kind in kinds}, ours=False)
+            found = Verdict({kind: LayerTraits(reason=LATE) for kind in kinds}, ours=False)
             found.apart = _keeps_apart(_patched(stack, found))
             return found
         # An unidentified mixer does not keep documents apart, in transformers either.
@@ -198,7 +170,7 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
     return answers
 
 
-def _ask_in_time(stack: nn.Module, found: "_Found") -> None:
+def _ask_in_time(stack: nn.Module, found: Verdict) -> None:
     """Which mixers run in tiles through time; those that are not asked in time run whole."""
     began = time.thread_time()
     for layer in list_of_layers(stack):
@@ -213,12 +185,12 @@ def _ask_in_time(stack: nn.Module, found: "_Found") -> None:
             )
 
 
-def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> _Found:
+def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> Verdict:
     """The first that agrees with transformers: all kinds tiled; the kinds that agree tiled; all
     whole with our attention; all whole with transformers' attention; else left alone."""
-    difference = expected.differs(_Found(asked))
+    difference = expected.differs(Verdict(asked))
     if difference is None:
-        return _Found(asked)
+        return Verdict(asked)
     answers = dict(asked)
     for kind, answer in asked.items():
         if len(asked) > 1 and not answer.reason:
@@ -226,19 +198,19 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> _F
                 k: a if k == kind else replace(a, reason=a.reason or "not now")
                 for k, a in asked.items()
             }
-            reason = LATE if late() else expected.differs(_Found(others))
+            reason = LATE if late() else expected.differs(Verdict(others))
             answers[kind] = replace(answer, reason=reason)
     whole = {
         kind: replace(answer, reason=answer.reason or difference)
         for kind, answer in answers.items()
     }
-    for found in (_Found(answers), _Found(whole), _Found(whole, ours=False)):
+    for found in (Verdict(answers), Verdict(whole), Verdict(whole, ours=False)):
         if late():
-            return _Found(whole, ours=False)
+            return Verdict(whole, ours=False)
         difference = expected.differs(found)
         if difference is None:
             return found
-    return _Found(whole, ours=False, alone=f"run again, {difference}")
+    return Verdict(whole, ours=False, alone=f"run again, {difference}")
 
 
 def _in_double(stack: nn.Module) -> nn.Module:
@@ -291,15 +263,7 @@ class _Expected:
             (stack(use_cache=False, **batch).last_hidden_state * weight).sum().backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
-    def differs(self, found: _Found) -> str | None:
-        """How a stack with these traits differs from transformers, or None."""
-        try:
-            self._compare(found)
-        except _Different as error:
-            return str(error)
-        return None
-
-    def fills_a_cache(self, found: _Found) -> bool:
+    def fills_a_cache(self, found: Verdict) -> bool:
         """Whether a prompt fills an empty cache as in transformers."""
         batch = {"input_ids": self.batches["plain"][1]["input_ids"], "use_cache": True}
         try:
@@ -316,7 +280,8 @@ class _Expected:
         except Exception:  # a cache of the family's own
             return False
 
-    def _compare(self, found: _Found) -> None:
+    def differs(self, found: Verdict) -> str | None:
+        """How a stack with these traits differs from transformers, or None."""
         ours = _patched(self.stack, found)
         for name, (_, batch) in self.batches.items():
             if name == "packed" and not found.ours:
@@ -324,22 +289,22 @@ class _Expected:
             try:
                 got = self._gradients(ours, [batch])
             except Exception as error:  # a layer that cannot be cut may raise anything
-                raise _Different(f"it raises {type(error).__name__} on a {name} batch") from error
+                return f"it raises {type(error).__name__} on a {name} batch"
             wanted = self.wanted[name]
             if got.keys() != wanted.keys():
-                raise _Different(f"other parameters have gradients on a {name} batch")
+                return f"other parameters have gradients on a {name} batch"
             for what, value in wanted.items():
-                error, module = (got[what] - value).norm(), what.removesuffix(".bias")
+                error, size = (got[what] - value).norm(), value.norm()
                 # A bias of keys that are not rotated shifts all scores alike: its gradient is zero
                 # up to the rounding of its weight's.
-                rounding = (
-                    EPS * wanted[f"{module}.weight"].norm() if f"{module}.weight" in wanted else 0.0
-                )
-                if not error <= max(CLOSE * value.norm().clamp_min(1e-3), rounding):
-                    raise _Different(
+                weight = wanted.get(what.removesuffix(".bias") + ".weight")
+                rounding = 0.0 if weight is None else EPS * weight.norm()
+                if not error <= max(CLOSE * size.clamp_min(1e-3), rounding):
+                    return (
                         f"it differs from transformers on a {name} batch ({what}: "
-                        f"{error / value.norm():.0e})"
+                        f"{error / size:.0e})"
                     )
+        return None
 
 
 def _keeps_apart(stack: nn.Module) -> bool:
@@ -358,7 +323,7 @@ def _keeps_apart(stack: nn.Module) -> bool:
     return bool((x - y).norm() <= CLOSE * y.norm())
 
 
-def _patched(stack: nn.Module, found: _Found) -> nn.Module:
+def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)

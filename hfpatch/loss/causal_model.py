@@ -70,7 +70,8 @@ def not_its_own_loss(model: nn.Module) -> str | None:
 
 
 def _as_called(kwargs) -> dict:
-    """What the decoder reads of its caller's arguments: the positions, and whether a cache came.
+    """The caller's arguments for the decoder: positions, and whether neither a cache nor use_cache
+    came.
 
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
@@ -84,8 +85,8 @@ def _as_called(kwargs) -> dict:
 
 
 class TellsPositions(KeepsSignature):
-    """For causal models that keep their own loss: passes positions on, so packed documents stay
-    apart."""
+    """For causal models that keep their own loss: hands positions on to the decoder, which isolates
+    packed documents by them."""
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -140,8 +141,8 @@ class FusedCausalLM(KeepsSignature):
                     "fused_lm_head=True is not hfpatch's."
                 )
             return super().__setattr__(name, value)
-        # This class's forward does what TRL's would. A reference model in the same trainer must
-        # give equal log-probabilities for equal weights, so it is patched too.
+        # This class's forward returns the same fields as TRL's. A reference model in the same
+        # trainer must give equal log-probabilities for equal weights, so it is patched too.
         vars(self)["_hfpatch_trl"] = head
         reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
         if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
@@ -179,8 +180,10 @@ class FusedCausalLM(KeepsSignature):
                 return out
             # In evaluation an outer caller may have set the count already.
             if self.training or current.balance is None:
-                step = step_under_ulysses() if kwargs.get("num_items_in_batch") is None else False
-                rows = self._count_as_one_process(*step, kwargs) if step else step is None
+                rows = 0  # the caller has num_items_in_batch
+                if kwargs.get("num_items_in_batch") is None:
+                    step = step_under_ulysses()
+                    rows = 1 if step is None else self._count_as_one_process(*step, kwargs)
                 with counted(rows):
                     return self._with_labels(labels, scores, kwargs)
         elif "shift_labels" in kwargs and self.training and context_parallel():
@@ -227,9 +230,9 @@ class FusedCausalLM(KeepsSignature):
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if isinstance(out.get("logits"), Logits):
-            # An output object drops None: outputs.logits is None, and no entry of the tuple.
-            out["logits"] = None
-            out = type(out)(**out)
+            fields = dict(out)
+            del fields["logits"]
+            out = type(out)(**fields)
         return out if return_dict else out.to_tuple()
 
     def _count_as_one_process(self, batches, trainer, kwargs) -> int:
@@ -261,15 +264,16 @@ class FusedCausalLM(KeepsSignature):
         return 1
 
     def _hfpatch_tokens_watched(self) -> bool:
-        """Whether a hook of the user's is given what a token is made of behind its embedding."""
+        """Whether a user's hook receives hidden states."""
         inside = [m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]
         return bool(hooks_on_all()) or watched_by_user(inside) is not None
 
     @torch.compiler.disable
     def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
-        """A context that tells the layers the labels, and which tokens' outputs are unread.
+        """A context with the labels, and with the tokens whose outputs are unread.
 
-        Unread are tokens with no label behind them, unless a hook or the caller reads all of them.
+        The output of a token is unread if no label follows it, unless a hook or the caller reads
+        hidden states.
         """
         idle_BT = current.idle_BT
         asked = kwargs.get("attention_mask") is None or asks_for_hidden_states(self, kwargs)
@@ -278,8 +282,8 @@ class FusedCausalLM(KeepsSignature):
             def unread(target):
                 return [~nn.functional.pad(target[..., first:] != ignore, (0, first))]
 
-            # The host waits for this when it looks for documents; it must not wait for the previous
-            # step too.
+            # On a side stream: the host waits for it when it looks for documents, and must not wait
+            # for the previous step too.
             (idle_BT,) = beside(unread, target)
         return having(labels=target, idle_BT=idle_BT)
 
@@ -378,12 +382,6 @@ class FusedCausalLM(KeepsSignature):
         return (
             not self.training and labels.numel() * columns * BYTES_OF_A_LOGIT <= EVAL_LOGITS_BYTES
         )
-
-
-# Under torch.compile the loss runs outside the graph: lazy logits cannot be traced.
-_outside = torch.compiler.disable(
-    lambda model, labels, kwargs: model._hfpatch_fused(labels, kwargs)
-)
 
 
 def as_stock(loss: Tensor) -> Tensor:

@@ -80,15 +80,12 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     Returns:
         An instance of asked.output. Each field is [B, T - 1], or [B, T] for shift_labels.
     """
-    labels, shifted, num_items = (
-        kwargs.pop(n, None) for n in ("labels", "shift_labels", "num_items_in_batch")
-    )
-    shift, target = shifted is None, labels if shifted is None else shifted
-    first = int(shift)
-    compiling = torch.compiler.is_compiling()
-    count = (
-        None if compiling else ToHost(lambda target: (target[..., first:] != -100).sum(), target)
-    )
+    labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    num_items = kwargs.pop("num_items_in_batch", None)
+    target, first = (labels, 1) if shifted is None else (shifted, 0)
+    count = None
+    if not torch.compiler.is_compiling():
+        count = ToHost(lambda target: (target[..., first:] != -100).sum(), target)
     kwargs["use_cache"] = False
     if getattr(asked.text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
@@ -99,51 +96,34 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     mask = target[..., first:] != -100
     names = ("log_probs", *(n for n in _FIELDS if n in asked.outputs and n != "log_probs"))
     scored = through(
-        head,
-        _score,
-        hidden,
-        target,
-        in_float32=asked.in_float32,
-        temperature=asked.temperature,
-        scale=asked.scale,
-        softcap=asked.softcap,
-        outputs=tuple(_FIELDS[n] for n in names),
-        shift=shift,
+        head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature,
+        scale=asked.scale, softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names),
+        shift=shifted is None, inplace_hidden=model._hidden_is_ours(kwargs),
         num_valid=count.number() if count is not None and target.device.type == "cuda" else None,
-        inplace_hidden=model._hidden_is_ours(kwargs),
-    )
-    fields = {n: getattr(scored, _FIELDS[n])[..., : mask.shape[-1]] for n in names}
-    fields |= {
-        n: x.float() for n, x in fields.items() if n != "is_top1"
-    }  # as TRL does, also for float64 models
-    if "log_sum_sq_probs" in fields:
-        fields["log_sum_sq_probs"] = (
-            fields["log_sum_sq_probs"].detach().log().masked_fill(~mask, 0.0)
-        )
-    if "mean_logits" in fields:
-        fields["mean_logits"] = fields["mean_logits"].detach()
-    loss = -fields["log_probs"].sum() / (
-        mask.sum().clamp(min=1) if num_items is None else num_items
-    )
-    aux_loss = None
+    )  # fmt: skip
+    fields = {}
+    for name in names:
+        x = getattr(scored, _FIELDS[name])[..., : mask.shape[-1]]
+        if name != "is_top1":
+            x = x.float()  # as TRL does, also for float64 models
+        if name == "log_sum_sq_probs":
+            x = x.detach().log().masked_fill(~mask, 0.0)
+        fields[name] = x.detach() if name == "mean_logits" else x
+    if num_items is None:
+        num_items = mask.sum().clamp(min=1)
+    loss, aux_loss = -fields["log_probs"].sum() / num_items, None
     if kwargs.get("output_router_logits"):
-        aux_loss = _balance(
-            model, asked.text_config, out.router_logits, kwargs.get("attention_mask")
-        )
+        visible = kwargs.get("attention_mask")
+        aux_loss = _balance(model, asked.text_config, out.router_logits, visible)
         loss = loss + getattr(asked.text_config, "router_aux_loss_coef", 0.0) * aux_loss
         aux_loss = once(aux_loss)
     return asked.output(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
 def _balance(model: nn.Module, config, router_logits, attention_mask) -> Tensor:
-    """The load-balancing loss.
-
-    The number of experts is an attribute of some models, and in others' configs.
-    """
+    """The load-balancing loss. Models or their configs hold the number of experts."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    number, used = (
-        getattr(model, n, None) or getattr(config, n)
-        for n in ("num_experts", "num_experts_per_tok")
-    )
+    number = getattr(model, "num_experts", None) or config.num_experts
+    used = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
     return balance(load_balancing_loss_func, router_logits, number, used, attention_mask)
