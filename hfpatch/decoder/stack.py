@@ -98,47 +98,10 @@ class OurAttention(KeepsSignature):
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
         if torch.compiler.is_compiling():
-            # Tiled layers are autograd functions that run nested graphs: the stack runs outside the
-            # compiled graph.
-            packed = (
-                kwargs.get("attention_mask") is not None and kwargs.get("position_ids") is not None
-            )
-            session = self._hfpatch_session
-            eager = self.training and torch.is_grad_enabled() and (packed or session is not None)
-            eager = eager or session is not None and session.weights.on
-            eager = eager or shared_in_a_graph(attention_of(self.config), self.training)
-            return _outside(self, kwargs) if eager else self._hfpatch_compiled(kwargs)
+            return self._hfpatch_traced(kwargs)
         if current.causal:
             # Whatever the config says: the model around it reads the output's fields by name.
             kwargs.setdefault("return_dict", True)
-        return self._hfpatch_run(kwargs)
-
-    def _hfpatch_compiled(self, kwargs):
-        """The forward under torch.compile, where transformers always builds a [T, T] mask.
-
-        Plain causal rows need none: the config then names an attention without one.
-        """
-        plain = all(
-            kwargs.get(n) is None
-            for n in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q")
-        )
-        config = self.config
-        if kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        if (
-            not plain
-            or kwargs["use_cache"]
-            or not _full_attention(config)
-            or attention_of(config) != "sdpa"
-        ):
-            return self._hfpatch_stock(kwargs)
-        name_attention(config, CAUSAL_NAME)
-        try:
-            return self._hfpatch_stock(kwargs)
-        finally:
-            name_attention(config, "sdpa")
-
-    def _hfpatch_run(self, kwargs):
         if forward_mode() or transforming():
             self._hfpatch_refuse_transforms(kwargs)
         for layer in list_of_layers(self) or ():
@@ -168,6 +131,36 @@ class OurAttention(KeepsSignature):
             )
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
+
+    def _hfpatch_traced(self, kwargs):
+        """The forward under torch.compile, where transformers always builds a [T, T] mask.
+
+        Tiled layers are autograd functions that run nested graphs: with them the stack runs outside
+        the compiled graph. Plain causal rows need no mask: the config then names an attention
+        without one.
+        """
+        config, session = self.config, self._hfpatch_session
+        if self.training and torch.is_grad_enabled():
+            packed = kwargs.get("attention_mask") is not None
+            packed = packed and kwargs.get("position_ids") is not None
+            if packed or session is not None:
+                return _outside(self, kwargs)
+        if session is not None and session.weights.on:
+            return _outside(self, kwargs)
+        if shared_in_a_graph(attention_of(config), self.training):
+            return _outside(self, kwargs)
+        if kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
+        plain = not kwargs["use_cache"] and attention_of(config) == "sdpa"
+        for name in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q"):
+            plain = plain and kwargs.get(name) is None
+        if not plain or not _full_attention(config):
+            return self._hfpatch_stock(kwargs)
+        name_attention(config, CAUSAL_NAME)
+        try:
+            return self._hfpatch_stock(kwargs)
+        finally:
+            name_attention(config, "sdpa")
 
     def _hfpatch_refuse_transforms(self, kwargs) -> None:
         """RuntimeError for derivatives that our autograd functions would leave out."""
@@ -253,4 +246,4 @@ def _full_attention(config) -> bool:
     return plain and attends_to_all_before(config)
 
 
-_outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_run(kwargs))
+_outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))
