@@ -10,6 +10,19 @@ from torch import nn
 
 # --- transformers ---------------------------------------------------------------------------------
 
+# What forwards call their cache: since 5.24, before it, and before that in mixers.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_name(arguments) -> str | None:
+    """The name under which `arguments` (keywords, or a model's output) have a cache, be it None."""
+    return next((name for name in CACHE_NAMES if name in arguments), None)
+
+
+def cache_in(arguments):
+    """The cache in keyword arguments, or in a model's output; None where there is none."""
+    return arguments.get(cache_name(arguments))
+
 
 def record_outputs_like(made: type, base: type) -> None:
     """Registers for `made` the outputs that output_hidden_states and the like record of `base`.

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_ARGUMENTS = ("cache_params", "past_key_values")  # what mixers call their cache
+from hfpatch.compat.models import CACHE_NAMES
+
 
 
 def state_argument(module: nn.Module) -> str | None:
     """The argument by which a mixer takes its past; None where it takes none."""
     names = inspect.signature(type(module).forward).parameters
-    return next((name for name in _ARGUMENTS if name in names), None)
+    return next((name for name in CACHE_NAMES if name in names), None)
 
 
 class States:

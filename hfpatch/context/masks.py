@@ -104,7 +104,7 @@ class Batch:
         of_BT = masking_utils.find_packed_sequence_indices(at_BT)
         if of_BT is None:
             return function
-        inside = hasattr(masking_utils, "packed_sequence_compatibility_function")
+        inside = hasattr(masking_utils, "remap_positions_for_packed_sequence")
         at = (lambda b, i: at_BT[b, i]) if inside else (lambda b, i: i)
         return lambda b, h, q, kv: (
             (of_BT[b, q] == of_BT[b, kv]) & function(b, h, at(b, q), at(b, kv))

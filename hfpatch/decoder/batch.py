@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from hfpatch.compat import cache_in, cache_name
 from hfpatch.context.current import current, named, not_exchanged, standard
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
@@ -61,7 +62,7 @@ class Given:
             mask of another kind came.
         positions: [1 or B, T] or None.
         offsets: cu_seq_lens_q or None. seq_idx: whether that came.
-        use_cache, cache: use_cache and past_key_values.
+        use_cache, cache: use_cache, and the cache that came, as the argument `cache_name`.
         makes_cache: transformers makes a cache where the caller says nothing.
         uncached: the caller of the model around passed no cache and no use_cache.
         weights: the caller asks for attention's probabilities.
@@ -86,6 +87,7 @@ class Given:
     seq_idx: bool = False
     use_cache: bool | None = None
     cache: object = None
+    cache_name: str | None = None
     makes_cache: bool = False
     uncached: bool = False
     weights: bool = False
@@ -166,7 +168,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         offsets=kwargs.get("cu_seq_lens_q"),
         seq_idx=kwargs.get("seq_idx") is not None,
         use_cache=kwargs.get("use_cache"),
-        cache=kwargs.get("past_key_values"),
+        cache=cache_in(kwargs),
+        cache_name=cache_name(kwargs),
         makes_cache=bool(getattr(config, "use_cache", False)) and not uncached,
         uncached=current.uncached,
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
@@ -211,7 +214,9 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
     made = given.use_cache if given.cache is None else is_empty(given.cache)
     unread = bool(given.uncached and given.trains and made)
     if unread:  # or the model around asks for one because its config does
-        changes["past_key_values"] = changes["use_cache"] = None
+        changes["use_cache"] = None
+        if given.cache_name is not None:
+            changes[given.cache_name] = None
         given = replace(given, cache=None, use_cache=None)
     unsaid = given.cache is None and given.use_cache is None and given.sequence is None
     cached = unread or unsaid and given.makes_cache

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hfpatch.budget.sequence import FLOAT32_ANGLES
 from hfpatch.compat import (
+    CACHE_NAMES,
     attention_of,
     compiled_by_itself,
     forward_mode,
@@ -152,7 +153,7 @@ class OurAttention(KeepsSignature):
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
         plain = not kwargs["use_cache"] and attention_of(config) == "sdpa"
-        for name in ("attention_mask", "position_ids", "past_key_values", "cu_seq_lens_q"):
+        for name in ("attention_mask", "position_ids", *CACHE_NAMES, "cu_seq_lens_q"):
             plain = plain and kwargs.get(name) is None
         if not plain or not _full_attention(config):
             return self._hfpatch_stock(kwargs)

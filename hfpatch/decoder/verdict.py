@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import plain_scans
+from hfpatch.compat import cache_in, plain_scans
 from hfpatch.context.class_code import code_asked
 from hfpatch.context.classes import swap
 from hfpatch.context.ranks import sharded
@@ -272,7 +272,7 @@ class _Expected:
                 ours._hfpatch_traits = replace(ours._hfpatch_traits, prefill=True)
                 got, wanted = ours(**batch), stock(**batch)
             pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
-            for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+            for a, b in zip(cache_in(got).layers, cache_in(wanted).layers, strict=True):
                 pairs += [(a.keys, b.keys), (a.values, b.values)]
             return all(
                 a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs

@@ -17,6 +17,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
+    cache_in,
+    cache_name,
     caller_reads_logits,
     context_parallel,
     forward_hooks,
@@ -78,7 +80,7 @@ def _as_called(kwargs) -> dict:
     given = kwargs.get("position_ids")
     uncached = (
         current.uncached
-        or kwargs.get("past_key_values") is None
+        or cache_in(kwargs) is None
         and kwargs.get("use_cache") is None
     )
     return {"positions": current.positions if given is None else given, "uncached": uncached}
@@ -188,7 +190,7 @@ class FusedCausalLM(KeepsSignature):
                     return self._with_labels(labels, scores, kwargs)
         elif "shift_labels" in kwargs and self.training and context_parallel():
             self._tell(_NOT_ITS_LOSS.format("context", *_LABELS_TAKEN_OUT, "cp"))
-        elif not (self.training or torch.is_grad_enabled() or "past_key_values" in kwargs):
+        elif not (self.training or torch.is_grad_enabled() or cache_name(kwargs)):
             unlabelled(self, kwargs)
         return self._with_labels(labels, scores, kwargs)
 

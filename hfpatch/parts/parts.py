@@ -277,7 +277,7 @@ def rotation_in(forward):
 
     Some libraries replace it process-wide.
     """
-    return forward.__globals__["apply_rotary_pos_emb"]
+    return inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
 
 
 class _Names(dict):
@@ -335,7 +335,11 @@ def rotation(theirs):
 
 @cache
 def rotating(forward, theirs):
-    """A copy of an attention's forward in which the rotation `theirs` is replaced."""
+    """A copy of an attention's forward in which the rotation `theirs` is replaced, inside what
+    decorates it."""
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is not None:
+        return _decorated(forward, inner, rotating(inner, theirs))
     own = {
         "apply_rotary_pos_emb": rotation(theirs),
         "__builtins__": forward.__globals__["__builtins__"],
@@ -348,9 +352,19 @@ def rotating(forward, theirs):
     return made
 
 
+def _decorated(forward, inner, made):
+    """A copy of the function `forward`, which decorates `inner`, over `made`."""
+    cells = [types.CellType(made) if c.cell_contents is inner else c for c in forward.__closure__]
+    copied = types.FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
 def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
     """(fused class, {}) for this attention, or the reason why it keeps its class."""
-    forward = type(attention).forward
+    forward = inspect.unwrap(type(attention).forward)
     reason = replaced_forward(attention)
     reason = reason or _rope_reason(
         forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")

@@ -224,9 +224,10 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     # behind.
     assert large.seconds["copy_wait"] < 1e-4 * large.step_seconds
     short = plan("llama-3.1-70b", **run | {"seq_len": 2048})
-    assert (
-        short.seconds["copy_wait"] > 0.3 * short.step_seconds and short.step_seconds > 2 * 128 / 32
-    )
+    # No work is long enough there: the step takes at least what the weights take over the link, twice.
+    link = GPUS["rtx4090"].link_rate
+    assert short.step_seconds > 1.9 * short.link_bytes / 2 / link > 2 * 128 / 32
+    assert short.seconds["copy_wait"] > 0.2 * short.step_seconds
     # One that fits stays, and goes where it is asked to.
     small = plan("llama-3.1-8b", **run | {"seq_len": 8192})
     assert small.policy["frozen_weights"] == "gpu"
