@@ -3,14 +3,16 @@ what transformers leaves there.
 """
 
 import copy
+import inspect
 
 import families
 import pytest
 import tiny
 import torch
-from transformers import StaticCache
+from transformers import MistralForCausalLM, StaticCache
 
 import hfpatch
+from hfpatch.compat import cache_in
 from tests.layer.test_mixers import lengths
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
@@ -54,7 +56,7 @@ def test_a_prompt_fills_the_cache_by_tiles(name):
             got, wanted = ours(**given), stock(**given)
             assert max(found) <= 16
             found.clear()
-            for a, b in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+            for a, b in zip(cache_in(got).layers, cache_in(wanted).layers, strict=True):
                 # padding attends to anything
                 seen = slice(None) if "attention_mask" not in given else slice(0, 1)
                 close(a.keys[seen], b.keys[seen]), close(a.values[seen], b.values[seen])
@@ -63,18 +65,22 @@ def test_a_prompt_fills_the_cache_by_tiles(name):
         assert torch.equal(ours.generate(ids, **more), stock.generate(ids, **more))
 
 
-def test_other_caches_are_left_to_transformers():
-    """One of a fixed length, one that holds tokens already; a cache in training."""
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_other_caches_are_left_to_transformers(name):
+    """One of a fixed length, one that holds tokens already; a cache in training. The argument's
+    name is `cache` since transformers 5.24, which takes the older one too.
+    """
+    if name not in inspect.signature(MistralForCausalLM.forward).parameters and name == "cache":
+        pytest.skip("transformers before 5.24")
     ours, stock = both("mistral")
     ids = torch.randint(1, 64, (1, 40), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         results = []
         for model in (ours, stock):
-            fixed = model(ids, past_key_values=StaticCache(model.config, max_cache_len=48)).logits
+            fixed = model(ids, **{name: StaticCache(model.config, max_cache_len=48)}).logits
             first = model(ids[:, :24])
-            results.append(
-                (fixed, model(ids[:, 24:], past_key_values=first.past_key_values).logits)
-            )
+            more = {name: cache_in(first)}
+            results.append((fixed, model(ids[:, 24:], **more).logits))
     for a, b in zip(*results):
         close(a, b)
     close(ours.train()(ids, use_cache=True).logits, stock.train()(ids, use_cache=True).logits)
