@@ -110,8 +110,8 @@ small instance with stock.
 {table}
 
 Of models with images (qwen2_5_vl, qwen3_vl, mistral3, llava, gemma3, llama4) the language tower is in
-tiles; see [Images](guides/images.md). Mixers of hybrids take whole rows; see
-[Hybrids](guides/hybrids.md).
+tiles; see [Images](guides/images.md). Mixers of hybrids run in tiles through time where that is proved,
+over whole rows otherwise; see [Hybrids](guides/hybrids.md).
 
 ## Attention
 
@@ -123,7 +123,7 @@ columns, go through torch's `flex_attention`: tested on CPUs only. Heads of more
 
 ## Versions
 
-Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.0 to 5.23; accelerate 1.15;
+Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.0 to 5.24; accelerate 1.15;
 deepspeed 0.19.8; liger-kernel 0.8.5; trl 1.16; peft 0.21. The oldest that work are torch 2.11 and
 transformers 5.0. Some things need more:
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 
 from hfpatch.budget.adapters import ALL_LINEAR, BASES, Adapters
@@ -16,6 +17,7 @@ from hfpatch.planner.placements import PLACEMENTS, resident
 from hfpatch.planner.plan import placements, plan, resolved
 from hfpatch.planner.show import picture, sweep_table
 
+PAUSE = 2.0  # seconds between two lines of progress
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit, or the simulator contradicts the plan.
 example: hfpatch plan --model llama-3.1-8b --seq-len 131072 --gpu a100-80gb --host-ram 256GiB"""
 
@@ -99,13 +101,27 @@ def _simulated(args, found):
     return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
 
 
+def _progress():
+    """A function that says which length a search tries, on stderr, once in PAUSE seconds."""
+    said = time.monotonic()
+
+    def say(tokens: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= PAUSE:
+            said = time.monotonic()
+            print(f"hfpatch: longest sequence: trying {tokens:,} tokens", file=sys.stderr)
+
+    return say
+
+
 def _found(args, seq_len: int, placement: str, common: dict):
     """The plan, simulated too where that was asked for and plan() has not done it for want of a
     closed form.
     """
     found = plan(
-        args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len, **common
-    )
+        args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len,
+        progress=_progress(), **common,
+    )  # fmt: skip
     return _simulated(args, found) if args.simulate and found.closed_form else found
 
 

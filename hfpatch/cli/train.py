@@ -70,7 +70,7 @@ def train(argv) -> int:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
     footprint.check(config, model_args, data_args, args)
-    record = resume.run_record(config, model_args, data_args, args, data.fingerprint)
+    record = resume.run_record(config, model_args, data_args, args, data)
     differs = checkpoint and resume.checkpoint_matches(checkpoint, record)
     with resume.writing_to(args, aside) as moved:
         _say_where_it_begins(args, checkpoint, moved, differs, say)

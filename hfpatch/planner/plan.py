@@ -215,13 +215,18 @@ def _lack(plan: Plan) -> int:
     return max(0, plan.gpu_peak_bytes - plan.gpu_usable_bytes) + host
 
 
-def longest(run: Run, names, *, step: int = 1024) -> int:
-    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does."""
+def longest(run: Run, names, *, step: int = 1024, progress=None) -> int:
+    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does.
+
+    progress: called with each length that is tried.
+    """
 
     lacks: dict[int, int] = {}  # by lengths that do not fit, in steps
     names = [*names]
 
     def fits(steps):
+        if progress:
+            progress(steps * step * run.ranks)
         best = _best(replace(run, seq_len=steps * step), names)
         if best.fits:  # what comes is longer still
             del names[: names.index(best.placement)]
@@ -246,7 +251,7 @@ def longest(run: Run, names, *, step: int = 1024) -> int:
     return low * step * run.ranks
 
 
-def _longest_ways(run: Run, names) -> list[dict]:
+def _longest_ways(run: Run, names, progress=None) -> list[dict]:
     """The longest sequence as asked and, where the interval was left open, with every second and
     fourth layer's input.
     """
@@ -259,7 +264,7 @@ def _longest_ways(run: Run, names) -> list[dict]:
         runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
     found = []
     for every, way in runs.items():
-        length = longest(way, names)
+        length = longest(way, names, progress=progress)
         host = (
             _best(replace(way, seq_len=length // run.ranks), names).host_peak_bytes if length else 0
         )
@@ -395,7 +400,7 @@ def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, progress=None,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
     GPU fits, and how long a step takes.
@@ -405,7 +410,8 @@ def plan(
     see placements.py. checkpointing: "auto", "least", "off", "gpu", "host", a directory, a
     Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
     share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
-    adapters: LoRA over a frozen base (budget/adapters.py). A model that no closed form describes
+    adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that
+    this search tries. A model that no closed form describes
     runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
     Raises ValueError for what is unknown or unsupported.
     """
@@ -431,7 +437,7 @@ def plan(
     if not isinstance(run.shape, ModelShape):
         from hfpatch.planner.simulated import simulated_plan
 
-        return simulated_plan(model, run, names, max_seq_len=max_seq_len)
+        return simulated_plan(model, run, names, max_seq_len=max_seq_len, progress=progress)
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
@@ -441,6 +447,6 @@ def plan(
     )
     found = replace(found, frontier=_frontier(chosen, found.placement))
     if max_seq_len:
-        ways = _longest_ways(run, names)
+        ways = _longest_ways(run, names, progress)
         found = replace(found, max_seq_len=ways[0]["seq_len"], longest=ways)
     return deepcopy(found)  # its dicts are evaluate's, who gives them out again

@@ -344,12 +344,15 @@ def _counted(config: _Values, adapters: Adapters | None) -> Counted:
     return Counted.of(built, _layers(built), adapters)
 
 
-def simulated_plan(model, run: Run, names: list[str], *, max_seq_len: bool = False) -> Plan:
+def simulated_plan(
+    model, run: Run, names: list[str], *, max_seq_len: bool = False, progress=None
+) -> Plan:
     """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's,
     with inputs and attention outputs on the host where layers run tile by tile; seconds are those
     of its FLOPs and of the bytes that were counted.
 
-    run: with what was `counted` for a shape; names: of the placements to try. Raises ValueError for
+    run: with what was `counted` for a shape; names: of the placements to try; progress: as plan()
+        has it. Raises ValueError for
         what cannot be simulated.
     """
     if run.ranks > 1 and run.checkpointing in (STOCK, STOCK_CHECKPOINTING):
@@ -361,7 +364,13 @@ def simulated_plan(model, run: Run, names: list[str], *, max_seq_len: bool = Fal
     found = at(run.seq_len * run.ranks)
     if not max_seq_len:
         return found
-    way = _longest(at, found)
+
+    def tried(tokens: int) -> Plan:
+        if progress:
+            progress(tokens)
+        return at(tokens)
+
+    way = _longest(tried, found)
     said = {
         "every": "auto",
         "seq_len": way.seq_len if way else 0,

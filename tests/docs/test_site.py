@@ -118,6 +118,27 @@ def test_the_models_page_is_current():
     assert (ROOT / "docs/models.md").read_text() == script("docs").models()
 
 
+# Sentences that were true once, each with the code that made it false.
+UNTRUE = {
+    "takes whole rows": "layer/time_tiles.py",
+    "take whole rows": "layer/time_tiles.py",
+    "pip install hfpatch ": "no index has it",
+    "gain grows with the context": "in memory alone",
+}
+
+
+@pytest.mark.parametrize("words", UNTRUE)
+def test_pages_do_not_say_what_is_no_longer_so(words):
+    pages = [*PAGES, *(ROOT / "profiles").glob("*/README.md"), ROOT / "CHANGELOG.md"]
+    for page in [*pages, ROOT / "scripts/docs.py", ROOT / "hfpatch/layer/mixers.py"]:
+        assert words not in " ".join(page.read_text().split()), page
+
+
+def test_the_newest_tested_version_is_named():
+    newest = re.search(r"transformers 5\.0 to 5\.(\d+)", (ROOT / "docs/models.md").read_text())
+    assert Version(transformers.__version__) < Version(f"5.{int(newest[1]) + 1}")
+
+
 def test_lines_of_pages_say_nothing_of_one_machine():
     for page in PAGES:
         assert not re.search(r"/(tmp|root|home)/", page.read_text()), page
