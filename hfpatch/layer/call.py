@@ -352,7 +352,7 @@ class LayerCall(Kept):
         with torch.enable_grad():
             tiles, leaves = self._post(x, outs, index, grad=True, known=known)
         known.clear()
-        _walk(tiles, dys)
+        self._walk(tiles, dys)
         # Nothing comes back through a product without a derivative (torchao's of int8 activations).
         return x.grad, [
             torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves
@@ -376,10 +376,18 @@ class LayerCall(Kept):
         def back(grads, dsinks):
             """dsinks: with the first tile, of the sinks, which are there once."""
             sinks = [] if dsinks is None else [asked.sinks_H for asked in self.ask.asked]
-            _walk([*parts, *sinks], [*grads, *(dsinks or [])])
+            self._walk([*parts, *sinks], [*grads, *(dsinks or [])])
             return x.grad
 
         return parts, back
+
+    def _walk(self, outputs, grads) -> None:
+        """Backward from those outputs that have a gradient and want one."""
+        pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
+        if self.ask.looked.contiguous:  # a tile of several rows is not
+            pairs = [(y, dy.contiguous()) for y, dy in pairs]
+        if pairs:
+            backward_from(*zip(*pairs))
 
     def _backward_one(self, dy, private, need_x, weights, retain, before):
         """All four phases on one tile: x is fetched once and, where q, k, v are not kept, one graph
@@ -530,10 +538,3 @@ def _one_ahead(fetch, count: int):
         return tickets.pop(i).wait()[0]
 
     return take
-
-
-def _walk(outputs, grads) -> None:
-    """Backward from those outputs that have a gradient and want one."""
-    pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
-    if pairs:
-        backward_from(*zip(*pairs))

@@ -25,6 +25,7 @@ from hfpatch.layer.adapters import look as look_at_adapters
 from hfpatch.layer.places import strange
 from hfpatch.layer.strangers import stranger_in
 from hfpatch.layer.traits import LayerTraits
+from hfpatch.parts.quantised import scales_over_tokens
 
 _CAPTURING = "transformers.utils.output_capturing"
 _NO_MASK = "_attach_context_parallel_hooks."
@@ -41,6 +42,7 @@ class Condition:
         unknown: the module that nobody tried, and what it is; None where there is none.
         adapter: what an adapter has that tiles would change, or None.
         draws: whether adapters may draw random numbers.
+        contiguous: whether a module in it takes contiguous gradients alone, as some of torchao's.
         mixing: the modules by which tokens meet.
         direct: layer.direct.Direct; False where the layer is none, None where nobody asked.
         places: of the layer's tensors (layer/weight_gradients.py).
@@ -54,6 +56,7 @@ class Condition:
     unknown: str | None = None
     adapter: str | None = None
     draws: bool = False
+    contiguous: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     direct: object = None
     places: object = None
@@ -81,10 +84,12 @@ def _condition_of(layer: nn.Module) -> Condition:
     traits = layer._hfpatch_traits
     found = Condition(Snapshot(layer), traits)
     found.adapter, found.draws = look_at_adapters([layer, *found.inside])
+    found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
     stranger = stranger_in(layer)
     found.unknown = stranger or _why_unknown(layer, layer._hfpatch_places)
     found.reason = (
         found.adapter and f"an adapter in it has {found.adapter}"
+        or _scaled(layer, found.inside)
         or _hooked(layer, found.inside)
         or stranger
         or traits.reason
@@ -108,6 +113,16 @@ def _why_unknown(layer: nn.Module, places: frozenset) -> str | None:
     return f"{names[0]}: {said}"
 
 
+def _scaled(layer: nn.Module, inside: list[nn.Module]) -> str | None:
+    """Which projection scales several tokens together, those under adapters too, and how."""
+    module, why = next(((m, why) for m in inside if (why := scales_over_tokens(m))), (None, None))
+    return why and f"{_name_in(layer, module)}: {why}"
+
+
+def _name_in(layer: nn.Module, module: nn.Module) -> str:
+    return next(name for name, m in layer.named_modules() if m is module)
+
+
 def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
     """None where nobody watches what is inside the layer: tiles would show hooks parts of a row,
     and more often.
@@ -120,7 +135,7 @@ def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
         return None
     # a module that holds others may be empty, and false
     hooked = units[0] if hooked is None else hooked
-    return f"hooks on {next(n for n, m in layer.named_modules() if m is hooked)}"
+    return f"hooks on {_name_in(layer, hooked)}"
 
 
 def _patched_class(modules: list[nn.Module]) -> str | None:
