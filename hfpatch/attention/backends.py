@@ -202,16 +202,25 @@ def _trial_inputs(
     ]
 
 
+def _rows_first(x_BHTE: Tensor) -> Tensor:
+    """The same values, contiguous as [B, T, heads, E]."""
+    return x_BHTE.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Tensor]]:
-    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward."""
+    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward. What
+    `attention_backward` copies into one layout is copied here too, and timed.
+    """
     forward, backward = BACKENDS[name]
     q, k, v, dout = inputs
     scale = q.shape[3] ** -0.5
     torch.cuda.synchronize(q.device)
     start = perf_counter()
     out, lse, state = forward(q, k, v, scale)
-    cut = zip(*(x.chunk(groups, 1) for x in (dout, q, k, v, out, lse)))
-    got = [out, *(g for *part, lse in cut for g in backward(*part, lse.contiguous(), state, scale))]
+    got, whole = [out], (name == "cudnn", name == "cudnn", name == "cudnn", True, True)
+    for *part, lse_part in zip(*(x.chunk(groups, 1) for x in (q, k, v, out, dout, lse))):
+        q_, k_, v_, out_, dout_ = (_rows_first(x) if c else x for x, c in zip(part, whole))
+        got += backward(dout_, q_, k_, v_, out_, lse_part.contiguous(), state, scale)
     torch.cuda.synchronize(q.device)
     return perf_counter() - start, got
 

@@ -310,15 +310,17 @@ def _copy_wait(
 def _behind_layers(
     gpu: Gpu, flops: Flops, memory: StepMemory, policy: Policy, shape: ModelShape, layers: float,
     fore: float,
-    copies: tuple[float, float], *, batch: int, tokens: int, itemsize: int,
+    copies: tuple[float, float], rates: tuple[float, float], *, batch: int, tokens: int,
+    itemsize: int,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of the checkpoints' copies, forward and backward, that layers do not hide: n tiled
     ones, behind them p plain ones.
 
     layers: seconds of all layers, both ways; fore: of their forward, beside matmuls and attention;
-    copies: to the host and back. A layer's copies may run on beside later layers as far as memory
-    has room for their sources; in backward the tensors of a layer are sent for one layer ahead. The
-    head hides nothing.
+    copies, rates: seconds and bytes/s, to the host and back. A layer's copies may run on beside
+    later layers as far as memory has room for their sources; in backward the tensors of a layer are
+    sent for one layer ahead, but for q, k and v, which the layer itself sends for: nothing hides
+    them where attention runs again. The head hides nothing.
     """
     L, rows = shape.num_layers, batch * tokens
     p = min(policy.plain, L)
@@ -333,18 +335,28 @@ def _behind_layers(
     forward = (products + attention / gpu.attention_forward + fore) / L
     trained = 1 if shape.adapters else 2
     plain = (trained * products + 2.5 * attention / gpu.attention_backward) / L
-    rate, waits = gpu.link_rate, [0.0]
+    (to_host, to_gpu), waits = rates, [0.0]
     if up > n * forward:
         spares = spare_bytes(memory, shape, policy, batch=batch, tokens=tokens, itemsize=itemsize)
         # As the last tiled layer ends, and then each plain one.
-        waits += [up - (n + k) * forward - spares[n + k] / rate for k in range(p + 1)]
+        waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
     behind = down - (layers - L * forward - p * plain) - (plain if p > 1 else 0)
     # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
     # that layer's first tile.
-    tile, alone = rows * itemsize / tiles(batch, tokens, policy.tile)[0] / rate, policy.every == 1
-    inside = alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
+    count, alone = tiles(batch, tokens, policy.tile)[0], policy.every == 1
+    tile, inside = (
+        rows * itemsize / count,
+        alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv"),
+    )
     first = shape.hidden_size + alone * policy.save_attention * shape.out_size + inside
-    return max(waits) + tile * inside * (p == 0), max(0.0, behind) + tile * first * (p < 2)
+    if alone and "qkv" in policy.keep:
+        again = min(policy.again, n) if policy.save_attention else n
+        # Of several tiles the first one's tensors may be on the link before q, k and v.
+        ahead = inside + shape.hidden_size * ("mid" not in policy.keep)
+        waited = count * kept_columns(shape, "qkv") + (count > 1) * ahead
+        behind = max(behind, again * tile * waited / to_gpu)
+    forward_end, backward_begin = tile * inside * (p == 0), tile * first * (p < 2)
+    return max(waits) + forward_end / to_host, max(0.0, behind) + backward_begin / to_gpu
 
 
 def counted_time(
@@ -422,7 +434,7 @@ def step_time(
         copies = to_host / rates[0], to_gpu / rates[1]
         sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
         behind = _behind_layers(
-            gpu, flops, memory, policy, shape, total - head, fore, copies, **sizes
+            gpu, flops, memory, policy, shape, total - head, fore, copies, rates, **sizes
         )
         wait = max(wait, sum(behind))
 

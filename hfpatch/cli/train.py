@@ -42,7 +42,6 @@ def train(argv) -> int:
     """Parse, refuse what cannot work, load, train, evaluate, save."""
     expandable_segments()
     # torchao warns about its optional libraries.
-    expandable_segments()
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from hfpatch.trainer import arguments, checks, footprint, loading, prepare, resume
     from hfpatch.trainer.stop import StopCleanly
