@@ -40,6 +40,8 @@ CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
 SECONDS = 3.0  # no further trial starts after this long
 LATE = f"the verdict took more than {SECONDS:.0f} s"
+KINDS_IN_TIME = 8  # kinds of layers whose mixers are tried in tiles through time
+TOO_MANY = f"its model has more than {KINDS_IN_TIME} kinds of layers with such mixers"
 SHARED_KEYS = (
     "its layers share keys with later ones, and would store them again when they run again"
 )
@@ -171,16 +173,18 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
 
 
 def _ask_in_time(stack: nn.Module, found: Verdict) -> None:
-    """Which mixers run in tiles through time; those that are not asked in time run whole."""
-    began = time.thread_time()
+    """Which mixers run in tiles through time. Bounded by a number, not by the clock: a slow machine
+    must tile the layers that a fast one does.
+    """
+    asked = 0
     for layer in list_of_layers(stack):
         kind = kind_of(layer)
         traits = found.answers.get(kind)  # None for a layer that keeps states of the runs before
         if traits and traits.mixers and traits.reason is None and not traits.timed + traits.untimed:
-            late = time.thread_time() - began > SECONDS
+            asked += 1
             found.answers[kind] = (
-                replace(traits, untimed=tuple((name, LATE) for name in traits.mixers))
-                if late
+                replace(traits, untimed=tuple((name, TOO_MANY) for name in traits.mixers))
+                if asked > KINDS_IN_TIME
                 else ask_in_time(stack, layer, traits)
             )
 

@@ -133,7 +133,18 @@ def read_config(path: Path) -> dict:
         raise ValueError(
             f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came."
         )
-    return values
+    return _numbers(values)
+
+
+def _numbers(value):
+    """The value with transformers' {"__float__": "Infinity"} as the number that it stands for."""
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _numbers(one) for name, one in value.items()}
 
 
 def hub_config(name: str, download: bool = True) -> dict:

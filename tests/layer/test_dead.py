@@ -10,7 +10,6 @@ import peft
 import pytest
 import tiny
 import torch
-from test_families import assert_close, batch, step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -18,6 +17,7 @@ import hfpatch
 from hfpatch.layer import parts as ask
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.parts import parts
+from tests.decoder.test_families import assert_close, batch, step
 
 
 class Products(TorchDispatchMode):

@@ -11,7 +11,6 @@ import families
 import pytest
 import tiny
 import torch
-from test_families import assert_close, batch, step
 
 import hfpatch
 from hfpatch.context.masks import Batch, Mask
@@ -19,6 +18,7 @@ from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict as verdict_of
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from tests.decoder.test_families import assert_close, batch, step
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged:

@@ -25,6 +25,7 @@ from hfpatch.budget.seconds import FIRST_STEP_BUDGET, Resident, optimizer_second
 from hfpatch.budget.shape import ModelShape
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as plan_command
+from hfpatch.lab.models import config_of
 from hfpatch.planner import show
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
@@ -901,3 +902,12 @@ def test_an_optimizer_walks_no_frozen_weight(base):
     alone = Resident(shape.trained_parameters * shape.trained_itemsize(2), None, stays.optimizer)
     gpu = GPUS["rtx4090"]
     assert optimizer_seconds(gpu, memory, stays) == optimizer_seconds(gpu, memory, alone) < 1e-3
+
+
+def test_a_config_json_may_hold_infinity(tmp_path):
+    """As transformers writes Mamba 2's time_step_limit: a model's own folder was refused."""
+    from transformers import Mamba2Config
+
+    Mamba2Config(time_step_limit=(0.0, float("inf"))).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert list(config_of(tmp_path)[1]["time_step_limit"]) == [0.0, float("inf")]

@@ -52,7 +52,8 @@ def selective_scan(
 def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int = 64, **kwargs):
     """`stock`, transformers' function of that name, whose loop over chunks meets blocks of them: it
     indexes by a slice where it had a number, and the state that it hands on is one a chunk [B, H,
-    C, K, V].
+    C, K, V]. The first state and the last are one [B, H, K, V], as transformers has them, and
+    gradients flow from one to the other.
     """
     plain = inspect.unwrap(stock)
     chunks = -(-value.shape[1] // chunk_size)
@@ -69,8 +70,13 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
             for a in range(0, chunks, size)
         ]
 
+    given = kwargs.get("initial_state")
+    state = state if given is None else state + given[:, :, None]
     with mock.patch.dict(plain.__globals__, range=blocks):
-        return plain(query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state})
+        out, last = plain(
+            query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state}
+        )
+    return out, None if last is None else last[:, :, -1].clone()
 
 
 # In transformers' modules; where it has other names, each token or chunk is an operation.
