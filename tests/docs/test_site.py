@@ -112,6 +112,18 @@ def test_the_picture_is_current():
         assert gib in readme.split("docs/assets/memory.svg")[0], gib
 
 
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    """GPU and host at each length, beside "A / most, host" of the larger table."""
+    table = re.findall(r"^\| (.+?) \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
+    rows = {name: cells.split(" | ") for name, cells in table}
+    names = {"transformers": "transformers, no checkpointing"}
+    page = (ROOT / "docs/benchmarks/index.md").read_text().split("## Seconds")[0]
+    wanted = dict(re.findall(r"^\| (.+?) \| (.+) \|$", page, re.M))
+    for name in (n for n in rows if n.startswith(("transformers", "Liger", "hfpatch"))):
+        theirs = re.findall(r"[\d.]+ / ([\d.]+), (\d+)", wanted[names.get(name, name)])
+        assert rows[name] == [figure for pair in theirs for figure in pair], name
+
+
 @pytest.mark.long
 @pytest.mark.skipif(Version(transformers.__version__).release[:2] != (5, 23), reason="5.23's table")
 def test_the_models_page_is_current():
