@@ -19,6 +19,7 @@ from hfpatch.compat import (
     Turn,
     balances_itself,
     drop_wrapped_forward,
+    expert_parallel,
     forward_before_wrapping,
     gather_as_one,
     modules_of,
@@ -345,8 +346,10 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     swap(stack, OurAttention)
     mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
     stack._hfpatch_configs = configs
+    # Ranks that send tokens to each other's experts run equally many tiles.
+    unpads = found.unpads and not expert_parallel((causal or stack).config)
     stack._hfpatch_traits = StackTraits(
-        found.ours, mixers, mixers and found.across, found.apart, found.prefill
+        found.ours, mixers, mixers and found.across, found.apart, found.prefill, unpads
     )
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         # A model between the two may make a cache.

@@ -39,6 +39,7 @@ class StackTraits:
         across: as transformers runs those layers, documents of one row see each other.
         apart: as its layers run here, documents of one row do not see each other.
         prefill: its layers may fill an empty KV cache in tiles.
+        unpads: rows with padding may run as one packed row (decoder/unpadded.py).
     """
 
     ours: bool = True
@@ -46,6 +47,7 @@ class StackTraits:
     across: bool = False
     apart: bool = True
     prefill: bool = False
+    unpads: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from hfpatch.decoder.batch import (
     without_unread_cache,
 )
 from hfpatch.decoder.find import list_of_layers
+from hfpatch.decoder.unpadded import without_padding
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.parts.angles import narrow
@@ -124,6 +125,13 @@ class OurAttention(KeepsSignature):
         if session is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in session.told:
             if narrow(self):
                 session.tell(_ADVICE)
+        row = without_padding(self, given, batch, kwargs)
+        if row is not None:
+            with having(idle_BT=None, positions=None):
+                return row.put_back(self._hfpatch_ours(row.batch, row.arguments(kwargs)))
+        return self._hfpatch_ours(batch, kwargs)
+
+    def _hfpatch_ours(self, batch: Batch, kwargs):
         if kwargs.get("attention_mask") is None:
             # Without a mask transformers looks for documents itself, and waits for the device. Ours
             # are found already.

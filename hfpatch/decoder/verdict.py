@@ -20,6 +20,7 @@ from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import cache_in, plain_scans
 from hfpatch.context.class_code import code_asked
 from hfpatch.context.classes import swap
+from hfpatch.context.current import having
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import probe
 from hfpatch.decoder.batch import StackTraits
@@ -60,6 +61,7 @@ class Verdict:
         alone: why the layers cannot run twice and stay as they are, or None.
         prefill: they fill an empty KV cache as transformers' do.
         apart: documents of one row do not see each other.
+        unpads: rows with padding may run as one packed row.
         across: in transformers' own layers, mixers beside attention let documents see each other.
     """
 
@@ -68,6 +70,7 @@ class Verdict:
     alone: str | None = None
     prefill: bool = False
     apart: bool = True
+    unpads: bool = False
     across: bool = True
     places: frozenset[tuple[str, type]] = frozenset()
 
@@ -150,6 +153,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
+        found.unpads = found.ours and found.apart and not late() and expected.unpads(found)
         found.across = not _keeps_apart(stack)
         _ask_in_time(stack, found)
         return found
@@ -283,6 +287,29 @@ class _Expected:
             )
         except Exception:  # a cache of the family's own
             return False
+
+    def unpads(self, found: Verdict) -> bool:
+        """Whether real tokens of padded rows have the same outputs in one packed row.
+
+        A family may count positions by its mask, or have mixers that remember padding. Compared
+        with our padded rows: in transformers' eager attention what sees nobody may be NaN.
+        """
+        ids = self.batches["plain"][1]["input_ids"]
+        visible = torch.ones_like(ids)
+        visible[0, :7], visible[1, -5:] = 0, 0
+        ours, outs = _patched(self.stack, found), []
+        ours._hfpatch_traits = replace(ours._hfpatch_traits, unpads=True)
+        try:
+            for idle_BT in (visible == 0, None):
+                batch = {"input_ids": ids, "attention_mask": visible, "use_cache": False}
+                with torch.no_grad(), having(idle_BT=idle_BT):
+                    outs.append(ours(**batch).last_hidden_state)
+        except Exception:  # it takes no positions
+            return False
+        got, wanted = (out[visible.bool()] for out in outs)
+        # Zeros on padding show that it ran so.
+        packed = not outs[0][visible == 0].any()
+        return packed and bool((got - wanted).norm() <= CLOSE * wanted.norm())
 
     def differs(self, found: Verdict) -> str | None:
         """How a stack with these traits differs from transformers, or None."""

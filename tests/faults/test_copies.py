@@ -42,7 +42,7 @@ SHORT = [
     ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"),
     ("gpu", "weights one", "side stream"),
     ("host", "by group 2", "step"), ("host", "weights by group", "raise in q"),
-    ("host", "keep", "cut short"), ("disk", "one", "cut short"),
+    ("host", "keep", "cut short"), ("disk", "one", "cut short"), ("host", "tiles", "padded"),
 ]  # fmt: skip
 ALL = [
     row

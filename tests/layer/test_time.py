@@ -4,14 +4,13 @@ Tiles are of 64 tokens, the delta rule's chunk, over rows of 165: two tiles and 
 """
 
 import copy
-from contextlib import contextmanager
 from dataclasses import replace
-from unittest import mock
 
 import families
 import pytest
 import tiny
 import torch
+from numerics import lifted
 
 import hfpatch
 from hfpatch.decoder.find import find_decoder
@@ -33,17 +32,6 @@ SHORT = ("qwen3_5_text", "falcon_h1", "lfm2")
 
 def names(short=SHORT):
     return [n if n in short else pytest.param(n, marks=pytest.mark.long) for n in TIMED]
-
-
-@contextmanager
-def lifted():
-    """Within, modeling files cast to float64 where they cast to float32, in backward too."""
-    with (
-        mock.patch.object(torch, "float32", torch.float64),
-        mock.patch.object(torch, "float", torch.float64),
-        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        yield
 
 
 def timed_mixers(model):
