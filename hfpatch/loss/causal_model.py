@@ -78,11 +78,7 @@ def _as_called(kwargs) -> dict:
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
     given = kwargs.get("position_ids")
-    uncached = (
-        current.uncached
-        or cache_in(kwargs) is None
-        and kwargs.get("use_cache") is None
-    )
+    uncached = current.uncached or cache_in(kwargs) is None and kwargs.get("use_cache") is None
     return {"positions": current.positions if given is None else given, "uncached": uncached}
 
 

@@ -173,9 +173,7 @@ def main(argv=None) -> int:
             failed = True
         common.clean()
     drawn = sheet.drawn
-    picture = (
-        sheet.picture(lambda axes: draw_pair(axes, drawn), wide=len(drawn)) if drawn else None
-    )
+    picture = sheet.picture(lambda axes: draw_pair(axes, drawn), wide=len(drawn)) if drawn else None
     sheet.page("A step beside the clock", WORDS, [*COLUMNS, "error"], picture)
     return 1 if failed else 0
 
