@@ -3,6 +3,7 @@ as it is, to the bit.
 """
 
 import copy
+import inspect
 from dataclasses import replace
 
 import families
@@ -116,7 +117,7 @@ def test_a_rotation_replaced_later_is_another(monkeypatch):
     forward = LlamaAttention.forward
     first = parts.rotating(forward, parts.rotation_in(forward))
     monkeypatch.setitem(
-        forward.__globals__,
+        inspect.unwrap(forward).__globals__,
         "apply_rotary_pos_emb",
         lambda q, k, cos, sin, half: (q * half, k * half),
     )
