@@ -8,6 +8,7 @@ expert and short rows of attention do not. The step model computes with the rate
 from dataclasses import replace
 from functools import lru_cache
 
+from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.cuts import tiles
 from hfpatch.budget.flops import attended
 from hfpatch.budget.hardware import ATTENTION_RAMP, Gpu
@@ -54,14 +55,28 @@ def _matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, in
     return found
 
 
+def _adapter_matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, int]]:
+    """The same of adapters: two narrow products beside each Linear that has one."""
+    found, rank = [], shape.adapters.rank
+    for layer in shape.kinds:
+        often = shape.over(lambda i, alike=layer: shape.is_sparse(i) == shape.is_sparse(alike))
+        for inner, columns in shape.adapters.chosen(layer_linears(shape, layer)).values():
+            found += [(often, 1, rows, inner, rank), (often, 1, rows, rank, columns)]
+    return found
+
+
 @lru_cache(maxsize=1024)
 def slowdown(gpu: Gpu, shape: ModelShape, rows: int) -> float:
     """Seconds of a step's matmuls over `rows` rows at a time, over those at the full rate."""
     took = ideal = 0.0
-    for often, count, m, k, n in _matrices(shape, rows):
-        ways = ((m, k, n), (m, n, k), (k, m, n))  # forward, input gradient, weight gradient
-        took += often * sum(matmul_seconds(gpu, *way, count=count) for way in ways)
-        ideal += often * 6 * count * m * k * n / gpu.matmul_flops
+    # Forward, input gradient, weight gradient; weights under adapters are frozen and have none.
+    products = [(2 if shape.adapters else 3, _matrices(shape, rows))]
+    products += [(3, _adapter_matrices(shape, rows))] if shape.adapters else []
+    for ways, matrices in products:
+        for often, count, m, k, n in matrices:
+            all_ways = (m, k, n), (m, n, k), (k, m, n)
+            took += often * sum(matmul_seconds(gpu, *w, count=count) for w in all_ways[:ways])
+            ideal += often * 2 * ways * count * m * k * n / gpu.matmul_flops
     return took / ideal
 
 

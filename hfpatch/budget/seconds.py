@@ -7,6 +7,7 @@ their sources. The byte counts here follow the code that moves the bytes. Standa
 from dataclasses import dataclass
 from operator import add
 
+from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.cuts import head_groups, loss_chunk_rows, tiles
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import (
@@ -102,18 +103,44 @@ def _turned(shape: ModelShape) -> int:
     return (4 if shape.qk_norm else 2) * (shape.q_size + shape.kv_size)
 
 
+# Elements that a mixture of experts moves outside its products, for each routed element of the
+# experts' inner size and of the hidden size: ((forward), (backward)), by whether experts have
+# biases. Counted on transformers 5.24's grouped products (tests/budget/test_flops.py).
+EXPERT_PASSES = {False: ((5, 6.25), (13, 12.25)), True: ((24, 11), (36, 14))}
+# The same of attention with sinks and its rotation, for each element of q and k.
+SINK_PASSES = 19, 22
+
+
+def unfused_passes(shape: ModelShape, layer: int) -> tuple[float, float]:
+    """Elements a token that the code of transformers and PEFT moves inside a tiled layer, where
+    nothing is fused: (forward, backward). Of experts, attention with sinks, and adapters.
+    """
+    fore = back = 0.0
+    if shape.is_sparse(layer):
+        k, wide = shape.experts_per_token, shape.hidden_size
+        counts = EXPERT_PASSES[shape.expert_bias]
+        fore, back = (k * (inner * shape.expert_size + each * wide) for inner, each in counts)
+    if shape.sinks:
+        turned = shape.q_size + shape.kv_size
+        fore, back = fore + SINK_PASSES[0] * turned, back + SINK_PASSES[1] * turned
+    if shape.adapters:
+        # An adapter's output is scaled and added, its gradient scaled, its input gradient added.
+        sizes = shape.adapters.chosen(layer_linears(shape, layer)).values()
+        fore += sum(5 * columns for _, columns in sizes)
+        back += sum(3 * inner + 2 * columns for inner, columns in sizes)
+    return fore, back
+
+
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
-    """Elements a token that a layer moves outside its matmuls: (forward, backward)."""
+    """Elements a token that a layer's fused operations move: (forward, backward)."""
     D, turned = shape.hidden_size, _turned(shape)
     sparse = shape.is_sparse(layer)
-    gathered = shape.experts_per_token * D if sparse else 0
-    experts = shape.experts_per_token * shape.expert_size + shape.shared_size
-    inner = experts if sparse else shape.intermediate_size
+    inner = shape.shared_size if sparse else shape.intermediate_size
     # A norm reads and writes; a residual reads two and writes one, as an activation of gate and up.
-    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner + 6 * gathered
+    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner
     # Several projections read one input: adding their input gradients reads two and writes one.
     sums = (0 if shape.joined_qkv else 2) + (shape.gated and not shape.joined and not sparse)
-    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner + 8 * gathered
+    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner
     return forward, backward
 
 
@@ -156,7 +183,9 @@ def _elementwise(
     elif groups > 1:  # each group's part of out and dout is cut out of the whole
         back += tiled * 4 * shape.out_size
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
-    return factor * rows * fore, factor * rows * back
+    own = [shape.over(lambda i, k=k: unfused_passes(shape, i)[k]) for k in (0, 1)]
+    own[1] += shape.over(lambda i: unfused_passes(shape, i)[0], 0, tiled)
+    return rows * (factor * fore + own[0]), rows * (factor * back + own[1])
 
 
 def link_bytes(
