@@ -1,7 +1,8 @@
-"""Writes the generated parts of docs/: `python scripts/docs.py [cli|models|memory]`, all by default.
+"""Writes the generated parts of docs/: `python scripts/docs.py [NAME]...`, all by default.
 
 cli: docs/reference/cli.md, from each command's --help. models: docs/models.md, from
-`hfpatch env --families` (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv.
+`hfpatch env --families` (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. description:
+DESCRIPTION.md, from README.md.
 Tests hold each to what it would be now.
 """
 
@@ -10,6 +11,7 @@ import csv
 import dataclasses
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -172,6 +174,13 @@ def memory() -> str:
     return "\n".join(out) + "\n"
 
 
+def description() -> str:
+    """README for a package index, which has neither the pictures nor the pages that it links to."""
+    text = re.sub(r"\n<!-- docs: \w+ -->(?=\n)", "", (ROOT / "README.md").read_text())
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n\n", "", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;")
 
@@ -180,6 +189,7 @@ WRITTEN = {
     "cli": (cli, "docs/reference/cli.md"),
     "models": (models, "docs/models.md"),
     "memory": (memory, "docs/assets/memory.svg"),
+    "description": (description, "DESCRIPTION.md"),
 }
 
 if __name__ == "__main__":

@@ -95,6 +95,13 @@ def test_each_page_of_benchmarks_says_first_how_its_figures_were_had():
         assert first.startswith(tuple(f"**{word}" for word in STATUS)), page
 
 
+def test_the_description_for_an_index_is_current():
+    """No relative link and no picture: an index has neither."""
+    made = script("docs").description()
+    assert (ROOT / "DESCRIPTION.md").read_text() == made, "run python scripts/docs.py description"
+    assert "](" not in re.sub(r"\]\(https?:", "", made) and "made text" in made
+
+
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse prints by version")
 def test_the_command_line_page_is_current():
     assert (ROOT / "docs/reference/cli.md").read_text() == script("docs").cli(), (
