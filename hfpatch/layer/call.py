@@ -313,7 +313,7 @@ class LayerCall(Kept):
             mixer.several(self.shape[1]) for mixer in self.attention.mixers
         )
         weights = WeightGradients(self.then, several=several, by_hand=self.ask.direct is not None)
-        self.ask.adds_up(weights.adding if several else None)
+        self.ask.adds_up(weights.adding if len(self.bounds) > 1 else None)
         try:
             with streamed, self._autocast(), weights, self.ask.arguments.gradients() as darguments:
                 run = self._backward_tiles if len(self.bounds) > 1 else self._backward_one

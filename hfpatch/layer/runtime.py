@@ -25,10 +25,12 @@ from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import (
     KEEPABLE,
     LOSS_WORKSPACE,
+    TIME_TILE_LEAST,
     Checkpointing,
     Policy,
     auto_tile,
     describe,
+    time_tile,
 )
 from hfpatch.budget.seconds import step_time
 from hfpatch.compat import Turn, autocast_dtype, not_for_deepspeed, same_memory, told_of_forks
@@ -401,11 +403,17 @@ class LayerRuntime:
             save = not whole and (
                 every == 1 if settings.save_attention == "auto" else settings.save_attention
             )
-            tile = auto_tile(B * T) if settings.tile == "auto" else settings.tile
+            tile, in_time = settings.tile, 0
+            if tile == "auto" and settings.aim == "least":
+                tile = TIME_TILE_LEAST
+            elif tile == "auto":
+                tile = auto_tile(B * T)
+                in_time = time_tile(tile, x.shape[-1], room and room.bytes())
             keep = () if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep)
             return Policy(
-                offload=tier, every=every, save_attention=save, tile=tile, plain=plain, keep=keep
-            )
+                offload=tier, every=every, save_attention=save, tile=tile, time_tile=in_time,
+                plain=plain, keep=keep,
+            )  # fmt: skip
         if whole:
             # Each layer keeps its input, no more: no closed form knows what else they would.
             settings = dataclasses.replace(

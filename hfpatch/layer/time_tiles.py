@@ -178,4 +178,5 @@ def go_in_time(call, again: bool) -> None:
         if name in timed and mixer.time is None:
             transfers = call.queue.transfers if saves and call.queue is not None else None
             rng = call.rng if call.random else None
-            mixer.time = TimeTiles(timed[name], call.policy.tile, transfers, again, rng)
+            tile = call.policy.time_tile or call.policy.tile
+            mixer.time = TimeTiles(timed[name], tile, transfers, again, rng)

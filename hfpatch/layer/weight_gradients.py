@@ -469,9 +469,7 @@ class WeightGradients(AsInForward):
         found = self._sum(index)
         if found is not None:
             found.add_(grad)
-        elif self.several and grad.dtype not in _WIDE:
-            self.sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        else:
+        else:  # as it came: what is around a mixer's tiles may have one gradient, never a sum
             self.sums[index] = grad
 
     def adding(self, stand_in: Tensor):

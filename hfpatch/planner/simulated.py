@@ -12,7 +12,7 @@ from torch import nn
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
-from hfpatch.budget.policy import Policy, auto_tile
+from hfpatch.budget.policy import TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import carries_states
@@ -323,6 +323,8 @@ def _policy(asked, tokens: int) -> Policy:
         )
     chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
+    if asked.tile == "auto":  # the least that a step takes, whatever is free
+        chosen["time_tile"] = min(chosen["tile"], TIME_TILE_LEAST)
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 

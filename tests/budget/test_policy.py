@@ -31,7 +31,14 @@ from hfpatch.budget.cuts import loss_chunk_rows, loss_workspaces, tile_bounds
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.ladder import DENSE_TILE, TILES
-from hfpatch.budget.policy import KEEPABLE, Checkpointing, Policy, auto_tile, parse_checkpointing
+from hfpatch.budget.policy import (
+    KEEPABLE,
+    Checkpointing,
+    Policy,
+    auto_tile,
+    parse_checkpointing,
+    time_tile,
+)
 from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import link_bytes
 
@@ -674,3 +681,13 @@ def test_a_misspelt_field_names_the_nearest():
         ):
             ask()
     assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)
+
+
+def test_mixers_take_the_largest_tile_that_fits():
+    """Down to the least, which nothing free makes smaller."""
+    MiB = 1 << 20
+    assert time_tile(8192, 4096, 16384 * MiB) == 8192
+    assert time_tile(8192, 4096, 16384 * MiB - 1) == 4096
+    assert {time_tile(8192, 4096, free) for free in (0, MiB, None)} == {2048}
+    assert time_tile(64, 4096, None) == 64  # never more than the layer's own
+    assert time_tile(3000, 4096, 0) == 2048

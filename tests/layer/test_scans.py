@@ -13,7 +13,7 @@ import torch
 
 import hfpatch
 from hfpatch.decoder.verdict import _verdict
-from hfpatch.lab.simulate.scan import scans_by_blocks
+from hfpatch.lab.simulate import scan
 from hfpatch.lab.simulate.simulator import simulate
 from tests.decoder.test_families import batch, step
 
@@ -108,7 +108,7 @@ def test_a_plan_meets_no_kernel(kernels):
     assert simulate(model, 1, 64).peak_bytes > 0 and not ran
 
 
-def test_the_simulated_delta_rule_hands_its_states_on():
+def test_the_simulated_delta_rule_hands_its_states_on(monkeypatch):
     """With a block a chunk it is transformers' own: values, the last state and every gradient."""
     file = file_of("qwen3_next")
     B, T, H, E = 2, 130, 3, 8
@@ -124,9 +124,10 @@ def test_the_simulated_delta_rule_hands_its_states_on():
         loss = sum((x * torch.linspace(0, 1, x.numel()).view_as(x)).sum() for x in outs)
         return [*outs, *torch.autograd.grad(loss, [*given, state])]
 
+    monkeypatch.setattr(scan, "CHUNKS", 1)
     stock = wrapper_in(file.torch_chunk_gated_delta_rule)
     wanted = run(stock)
-    with scans_by_blocks():
+    with scan.scans_by_blocks():
         got = run(file.torch_chunk_gated_delta_rule)
     for a, b in zip(got, wanted, strict=True):
         assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5)

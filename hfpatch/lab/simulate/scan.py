@@ -21,6 +21,7 @@ from torch.nn.functional import silu, softplus
 from hfpatch.attention import blocks as _attention_blocks
 
 BLOCKS = 64
+CHUNKS = 8  # a block at least: fewer operations where a row is cut into tiles
 
 
 def selective_scan(
@@ -57,7 +58,7 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
     """
     plain = inspect.unwrap(stock)
     chunks = -(-value.shape[1] // chunk_size)
-    size = -(-chunks // BLOCKS)
+    size = max(-(-chunks // BLOCKS), min(chunks, CHUNKS))
     state = value.new_zeros(
         value.shape[0], value.shape[2], size, key.shape[3], value.shape[3], dtype=torch.float32
     )
