@@ -45,6 +45,7 @@ from hfpatch.layer.condition import look
 from hfpatch.layer.freeze_base import widened
 from hfpatch.layer.layer import TiledLayer, UntiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
+from hfpatch.layer.tower import Tower, TowerBlock, find_towers, tower_runtime
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions, not_its_own_loss
 from hfpatch.loss.head import fuse, head_name, why_not_fused
@@ -230,6 +231,7 @@ def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
         report.notes.append(f"fused ops run as {runs}.")
     turn = Turn()
     _checkpoint(decoder, settings, found, turn, report)
+    _checkpoint_towers(model, decoder, settings, turn, report)
     for module in model.modules():
         if isinstance(module, KeepsSignature):
             module._hfpatch_turn = turn
@@ -338,6 +340,27 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
             swap(rest, FreeEmbedding if type(rest) is nn.Embedding else ScaledEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     _note_layers(decoder, settings, found, shape, report)
+
+
+def _checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, report) -> None:
+    """Blocks of images and sound: checkpointed whole. Only beside layers that are ours."""
+    if not isinstance(decoder.layers[0], TiledLayer):
+        return
+    for name, lists in find_towers(model, decoder.stack).items():
+        tower = model.get_submodule(name)
+        if any("forward" in vars(block) for blocks in lists for block in blocks):
+            report.notes.append(f"{name} stays as it is: a block's forward is another library's.")
+            continue
+        swap(tower, Tower)
+        for blocks in lists:
+            runtime = tower_runtime(settings, len(blocks), turn)
+            for block in blocks:
+                swap(block, TowerBlock)
+                block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
+        report.notes.append(
+            f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
+            "without a graph where nothing in it is trained."
+        )
 
 
 def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> None:
@@ -478,6 +501,7 @@ def undo(model: nn.Module) -> None:
         if session is not None:
             sessions.add(session)
             gather_as_one(module, False)
+        sessions |= {vars(module).get("_hfpatch_tower")} - {None}
         for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
             del vars(module)[mark]
     for session in sessions:

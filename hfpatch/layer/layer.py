@@ -244,7 +244,7 @@ class TiledLayer(UntiledLayer):
         session, answers, batch = self._hfpatch_session, self._hfpatch_traits, r.batch
 
         def whole(h):
-            if session.weights.on and not _needs_no_gradient(self, h, r.args, r.kwargs):
+            if session.weights.on and not needs_no_gradient(self, h, r.args, r.kwargs):
                 session.weights.refuse_a_graph(self)
             apart = nullcontext()
             if answers.mixers and batch is not None and batch.apart is not None:
@@ -273,7 +273,7 @@ class TiledLayer(UntiledLayer):
         return offloaded_checkpoint(session, policy, self, r.mask, run, r.given)
 
 
-def _needs_no_gradient(layer: nn.Module, *given) -> bool:
+def needs_no_gradient(layer: nn.Module, *given) -> bool:
     """Whether no gradient flows through this call of the layer with the arguments `given`."""
     if not torch.is_grad_enabled():
         return True

@@ -1,5 +1,5 @@
-"""Vision-language models, image and text through the wrapper: the language tower is tiled, the rest
-is transformers' own.
+"""Vision-language models, image and text through the wrapper: the language tower is tiled, the
+blocks of the image's are checkpointed, the rest is transformers' own.
 """
 
 import copy
@@ -115,8 +115,8 @@ def test_an_image_and_text(name, capsys):
     kept = [
         (type(a), type(b)) for a, b in zip(ours.modules(), stock.modules()) if id(a) not in tower
     ]
-    assert sum(a is not b for a, b in kept) == 1 + (name == "llama4"), (
-        "beside the language tower the model alone is ours"
+    assert sum(a is not b for a, b in kept) == 4 + (name == "llama4"), (
+        "beside the language tower the model, the image's tower and its two blocks are ours"
     )
     found = []
     last = stack.layers[-1]
@@ -147,3 +147,84 @@ def test_a_cache_that_nobody_asked_for_keeps_no_layer_whole(loss):
         {n: p.grad for n, p in stock.named_parameters()},
     )
     assert ours(**batch, use_cache=True).past_key_values is not None, "where it was asked for"
+
+
+WAYS = ("trained", "frozen", "adapted", "checkpointed", "embeddings want gradients")
+
+
+def in_a_way(model, way: str):
+    """The model with a tower that is trained, frozen, or frozen with adapters in it."""
+    if way == "checkpointed":
+        model.gradient_checkpointing_enable()
+    if way in ("frozen", "adapted", "embeddings want gradients"):
+        for name, p in model.named_parameters():
+            p.requires_grad_("vis" not in name)
+    if way == "embeddings want gradients":  # as PEFT and Trainer have it beside checkpointing
+        model.enable_input_require_grads()
+        conv = next(
+            m for n, m in model.named_modules() if n.endswith(("patch_embed", "_embedding"))
+        )
+        conv.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    if way == "adapted":
+        peft = pytest.importorskip("peft")
+        settings = peft.LoraConfig(
+            r=2, target_modules=r".*vis.*\.(q_proj|qkv)", init_lora_weights=False
+        )
+        model = peft.get_peft_model(model, settings).double()
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "qwen3_vl")],
+)
+@pytest.mark.parametrize("offload", ["host", "gpu"])
+def test_a_towers_gradients(name, way, offload):
+    made, batch = small(name)
+    stock = in_a_way(copy.deepcopy(made), way)
+    ours = in_a_way(made, way)
+    ours.load_state_dict(stock.state_dict())
+    report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload=offload, tile=16))
+    assert sum("are checkpointed, their inputs offloaded" in note for note in report.notes) == 1
+    for _ in range(2):  # room and queues of the first step serve the second
+        (_, loss, grads), (_, wanted_loss, wanted) = step(ours, batch), step(stock, batch)
+        assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
+        assert_close(grads, wanted)
+    hfpatch.undo(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_close(step(ours, batch)[2], wanted)
+
+
+def test_a_tower_keeps_the_inputs_of_its_blocks():
+    """Bytes that autograd keeps on the device: of a trained tower nothing within blocks, of a
+    frozen one nothing at all."""
+    kept = {}
+    for way in ("trained", "frozen", "embeddings want gradients"):
+        for patched in (False, True):
+            model, batch = small("qwen3_vl")
+            model = in_a_way(model, way)
+            visual = model.model.visual
+            if patched:
+                hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host"))
+            saved = {}
+
+            def note(x, saved=saved):
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                return x
+
+            weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                out = visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
+            kept[way, patched] = sum(n for at, n in saved.items() if at not in weights)
+            del out
+    assert 0 < kept["trained", True] <= kept["trained", False] / 3
+    assert kept["frozen", True] == kept["embeddings want gradients", True] == 0
+    assert kept["embeddings want gradients", False] > 0
+
+
+def test_a_model_without_a_tower_has_none():
+    from tests.layer.deep import tiny_llama
+
+    report = hfpatch.apply(tiny_llama())
+    assert not any("blocks of" in note for note in report.notes)
