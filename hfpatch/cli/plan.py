@@ -13,7 +13,8 @@ from hfpatch.budget.presets import MODELS, PRESETS
 from hfpatch.cli.flags import add_checkpointing, checkpointing_of
 from hfpatch.lab.models import resolve
 from hfpatch.planner.answer import judged
-from hfpatch.planner.placements import PLACEMENTS, resident
+from hfpatch.planner.optimizers import OPTIMIZERS
+from hfpatch.planner.placements import PLACEMENTS, resident, under
 from hfpatch.planner.plan import placements, plan, resolved
 from hfpatch.planner.show import picture, sweep_table
 
@@ -43,6 +44,11 @@ def add_arguments(parser) -> None:
     )
     add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
+    add(
+        "--optimizer",
+        default="adamw",
+        help=f"of --placement adamw and adamw-fp32: {', '.join(OPTIMIZERS)} (adamw)",
+    )
     add(
         "--lora-r",
         type=int,
@@ -132,6 +138,7 @@ def main(args) -> int:
         "checkpointing": checkpointing_of(args), "adapters": _adapters(args),
         "sp_size": args.sp_size,
     }  # fmt: skip
+    asked = under(args.optimizer, args.placement)
     if args.sweep is not None and (args.max_seq_len or args.seq_len is not None):
         other = "--max-seq-len" if args.max_seq_len else "--seq-len"
         raise ValueError(
@@ -144,7 +151,7 @@ def main(args) -> int:
         )
     if args.sweep is not None:
         lengths = parse_lengths(args.sweep)
-        names = placements(resolved(args.model, seq_len=lengths[0], **common), args.placement)
+        names = placements(resolved(args.model, seq_len=lengths[0], **common), asked)
         plans = [_found(args, n, p, common) for p in names for n in lengths]
         print(
             json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans)
@@ -158,6 +165,6 @@ def main(args) -> int:
         raise ValueError(
             f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep."
         )
-    found = _found(args, seq_len[0], args.placement, common)
+    found = _found(args, seq_len[0], asked, common)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits and not found.contradicted else 3

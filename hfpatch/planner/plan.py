@@ -28,14 +28,14 @@ from hfpatch.planner.answer import (
     make_run,
     settings_of,
 )
-from hfpatch.planner.placements import PLACEMENTS, candidates, resident
+from hfpatch.planner.placements import candidates, placement_named, resident
 
 
 def _settings(run: Run, placement: str) -> Checkpointing:
     """What was asked for; parameters sharded layer by layer do not allow segments of several
     layers.
     """
-    sharded = PLACEMENTS[placement].sharded and run.checkpointing.every == "auto"
+    sharded = placement_named(placement).sharded and run.checkpointing.every == "auto"
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
@@ -65,7 +65,7 @@ def _search(*asked, **sizes) -> Search:
 
 
 def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple[Search, Budget]:
-    itemsize = PLACEMENTS[placement].itemsize
+    itemsize = placement_named(placement).itemsize
     sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
     search = _search(settings, run.shape, gpu=run.rates, **sizes)
     return search, search.budget(*_free(run, stays, itemsize), run.gpus)
@@ -137,7 +137,10 @@ def evaluate(run: Run, placement: str, policy=None) -> Plan:
 def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     stays = resident(placement, run.shape, run.gpus, policy or run.checkpointing)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
-    sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
+    sizes, itemsize = (
+        {"batch": run.batch, "tokens": run.seq_len},
+        placement_named(placement).itemsize,
+    )
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
     time, moved = step_time(
@@ -259,7 +262,7 @@ def _longest_ways(run: Run, names, progress=None) -> list[dict]:
     if (
         run.checkpointing not in WHOLE
         and run.checkpointing.every == "auto"
-        and not PLACEMENTS[names[0]].sharded
+        and not placement_named(names[0]).sharded
     ):
         runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
     found = []
@@ -407,7 +410,8 @@ def plan(
 
     model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu,
     or "this", which measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement:
-    see placements.py. checkpointing: "auto", "least", "off", "gpu", "host", a directory, a
+    see placements.py; or an optimizer of optimizers.py, on fp32 or else bf16 weights.
+    checkpointing: "auto", "least", "off", "gpu", "host", a directory, a
     Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
     share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
     adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that

@@ -23,7 +23,7 @@ from hfpatch.lab.simulate.adapters import PACKED
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
-from hfpatch.planner.placements import PLACEMENTS, resident
+from hfpatch.planner.placements import placement_named, resident
 
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
@@ -39,7 +39,7 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     """
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
-    wide = PLACEMENTS[plan.placement].itemsize == 4  # under autocast
+    wide = placement_named(plan.placement).itemsize == 4  # under autocast
     adapters = Adapters(**plan.adapters) if plan.adapters else None
     built = build(config, torch.float32 if wide else torch.bfloat16, adapters)
     model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])

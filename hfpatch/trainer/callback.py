@@ -21,11 +21,12 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.hardware import gpu_named
 from hfpatch.budget.seconds import Resident
-from hfpatch.compat import is_sharded_by_zero3, parallelism_config
+from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model
 from hfpatch.parts.quantised import as_trained
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer.marks import first_to_say
+from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
 
 
 class Callback(TrainerCallback):
@@ -131,6 +132,8 @@ class Callback(TrainerCallback):
         ):
             self._warned = True
             warnings.warn(words, stacklevel=2)
+        if type(optimizer).__module__.startswith("torchao.optim") and args.process_index == 0:
+            say_compiling(type(optimizer).__name__)
         # a run that looks for its batch size begins again, and never ended
         self.on_train_end(args, state, control)
         self._loader = kwargs.get("train_dataloader")
@@ -258,40 +261,6 @@ def _noting_arrivals(kind: type) -> type:
             yield batch
 
     return type(kind.__name__, (kind,), {"__iter__": batches})
-
-
-# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin,
-# optimi, torchdistX.
-_KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
-
-
-def rounded_to_nearest(optimizer) -> str:
-    """What to say where an optimizer rounds updates of 16-bit weights away; "" where it does not.
-
-    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it
-    comes. Engines hand their optimizers fp32 copies, and those are what stands in its groups.
-    """
-    asked = getattr(optimizer, "defaults", {})
-    if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
-        return ""
-    weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-    half = [
-        p
-        for p in weights
-        if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)
-    ]
-    if not half:
-        return ""
-    return (
-        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} "
-        f"came: {len(half)} of "
-        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, "
-        "and updates below about "
-        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", '
-        'optim_args="bf16_stochastic_round=True" '
-        "to TrainingArguments (pip install torchao), or load the model in float32 and pass "
-        "bf16=True."
-    )
 
 
 def memory_columns(device) -> dict:
