@@ -5,12 +5,11 @@ import sys
 import time
 from dataclasses import replace
 
-from hfpatch.budget.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.limits import parse_lengths
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.presets import MODELS, PRESETS
-from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
 from hfpatch.lab.models import resolve
 from hfpatch.planner.answer import judged
 from hfpatch.planner.optimizers import OPTIMIZERS
@@ -49,23 +48,7 @@ def add_arguments(parser) -> None:
         default="adamw",
         help=f"of --placement adamw and adamw-fp32: {', '.join(OPTIMIZERS)} (adamw)",
     )
-    add(
-        "--lora-r",
-        type=int,
-        default=0,
-        help="train LoRA adapters of this rank over a frozen base (0: all weights)",
-    )
-    add(
-        "--base",
-        default="bf16",
-        choices=list(BASES),
-        help="of --lora-r: how the base's weights are kept (bf16)",
-    )
-    add(
-        "--lora-target",
-        default=ALL_LINEAR,
-        help="of --lora-r: names of Linear layers with commas (all-linear)",
-    )
+    add_adapters(add)
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
     add(
@@ -82,17 +65,6 @@ def add_arguments(parser) -> None:
     add("--json", action="store_true", help="one JSON object (a list of them for a sweep)")
 
 
-def _adapters(args) -> Adapters | None:
-    """What --lora-r and its companions ask for. ValueError where they come without it."""
-    if args.lora_r:
-        return Adapters.of(args.lora_r, args.base, args.lora_target)
-    if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):
-        raise ValueError(
-            "hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16."
-        )
-    return None
-
-
 def _simulated(args, found):
     """The plan with what a simulated step of the same model and policy takes beside it, and whether
     that still fits.
@@ -100,7 +72,7 @@ def _simulated(args, found):
     from hfpatch.planner.simulated import simulated_bytes
 
     _, shape, config = resolve(args.model)
-    shape = replace(shape, adapters=_adapters(args))
+    shape = replace(shape, adapters=adapters_of(args))
     # Where gradients do not stay, the moment is that of the most activations.
     policy = Policy(**found.policy) if isinstance(found.policy, dict) else found.policy
     stays = resident(found.placement, shape, found.gpus, policy)
@@ -135,7 +107,7 @@ def main(args) -> int:
     """Runs the command; returns its exit code."""
     common = {
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
-        "checkpointing": checkpointing_of(args), "adapters": _adapters(args),
+        "checkpointing": checkpointing_of(args), "adapters": adapters_of(args),
         "sp_size": args.sp_size,
     }  # fmt: skip
     asked = under(args.optimizer, args.placement)

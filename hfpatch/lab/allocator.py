@@ -169,32 +169,29 @@ class Placed:
 
     def __init__(self, allocator: Allocator, *args, **settings):
         super().__init__(*args, **settings)
-        self.allocator, self.pieces = allocator, {}
+        self.allocator, self.pieces = allocator, {}  # by the id of a Block
         self.stream = lambda: 0  # whose pool the next storage is of
 
     def _birth(self, nbytes: int, op: str, category: str = "activations") -> int:
-        piece = (
-            None
-            if self._host or self._calibrating
-            else self.allocator.malloc(nbytes, self.stream())
-        )
+        placed = not (self._host or self._calibrating)
+        piece = self.allocator.malloc(nbytes, self.stream()) if placed else None
         index = super()._birth(nbytes, op, category)
         if piece is not None:
-            self.pieces[index] = piece
+            self.pieces[id(self.ledger.blocks[index])] = piece
         return index
 
     def _death(self, index: int) -> None:
         super()._death(index)
-        if not self._calibrating and (piece := self.pieces.pop(index, None)) is not None:
+        piece = self.pieces.pop(id(self.ledger.blocks[index]), None)
+        if piece is not None:
             self.allocator.free(piece)
 
     def track(self, tensor, *args, **kwargs):
         block = super().track(tensor, *args, **kwargs)
-        known = block and self._refs.get(id(tensor.untyped_storage()))
-        piece = self.pieces.get(known[1]) if known and not self._calibrating else None
+        piece = self.pieces.get(id(block))
         if piece is not None and not block.nbytes <= piece.nbytes <= block.nbytes + SMALL:
-            self.allocator.free(self.pieces.pop(known[1]))
-            self.pieces[known[1]] = self.allocator.malloc(block.nbytes, self.stream())
+            self.allocator.free(self.pieces.pop(id(block)))
+            self.pieces[id(block)] = self.allocator.malloc(block.nbytes, self.stream())
         return block
 
 
