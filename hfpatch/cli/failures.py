@@ -13,6 +13,8 @@ import sys
 import traceback
 import zipfile
 
+from hfpatch.anchors import page_of
+
 BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
 
 _FULL = "the disk is full{at}; free some room, or write elsewhere"
@@ -124,8 +126,11 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     else:
+        # What Ctrl-C stopped needs no page, and wrong flags name the --help that lists them.
+        explained = code == INTERRUPTED or sentence.endswith("--help")
         sentence = _LONG.sub(r"\1...", _SECRET.sub("hf_...", sentence))
-        print(f"hfpatch: {sentence}{'' if sentence.endswith('?') else '.'}", file=sys.stderr)
+        end = "." if explained else f"; more: {page_of(sentence)}."
+        print(f"hfpatch: {sentence}{end}", file=sys.stderr)
     return code
 
 
