@@ -14,6 +14,7 @@ import traceback
 import zipfile
 
 from hfpatch.anchors import page_of
+from hfpatch.cli.quiet import quiet
 
 BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
 
@@ -95,6 +96,7 @@ def guarded(command, argv, *, piped: bool = True) -> int:
     place. piped: whether a reader that goes away (`| head`) has seen enough, so that it is no
     failure. Exit codes of failures: 2 bad input, 1 the machine (disk, memory), 130 Ctrl-C.
     """
+    quiet()
     argv = list(argv)
     # TrainingArguments has a --debug of its own, which takes a word.
     at = [
