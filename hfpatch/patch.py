@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from hfpatch.anchors import with_page
 from hfpatch.budget.choice import choose
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkpointing
@@ -180,7 +181,11 @@ def apply(
         "mlp": mlp,
         "loss": loss,
     }
-    return _apply(model, switches, checkpointing, logits)
+    try:
+        return _apply(model, switches, checkpointing, logits)
+    except ValueError as error:
+        with_page(error)
+        raise
 
 
 def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:

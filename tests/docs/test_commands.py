@@ -1,5 +1,6 @@
 """What the site tells people to type, typed: at tiny size, without a GPU, a network or a hub."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from blocks import PAGES, REASONS, ROOT, blocks
+from transformers import TrainingArguments
 
 from hfpatch.cli.main import COMMANDS, main
 
@@ -48,7 +50,7 @@ def test_commands_name_what_there_is(name):
             help_text = page[page.index(f"## hfpatch {words[1]}\n") :]
             for word in words[2:]:
                 flag = word.partition("=")[0]
-                theirs = ("--learning_rate", "--bf16", "--resume_from_checkpoint")
+                theirs = {f"--{field.name}" for field in dataclasses.fields(TrainingArguments)}
                 assert not flag.startswith("--") or flag in help_text or flag in theirs, line
 
 

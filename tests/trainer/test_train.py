@@ -278,9 +278,10 @@ def test_push_to_hub_goes_through_trainer(run_train, monkeypatch):
 
 def test_time_limit_stops_and_saves(run_train):
     code, out, err, folder = run_train(max_steps=100_000, time_limit=0.02)
+    assert "of 100000 steps, stopped after 0.02 minutes (--time_limit), total" in out
     assert code == 0, err
     assert (
-        0 < int(re.search(r"(\d+) steps, total", out).group(1)) < 100_000
+        0 < int(re.search(r"(\d+) of 100000 steps", out).group(1)) < 100_000
         and (folder / "model.safetensors").exists()
     )
 
