@@ -5,9 +5,10 @@ blocks of the image's are checkpointed, the rest is transformers' own.
 import copy
 
 import pytest
+import tiny
 import torch
 from test_families import assert_close, step
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
@@ -228,3 +229,64 @@ def test_a_model_without_a_tower_has_none():
 
     report = hfpatch.apply(tiny_llama())
     assert not any("blocks of" in note for note in report.notes)
+
+
+def pictures(name: str, rows: list[dict]) -> dict:
+    """A batch of rows with a made picture each, as the family's own preprocessing has it."""
+    if name == "qwen3_vl":
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as processing
+
+        process = processing.Qwen2VLImageProcessorPil(
+            patch_size=4, merge_size=2, min_pixels=256, max_pixels=256
+        )
+        kinds = "mm_token_type_ids"
+    else:
+        from transformers.models.gemma3 import image_processing_pil_gemma3 as processing
+
+        process = processing.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+        kinds = "token_type_ids"
+    seen = process(images=[row["picture"] for row in rows], return_tensors="pt")
+    seen.pop("num_crops", None)
+    n_image = MODELS[name][1]
+    ids = torch.stack([torch.tensor(row["ids"]) for row in rows])
+    ids[:, 5], ids[:, 6 : 6 + n_image] = 62, IMAGE
+    labels = ids.clone()
+    labels[:, : 6 + n_image] = -100
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    return batch | dict(seen) | {kinds: (ids == IMAGE).long()}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+@tiny.not_before_transformers((5, 24), "has image processors without torchvision elsewhere")
+def test_made_pictures_through_trainer(name, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {
+            "picture": image.fromarray(
+                torch.randint(0, 255, (20 + i, 20 + i, 3), generator=generator).byte().numpy()
+            ),
+            "ids": torch.randint(1, 50, (40,), generator=generator).tolist(),
+        }
+        for i in range(4)
+    ]
+    stock, _ = small(name)
+    runs = []
+    for patched in (True, False):
+        model = copy.deepcopy(stock)
+        if patched:
+            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
+            report_to=[], optim="sgd", learning_rate=1e-2, logging_steps=1, save_strategy="no",
+            remove_unused_columns=False, disable_tqdm=True, dataloader_pin_memory=False, seed=3,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, lambda rows: pictures(name, rows), rows)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((losses, {n: p.detach() for n, p in model.named_parameters()}))
+    (ours, weights), (theirs, plain) = runs
+    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
+    moved = {n: p - stock.get_parameter(n) for n, p in plain.items()}
+    assert any("vis" in n and step.abs().max() > 0 for n, step in moved.items())
+    assert_close({n: p - stock.get_parameter(n) for n, p in weights.items()}, moved)
