@@ -47,6 +47,7 @@ def add_arguments(parser) -> None:
         default="adamw",
         help=f"of --placement adamw and adamw-fp32: {', '.join(OPTIMIZERS)} (adamw)",
     )
+    add("--fp8", action="store_true", help="the layers' products in torchao's float8, by rows")
     add(
         "--lora-r",
         type=int,
@@ -110,8 +111,9 @@ def _found(args, seq_len: int, placement: str, common: dict):
     closed form.
     """
     found = plan(
-        args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len, **common
-    )
+        args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len,
+        fp8=args.fp8, **common,
+    )  # fmt: skip
     return _simulated(args, found) if args.simulate and found.closed_form else found
 
 
