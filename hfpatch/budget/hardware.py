@@ -37,6 +37,13 @@ DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
 DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
 
 
+# What float8 makes of the products' speed: torchtitan's Llama-3-8B on eight H100, 8,192 tokens, compiled,
+# 8,532 against 6,667 tokens/s (its table of December 2024). That is the whole step; products alone gain
+# more, and torchao's casts without torch.compile take some of it back: not measured.
+FLOAT8_SPEED = 8532 / 6667
+FLOAT8_GPUS = ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "mi300x")
+
+
 @dataclass(frozen=True)
 class Gpu:
     """A GPU's memory and rates, in bytes, FLOP/s and bytes/s.
@@ -49,6 +56,7 @@ class Gpu:
     measured: the rates were measured on this machine, so no share is applied to them.
     peer: one direction of the links to the machine's other GPUs; 0 where they meet in host memory.
     sharing: GPUs that use the machine's disk at once.
+    float8: the layers' products are computed in float8 (`plan --fp8`).
     """
 
     name: str
@@ -63,11 +71,13 @@ class Gpu:
     measured: bool = False
     peer: float = 0.0
     sharing: int = 1
+    float8: bool = False
 
     @property
     def matmul_flops(self) -> float:
         """FLOP/s that large matmuls are planned with."""
-        return self.peak_flops if self.measured else MATMUL_SHARE * self.peak_flops
+        share = 1.0 if self.measured else MATMUL_SHARE
+        return share * self.peak_flops * (FLOAT8_SPEED if self.float8 else 1.0)
 
     @property
     def memory_rate(self) -> float:

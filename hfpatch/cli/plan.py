@@ -48,6 +48,7 @@ def add_arguments(parser) -> None:
         default="adamw",
         help=f"of --placement adamw and adamw-fp32: {', '.join(OPTIMIZERS)} (adamw)",
     )
+    add("--fp8", action="store_true", help="the layers' products in torchao's float8, by rows")
     add_adapters(add)
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
@@ -98,7 +99,7 @@ def _found(args, seq_len: int, placement: str, common: dict):
     """
     found = plan(
         args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len,
-        progress=_progress(), **common,
+        progress=_progress(), fp8=args.fp8, **common,
     )  # fmt: skip
     return _simulated(args, found) if args.simulate and found.closed_form else found
 

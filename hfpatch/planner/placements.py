@@ -7,6 +7,7 @@ library only.
 
 from dataclasses import dataclass
 
+from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.formula import WEIGHT_SLOTS
 from hfpatch.budget.seconds import Resident
 from hfpatch.budget.shape import ModelShape
@@ -220,3 +221,19 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         host_optimizer=28 * P,
         gathers=gathers,
     )
+
+
+# Tokens of a tile that float8's casts are counted for.
+CAST_TOKENS = 8192
+
+
+def float8_bytes(shape: ModelShape, tokens: int) -> int:
+    """What torchao's float8 takes of a GPU beside bf16, at its highest in one Linear that is not
+    compiled: the casts pass through float32 twice, and both operands are there in float8.
+
+    tokens: of a batch's rows together; of a longer tile CAST_TOKENS.
+    """
+    tokens = min(tokens, CAST_TOKENS)
+    sizes = [size for i in shape.kinds for size in layer_linears(shape, i).values()]
+    largest = max(max(n * m, tokens * n, tokens * m) for n, m in sizes)
+    return 8 * largest + max(n * m + tokens * max(n, m) for n, m in sizes)

@@ -20,6 +20,7 @@ from hfpatch.budget.seconds import first_step, step_time
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.planner.answer import (
     ASSUMED,
+    FLOAT8,
     PROCESS_BYTES,
     WHOLE,
     Plan,
@@ -27,8 +28,10 @@ from hfpatch.planner.answer import (
     assembled,
     make_run,
     settings_of,
+    stays_of,
+    with_float8,
 )
-from hfpatch.planner.placements import candidates, placement_named, resident
+from hfpatch.planner.placements import candidates, placement_named
 
 
 def _settings(run: Run, placement: str) -> Checkpointing:
@@ -93,7 +96,7 @@ def _frontier(run: Run, placement: str) -> list[dict]:
     """
     if run.checkpointing in WHOLE:
         return []
-    stays = resident(placement, run.shape, run.gpus, run.checkpointing)
+    stays = stays_of(run, placement, run.checkpointing)
     plans = (
         evaluate(run, placement, o.policy)
         for o in frontier(*_searched(run, placement, stays, _settings(run, placement)))
@@ -135,7 +138,7 @@ def evaluate(run: Run, placement: str, policy=None) -> Plan:
 
 
 def _evaluated(run: Run, placement: str, policy=None) -> Plan:
-    stays = resident(placement, run.shape, run.gpus, policy or run.checkpointing)
+    stays = stays_of(run, placement, policy or run.checkpointing)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
     sizes, itemsize = (
         {"batch": run.batch, "tokens": run.seq_len},
@@ -149,6 +152,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     why = why_not or _why(run, policy)
     if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
         why += f"; {ASSUMED}"
+    why += f"; {FLOAT8}" if run.gpu.float8 else ""
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
     return replace(
         found,
@@ -327,12 +331,15 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
         (g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes),
         key=lambda g: g.memory_bytes,
     )
-    if larger and not _best(replace(run, gpu=larger[-1]), names).fits:  # the host is short
+    if (
+        larger
+        and not _best(replace(run, gpu=replace(larger[-1], float8=run.gpu.float8)), names).fits
+    ):  # the host is short
         larger = []
     for gpu in larger:
         if offer(
             f"--gpu {gpu.name}",
-            replace(run, gpu=gpu),
+            replace(run, gpu=replace(gpu, float8=run.gpu.float8)),
             names,
             f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB",
         ):
@@ -403,7 +410,7 @@ def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
-    adapters: Adapters | None = None, progress=None,
+    adapters: Adapters | None = None, progress=None, fp8: bool = False,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
     GPU fits, and how long a step takes.
@@ -415,7 +422,7 @@ def plan(
     Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
     share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
     adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that
-    this search tries. A model that no closed form describes
+    this search tries. fp8: products in float8. A model that no closed form describes
     runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
     Raises ValueError for what is unknown or unsupported.
     """
@@ -437,6 +444,7 @@ def plan(
     if getattr(checkpointing, "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
     run = resolved(model, seq_len=seq_len, adapters=adapters, **asked)
+    run = with_float8(run) if fp8 else run
     names = placements(run, placement)
     if not isinstance(run.shape, ModelShape):
         from hfpatch.planner.simulated import simulated_plan
