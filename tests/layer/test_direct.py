@@ -57,6 +57,34 @@ def used(monkeypatch):
     return calls
 
 
+STEPS = ("pre", "post", "post_back", "pre_back")
+
+
+@pytest.mark.parametrize("tile, tiles", [(8, 6), (64, 1)])
+def test_a_llama_runs_by_its_written_out_form(tile, tiles, monkeypatch):
+    """In every layer and tile, both ways: a rule that kept it away would cost time in silence."""
+    counts = Counter()
+    for name in STEPS:
+        run = getattr(Direct, name)
+        monkeypatch.setattr(
+            Direct,
+            name,
+            lambda *args, run=run, name=name, **kwargs: (
+                counts.update([name]) or run(*args, **kwargs)
+            ),
+        )
+    settings = hfpatch.Checkpointing(plain=0, tile=tile, keep=(), save_attention=True, every=1)
+    ours = tiny.patched(tiny.llama(), checkpointing=settings)
+    for _ in range(2):  # the second finds what was noted of the layers
+        counts.clear()
+        tiny.step(ours, tiny.labelled())
+        layers = len(ours.model.layers)
+        # before attention: in forward, for attention's backward and for its own; one tile's graph
+        # serves both
+        runs = dict(zip(STEPS, (3 if tiles > 1 else 2, 1, 1, 1)))
+        assert counts == {name: n * layers * tiles for name, n in runs.items()}
+
+
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("model", MODELS)
