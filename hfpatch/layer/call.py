@@ -29,7 +29,7 @@ from hfpatch.attention.head_groups import Grouped
 from hfpatch.attention.heads import Attention, groups_of
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype, backward_from
-from hfpatch.layer.kept import Cut, Kept
+from hfpatch.layer.kept import Kept
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.time_tiles import go_in_time
 from hfpatch.layer.weight_gradients import AsInForward, AsThen, WeightGradients
@@ -202,8 +202,7 @@ class LayerCall(Kept):
         alone = where == "tier" and self.policy.every == 1
         inside, room = self.keep_inside if alone else (), 0
         try:
-            x_tiles = Cut(x_BTD, self.bounds)
-            parts = self._qkv((i, x_tiles[i]) for i in range(len(self.bounds)))
+            parts = self._qkv(enumerate(self.cut(x_BTD)))
             self.ask.store(parts)
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in parts]  # attention hides these copies
@@ -222,11 +221,11 @@ class LayerCall(Kept):
                 self.transfers.settle()
             # The layer's own x, q, k, v, out and lse live until its end anyway.
             within = self.session.spare + self.transfers.unsettled_bytes if inside else 0
-            whole, out_tiles = None, [Cut(o, self.bounds) for o in outs]
+            whole, x_tiles, out_tiles = None, self.cut(x_BTD), [self.cut(o) for o in outs]
             for index, (a, b) in self.ask.phase(enumerate(self.bounds)):
                 noted = dict.fromkeys(inside)
                 tiles = self._post(
-                    x_tiles[index], [o[index] for o in out_tiles], index, grad=False, noted=noted
+                    next(x_tiles), [next(o) for o in out_tiles], index, grad=False, noted=noted
                 )[0]
                 if inside:
                     self.save_inside(noted, within)
@@ -303,8 +302,7 @@ class LayerCall(Kept):
         queue.begin()
         if self.earlier is not None and self.x is None:
             self._materialise()
-        if not self.x.resident:
-            self.push_passes()
+        self.begin_passes()
         before = self.previous()
         streamed = self.session.weights.again(
             self.layer, None if before is None else before.first_again.layer
@@ -323,7 +321,7 @@ class LayerCall(Kept):
             self.ask.adds_up(None)
         if not retain:
             self.release()
-        self.out_buffers = None
+        self.out_buffers, self.passes = None, []
         if before is None and not queue.under_way:
             queue.drop_ring()
         return dx, [*darguments, *weights.handed_over()]
@@ -394,7 +392,7 @@ class LayerCall(Kept):
         of `pre` serves B and D.
         """
         lse_ticket, qkv_ticket = self._tickets(before)
-        for _, x, outs, known in self.tiles(self.passes()[0]):
+        for _, x, outs, known in self.tiles(self.passes[0]):
             parts, back, values, lses = [], None, None, None
             if not qkv_ticket:
                 parts, back = self._pre_again(x, 0, need_x, weights, dead=False)
@@ -418,7 +416,7 @@ class LayerCall(Kept):
 
     def _backward_tiles(self, dy, private, need_x, weights, retain, before):
         lse_ticket, qkv_ticket = self._tickets(before)
-        parts, outs, lses, passes = None, None, None, iter(self.passes())
+        parts, outs, lses, passes = None, None, None, iter(self.passes)
         if self.mixes and not self.outs:
             # The attention outputs were not saved: B first, then attention again.
             parts = self._kept_qkv(qkv_ticket, retain) or self._again(next(passes))
@@ -431,7 +429,7 @@ class LayerCall(Kept):
             dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
         douts, dy_tiles = (
             None,
-            [None if d is None else Cut(d, self.bounds) for d in (dy, *self.dextras)],
+            [None if d is None else self.cut(d) for d in (dy, *self.dextras)],
         )
         for index, x_t, out_t, known in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
@@ -439,7 +437,7 @@ class LayerCall(Kept):
                 known["mid"][0] if x_t is None else x_t,
                 out_t if outs is None else [o[:, a:b] for o in outs],
             )
-            dys = [None if d is None else d[index] for d in dy_tiles]
+            dys = [None if d is None else next(d) for d in dy_tiles]
             dx_t, douts_t = self._post_back(x_t, out_t, index, dys, need_x, known, weights)
             if need_x:
                 dx[:, a:b] = dx_t
@@ -479,13 +477,13 @@ class LayerCall(Kept):
             tile_of_dx = _one_ahead(
                 lambda i: self.transfers.fetch([(parked, *self.bounds[i], None)]), len(self.bounds)
             )
-        grads = [Cut(g, self.bounds) for g in parts]
+        grads = [self.cut(g) for g in parts]
         for index, x_t, _, _ in self.ask.phase(self.tiles(next(passes))):
             a, b = self.bounds[index]
             if parked is not None:
                 dx[:, a:b] = tile_of_dx(index)
             back = self._pre_again(x_t, index, need_x, weights, dead=True)[1]
-            dx_t = back([g[index] for g in grads], dsinks if index == 0 else None)
+            dx_t = back([next(g) for g in grads], dsinks if index == 0 else None)
             if dx_t is not None:
                 dx[:, a:b].add_(dx_t)
             del x_t, back, dx_t

@@ -94,6 +94,7 @@ def tiled_layer(session, policy: Policy, ask, x: Tensor, again: bool = False) ->
         with torch.no_grad():
             return call.forward(x, where=None)
     call.keep = ask.keepable(policy.keep, x.device.type) if policy.every == 1 else ()
+    call.keep_inside = tuple([name for name in call.keep if name != "qkv"]) if call.keep else ()
     if call.keep != policy.keep and session.checkpointing.keep != "auto":
         lost = ", ".join(name for name in policy.keep if name not in call.keep)
         session.tell(

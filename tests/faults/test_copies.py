@@ -79,7 +79,7 @@ REMOVALS = {
     "Transfers.put: device.wait(device.mark(), self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
-    "Kept._requests.<locals>.request: "
+    "Kept._room_for_outs: "
     "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
     "LayerCall._materialise: self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": (
         "host",
