@@ -105,8 +105,6 @@ class LayerRuntime:
         self.planned: dict[tuple, int] = {}
         # seconds; began is None once the first step has ended
         self.began, self.pinning = time.monotonic(), 0.0
-        # layers, by index and mode, that were seen to draw random numbers
-        self.draws: set[tuple] = set()
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.loss_bytes = LOSS_WORKSPACE  # of the step under way
         self.spare = 0  # bytes that the sources of copies may take when the layer under way ends

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
-from hfpatch.layer import direct
-from hfpatch.layer import parts as ask
+from hfpatch.layer import direct, function
 from hfpatch.layer.direct import Direct
 
 
@@ -50,14 +49,14 @@ KEPT = {
 @pytest.fixture
 def used(monkeypatch):
     """Tiles that ran behind attention without a module's call."""
-    calls, post = [], Direct.post
+    calls, after = [], Direct.after
     monkeypatch.setattr(
-        Direct, "post", lambda *args, **kwargs: calls.append(1) or post(*args, **kwargs)
+        Direct, "after", lambda *args, **kwargs: calls.append(1) or after(*args, **kwargs)
     )
     return calls
 
 
-STEPS = ("pre", "post", "post_back", "pre_back")
+STEPS = ("before", "after", "after_backward", "before_backward")
 
 
 @pytest.mark.parametrize("tile, tiles", [(8, 6), (64, 1)])
@@ -96,7 +95,7 @@ def test_gradients_are_those_of_modules_to_the_bit(model, frozen, kept, used, mo
     got = tiny.step(tiny.patched(model, checkpointing=settings), tiny.labelled())
     assert used
     used.clear()
-    monkeypatch.setattr(ask, "direct_of", lambda *args: None)
+    monkeypatch.setattr(function, "direct_of", lambda *args: None)
     # What is known changes no bit either: of a sum its two gradients are added in the norm's pass,
     #     as where it is not known.
     settings = hfpatch.Checkpointing(plain=0, tile=KEPT[kept]["tile"], keep=())
@@ -309,7 +308,7 @@ def test_what_is_put_in_a_place_before_backward_changes_no_gradient(
     looked for among those.
     """
     if by_modules:
-        monkeypatch.setattr(ask, "direct_of", lambda *args: None)
+        monkeypatch.setattr(function, "direct_of", lambda *args: None)
     ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
     wanted, theirs = tiny.step(ours, tiny.labelled()), dict(ours.named_parameters())
     ours.zero_grad()
@@ -407,7 +406,7 @@ TIED = {
 def test_a_weight_with_two_names_in_a_layer_is_one(tied, tile, by_modules, monkeypatch):
     """`autograd.grad` gets all of its gradient, and writes nobody's."""
     if by_modules:
-        monkeypatch.setattr(ask, "direct_of", lambda *args: None)
+        monkeypatch.setattr(function, "direct_of", lambda *args: None)
     stock = tiny.llama(dtype=torch.float64)
     TIED[tied](stock)
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))

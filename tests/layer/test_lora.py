@@ -17,7 +17,7 @@ from torch import nn
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.layer import runtime as session
-from hfpatch.layer.parts import LayerParts
+from hfpatch.layer.traced import Traced
 from hfpatch.parts import quantised as quantised_module
 from hfpatch.parts import unread as dead
 from hfpatch.parts.quantised import base_of
@@ -102,9 +102,9 @@ def test_so_do_those_over_few_bits(quantised, first, monkeypatch):
 
 def tiles_of(model: nn.Module, first: str, monkeypatch) -> int:
     """Tiles that ran behind attention in a step, where `first` comes before the other."""
-    run, count = LayerParts.post, []
+    run, count = Traced.post, []
     monkeypatch.setattr(
-        LayerParts, "post", lambda *args, **kwargs: count.append(1) or run(*args, **kwargs)
+        Traced, "post", lambda *args, **kwargs: count.append(1) or run(*args, **kwargs)
     )
     settings = {"checkpointing": dataclasses.replace(tiny.TILED, plain=0)}
     if first == "apply":
