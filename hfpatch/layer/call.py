@@ -25,10 +25,11 @@ from hfpatch.attention.heads import Attention, groups_of
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
+from hfpatch.layer.forward_state import AsInForward, AsThen
 from hfpatch.layer.kept import Kept
 from hfpatch.layer.parts import LayerParts, store
 from hfpatch.layer.time_tiles import go_in_time
-from hfpatch.layer.weight_gradients import AsInForward, AsThen, WeightGradients
+from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
 
 
@@ -37,7 +38,7 @@ class LayerCall(Kept):
     """One forward of one layer, and all that its backward needs."""
 
     layer: nn.Module
-    session: "object"
+    runtime: object  # layer.runtime.LayerRuntime
     parts: LayerParts | None  # None once the last backward is over
     then: AsThen  # what it computes with
     private: tuple = ()
@@ -51,7 +52,7 @@ class LayerCall(Kept):
     position: int = 0  # in its segment
     # as the policy says, where that can be: q, k, v, out and their gradients wait in the tier
     by_group: bool = False
-    previous: object = lambda: None  # weak reference to the call before, whose backward comes next
+    previous: object = None  # weak reference to the call before, whose backward comes next
 
     def release(self) -> None:
         super().release()
@@ -107,7 +108,7 @@ class LayerCall(Kept):
         tile is saved.
         """
         # The layer's own x, q, k, v, out and lse live until its end anyway.
-        room = self.session.spare + self.transfers.unsettled_bytes if noting else 0
+        room = self.runtime.spare + self.transfers.unsettled_bytes if noting else 0
         whole, x_tiles, out_tiles = None, self.cut(x_BTD), [self.cut(o) for o in outs]
         for a, b in self.parts.phase(self.bounds):
             noted = dict.fromkeys(self.keep_inside) if noting else None
@@ -159,7 +160,7 @@ class LayerCall(Kept):
                 self.transfers.settle()
             whole = self.after(x_BTD, outs, noting=alone and bool(self.keep_inside))
             # the next layer hides what is left of the copies
-            room = self.session.spare if alone else 0
+            room = self.runtime.spare if alone else 0
         finally:
             # Also where memory ran out: a caller who catches that and tries again gets it back.
             if self.queue is not None:
@@ -191,7 +192,7 @@ class LayerCall(Kept):
             for call, then in zip(reversed(calls), [*reversed(calls[:-1]), self]):
                 if call is not base:
                     call.x = None
-                with self.session.weights.again(call.layer, then.layer), AsInForward(call.then):
+                with self.runtime.weights.again(call.layer, then.layer), AsInForward(call.then):
                     x = call.forward(x, where="again")[0]
         self.x = self.for_now(x)
         self.transfers.settle()
@@ -225,8 +226,8 @@ class LayerCall(Kept):
         if self.earlier is not None and self.x is None:
             self._materialise()
         self.begin_passes()
-        before = self.previous()
-        streamed = self.session.weights.again(
+        before = None if self.previous is None else self.previous()
+        streamed = self.runtime.weights.again(
             self.layer, None if before is None else before.first_again.layer
         )
         several = len(self.bounds) > 1

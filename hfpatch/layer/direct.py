@@ -43,9 +43,8 @@ class _Ops(NamedTuple):
 
 
 _SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
-_AT_ONCE = _Ops(
-    *[IMPLEMENTATIONS[op] for op in _SEEN]
-)  # the dispatcher costs a third of an op on few tokens
+# the dispatcher costs a third of an op on few tokens
+_AT_ONCE = _Ops(*[IMPLEMENTATIONS[op] for op in _SEEN])
 
 
 def _ops(x: Tensor) -> _Ops:
@@ -60,16 +59,13 @@ class _Norm:
 
     def __init__(self, module: FusedRMSNorm):
         self.eps, self.offset, self.cast = module._hfpatch_norm
-        self.at = [(module, parameters_of(module))]
+        self.module, self.own = module, parameters_of(module)
 
-    @property
-    def rest(self) -> tuple:
-        """Epsilon as it is now, offset and cast."""
-        return getattr(self.at[0][0], self.eps), self.offset, self.cast
-
-    @property
-    def weight(self) -> Tensor | None:
-        return _tensors(self.at, ("weight",))[0]
+    def read(self) -> tuple:
+        """Weight and epsilon as they are now, offset and cast."""
+        module, own = self.module, self.own
+        weight = own["weight"] if "weight" in own else getattr(module, "weight", None)
+        return weight, getattr(module, self.eps), self.offset, self.cast
 
     def back(
         self,
@@ -140,7 +136,7 @@ class Direct(Block):
         if [w for w in weights if w.__class__ not in _PLAIN and not is_fake(w)]:
             return False
         gate, up = weights[4].shape, weights[5].shape
-        norms = [norm.at[0][1].get("weight") for norm in (self.first, self.second, *self.of_heads)]
+        norms = [norm.own.get("weight") for norm in (self.first, self.second, *self.of_heads)]
         widths = (gate[1], gate[1], self.head_dim, self.head_dim)
         return gate == up and not [
             1 for w, n in zip(norms, widths) if w is not None and w.shape != (n,)
@@ -164,7 +160,7 @@ class Direct(Block):
         """
         wq, bq, wk, bk, wv, bv = _tensors(self.linears_before)
         op = _ops(x_BtD)
-        h, rstd = op.norm(x_BtD, self.first.weight, *self.first.rest)
+        h, rstd = op.norm(x_BtD, *self.first.read())
         B, t, D = h.shape
         h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
         if not dead or self.of_heads:
@@ -173,8 +169,7 @@ class Direct(Block):
             ]
             if self.of_heads:
                 of_heads = [
-                    (x, *op.norm(x, norm.weight, *norm.rest))
-                    for norm, x in zip(self.of_heads, (q, k))
+                    (x, *op.norm(x, *norm.read())) for norm, x in zip(self.of_heads, (q, k))
                 ]
                 (_, q, _), (_, k, _) = of_heads
                 of_heads, q_dtype = [(x, rstd) for x, _, rstd in of_heads], q.dtype
@@ -205,14 +200,14 @@ class Direct(Block):
         """dx from the gradients of q, k and v; None where not needed. dsinks: a block has none."""
         (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
         kept.clear()
-        (wq, bq, wk, bk, wv, bv), norm = _tensors(self.linears_before), self.first.weight
+        (wq, bq, wk, bk, wv, bv), norm = _tensors(self.linears_before), self.first.read()[0]
         op = _ops(x_BtD)
         dq, dk = op.rope(dq.transpose(1, 2), dk.transpose(1, 2), *self._angles(a, b), True, dtype)
         dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
         if of_heads:
             rows = zip(self.of_heads, (dq, dk), of_heads)
             dq, dk = [
-                n.back(op.norm_back, dy, None, x, n.weight, r, True, weights)
+                n.back(op.norm_back, dy, None, x, n.read()[0], r, True, weights)
                 for n, dy, (x, r) in rows
             ]
             of_heads = rows = None
@@ -239,14 +234,14 @@ class Direct(Block):
 
         known: kept values.
         """
-        (wo, bo, wg, bg, wu, bu, _, _), weight = _tensors(self.linears_after), self.second.weight
+        (wo, bo, wg, bg, wu, bu, _, _), norm = _tensors(self.linears_after), self.second.read()
         if "mid" in known:
             total = known["mid"][0]
-            normed, rstd = op.norm(total, weight, *self.second.rest)
+            normed, rstd = op.norm(total, *norm)
         else:
             B, t, H, E = out_BtHE.shape
             h = F.linear(out_BtHE.reshape(B * t, H * E), wo, bo).view(B, t, -1)
-            normed, rstd, total = op.add_norm(h, x, weight, *self.second.rest)
+            normed, rstd, total = op.add_norm(h, x, *norm)
             h = None
         normed = normed.flatten(0, 1)
         if "gate_up" in known:
@@ -278,7 +273,10 @@ class Direct(Block):
         recomputed ones.
         """
         (dy_BtD,), (out_BtHE,) = dys, outs_BtHE
-        (wo, bo, wg, bg, wu, bu, wd, bd), weight = _tensors(self.linears_after), self.second.weight
+        (wo, bo, wg, bg, wu, bu, wd, bd), weight = (
+            _tensors(self.linears_after),
+            self.second.read()[0],
+        )
         op = _ops(dy_BtD)
         total, normed, rstd, gate, up = self._inside(op, x_BtD, out_BtHE, known)
         known.clear()
@@ -302,16 +300,13 @@ class Direct(Block):
         return dx if need_x else None, [dout.view(out_BtHE.shape)]
 
 
-def _tensors(
-    modules: list[tuple[nn.Module, dict]], names: tuple[str, ...] = ("weight", "bias")
-) -> list[Tensor | None]:
-    """The named tensors of each module.
-
-    Pruning may have made a parameter a plain attribute since the forward.
-    """
-    return [
-        own[n] if n in own else getattr(module, n, None) for module, own in modules for n in names
-    ]
+def _tensors(modules: list[tuple[nn.Module, dict]]) -> list[Tensor | None]:
+    """Weight and bias of each module. Pruning may have made a parameter a plain attribute."""
+    found = []
+    for module, own in modules:
+        for name in ("weight", "bias"):
+            found.append(own[name] if name in own else getattr(module, name, None))
+    return found
 
 
 def _back(
@@ -359,7 +354,7 @@ def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Dir
     if not takes_by_name(args, kwargs):
         return None
     cos, sin = kwargs["position_embeddings"]
-    if not (found and found.rotates_as_then() and found.fits()):
+    if not (found and found.fits()):
         return None
     B, T = x.shape[:2]
     rotated = cos.shape == sin.shape and cos.shape in (
@@ -375,26 +370,14 @@ def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Dir
     return call
 
 
-def _norms_and_linears(layer: nn.Module) -> tuple[list, list]:
-    attn, mlp = layer.self_attn, layer.mlp
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [attn.q_norm, attn.k_norm] if hasattr(attn, "q_norm") else []
-    return norms, [
-        attn.q_proj,
-        attn.k_proj,
-        attn.v_proj,
-        attn.o_proj,
-        mlp.gate_proj,
-        mlp.up_proj,
-        mlp.down_proj,
-    ]
-
-
 def _all_as_made(layer: nn.Module) -> bool:
     attn, mlp = layer.self_attn, layer.mlp
     if not (isinstance(mlp, FusedMLP) and isinstance(attn, FusedAttention)):
         return False
-    norms, linears = _norms_and_linears(layer)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attn.q_norm, attn.k_norm] if hasattr(attn, "q_norm") else []
+    linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return (
         "forward" not in vars(mlp)
         and type(mlp).forward is FusedMLP.forward

@@ -11,16 +11,18 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.direct import direct_of
+from hfpatch.layer.forward_state import AsThen
 from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.privacy import holders, is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.weight_gradients import AsThen
 from hfpatch.ops._library import refuse_a_batch
 from hfpatch.parallel.exchange import attention_for
 
 
-class _TiledLayer(torch.autograd.Function):
+class LayerFunction(torch.autograd.Function):
+    """A layer's call as one node: hidden states and all that wants a gradient in, its output out."""
+
     @staticmethod
     def forward(ctx, call, x, *tensors):
         ctx.call = call
@@ -51,7 +53,7 @@ class _TiledLayer(torch.autograd.Function):
             # on a line of its own, as in _Probe: an argument list holds a reference too
             held = holders(dy)
             private = is_private(dy, held, call.private)
-            with call.session.turn:
+            with call.runtime.turn:
                 dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
         except RuntimeError as error:
             refuse_a_batch(error)
@@ -61,7 +63,7 @@ class _TiledLayer(torch.autograd.Function):
         return None, dx, *grads
 
 
-_apply = applying(_TiledLayer)
+_apply = applying(LayerFunction)
 
 
 def parts_of(
@@ -102,46 +104,42 @@ def parts_of(
 
 
 def tiled_layer(
-    session, policy: Policy, parts: LayerParts, x: Tensor, again: bool = False
+    runtime, policy: Policy, parts: LayerParts, x: Tensor, again: bool = False
 ) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the
     way.
 
-    session: layer.runtime.LayerRuntime, which gave the policy. Without a gradient to come nothing
+    runtime: layer.runtime.LayerRuntime, which gave the policy. Without a gradient to come nothing
     is kept. again: what the first run found out about the layer is known.
     """
     layer = parts.layer
-    policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
+    policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
     then = AsThen(
-        layer, parts.modules, session.weights.on, called=not parts.by_hand, looked=parts.condition
+        layer,
+        parts.modules,
+        runtime.weights.on,
+        called=not parts.by_hand,
+        condition=parts.condition,
     )
     tensors = parts.wanted() + then.wanted()
     call = LayerCall(
-        layer=layer, session=session, policy=policy, parts=parts, device=x.device, then=then,
-        shards=session.shards if policy.every == 1 else None,
+        layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
+        shards=runtime.shards if policy.every == 1 else None,
         mixes=bool(parts.traits.mixing), attention=attention_for(parts.batch.sequence, policy),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         # there where this length was trained before
-        call.queue = session.queues.get((x.device, policy.offload))
+        call.queue = runtime.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
-    if policy.keep and policy.every == 1:
-        call.keep = parts.keepable(policy.keep, x.device.type)
-        call.keep_inside = tuple([name for name in call.keep if name != "qkv"])
-    if call.keep != policy.keep and session.checkpointing.keep != "auto":
-        lost = ", ".join(name for name in policy.keep if name not in call.keep)
-        session.tell(
-            f"{type(layer).__name__}s compute {lost} again: keeping that spares them nothing "
-            "(adapters, autocast, or "
-            "another block)."
-        )
+    if policy.keep:
+        _keep(call, policy, runtime)
     call.shape, call.dtype = x.shape, x.dtype
-    call.private = session.private(x)
-    session.link(call, x)
+    call.private = runtime.private(x)
+    runtime.link(call, x)
     if parts.by_hand:
         outputs = _apply(call, x, *tensors)
-        session.linked(call, outputs[0])
+        runtime.linked(call, outputs[0])
         return list(outputs)
     # Whether a layer draws random numbers (dropout, noise before a router) is found out by what it
     # leaves behind, once: from then on its tiles note where the generators stood.
@@ -157,6 +155,19 @@ def tiled_layer(
     if drew or (cast and not again):
         parts.start_anew()
         del call, outputs  # what the first run holds goes before the second one
-        return tiled_layer(session, policy, parts, x, again=True)
-    session.linked(call, outputs[0])
+        return tiled_layer(runtime, policy, parts, x, again=True)
+    runtime.linked(call, outputs[0])
     return list(outputs)
+
+
+def _keep(call: LayerCall, policy: Policy, runtime) -> None:
+    """What the policy would keep inside the layer, as far as that spares this one something."""
+    if policy.every == 1:
+        call.keep = call.parts.keepable(policy.keep, call.device.type)
+        call.keep_inside = tuple([name for name in call.keep if name != "qkv"])
+    if call.keep != policy.keep and runtime.checkpointing.keep != "auto":
+        lost = ", ".join(name for name in policy.keep if name not in call.keep)
+        runtime.tell(
+            f"{type(call.layer).__name__}s compute {lost} again: keeping that spares them nothing "
+            "(adapters, autocast, or another block)."
+        )

@@ -1,8 +1,8 @@
 """What one call of a layer keeps between forward and backward, and how it comes back, tile by tile.
 
-x, out and lse as ever; of a policy's `keep`, q, k and v whole, and inside each tile the sum after
-attention ("mid") and gate and up ("gate_up"), which wait and return tile by tile. All of it lives
-where the policy says.
+Always x; by the policy attention's outputs and their log-sum-exp; of a policy's `keep`, q, k and v
+whole, and inside each tile the sum after attention ("mid") and gate and up ("gate_up"), which wait
+and return tile by tile. All of it lies where the policy says (store/transfers.py).
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ from hfpatch.attention.head_groups import InTier
 from hfpatch.budget.formula import RING_SLOTS
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import version
-from hfpatch.store.transfers import FetchQueue, Saved, Transfers
+from hfpatch.store.queue import FetchQueue
+from hfpatch.store.transfers import Saved, Transfers
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Kept:
     shards: "object | None" = None
     keep: tuple[str, ...] = ()  # of the policy's, what this layer can
     keep_inside: tuple[str, ...] = ()  # of those, what is kept inside each tile
-    bounds: list[tuple[int, int]] = field(default_factory=list)
+    bounds: tuple[tuple[int, int], ...] = ()
     queue: FetchQueue | None = None
     mixes: bool = True  # something in the layer mixes tokens; else one pass is all
     x: Saved | None = None
@@ -244,11 +245,18 @@ class Kept:
             return take
         if kept[0].resident:
             return lambda g: kept[g].tensor()
-        tickets = {0: self.ticket(kept[:1])}
+        return one_ahead(lambda g: self.ticket(kept[g : g + 1]), len(kept))
 
-        def stream(g):
-            if g + 1 < len(kept):
-                tickets[g + 1] = self.ticket(kept[g + 1 : g + 2])
-            return tickets.pop(g).wait()[0]
 
-        return stream
+def one_ahead(fetch, count: int):
+    """A function giving what the i-th ticket brings, i going up from 0, while the next is under
+    way.
+    """
+    tickets = {0: fetch(0)}
+
+    def take(i):
+        if i + 1 < count:
+            tickets[i + 1] = fetch(i + 1)
+        return tickets.pop(i).wait()[0]
+
+    return take

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hfpatch.attention.attention import deterministic_scratch
+from hfpatch.attention.backends import deterministic_scratch
 from hfpatch.budget import free as memory
 from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST, Budget, decide
 from hfpatch.budget.cuts import head_groups, tile_bounds
@@ -35,14 +35,16 @@ from hfpatch.budget.policy import (
 from hfpatch.budget.seconds import step_time
 from hfpatch.compat import Turn, autocast_dtype, not_for_deepspeed, same_memory, told_of_forks
 from hfpatch.layer.call import LayerCall
+from hfpatch.layer.forward_state import is_sharded
+from hfpatch.layer.packed_weights import frozen_tables
 from hfpatch.layer.privacy import private_holders
 from hfpatch.layer.room import Gauge, Room
-from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
-from hfpatch.layer.weight_gradients import is_sharded
+from hfpatch.layer.streamed_weights import StreamedWeights
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.parts.quantised import as_trained
 from hfpatch.report import say
-from hfpatch.store.transfers import FetchQueue, Transfers
+from hfpatch.store.queue import FetchQueue
+from hfpatch.store.transfers import Transfers
 
 SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
 

@@ -72,7 +72,8 @@ class Traced:
     # what the run under way reads of earlier layers and leaves for later ones
     shared: SharedKeys | None = None
     leaves: bool = False  # whether this layer leaves something for later ones
-    # in backward over several tiles: layer.weight_gradients.WeightGradients.adding
+    # where weights' gradients go, in backward over several tiles: WeightGradients.adding; None
+    # where autograd takes them
     adding: object = None
     autocast: tuple = (None, True)  # its dtype in forward, and whether it cached casts
 
@@ -302,19 +303,13 @@ class Traced:
 
     @contextmanager
     def again(self, weights, several: bool):
-        self._adds_up(weights.adding if several else None)
+        if several:
+            self.adding, self.found_idle = weights.adding, {}
         try:
             with self.arguments.gradients() as gradients:
                 yield gradients
         finally:  # also where memory ran out: the graph may outlive that, and would keep the sums
-            self._adds_up(None)
-
-    def _adds_up(self, adding) -> None:
-        """Where weights' gradients go from now on (WeightGradients.adding), None for where autograd
-        takes them.
-        """
-        if adding is not self.adding:
-            self.adding, self.found_idle = adding, {}
+            self.adding, self.found_idle = None, {}
 
     def start_anew(self) -> None:
         """Before the same forward runs once more: what it wrote to the caller's cache stays."""

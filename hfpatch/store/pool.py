@@ -1,4 +1,4 @@
-"""What is lent out again and again: pieces of host memory, ring slots, bounce buffers.
+"""What is lent out again and again: pieces of host memory, bounce buffers.
 
 A thing is free exactly while no Loan of it lives. Nothing has to be handed back, so nothing can be
 lost, wherever an exception (or Ctrl-C, between any two lines) ends a step.
@@ -6,6 +6,9 @@ lost, wherever an exception (or Ctrl-C, between any two lines) ends a step.
 
 import weakref
 from bisect import bisect_left
+from dataclasses import dataclass
+
+from torch import Tensor
 
 
 class Loan:
@@ -18,7 +21,7 @@ class Loan:
 
 
 class Shelf:
-    """Things of one kind. Used by one thread at a time."""
+    """Things of one kind (bounce buffers). Used by one thread at a time."""
 
     def __init__(self, things=()):
         self.rows = [[thing, lambda: None] for thing in things]
@@ -32,15 +35,15 @@ class Shelf:
     @property
     def free(self) -> int:
         """How many may be taken."""
-        return sum(lease() is None for _, lease in self.rows)
+        return sum(loan() is None for _, loan in self.rows)
 
     def take(self) -> Loan | None:
-        """A lease of one that is free, or None."""
+        """A loan of one that is free, or None."""
         for row in self.rows:
             if row[1]() is None:
-                lease = Loan(row[0])
-                row[1] = weakref.ref(lease)
-                return lease
+                loan = Loan(row[0])
+                row[1] = weakref.ref(loan)
+                return loan
         return None
 
     def drop_free(self) -> None:
@@ -48,26 +51,34 @@ class Shelf:
         self.rows = [row for row in self.rows if row[1]() is not None]
 
 
-class Area:
-    """Bytes of one block, lent in pieces of any size that lie behind each other. Used by one thread
-    at a time.
+@dataclass
+class Piece:
+    """Bytes of a host block, which they keep registered."""
 
-    make(start, end): what a lease of those bytes is of. The lowest gap that is large enough is
-    taken: what a forward takes and its backward gives back in reverse leaves none in between.
+    block: object  # device.Block
+    bytes: Tensor
+
+
+class Area:
+    """A block of host memory, lent in pieces of any size that lie behind each other. Used by one
+    thread at a time.
+
+    block: device.Block. The lowest gap that is large enough is taken: what a forward takes and its
+    backward gives back in reverse leaves none in between.
     """
 
-    def __init__(self, nbytes: int, make):
-        self.nbytes, self.make = nbytes, make
-        self.rows: list[tuple] = []  # (start, end, weak reference to the lease), ascending
+    def __init__(self, block, nbytes: int):
+        self.block, self.nbytes = block, nbytes
+        self.rows: list[tuple] = []  # (start, end, weak reference to the loan), ascending
         self.low = 0  # where to begin to look: all below is taken, or too small for what came last
 
     @property
     def taken(self) -> int:
         """Bytes that are lent now."""
-        return sum(end - start for start, end, lease in list(self.rows) if lease() is not None)
+        return sum(end - start for start, end, loan in list(self.rows) if loan() is not None)
 
     def take(self, nbytes: int, low: int | None = None) -> Loan | None:
-        """A lease of so many bytes from `low` on, or None."""
+        """A loan of a Piece of so many bytes from `low` on, or None."""
         at = self.low if low is None else low
         first, i = at, bisect_left(self.rows, (at,))
         while True:
@@ -78,11 +89,11 @@ class Area:
             if i == len(self.rows):
                 return None
             at, i = self.rows[i][1], i + 1
-        lease = Loan(self.make(at, at + nbytes))
-        self.rows.insert(i, (at, at + nbytes, weakref.ref(lease, lambda _: self._given_back(at))))
+        loan = Loan(Piece(self.block, self.block.bytes[at : at + nbytes]))
+        self.rows.insert(i, (at, at + nbytes, weakref.ref(loan, lambda _: self._given_back(at))))
         if at <= max(first, self.low):
             self.low = at + nbytes
-        return lease
+        return loan
 
     def _given_back(self, at: int) -> None:
         self.low = min(self.low, at)

@@ -1,15 +1,29 @@
-"""Where a layer's inputs wait for its backward: on the device, in pinned host memory, or in files
-on a disk.
+"""Tensors that wait for a backward: on the device, in pinned host memory, or in files on a disk.
 
-Nothing here waits on the compute stream except for the event it needs, and nothing calls
-`record_stream`: with it the caching allocator holds freed blocks until the host has seen an event,
-which the host, running ahead, does late. A copy's source is kept alive until the stream it came
-from has been made to wait for the copy (`settle`): the later that is, the more work hides the copy,
-and the longer its source takes memory. Its destination comes from buffers allocated on the compute
-stream, and the `Ticket` that owns them makes that stream wait before they go back.
+Three streams work for a device: the compute stream, one for copies to the store and one for copies
+back. Who waits for whom:
 
-What is lent is free again when its lease dies (lease.py), so an exception, wherever it comes,
-leaves nothing to clear up.
+    save(x)      to_host waits for compute     x is complete, and whoever read the block before
+                 copy x -> block on to_host    is done (its ticket ended with a wait, see below)
+                 x stays in `unsettled`
+    settle()     compute waits for the copy    then x goes, and its memory may be used again
+    fetch(...)   to_device waits for compute,  what ran in that memory before is over, and what is
+                 or for the slot's last use    read has been written: settle() came first
+                 copy block -> slot on to_device
+    ticket.wait  compute waits for to_device   the tensors may be used
+    ticket.done  a mark on compute, for the    at the last use of the tensors, or when the ticket
+                 slot's next fetch             goes unused
+
+The host waits for nothing here but for files. The later settle() comes, the more work hides a copy
+and the longer its source takes memory: a caller says how many bytes of sources may stay.
+
+Nothing calls `record_stream`: with it the caching allocator holds freed blocks until the host has
+seen an event, which the host, running ahead, does late. In its place each tensor goes back to the
+stream whose memory it is, after that stream was made to wait for the tensor's last copy.
+
+What is lent (pieces of host memory, slots of a ring) is free again when its Loan or Ticket goes, so
+an exception, wherever it comes, leaves nothing to clear up. Files: disk.py. The order of fetches in
+a backward: queue.py. tests/faults/checker.py finds every wait that is missing.
 
 Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator
 rounds each tensor to a power of two, which makes 131,073 tokens cost twice what 131,072 do.
@@ -19,14 +33,15 @@ import sys
 import warnings
 from collections import deque
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
-from hfpatch.compat import graph_task, version
+from hfpatch.compat import version
 from hfpatch.store.device import Block, Device, device_for
 from hfpatch.store.disk import DiskDirectory, File, Read
-from hfpatch.store.pool import Area, Loan, Shelf
+from hfpatch.store.pool import Area, Loan, Piece
 
 WRITTEN_TO = (
     "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
@@ -69,20 +84,20 @@ class HostPool:
                 "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
                 stacklevel=2,
             )
-        area = Area(nbytes, lambda a, b: Piece(block, block.bytes[a:b]))
+        area = Area(block, nbytes)
         self.areas.append(area)
         return area
 
     def take(self, nbytes: int) -> Loan:
-        """A lease of a Piece of at least nbytes, out of a new block of that size where there is no
+        """A loan of a Piece of at least nbytes, out of a new block of that size where there is no
         room.
         """
         nbytes = _aligned(nbytes)
         for low in (None, 0):  # then between what is taken
             for area in self.areas:
-                lease = area.take(nbytes, low)
-                if lease is not None:
-                    return lease
+                loan = area.take(nbytes, low)
+                if loan is not None:
+                    return loan
         return self._make(nbytes).take(nbytes)
 
     def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
@@ -114,14 +129,6 @@ def _aligned(nbytes: int) -> int:
 
 
 @dataclass
-class Piece:
-    """Bytes of a host block, which they keep registered."""
-
-    block: Block
-    bytes: Tensor
-
-
-@dataclass
 class Saved:
     """One tensor [B, T, ...] saved for the backward. `kept` on the device, or in a block of the
     pool, or in a file.
@@ -133,14 +140,7 @@ class Saved:
     version: int = 0
     block: Loan | None = None
     file: File | None = None
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token of one batch row."""
-        width = 1
-        for n in self.shape[2:]:
-            width *= n
-        return width * self.dtype.itemsize
+    row_bytes: int = 0  # of one token of one batch row, where it is not on the device
 
     def tensor(self) -> Tensor:
         """The kept tensor, checked not to have been written to since."""
@@ -176,12 +176,12 @@ class Ticket:
 
     slot, copying, device = None, False, None  # also where Ctrl-C ends __init__
 
-    def __init__(self, device: Device, side, tensors: list[Tensor], slot: Loan | None):
+    def __init__(self, device: Device, side, tensors: list[Tensor], slot: Slot | None, free=None):
         self.device, self.side, self.tensors = device, side, tensors
         self.owner = device.current()  # the stream from whose memory the tensors come
         self.user = self.ready = None
         self.reads: list[tuple[Tensor, Read]] = []
-        self.slot = slot
+        self.slot, self.free = slot, free
 
     def wait(self) -> list[Tensor]:
         """The tensors, safe to use on the current stream."""
@@ -211,7 +211,8 @@ class Ticket:
                 device.wait(device.mark(self.user), self.owner)
             self.copying = False
         if self.slot is not None:
-            self.slot.thing.after = device.mark(self.user or self.owner)
+            self.slot.after = device.mark(self.user or self.owner)
+            self.free.append(self.slot)
             self.slot = None
         self.tensors, self.reads = [], []
 
@@ -248,7 +249,7 @@ class Transfers:
         """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece
         by piece.
         """
-        saved = Saved(tuple(shape), dtype)
+        saved = Saved(tuple(shape), dtype, row_bytes=prod(shape[2:]) * dtype.itemsize)
         if self.disk is not None:
             saved.file = self.disk.file()
         else:
@@ -287,7 +288,10 @@ class Transfers:
     @property
     def unsettled_bytes(self) -> int:
         """Bytes of the sources whose copies were started since the last settle()."""
-        return sum(x.untyped_storage().nbytes() for x, *_ in self.unsettled)
+        nbytes = 0
+        for x, _, _ in self.unsettled:
+            nbytes += x.untyped_storage().nbytes()
+        return nbytes
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
         """Releases the sources of copies, the oldest first; their streams wait for the copies
@@ -301,22 +305,32 @@ class Transfers:
             nbytes, sources = self.unsettled_bytes, list(self.unsettled)
             self.copied.append((sources, nbytes, self.device.mark(self.to_host)))
             self.unsettled.clear()
-        held = sum(nbytes for _, nbytes, _ in self.copied)
+        held, streams, written_to = 0, set(), False
+        for _, nbytes, _ in self.copied:
+            held += nbytes
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            for stream in {stream for *_, stream in sources}:
+            streams.clear()
+            for x, before, stream in sources:
+                streams.add(stream)
+                written_to = written_to or version(x) != before
+            x = None
+            for stream in streams:
                 self.device.wait(copied, stream)
             self.copied.popleft()
             held -= nbytes
-            if any(version(x) != before for x, before, _ in sources):
+            if written_to:
                 raise RuntimeError(WRITTEN_TO)
 
     # -- from the tier -----------------------------------------------------------------------------
     def fetch(
-        self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Loan | None = None
+        self,
+        pieces: list[tuple[Saved, int, int, Tensor | None]],
+        slot: Slot | None = None,
+        free: deque | None = None,
     ) -> Ticket:
         """Starts copying rows [a, b) of each piece to its destination, or into the slot or a new
-        buffer where that is None.
+        buffer where that is None. free: where the slot goes once the ticket is done.
         """
         device, tensors, copies, offset = self.device, [], [], 0
         for saved, a, b, destination in pieces:
@@ -328,20 +342,20 @@ class Transfers:
                 shape = (saved.shape[0], b - a, *saved.shape[2:])
                 nbytes = shape[0] * shape[1] * saved.row_bytes
                 if slot is not None:
-                    flat = slot.thing.bytes[offset : offset + nbytes]
+                    flat = slot.bytes[offset : offset + nbytes]
                     offset += -(-nbytes // 256) * 256
                 else:
                     flat = torch.empty(nbytes, dtype=torch.uint8, device=self.on_device)
                 destination = flat.view(saved.dtype).view(shape)
             tensors.append(destination)
             copies.append((saved, a, b, destination))
-        ticket = Ticket(device, self.to_device, tensors, slot)
+        ticket = Ticket(device, self.to_device, tensors, slot, free)
         if not copies:
             return ticket
         # Memory comes from the compute stream's allocator: what ran there before owns it until now.
         # Among that is the wait for the copies to the host (settle, which begins each pass), so
         # that what is read here has been written.
-        device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)
+        device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
             return ticket
@@ -362,103 +376,3 @@ class Transfers:
         if self.disk is not None:
             self.disk.close()
         self.pool.give_back()
-
-
-class FetchQueue:
-    """The tiles that one backward pass will want, in order: as many under way as its ring has
-    slots, across layers.
-
-    What is left in it when another pass (or a forward) begins belongs to a pass that was cut short:
-    begin() drops it.
-    """
-
-    def __init__(self, transfers: Transfers):
-        self.transfers = transfers
-        self.task = -1
-        self.ring, self.ring_stream = Shelf(), None
-        self.pending: deque = deque()
-        self.under_way: deque = deque()
-
-    def begin(self) -> None:
-        """Called where a pass may begin: starts clean where it is not the pass that filled the
-        queue.
-        """
-        task = graph_task()
-        if task != self.task:
-            self.transfers.settle()  # what this pass reads has been written
-            self.reset()
-            self.drop_ring()
-            self.task = task
-
-    def make_ring(self, slots: int, nbytes: int) -> None:
-        """`slots` device buffers of nbytes for tiles under way; kept while they serve. Slots in use
-        go with their tickets.
-        """
-        device = self.transfers.device
-        rows = self.ring.rows
-        if (
-            len(rows) >= slots
-            and rows[0][0].bytes.numel() >= nbytes
-            and self.ring_stream == device.current()
-        ):
-            return
-        self.drop_ring()
-        buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device)
-            for _ in range(slots)
-        ]
-        made = device.mark()
-        self.ring, self.ring_stream = (
-            Shelf([Slot(buffer, made) for buffer in buffers]),
-            device.current(),
-        )
-
-    def drop_ring(self) -> None:
-        """Frees the slots, each when its last ticket goes."""
-        self.ring, self.ring_stream = Shelf(), None
-
-    def push(self, owner, requests) -> None:
-        """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has
-        come.
-        """
-        self.pending.extend((owner, request) for request in requests)
-        self._fill()
-
-    def _fill(self) -> None:
-        while self.pending:
-            slot = self.ring.take()
-            if slot is None:
-                return
-            owner, request = self.pending[0]
-            self.under_way.append((owner, self.transfers.fetch(request(), slot)))
-            self.pending.popleft()
-
-    def is_for(self, owner) -> bool:
-        """Whether the owner, whose turn it is, has something here. What others have goes: one who
-        was promised the next turn, where graphs that two threads made take turns in one pass.
-        """
-        others = any(o is not owner for o, _ in (*self.under_way, *self.pending))
-        if others:
-            self.under_way, self.pending = (
-                deque(item for item in queue if item[0] is owner)
-                for queue in (self.under_way, self.pending)
-            )
-            self._fill()
-        return bool(self.under_way or self.pending)
-
-    def reset(self) -> None:
-        """Forgets everything: the backward took another order than the forward promised, or ended
-        early.
-        """
-        self.pending.clear()
-        self.under_way.clear()
-
-    def next(self) -> Ticket:
-        """The ticket of the next tile; call release() with it when the last use of its tensors is
-        launched.
-        """
-        return self.under_way.popleft()[1]
-
-    def release(self, ticket: Ticket) -> None:
-        ticket.done()
-        self._fill()

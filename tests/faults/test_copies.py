@@ -12,7 +12,8 @@ import torch
 
 from hfpatch.store import disk
 from hfpatch.store.disk import File
-from hfpatch.store.transfers import FetchQueue, Ticket, Transfers
+from hfpatch.store.queue import FetchQueue
+from hfpatch.store.transfers import Ticket, Transfers
 from tests.faults import scenarios
 from tests.faults.checker import CheckedDevice
 
@@ -78,7 +79,7 @@ KEEP, WEIGHTS = ("host", "keep", "step"), ("gpu", "weights", "step")
 REMOVALS = {
     "Transfers.put: device.wait(device.mark(), self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
-    "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
+    "Transfers.fetch: device.wait(device.mark() if slot is None else slot.after, self.to_device)": STEP,
     "Kept._room_for_outs: "
     "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
     "LayerCall._materialise: self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": (
@@ -89,7 +90,7 @@ REMOVALS = {
     "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
-    "_Packed._to_host: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
+    "Packed._to_host: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
     "StreamedWeights._on_device: device.synchronize(ticket.ready)": (
         "gpu",
         "weights",
@@ -183,7 +184,7 @@ def forget_the_last_use_of_slots(patch):
     done = Ticket.done
 
     def without(self):
-        after = None if self.slot is None else self.slot.thing
+        after = self.slot
         event = after and after.after
         done(self)
         if after is not None:

@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
 from hfpatch.layer import direct, function
+from hfpatch.layer.arguments import takes_by_name
 from hfpatch.layer.direct import Direct
 
 
@@ -196,6 +197,29 @@ def test_what_only_weights_gradients_read_is_kept_for_them_alone(trained, monkey
         p.requires_grad_(trained or "layers" not in name)
     tiny.step(ours, tiny.labelled())
     assert alive and all(lives == trained for lives in alive)
+
+
+ANGLES = torch.ones(1, 4, 8), torch.ones(1, 4, 8)
+OTHERS = {
+    "angles": ({"position_embeddings": ANGLES}, True),
+    "angles that want a gradient": (
+        {"position_embeddings": (ANGLES[0], ANGLES[1].clone().requires_grad_())},
+        False,
+    ),
+    "a number": ({"position_embeddings": ANGLES, "num_items_in_batch": torch.tensor(3.0)}, True),
+    "offsets": ({"position_embeddings": ANGLES, "offsets": torch.arange(4)}, True),
+    "values": ({"position_embeddings": ANGLES, "deepstack": torch.ones(4)}, False),
+    "an object": ({"position_embeddings": ANGLES, "settings": {"x": torch.arange(4)}}, True),
+    "a gradient in an object": ({"settings": {"x": torch.ones(4, requires_grad=True)}}, False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_block_leaves_no_argument_aside_that_matters(name):
+    kwargs, by_name = OTHERS[name]
+    assert takes_by_name((), kwargs) is by_name
+    if not by_name:
+        assert not takes_by_name((kwargs.popitem()[1],), {})
 
 
 class Halved(torch.nn.Module):
