@@ -18,6 +18,7 @@ from hfpatch.attention.backends import (
     BACKENDS,
     HALF,
     WIDEST_HEAD,
+    deterministic_scratch,  # noqa: F401 (as pick)
     has_flash,
     pick,  # noqa: F401 (for callers of both directions)
 )

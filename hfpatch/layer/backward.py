@@ -10,18 +10,16 @@
 
 What lives when, beside what the forward kept (kept.py):
 
-                    x        dx     dout   q, k, v    out    lse
-    A            tile by   written  written    -     tile by   -
-                   tile                                tile
-    B            tile by    whole   whole  written     -       -
-                   tile
-    C               -       whole   whole   whole    whole   whole
-                                    and goes, dq, dk, dv remain
-    D            tile by   added to   -    dq, dk, dv  -       -
-                   tile
+          x           dx           dout      q, k, v               out          lse
+    A     by tiles    written      written   -                     by tiles     under way
+    B     by tiles    whole        whole     written               (waits)      under way
+    C     -           whole        whole     become dq, dk, dv     whole        whole
+    D     by tiles    added to     -         dq, dk, dv            -            -
 
-x comes from the store once a phase and is not there in C. dx is dy's own memory where nobody else
-sees that (privacy.py); where the policy says so it waits in the store in C ("park").
+x comes from the store once a phase. Attention outputs that lie in the store fill whole buffers as
+their tiles come in A; where the policy streams them they come by tiles in A, and again by groups of
+heads in C. dx is dy's own memory where nobody else sees that (privacy.py); where the policy says so
+it waits in the store in C ("park").
 
 What is kept is not computed: q, k and v make B needless, the sum after attention ("mid") the
 projection before it, and x in A. Where attention's outputs were not kept, B comes first, and

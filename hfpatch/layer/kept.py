@@ -15,8 +15,7 @@ from hfpatch.attention.head_groups import InTier
 from hfpatch.budget.formula import RING_SLOTS
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import version
-from hfpatch.store.queue import FetchQueue
-from hfpatch.store.transfers import Saved, Transfers
+from hfpatch.store.transfers import FetchQueue, Saved, Transfers
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hfpatch.attention.backends import deterministic_scratch
+from hfpatch.attention.attention import deterministic_scratch
 from hfpatch.budget import free as memory
 from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST, Budget, decide
 from hfpatch.budget.cuts import head_groups, tile_bounds
@@ -35,16 +35,14 @@ from hfpatch.budget.policy import (
 from hfpatch.budget.seconds import step_time
 from hfpatch.compat import Turn, autocast_dtype, not_for_deepspeed, same_memory, told_of_forks
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.forward_state import is_sharded
-from hfpatch.layer.packed_weights import frozen_tables
 from hfpatch.layer.privacy import private_holders
 from hfpatch.layer.room import Gauge, Room
-from hfpatch.layer.streamed_weights import StreamedWeights
+from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
+from hfpatch.layer.weight_gradients import is_sharded
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.parts.quantised import as_trained
 from hfpatch.report import say
-from hfpatch.store.queue import FetchQueue
-from hfpatch.store.transfers import Transfers
+from hfpatch.store.transfers import FetchQueue, Transfers
 
 SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
 
@@ -107,6 +105,8 @@ class LayerRuntime:
         self.planned: dict[tuple, int] = {}
         # seconds; began is None once the first step has ended
         self.began, self.pinning = time.monotonic(), 0.0
+        # layers, by index and mode, that were seen to draw random numbers
+        self.draws: set[tuple] = set()
         self.opened: set[tuple] = set()  # shapes whose host memory is reserved
         self.loss_bytes = LOSS_WORKSPACE  # of the step under way
         self.spare = 0  # bytes that the sources of copies may take when the layer under way ends

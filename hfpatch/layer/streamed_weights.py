@@ -22,10 +22,14 @@ from hfpatch.compat import (
     not_for_deepspeed,
 )
 from hfpatch.layer.forward_state import REPLACED, edited, is_sharded
-from hfpatch.layer.packed_weights import Packed, noted, same
+from hfpatch.layer.packed_weights import (
+    Packed,
+    frozen_tables,  # noqa: F401 (for callers of both)
+    noted,
+    same,
+)
 from hfpatch.parallel.shards import tensor_parallel_group
-from hfpatch.store.queue import Ring
-from hfpatch.store.transfers import Ticket, Transfers
+from hfpatch.store.transfers import Ring, Ticket, Transfers
 
 
 class StreamedWeights:

@@ -11,7 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hfpatch.layer.forward_state import STANDS_FOR, AsInForward, AsThen
+from hfpatch.layer.forward_state import (
+    STANDS_FOR,
+    AsInForward,
+    AsThen,
+    edited,  # noqa: F401 (these for callers of both)
+    is_sharded,  # noqa: F401
+)
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 
 _WIDE = {torch.float32, torch.float64}  # what sums of them are in

@@ -2,13 +2,19 @@
 
 A thing is free exactly while no Loan of it lives. Nothing has to be handed back, so nothing can be
 lost, wherever an exception (or Ctrl-C, between any two lines) ends a step.
+
+Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator
+rounds each tensor to a power of two, which makes 131,073 tokens cost twice what 131,072 do.
 """
 
+import warnings
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from hfpatch.store.device import Block, Device
 
 
 class Loan:
@@ -55,7 +61,7 @@ class Shelf:
 class Piece:
     """Bytes of a host block, which they keep registered."""
 
-    block: object  # device.Block
+    block: Block
     bytes: Tensor
 
 
@@ -97,3 +103,82 @@ class Area:
 
     def _given_back(self, at: int) -> None:
         self.low = min(self.low, at)
+
+
+ALIGNED = 64  # bytes; where a piece of host memory starts
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+class HostPool:
+    """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
+
+    Registering memory with CUDA takes long, so every request is cut from few large blocks: a batch
+    of any shorter length, under any policy, runs in what a longer one took. Where a step needs more
+    than there is, one block replaces those before. It is twice as large as they were if the caller
+    allows it, so that lengths which grow little by little register seldom: as often as the length
+    doubles. Where registering fails, memory is pageable from then on.
+    """
+
+    def __init__(self, device: Device):
+        self.device, self.pinned = device, device.pins
+        self.areas: list[Area] = []
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(area.nbytes for area in self.areas)
+
+    @property
+    def bytes_free(self) -> int:
+        """Bytes that wait for use."""
+        return self.bytes_held - sum(area.taken for area in self.areas)
+
+    def _make(self, nbytes: int) -> Area:
+        block = Block(self.device, nbytes, self.pinned)
+        if block.status:
+            self.pinned = False
+            warnings.warn(
+                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered "
+                f"{block.status}; copies run "
+                "from pageable memory, more slowly: give the container more memory (or locked "
+                "memory, ulimit -l), or use "
+                "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
+                stacklevel=2,
+            )
+        area = Area(block, nbytes)
+        self.areas.append(area)
+        return area
+
+    def take(self, nbytes: int) -> Loan:
+        """A loan of a Piece of at least nbytes, out of a new block of that size where there is no
+        room.
+        """
+        nbytes = _aligned(nbytes)
+        for low in (None, 0):  # then between what is taken
+            for area in self.areas:
+                loan = area.take(nbytes, low)
+                if loan is not None:
+                    return loan
+        return self._make(nbytes).take(nbytes)
+
+    def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
+        """Makes sure that `sizes[nbytes]` requests of each size can be served, in any order.
+
+        most: bytes up to which more than that may be held, for lengths to come.
+        """
+        wanted = sum(_aligned(nbytes) * count for nbytes, count in sizes.items())
+        # No piece lies in two blocks, so the end of each but the last may stay empty.
+        lost = max(0, len(self.areas) - 1) * max(map(_aligned, sizes), default=0)
+        if wanted <= self.bytes_free - lost:
+            return
+        more = 2 * self.bytes_held
+        self.give_back()
+        self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
+
+    def give_back(self) -> None:
+        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it
+        goes.
+        """
+        self.areas = [area for area in self.areas if area.taken]

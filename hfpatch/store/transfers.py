@@ -14,23 +14,19 @@ back. Who waits for whom:
     ticket.done  a mark on compute, for the    at the last use of the tensors, or when the ticket
                  slot's next fetch             goes unused
 
-The host waits for nothing here but for files. The later settle() comes, the more work hides a copy
-and the longer its source takes memory: a caller says how many bytes of sources may stay.
+The host waits for files alone. The later settle() comes, the more work hides a copy and the longer
+its source takes memory: a caller says how many bytes of sources may stay.
 
 Nothing calls `record_stream`: with it the caching allocator holds freed blocks until the host has
 seen an event, which the host, running ahead, does late. In its place each tensor goes back to the
 stream whose memory it is, after that stream was made to wait for the tensor's last copy.
 
 What is lent (pieces of host memory, slots of a ring) is free again when its Loan or Ticket goes, so
-an exception, wherever it comes, leaves nothing to clear up. Files: disk.py. The order of fetches in
-a backward: queue.py. tests/faults/checker.py finds every wait that is missing.
-
-Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator
-rounds each tensor to a power of two, which makes 131,073 tokens cost twice what 131,072 do.
+an exception, wherever it comes, leaves nothing to clear up. Files: disk.py. Host memory: pool.py.
+tests/faults/checker.py finds every wait that is missing.
 """
 
 import sys
-import warnings
 from collections import deque
 from dataclasses import dataclass
 from math import prod
@@ -38,94 +34,15 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hfpatch.compat import version
-from hfpatch.store.device import Block, Device, device_for
+from hfpatch.compat import graph_task, version
+from hfpatch.store.device import Device, device_for
 from hfpatch.store.disk import DiskDirectory, File, Read
-from hfpatch.store.pool import Area, Loan, Piece
+from hfpatch.store.pool import HostPool, Loan, Piece
 
 WRITTEN_TO = (
     "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
     "clone it before the in-place operation."
 )
-
-
-class HostPool:
-    """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
-
-    Registering memory with CUDA takes long, so every request is cut from few large blocks: a batch
-    of any shorter length, under any policy, runs in what a longer one took. Where a step needs more
-    than there is, one block replaces those before. It is twice as large as they were if the caller
-    allows it, so that lengths which grow little by little register seldom: as often as the length
-    doubles. Where registering fails, memory is pageable from then on.
-    """
-
-    def __init__(self, device: Device):
-        self.device, self.pinned = device, device.pins
-        self.areas: list[Area] = []
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(area.nbytes for area in self.areas)
-
-    @property
-    def bytes_free(self) -> int:
-        """Bytes that wait for use."""
-        return self.bytes_held - sum(area.taken for area in self.areas)
-
-    def _make(self, nbytes: int) -> Area:
-        block = Block(self.device, nbytes, self.pinned)
-        if block.status:
-            self.pinned = False
-            warnings.warn(
-                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered "
-                f"{block.status}; copies run "
-                "from pageable memory, more slowly: give the container more memory (or locked "
-                "memory, ulimit -l), or use "
-                "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
-                stacklevel=2,
-            )
-        area = Area(block, nbytes)
-        self.areas.append(area)
-        return area
-
-    def take(self, nbytes: int) -> Loan:
-        """A loan of a Piece of at least nbytes, out of a new block of that size where there is no
-        room.
-        """
-        nbytes = _aligned(nbytes)
-        for low in (None, 0):  # then between what is taken
-            for area in self.areas:
-                loan = area.take(nbytes, low)
-                if loan is not None:
-                    return loan
-        return self._make(nbytes).take(nbytes)
-
-    def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
-        """Makes sure that `sizes[nbytes]` requests of each size can be served, in any order.
-
-        most: bytes up to which more than that may be held, for lengths to come.
-        """
-        wanted = sum(_aligned(nbytes) * count for nbytes, count in sizes.items())
-        # No piece lies in two blocks, so the end of each but the last may stay empty.
-        lost = max(0, len(self.areas) - 1) * max(map(_aligned, sizes), default=0)
-        if wanted <= self.bytes_free - lost:
-            return
-        more = 2 * self.bytes_held
-        self.give_back()
-        self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
-
-    def give_back(self) -> None:
-        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it
-        goes.
-        """
-        self.areas = [area for area in self.areas if area.taken]
-
-
-ALIGNED = 64  # bytes; where a piece of host memory starts
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 @dataclass
@@ -376,3 +293,109 @@ class Transfers:
         if self.disk is not None:
             self.disk.close()
         self.pool.give_back()
+
+
+class Ring:
+    """Device buffers for fetches under way, taken in turn.
+
+    A slot is free again as soon as its ticket is done, or goes: wherever an exception ends a step,
+    nothing has to be handed back.
+    """
+
+    def __init__(self, transfers: Transfers):
+        self.transfers = transfers
+        self.drop_ring()
+
+    def drop_ring(self) -> None:
+        """Frees the slots, each when its last ticket goes."""
+        self.slots: list[Slot] = []
+        self.free: deque[Slot] = deque()
+        self.stream = None
+
+    def serves(self, count: int, nbytes: int) -> bool:
+        """Whether there are so many slots of that size, of the current stream's memory."""
+        slots = self.slots
+        large = len(slots) >= count and slots[0].bytes.numel() >= nbytes
+        return large and self.stream == self.transfers.device.current()
+
+    def make_ring(self, count: int, nbytes: int) -> None:
+        """`count` buffers of nbytes, kept while they serve."""
+        if self.serves(count, nbytes):
+            return
+        self.drop_ring()
+        device, buffers = self.transfers.device, []
+        for _ in range(count):
+            buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device))
+        made, self.stream = device.mark(), device.current()
+        self.slots = [Slot(buffer, made) for buffer in buffers]
+        self.free.extend(self.slots)
+
+
+class FetchQueue(Ring):
+    """The tiles that one backward pass will want, in order: as many under way as its ring has
+    slots, across layers.
+
+    What is left in it when another pass (or a forward) begins belongs to a pass that was cut short:
+    begin() drops it.
+    """
+
+    def __init__(self, transfers: Transfers):
+        super().__init__(transfers)
+        self.task = -1
+        self.pending: deque = deque()
+        self.under_way: deque = deque()
+
+    def begin(self) -> None:
+        """Called where a pass may begin: starts clean where it is not the pass that filled the
+        queue.
+        """
+        task = graph_task()
+        if task != self.task:
+            self.transfers.settle()  # what this pass reads has been written
+            self.reset()
+            self.drop_ring()
+            self.task = task
+
+    def push(self, owner, requests) -> None:
+        """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has
+        come.
+        """
+        for request in requests:
+            self.pending.append((owner, request))
+        self._fill()
+
+    def _fill(self) -> None:
+        while self.pending and self.free:
+            owner, request = self.pending[0]
+            ticket = self.transfers.fetch(request(), self.free.popleft(), self.free)
+            self.under_way.append((owner, ticket))
+            self.pending.popleft()
+
+    def is_for(self, owner) -> bool:
+        """Whether the owner, whose turn it is, has something here. What others have goes: one who
+        was promised the next turn, where graphs that two threads made take turns in one pass.
+        """
+        if any(o is not owner for o, _ in (*self.under_way, *self.pending)):
+            self.under_way, self.pending = (
+                deque(item for item in queue if item[0] is owner)
+                for queue in (self.under_way, self.pending)
+            )
+            self._fill()
+        return bool(self.under_way or self.pending)
+
+    def reset(self) -> None:
+        """Forgets everything: the backward took another order than the forward promised, or ended
+        early.
+        """
+        self.pending.clear()
+        self.under_way.clear()
+
+    def next(self) -> Ticket:
+        """The ticket of the next tile; call release() with it when the last use of its tensors is
+        launched.
+        """
+        return self.under_way.popleft()[1]
+
+    def release(self, ticket: Ticket) -> None:
+        ticket.done()
+        self._fill()

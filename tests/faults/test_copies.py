@@ -12,8 +12,7 @@ import torch
 
 from hfpatch.store import disk
 from hfpatch.store.disk import File
-from hfpatch.store.queue import FetchQueue
-from hfpatch.store.transfers import Ticket, Transfers
+from hfpatch.store.transfers import FetchQueue, Ticket, Transfers
 from tests.faults import scenarios
 from tests.faults.checker import CheckedDevice
 

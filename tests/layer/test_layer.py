@@ -645,7 +645,7 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
 
 
 def test_deterministic_backward_is_planned_for_or_refused():
-    from hfpatch.attention.backends import deterministic_scratch
+    from hfpatch.attention.attention import deterministic_scratch
 
     # One KV head's four query heads at 131,072 tokens on 132 multiprocessors: 33 splits of 256 MiB.
     assert deterministic_scratch(1, 131072, 4, 128, 132) == 33 * 256 * 2**20

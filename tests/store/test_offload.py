@@ -15,8 +15,7 @@ from tiny import gradients, largest_difference, stock_loss
 import hfpatch
 from hfpatch.store.device import Device
 from hfpatch.store.pool import Area
-from hfpatch.store.queue import FetchQueue
-from hfpatch.store.transfers import HostPool, Transfers
+from hfpatch.store.transfers import FetchQueue, HostPool, Transfers
 from tests.layer.deep import pair, tiny_llama, tokens
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
