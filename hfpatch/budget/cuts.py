@@ -1,5 +1,7 @@
 """Splits of a batch: tiles of tokens, groups of heads, chunks of logits. Standard library only."""
 
+from functools import lru_cache
+
 from hfpatch.budget.policy import LOSS_WORKSPACE, LOSS_WORKSPACE_FREE
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
@@ -28,11 +30,12 @@ def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
     return -(-tokens // step), step
 
 
-def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=256)
+def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of each of `tiles`."""
     step = tiles(batch, tokens, tile)[1]
     starts = range(0, tokens, step)
-    return list(zip(starts, [*starts[1:], tokens]))
+    return tuple(zip(starts, [*starts[1:], tokens]))
 
 
 def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) -> int:
@@ -48,6 +51,7 @@ def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) 
     return shape.num_kv_heads // heads_per_group(batch, tokens, shape.num_heads, shape.num_kv_heads)
 
 
+@lru_cache(maxsize=256)
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
     """KV heads a group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)

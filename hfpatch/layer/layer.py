@@ -22,13 +22,12 @@ from hfpatch.context.masks import Batch, Mask
 from hfpatch.context.ranks import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
-from hfpatch.layer.dequantized import DequantizedWeights
-from hfpatch.layer.function import tiled_layer
+from hfpatch.layer.function import parts_of, tiled_layer
 from hfpatch.layer.mixers import documents_apart
-from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.residual_streams import by_rows, joined, split
 from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import of_its_own
+from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
 
@@ -196,21 +195,17 @@ class TiledLayer(UntiledLayer):
             refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
-        session, answers, lists = self._hfpatch_session, self._hfpatch_traits, collected_now()
+        session, lists = self._hfpatch_session, collected_now()
         records = tuple(key for key in lists if key in _RECORDED_INSIDE)
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
         args, own = (r.args, own) if r.cache is None else without_cache(r.args, own)
-        ask = LayerParts(
-            self, Arguments(args, own, *r.x.shape[:2]), answers, self._hfpatch_configs, r.batch,
-            records=records,
-            cache=r.cache, collected=bool(lists), modules=[self, *r.condition.inside],
-            random=r.condition.draws,
-            looked=r.condition, written=DequantizedWeights(self) if policy.dense else None,
-            leaves=r.condition.leaves,
+        parts = parts_of(
+            self, r.x, args, own, r.batch, r.condition, records=records, collected=bool(lists),
+            cache=r.cache, dense=policy.dense,
         )  # fmt: skip
         try:
             with session.weights.forward(self, r.x.device):
-                y, *extras = tiled_layer(session, policy, ask, r.x)
+                y, *extras = tiled_layer(session, policy, parts, r.x)
         except NotStopped as error:
             raise RuntimeError(
                 f"hfpatch: expected a {type(self).__name__} to mix tokens as on its small "
@@ -218,13 +213,13 @@ class TiledLayer(UntiledLayer):
                 "call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
-        return ask.hand_on(y, extras, lists, r.shared)
+        return parts.hand_on(y, extras, lists, r.shared)
 
     def _read(self, r: Request) -> tuple:
         """Keys of what this layer takes of earlier ones, found out by a token of its first call."""
         if r.condition.read is None:
             arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
-            ask = LayerParts(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
+            parts = Traced(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
             device = r.x.device
             rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
             with (
@@ -233,8 +228,8 @@ class TiledLayer(UntiledLayer):
                 collecting({}),
                 self._hfpatch_session.weights.forward(self, device),
             ):
-                ask.pre(r.x[:, :1], 0, 1)
-            r.condition.read, r.condition.leaves = ask.read, bool(ask.left)
+                parts.pre(r.x[:, :1], 0, 1)
+            r.condition.read, r.condition.leaves = parts.read, bool(parts.left)
         return r.condition.read
 
     def _whole(self, r: Request):

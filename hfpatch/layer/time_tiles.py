@@ -172,11 +172,11 @@ def go_in_time(call, again: bool) -> None:
 
     call: layer.call.LayerCall; again: this is its backward, or that of a segment.
     """
-    timed = dict(call.ask.answers.timed)
+    timed = dict(call.parts.traits.timed)
     saves = again or call.queue is not None and call.policy.save_attention
-    for name, mixer in zip(call.ask.answers.mixers, call.ask.mixers):
+    for name, mixer in zip(call.parts.traits.mixers, call.parts.mixers):
         if name in timed and mixer.time is None:
             transfers = call.queue.transfers if saves and call.queue is not None else None
-            rng = call.rng if call.random else None
+            rng = call.parts.rng if call.parts.random else None
             tile = call.policy.time_tile or call.policy.tile
             mixer.time = TimeTiles(timed[name], tile, transfers, again, rng)

@@ -17,7 +17,7 @@ from hfpatch.compat import evaluated_by_trainer
 from hfpatch.context.ranks import left_alone_in_evaluation, parts_of_trainers_evaluation, sharded
 from hfpatch.context.router_balance import counted
 from hfpatch.decoder.stack import OurAttention
-from hfpatch.layer.weight_gradients import is_sharded
+from hfpatch.layer.forward_state import is_sharded
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.parallel.shards import least_of
 

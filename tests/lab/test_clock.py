@@ -19,7 +19,7 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.timeline import trace_events, write_page, write_trace
-from hfpatch.layer.call import LayerCall
+from hfpatch.layer.backward import Backward
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.planner.clocked import clock
 from hfpatch.store.transfers import Transfers
@@ -94,7 +94,7 @@ def test_it_shows_sources_that_are_let_go_at_the_end_of_a_layer(way):
 
 
 def test_it_shows_a_layer_that_fetches_its_own_last():
-    tickets = LayerCall._tickets
+    tickets = Backward._tickets
 
     slow = partial(step, WAYS["one tile"], share=1.8)  # a backward is twice a forward
     unbroken = exposed(slow(), "backward")
@@ -104,7 +104,7 @@ def test_it_shows_a_layer_that_fetches_its_own_last():
             before.prefetch()
         return tickets(self, None)
 
-    with mock.patch.object(LayerCall, "_tickets", last):
+    with mock.patch.object(Backward, "_tickets", last):
         assert exposed(slow(), "backward") > unbroken + 0.03
 
 

@@ -89,7 +89,7 @@ def run(path: str, monkeypatch, whole: bool = False, retain: bool = False) -> No
 )
 def test_one_layout_on_every_path(layouts, traced, monkeypatch):
     if traced:
-        monkeypatch.setattr("hfpatch.layer.parts.direct_of", lambda *_: None)
+        monkeypatch.setattr("hfpatch.layer.function.direct_of", lambda *_: None)
     for path in PATHS:
         run(path, monkeypatch, retain=path in ("one tile, from the host", "tiles"))
     run("tiles", monkeypatch, whole=True)

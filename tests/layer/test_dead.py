@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hfpatch
-from hfpatch.layer import parts as ask
+from hfpatch.layer import function
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.parts import parts
 from tests.decoder.test_families import assert_close, batch, step
@@ -66,7 +66,9 @@ def test_gradients_stay_to_the_bit_with_fewer_products(lora, monkeypatch):
     batch = tiny.labelled()
     with Products() as few:
         got = tiny.step(ours, batch)
-    monkeypatch.setattr(ask, "direct_of", lambda *args: None)  # which knows what is dead itself
+    monkeypatch.setattr(
+        function, "direct_of", lambda *args: None
+    )  # which knows what is dead itself
     with Products() as all_of_them:
         wanted = tiny.step(all_values, batch)
     assert got.keys() == wanted.keys()

@@ -17,7 +17,7 @@ from tiny import OfAnEngine, classes, gradients, largest_difference, stock_loss
 import hfpatch
 from hfpatch.attention import heads as heads_module
 from hfpatch.budget.policy import KEEPABLE
-from hfpatch.layer import call as layer_module
+from hfpatch.layer import backward as backward_module
 from hfpatch.layer import function as tiled_module
 from tests.families import small_model
 from tests.layer.deep import pair, tiny_llama, tokens
@@ -728,7 +728,7 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
 
     where = str(tmp_path) if offload == "disk" else offload
     resolve, found, gone = LayerRuntime._resolve, {}, []
-    park, backward = layer_module.LayerCall._park, heads_module.Attention.backward
+    park, backward = backward_module.Backward._park, heads_module.Attention.backward
 
     def noted(call, dx):
         saved = park(call, dx)
@@ -739,7 +739,7 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
         assert not gone or gone[-1].untyped_storage().nbytes() == 0
         return backward(*args)
 
-    monkeypatch.setattr(layer_module.LayerCall, "_park", noted)
+    monkeypatch.setattr(backward_module.Backward, "_park", noted)
     monkeypatch.setattr(heads_module.Attention, "backward", seen)
     for parked in (False, True):
         monkeypatch.setattr(

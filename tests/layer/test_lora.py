@@ -17,6 +17,7 @@ from torch import nn
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.layer import runtime as session
+from hfpatch.layer.traced import Traced
 from hfpatch.parts import quantised as quantised_module
 from hfpatch.parts import unread as dead
 from hfpatch.parts.quantised import base_of
@@ -87,6 +88,34 @@ def test_a_base_under_lora_leaves_out_what_nobody_reads(monkeypatch):
 def test_so_does_a_quantised_one(quantised, monkeypatch):
     left = same_with_and_without_dead_products(adapted(copy.deepcopy(quantised)), monkeypatch)
     assert any("down_proj" in n for n in left)
+
+
+@pytest.mark.parametrize("first", ["adapters", "apply"])
+def test_layers_with_adapters_stay_in_tiles(first, monkeypatch):
+    assert tiles_of(tiny.llama(), first, monkeypatch) == 2 * 2 * 6  # forward and backward
+
+
+@pytest.mark.parametrize("first", ["adapters", "apply"])
+def test_so_do_those_over_few_bits(quantised, first, monkeypatch):
+    assert tiles_of(copy.deepcopy(quantised), first, monkeypatch) == 2 * 2 * 6
+
+
+def tiles_of(model: nn.Module, first: str, monkeypatch) -> int:
+    """Tiles that ran behind attention in a step, where `first` comes before the other."""
+    run, count = Traced.post, []
+    monkeypatch.setattr(
+        Traced, "post", lambda *args, **kwargs: count.append(1) or run(*args, **kwargs)
+    )
+    settings = {"checkpointing": dataclasses.replace(tiny.TILED, plain=0)}
+    if first == "apply":
+        hfpatch.apply(model, **settings)
+    model = adapted(model)
+    if first == "adapters":
+        hfpatch.apply(model, **settings)
+    for _ in range(2):
+        count.clear()
+        assert all("lora_" in name for name in gradients(model))
+    return len(count)
 
 
 def with_dense(dense: bool, monkeypatch):

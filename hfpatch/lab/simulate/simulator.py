@@ -221,7 +221,7 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
             [m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu")
         )
         weights.make_slots()
-        for slot, _ in weights.slots.rows:
+        for slot in weights.ring.slots:
             follower.track(slot.bytes, category="parameters")
         with follower.host():
             for tensor in weights.at_rest():
