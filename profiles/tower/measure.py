@@ -63,7 +63,10 @@ def main():
         for way in ("hfpatch", "checkpointing", "stock"):
             found = measured(tokens, way)
             beyond, host = found.beyond_bytes / 2**30, found.host_peak_bytes / 2**30
-            print(f"{tokens:7,} visual tokens  {way:13}  {beyond:6.2f} GiB, host {host:.2f}", flush=True)
+            print(
+                f"{tokens:7,} visual tokens  {way:13}  {beyond:6.2f} GiB, host {host:.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
