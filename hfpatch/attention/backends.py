@@ -202,11 +202,6 @@ def _trial_inputs(
     ]
 
 
-def _rows_first(x_BHTE: Tensor) -> Tensor:
-    """The same values, contiguous as [B, T, heads, E]."""
-    return x_BHTE.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Tensor]]:
     """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward. What
     `attention_backward` copies into one layout is copied here too, and timed.
@@ -217,10 +212,13 @@ def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Te
     torch.cuda.synchronize(q.device)
     start = perf_counter()
     out, lse, state = forward(q, k, v, scale)
-    got, whole = [out], (name == "cudnn", name == "cudnn", name == "cudnn", True, True)
+    got, first = (
+        [out],
+        0 if name == "cudnn" else 3,
+    )  # of q, k, v, out and dout those made rows first
     for *part, lse_part in zip(*(x.chunk(groups, 1) for x in (q, k, v, out, dout, lse))):
-        q_, k_, v_, out_, dout_ = (_rows_first(x) if c else x for x, c in zip(part, whole))
-        got += backward(dout_, q_, k_, v_, out_, lse_part.contiguous(), state, scale)
+        part[first:] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in part[first:])
+        got += backward(part[4], *part[:4], lse_part.contiguous(), state, scale)
     torch.cuda.synchronize(q.device)
     return perf_counter() - start, got
 

@@ -115,20 +115,16 @@ def unfused_passes(shape: ModelShape, layer: int) -> tuple[float, float]:
     """Elements a token that the code of transformers and PEFT moves inside a tiled layer, where
     nothing is fused: (forward, backward). Of experts, attention with sinks, and adapters.
     """
-    fore = back = 0.0
-    if shape.is_sparse(layer):
-        k, wide = shape.experts_per_token, shape.hidden_size
-        counts = EXPERT_PASSES[shape.expert_bias]
-        fore, back = (k * (inner * shape.expert_size + each * wide) for inner, each in counts)
-    if shape.sinks:
-        turned = shape.q_size + shape.kv_size
-        fore, back = fore + SINK_PASSES[0] * turned, back + SINK_PASSES[1] * turned
-    if shape.adapters:
-        # An adapter's output is scaled and added, its gradient scaled, its input gradient added.
-        sizes = shape.adapters.chosen(layer_linears(shape, layer)).values()
-        fore += sum(5 * columns for _, columns in sizes)
-        back += sum(3 * inner + 2 * columns for inner, columns in sizes)
-    return fore, back
+    k, turned = shape.experts_per_token * shape.is_sparse(layer), shape.q_size + shape.kv_size
+    # Elements, and how often they move: an adapter's output is scaled and added, its gradient
+    # scaled, its input gradient added.
+    (fore_in, fore), (back_in, back) = EXPERT_PASSES[shape.expert_bias]
+    rows = [(k * shape.expert_size, fore_in, back_in), (k * shape.hidden_size, fore, back)]
+    rows += [(shape.sinks * turned, *SINK_PASSES)]
+    adapters = shape.adapters.chosen(layer_linears(shape, layer)) if shape.adapters else {}
+    rows += [(inner, 0, 3) for inner, _ in adapters.values()]
+    rows += [(columns, 5, 2) for _, columns in adapters.values()]
+    return sum(n * each for n, each, _ in rows), sum(n * each for n, _, each in rows)
 
 
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
@@ -381,11 +377,14 @@ def _behind_layers(
     if alone and "qkv" in policy.keep:
         again = min(policy.again, n) if policy.save_attention else n
         # Of several tiles the first one's tensors may be on the link before q, k and v.
-        ahead = inside + shape.hidden_size * ("mid" not in policy.keep)
-        waited = count * kept_columns(shape, "qkv") + (count > 1) * ahead
+        waited = count * kept_columns(shape, "qkv") + (count > 1) * (
+            inside + shape.hidden_size * ("mid" not in policy.keep)
+        )
         behind = max(behind, again * tile * waited / to_gpu)
-    forward_end, backward_begin = tile * inside * (p == 0), tile * first * (p < 2)
-    return max(waits) + forward_end / to_host, max(0.0, behind) + backward_begin / to_gpu
+    return (
+        max(waits) + tile * inside * (p == 0) / to_host,
+        max(0.0, behind) + tile * first * (p < 2) / to_gpu,
+    )
 
 
 def counted_time(

@@ -167,7 +167,7 @@ class LayerRuntime:
             queue.begin()
         B, T, _ = x_BTD.shape
         device, training = x_BTD.device, torch.is_grad_enabled()
-        room = self._room(device)
+        room = self.room_of(device)
         begins = layer._hfpatch_index <= self._last_index
         first = room is not None and training and begins
         self._last_index = layer._hfpatch_index
@@ -268,7 +268,8 @@ class LayerRuntime:
                 self.weights.on = coming > memory.gpu_free(device)
         return self.weights.staying(layer, function)
 
-    def _room(self, device: torch.device) -> Room | None:
+    def room_of(self, device: torch.device) -> Room | None:
+        """The memory budget of a device; None where no memory is counted."""
         if not metered(device):
             return None
         if device not in self.rooms:
@@ -378,7 +379,7 @@ class LayerRuntime:
         settings = self.checkpointing
         if sharded and settings.every == "auto":
             settings = dataclasses.replace(settings, every=1)
-        room = self._room(x.device)
+        room = self.room_of(x.device)
         if room is None and settings.offload == "auto":
             # The device is the host: a copy would only take memory.
             settings = dataclasses.replace(settings, offload="gpu")

@@ -47,7 +47,9 @@ def clock(
     if not found.fits:
         raise ValueError(
             f"hfpatch: the clock expects a step that fits, {found.model} at {seq_len:,} tokens "
-            f"does not: {found.why}; ask `hfpatch plan` for a way."
+            f"takes {found.gpu_peak_bytes / 2**30:.1f} of {found.gpu_usable_bytes / 2**30:.1f} GiB "
+            f"on the GPU and {found.host_peak_bytes / 2**30:.0f} on the host; ask `hfpatch plan` "
+            "for a way."
         )
     config, dtype = (
         text_config_of(model)[1],

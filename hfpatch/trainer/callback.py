@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from traceback import walk_stack
 
 import torch
@@ -25,6 +25,7 @@ from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model
 from hfpatch.parts.quantised import as_trained
 from hfpatch.store.device import mark_batch_ready
+from hfpatch.trainer import memory
 from hfpatch.trainer.marks import first_to_say
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
 
@@ -66,7 +67,7 @@ class Callback(TrainerCallback):
         self.report = None  # what apply said
         self._applied = lambda: None
         self._hook = self._loader = None
-        self._warned = False
+        self._warned, self._last, self._unwrap = False, None, lambda: None
         self._tokens, self._flops, self._shapes, self._steps = 0, 0.0, Counter(), 0
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -148,7 +149,29 @@ class Callback(TrainerCallback):
         )
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._explain_memory(args, model)
         self._start(state)
+
+    def _explain_memory(self, args, model):
+        """Memory that runs out in a step of this Trainer teaches the next start of the run."""
+        from transformers import Trainer
+
+        trainer = _caller(Trainer)
+        if trainer is None or not memory.runtimes(model):
+            return
+        memory.begin(model, args)
+        step = trainer.training_step
+
+        def training_step(*positional, **named):
+            try:
+                return step(*positional, **named)
+            except Exception as error:
+                if memory.is_out_of_memory(error) and self._last:
+                    memory.explain(model, args, self._last, error)
+                raise
+
+        trainer.training_step = training_step
+        self._unwrap = partial(vars(trainer).pop, "training_step", None)
 
     def _count(self, model, positional, named):
         if not model.training:
@@ -157,7 +180,7 @@ class Callback(TrainerCallback):
             positional, named = (), positional[0]
         ids = named.get("input_ids", positional[0] if positional else named.get("inputs_embeds"))
         if ids is not None:  # shapes alone: nothing waits for the device
-            B, T = ids.shape[:2]
+            B, T = self._last = ids.shape[:2]
             self._tokens += B * T
             self._shapes[B, T] += 1
             if self._shape:
@@ -192,6 +215,7 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(extra)
 
     def on_train_end(self, args, state, control, **kwargs):
+        self._unwrap()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
