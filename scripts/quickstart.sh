@@ -24,12 +24,13 @@ export TQDM_DISABLE=1 TRANSFORMERS_VERBOSITY=error
 progress() {
     python -u -c '
 import ast, sys
-step, every, steps = 0, int(sys.argv[1]), sys.argv[2]
+every, steps, first = int(sys.argv[1]), sys.argv[2], None
 for line in sys.stdin:
     if line.startswith("{"):
         entry = ast.literal_eval(line)
         if "loss" in entry:
-            step += every
+            first = first or float(entry["epoch"])  # the last entry may come between two of them
+            step = round(float(entry["epoch"]) / first * every)
             loss, speed = float(entry["loss"]), float(entry.get("tokens_per_second", 0))
             print(f"hfpatch: step {step} of {steps} at most: loss {loss:.2f} nats a token, {speed:,.0f} tokens/s")
     elif line.startswith("hfpatch: "):
@@ -53,6 +54,8 @@ echo "hfpatch: 2/3 the saved model in plain transformers"
 python - "$OUT/model" <<'PY'
 import sys
 import torch
+from hfpatch.cli.quiet import quiet
+quiet()
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
