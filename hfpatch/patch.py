@@ -394,7 +394,7 @@ def _note_layers(decoder: Decoder, settings, found, shape, report: Report) -> No
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
     notes.append(
         f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
-        "is replaced."
+        "of them is replaced."
     )
     if settings.frozen_weights == "host":
         notes.append(
