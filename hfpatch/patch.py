@@ -7,6 +7,7 @@ and checkpoints stay.
 
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +21,6 @@ from hfpatch.compat import (
     Turn,
     balances_itself,
     drop_wrapped_forward,
-    expert_parallel,
     forward_before_wrapping,
     gather_as_one,
     modules_of,
@@ -46,7 +46,7 @@ from hfpatch.layer.condition import look
 from hfpatch.layer.freeze_base import widened
 from hfpatch.layer.layer import TiledLayer, UntiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
-from hfpatch.layer.tower import Tower, TowerBlock, find_towers, tower_runtime
+from hfpatch.layer.tower import Tower, TowerBlock, find_towers
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions, not_its_own_loss
 from hfpatch.loss.head import fuse, head_name, why_not_fused
@@ -352,13 +352,9 @@ def _checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn,
     if not isinstance(decoder.layers[0], TiledLayer):
         return
     for name, lists in find_towers(model, decoder.stack).items():
-        tower = model.get_submodule(name)
-        if any("forward" in vars(block) for blocks in lists for block in blocks):
-            report.notes.append(f"{name} stays as it is: a block's forward is another library's.")
-            continue
-        swap(tower, Tower)
+        swap(model.get_submodule(name), Tower)
         for blocks in lists:
-            runtime = tower_runtime(settings, len(blocks), turn)
+            runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), None, len(blocks), turn)
             for block in blocks:
                 swap(block, TowerBlock)
                 block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
@@ -375,7 +371,8 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
     stack._hfpatch_configs = configs
     # Ranks that send tokens to each other's experts run equally many tiles.
-    unpads = found.unpads and not expert_parallel((causal or stack).config)
+    asked = getattr((causal or stack).config, "distributed_config", None)
+    unpads = found.unpads and (getattr(asked, "ep_size", None) or 1) == 1
     stack._hfpatch_traits = StackTraits(
         found.ours, mixers, mixers and found.across, found.apart, found.prefill, unpads
     )
@@ -402,7 +399,7 @@ def _note_layers(decoder: Decoder, settings, found, shape, report: Report) -> No
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
     notes.append(
         f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
-        "is replaced."
+        "of them is replaced."
     )
     if settings.frozen_weights == "host":
         notes.append(

@@ -24,13 +24,6 @@ def cache_in(arguments):
     return arguments.get(cache_name(arguments))
 
 
-def expert_parallel(config) -> bool:
-    """Whether transformers distributes a model's experts over ranks, which exchange tokens."""
-    found = getattr(config, "distributed_config", None)
-    size = found.get("ep_size") if isinstance(found, dict) else getattr(found, "ep_size", None)
-    return (size or 1) > 1
-
-
 def record_outputs_like(made: type, base: type) -> None:
     """Registers for `made` the outputs that output_hidden_states and the like record of `base`.
 

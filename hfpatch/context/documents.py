@@ -140,9 +140,10 @@ def find_rows(
     document; cached: transformers would make a cache of this batch. ValueError where offsets do not
     cover the tokens.
     """
-    bounds = _offsets(cu_seq_lens)
+    bounds = ToHost(cu_seq_lens).get() if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
     packed = bounds is not None
     if packed:
+        bounds = [int(bound) for bound in bounds]
         if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
             raise ValueError(
                 f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), "
@@ -201,14 +202,6 @@ def find_rows(
     documents = _from_bounds(_bounds(starts_N), B, T, device)
     alone = padding and not found[-2:].any() and not seen_N.all()
     return Rows(documents, hidden_BT, blind_BT, _bounds(starts_N[seen_N]) if alone else None)
-
-
-def _offsets(cu_seq_lens: Tensor | Sequence[int] | None) -> list[int] | None:
-    """Offsets on the host; None where none came, or without values."""
-    if not isinstance(cu_seq_lens, Tensor):
-        return None if cu_seq_lens is None else list(cu_seq_lens)
-    found = ToHost(cu_seq_lens).get()
-    return None if found is None else found.tolist()
 
 
 def _bounds(starts_N: Tensor) -> tuple[int, ...]:

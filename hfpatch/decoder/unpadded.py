@@ -82,36 +82,35 @@ def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRo
     tokens too; where a layer is not what was tried; and where the small instance's outputs
     differed.
     """
-    traits = stack._hfpatch_traits
-    if not traits.unpads or given.rows_mask is None or given.idle_BT is None:
-        return None
-    if traits.mixers and not given.tiled:  # transformers' mixers do not isolate documents
-        return None
-    if batch.sequence is not None or batch.prefill or batch.weights or given.offsets is not None:
-        return None
-    rest = (x for name, x in kwargs.items() if name not in _BY_TOKEN)
-    if any(isinstance(x, Tensor) and x.numel() > 1 for x in pytree().tree_leaves(list(rest))):
-        return None
-    positions = kwargs.get("position_ids")
-    counted = positions is None or positions.dim() > 1 and positions.shape[-1] == given.T
-    if not counted or asks_for_hidden_states(stack, kwargs):
-        return None
-    if not all(map(_as_tried, list_of_layers(stack) or (None,))):
-        return None
-    # What the layers would look up, and wait for, in any case.
-    bounds = batch.rows().real
-    if bounds is None or bounds[-1] == 0:
-        return None
-    N = _rounded(bounds[-1])
-    return None if N >= given.B * given.T else _packed_row(batch, bounds, N)
+    # The bounds are what the layers would look up, and wait for, in any case.
+    bounds = batch.rows().real if _serves(stack, given, batch, kwargs) else None
+    N = 0 if bounds is None else _rounded(bounds[-1])
+    return _packed_row(batch, bounds, N) if 0 < N < given.B * given.T else None
+
+
+def _serves(stack, given: Given, batch: Batch, kwargs: dict) -> bool:
+    """Whether the packed row of such a forward gives the same, whatever its padding."""
+    traits, positions = stack._hfpatch_traits, kwargs.get("position_ids")
+    others = pytree().tree_leaves([x for name, x in kwargs.items() if name not in _BY_TOKEN])
+    return (
+        traits.unpads
+        and given.rows_mask is not None
+        and given.idle_BT is not None
+        and given.offsets is None
+        and (given.tiled or not traits.mixers)  # transformers' mixers do not isolate documents
+        and not (batch.sequence or batch.prefill or batch.weights)
+        and (positions is None or positions.dim() > 1 and positions.shape[-1] == given.T)
+        and not any(isinstance(x, Tensor) and x.numel() > 1 for x in others)
+        and not asks_for_hidden_states(stack, kwargs)
+        and all(map(_as_tried, list_of_layers(stack) or (None,)))
+    )
 
 
 def _as_tried(layer) -> bool:
     """Whether a layer is what the small instance was, on rows of any length: one compiled by itself
     would be compiled for each, and one with other modules in it may mix tokens."""
-    if not isinstance(layer, UntiledLayer) or compiled_by_itself(layer):
-        return False
-    return look(layer).reason in (None, layer._hfpatch_traits.reason)
+    ours = isinstance(layer, UntiledLayer) and not compiled_by_itself(layer)
+    return ours and look(layer).reason in (None, layer._hfpatch_traits.reason)
 
 
 def _rounded(tokens: int) -> int:

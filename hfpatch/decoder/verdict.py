@@ -294,22 +294,21 @@ class _Expected:
         A family may count positions by its mask, or have mixers that remember padding. Compared
         with our padded rows: in transformers' eager attention what sees nobody may be NaN.
         """
-        ids = self.batches["plain"][1]["input_ids"]
-        visible = torch.ones_like(ids)
-        visible[0, :7], visible[1, -5:] = 0, 0
-        ours, outs = _patched(self.stack, found), []
+        ids, ours = self.batches["plain"][1]["input_ids"], _patched(self.stack, found)
         ours._hfpatch_traits = replace(ours._hfpatch_traits, unpads=True)
+        idle_BT = torch.zeros_like(ids, dtype=torch.bool)
+        idle_BT[0, :7], idle_BT[1, -5:] = True, True
+        run = partial(ours, input_ids=ids, attention_mask=~idle_BT, use_cache=False)
         try:
-            for idle_BT in (visible == 0, None):
-                batch = {"input_ids": ids, "attention_mask": visible, "use_cache": False}
-                with torch.no_grad(), having(idle_BT=idle_BT):
-                    outs.append(ours(**batch).last_hidden_state)
+            with torch.no_grad():
+                wanted = run().last_hidden_state[~idle_BT]
+                with having(idle_BT=idle_BT):
+                    got = run().last_hidden_state
         except Exception:  # it takes no positions
             return False
-        got, wanted = (out[visible.bool()] for out in outs)
         # Zeros on padding show that it ran so.
-        packed = not outs[0][visible == 0].any()
-        return packed and bool((got - wanted).norm() <= CLOSE * wanted.norm())
+        close = (got[~idle_BT] - wanted).norm() <= CLOSE * wanted.norm()
+        return bool(close) and not got[idle_BT].any()
 
     def differs(self, found: Verdict) -> str | None:
         """How a stack with these traits differs from transformers, or None."""

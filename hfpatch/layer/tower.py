@@ -7,23 +7,16 @@ patches a batch holds says nothing of its text, and ranks differ in it.
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.compat import Turn
+from hfpatch.budget.policy import Policy
 from hfpatch.layer.layer import TiledLayer, needs_no_gradient
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.whole import offloaded_checkpoint
 from hfpatch.store.transfers import FetchQueue, Transfers
-
-
-def tower_runtime(checkpointing: Checkpointing, blocks: int, turn: Turn) -> LayerRuntime:
-    """What the blocks of one list share. No policy is chosen for them."""
-    return LayerRuntime(replace(checkpointing, frozen_weights="gpu"), None, blocks, turn)
 
 
 def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Policy:
@@ -56,9 +49,9 @@ class TowerBlock:
 
     def forward(self, *args, **kwargs):
         tower, x = vars(self).get("_hfpatch_tower"), args[0] if args else None
-        if tower is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
-            return super().forward(*args, **kwargs)
-        if not self.training or x.dim() < 2 or needs_no_gradient(self, args, kwargs):
+        plain = tower is None or torch.compiler.is_compiling() or not self.training
+        plain = plain or not isinstance(x, Tensor) or x.dim() < 2
+        if plain or needs_no_gradient(self, args, kwargs):
             return super().forward(*args, **kwargs)
 
         def run(x):
@@ -70,7 +63,8 @@ class TowerBlock:
 
 
 def find_towers(model: nn.Module, stack: nn.Module) -> dict[str, list[tuple]]:
-    """The towers beside a model's decoder stack, by name: their lists of blocks."""
+    """The towers beside a model's decoder stack, by name: their lists of blocks. Those with a
+    forward of another library's are left out."""
     if model.config.get_text_config() is model.config:
         return {}
     around = {m for m in model.modules() if any(inner is stack for inner in m.modules())}
@@ -84,7 +78,10 @@ def _lists(tower: nn.Module) -> list[tuple]:
     for blocks in tower.modules():
         if not isinstance(blocks, nn.ModuleList) or not len(blocks) or blocks[0] in taken:
             continue
-        if all(isinstance(block, GradientCheckpointingLayer) for block in blocks):
+        own = [
+            isinstance(b, GradientCheckpointingLayer) and "forward" not in vars(b) for b in blocks
+        ]
+        if all(own):
             found.append(tuple(blocks))
             taken |= {m for block in blocks for m in block.modules()}
     return found

@@ -163,7 +163,9 @@ def in_a_way(model, way: str):
     if way == "embeddings want gradients":  # as PEFT and Trainer have it beside checkpointing
         model.enable_input_require_grads()
         conv = next(
-            m for n, m in model.named_modules() if n.endswith(("patch_embed", "_embedding"))
+            m
+            for n, m in model.named_modules()
+            if n.endswith(("patch_embed", "patch_embedding", "patch_conv"))
         )
         conv.register_forward_hook(lambda module, args, out: out.requires_grad_())
     if way == "adapted":
