@@ -19,7 +19,7 @@ def trained(folder, data, out, *more):
         "--dataset", str(data), "--tuner_type", "full", "--torch_dtype", "float32",
         "--max_steps", "4", "--logging_steps", "1", "--per_device_train_batch_size", "2",
         "--gradient_accumulation_steps", "1", "--learning_rate", "1e-3", "--save_strategy", "no",
-        "--use_cpu", "true", "--report_to", "none", "--max_length", "64", "--seed", "1",
+        "--use_cpu", "true", "--report_to", "none", "--max_length", "256", "--seed", "1",
         "--output_dir", str(out), "--dataset_num_proc", "1", "--attn_impl", "sdpa",
         "--split_dataset_ratio", "0", "--check_model", "false", *more,
     ])  # fmt: skip
