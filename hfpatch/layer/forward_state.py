@@ -200,22 +200,9 @@ class AsThen:
     """
 
     __slots__ = (
-        "layer",
-        "kind",
-        "modules",
-        "tables",
-        "merged",
-        "switches",
-        "around",
-        "forwards",
-        "called",
-        "found",
-        "there",
-        "tensors",
-        "counts",
-        "storages",
-        "trained",
-    )
+        "layer", "kind", "modules", "tables", "merged", "switches", "around", "forwards", "called",
+        "found", "there", "tensors", "counts", "storages", "trained",
+    )  # fmt: skip
 
     def __init__(
         self,

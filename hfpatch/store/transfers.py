@@ -22,8 +22,8 @@ seen an event, which the host, running ahead, does late. In its place each tenso
 stream whose memory it is, after that stream was made to wait for the tensor's last copy.
 
 What is lent (pieces of host memory, slots of a ring) is free again when its Loan or Ticket goes, so
-an exception, wherever it comes, leaves nothing to clear up. Files: disk.py. Host memory: pool.py.
-tests/faults/checker.py finds every wait that is missing.
+an exception, wherever it comes, leaves nothing to clear up. tests/faults/checker.py finds every wait
+that is missing. Files: disk.py. Host memory: pool.py.
 """
 
 import sys
@@ -270,8 +270,7 @@ class Transfers:
         if not copies:
             return ticket
         # Memory comes from the compute stream's allocator: what ran there before owns it until now.
-        # Among that is the wait for the copies to the host (settle, which begins each pass), so
-        # that what is read here has been written.
+        # Among that is the wait of settle(), so that what is read here has been written.
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
@@ -328,7 +327,7 @@ class Ring:
             buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device))
         made, self.stream = device.mark(), device.current()
         self.slots = [Slot(buffer, made) for buffer in buffers]
-        self.free.extend(self.slots)
+        self.free += self.slots
 
 
 class FetchQueue(Ring):
