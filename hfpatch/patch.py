@@ -377,7 +377,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     # Ranks that send tokens to each other's experts run equally many tiles.
     unpads = found.unpads and not expert_parallel((causal or stack).config)
     stack._hfpatch_traits = StackTraits(
-        found.ours, mixers, mixers and found.across, found.apart, found.prefill, unpads
+        found.ours, mixers, mixers and found.across, found.apart, unpads
     )
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         # A model between the two may make a cache.
