@@ -87,7 +87,7 @@ def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRo
         return None
     if traits.mixers and not given.tiled:  # transformers' mixers do not isolate documents
         return None
-    if batch.sequence is not None or batch.prefill or batch.weights or given.offsets is not None:
+    if batch.sequence is not None or batch.weights or given.offsets is not None:
         return None
     rest = (x for name, x in kwargs.items() if name not in _BY_TOKEN)
     if any(isinstance(x, Tensor) and x.numel() > 1 for x in pytree().tree_leaves(list(rest))):
