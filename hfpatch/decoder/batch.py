@@ -21,7 +21,6 @@ from hfpatch.context.ranks import (
     refuse_parts,
     refuse_shared_mixers,
     refuse_uneven_rows,
-    replaced_attention,
     require_positions,
     sequence_now,
     whole_rows,
@@ -293,7 +292,7 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
 
 def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes: dict) -> Decision:
     config = given.config
-    name = None if replaced_attention(config) else standard(config)
+    name = standard(config)
     # Only eager attention returns its probabilities.
     ours = name == "eager" if given.weights else name is not None
     if given.sequence is not None and (not ours or why_not_exchanged(config, given.training)):
@@ -333,7 +332,7 @@ def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
     None where attention can."""
     if not traits.ours:
         return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
-    if replaced_attention(given.config):
+    if standard(given.config) is None:
         return f"attention from elsewhere ({named(given.config)})"
     if not getattr(given.config, "is_causal", True):
         return "attention that is not causal"

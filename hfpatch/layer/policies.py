@@ -151,7 +151,9 @@ class Policies:
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
             return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
-        if training and (*key, T) not in self.opened or policy is None:
+        # A forked process has no queues.
+        ready = policy and (*key, T) in self.opened and (device, policy.offload) in self.queues
+        if training and not ready:
             policy = self._opened(policy, layer, x_BTD, longest, whole, able)
             self.opened.add((*key, T))
         self.policies[key] = policy  # last: what failed before is tried again
