@@ -353,36 +353,6 @@ class Policy:
         )
 
 
-def unplanned(
-    settings: Checkpointing, rows: int, whole: bool, width: int, free: int | None
-) -> Policy:
-    """The policy of layers whose sizes no closed form describes: all that is worth keeping goes to
-    the host. width: of hidden states; free: bytes on the device, None where unknown.
-    """
-    tier = settings.offload
-    if settings.directory:
-        tier = "disk"
-    elif tier == "auto":
-        tier = "host"
-    every = 1 if whole or settings.every == "auto" else settings.every
-    save = every == 1 if settings.save_attention == "auto" else settings.save_attention
-    tile, in_time = settings.tile, 0
-    if tile == "auto" and settings.aim == "least":
-        tile = TIME_TILE_LEAST
-    elif tile == "auto":
-        tile = auto_tile(rows)
-        in_time = time_tile(tile, width, free)
-    return Policy(
-        offload=tier,
-        every=every,
-        save_attention=save and not whole,
-        tile=tile,
-        time_tile=in_time,
-        plain=settings.plain,
-        keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
-    )
-
-
 _NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 

@@ -139,8 +139,8 @@ class OurAttention(KeepsSignature):
             kwargs["attention_mask"] = torch.ones(
                 batch.B, batch.t, dtype=torch.bool, device=batch.device
             )
-        if session is not None:
-            session.begin(batch.device)
+        if self._hfpatch_session is not None:
+            self._hfpatch_session.begin(batch.device)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from hfpatch.attention.attention import deterministic_scratch
 from hfpatch.budget import free as memory
-from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST, Budget, Option, decide
+from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST, Budget, decide
 from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.formula import ModelShape, spare_bytes, step_memory
-from hfpatch.budget.hardware import PIN_BYTES_PER_SECOND, Gpu, at_place, place_of
+from hfpatch.budget.hardware import Gpu, at_place, place_of
 from hfpatch.budget.host_blocks import host_blocks
+from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import (
     KEEPABLE,
@@ -27,7 +28,6 @@ from hfpatch.budget.policy import (
     Policy,
     auto_tile,
     describe,
-    unplanned,
 )
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
@@ -286,7 +286,9 @@ class Policies:
             return self._resolve(B, T, x, whole, able, sharded, group)
         self.planned[option.policy, B, T] = option.device
         if room is not None:
-            say(_planned(option, B, T, free[0], self.shape.num_layers, gpu))
+            takes = f", {option.seconds:.1f} s planned" if gpu else ""
+            chosen = describe(option.policy, self.shape.num_layers)
+            say(f"{B} x {T:,} tokens: {chosen}; {option.line(free[0])}{takes}.")
         return option.policy
 
     def _settings(self, x: Tensor, whole: bool, sharded: bool) -> Checkpointing:
@@ -400,15 +402,3 @@ class Policies:
         began = time.monotonic()
         transfers.pool.reserve(sizes, most)
         self.pinning += time.monotonic() - began
-
-
-def _planned(option: Option, B: int, T: int, free: int, layers: int, gpu: Gpu | None) -> str:
-    """The line that says what was chosen for a shape."""
-    pin = option.host / PIN_BYTES_PER_SECOND
-    once = f", about {pin:.0f} s to pin once" if pin >= 1 else ""
-    takes = f", {option.seconds:.1f} s planned" if gpu else ""
-    return (
-        f"{B} x {T:,} tokens: {describe(option.policy, layers)}; {option.device / 2**30:.1f} of "
-        f"{free / 2**30:.1f} GiB free on the device, {option.host / 2**30:.1f} GiB on the "
-        f"host{once}{takes}."
-    )

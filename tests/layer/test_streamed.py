@@ -21,8 +21,7 @@ from transformers import LlamaForCausalLM
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.budget.hardware import GPUS
-from hfpatch.layer import packed_weights
-from hfpatch.layer import policies
+from hfpatch.layer import packed_weights, policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
 from hfpatch.layer.room import Gauge
