@@ -48,8 +48,8 @@ from hfpatch.layer.layer import TiledLayer, UntiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
 from hfpatch.layer.tower import Tower, TowerBlock, find_towers
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
-from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions, not_its_own_loss
-from hfpatch.loss.head import fuse, head_name, why_not_fused
+from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
+from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.parts import parts
@@ -297,7 +297,7 @@ def _fuse_loss(decoder: Decoder, logits, report: Report) -> None:
         outer._hfpatch_norm_path = decoder.norm_path and f"{holder}.{decoder.norm_path}".lstrip(".")
         outer._hfpatch_logits = logits
     model._hfpatch_trl = trl
-    reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
+    reason = why_whole_logits(model, model._hfpatch_head())
     if reason:  # asked again in each call: an adapter may come off the head
         report.skipped.append(("loss", f"{reason}: the loss runs through whole logits"))
     else:
@@ -374,7 +374,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     asked = getattr((causal or stack).config, "distributed_config", None)
     unpads = found.unpads and (getattr(asked, "ep_size", None) or 1) == 1
     stack._hfpatch_traits = StackTraits(
-        found.ours, mixers, mixers and found.across, found.apart, found.prefill, unpads
+        found.ours, mixers, mixers and found.across, found.apart, unpads
     )
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         # A model between the two may make a cache.

@@ -52,6 +52,15 @@ class Option:
     seconds: float
     wait: float = 0.0
 
+    def line(self, free: int) -> str:
+        """What it takes, for users; free: bytes on the device."""
+        pin = self.host / PIN_BYTES_PER_SECOND
+        once = f", about {pin:.0f} s to pin once" if pin >= 1 else ""
+        return (
+            f"{self.device / GiB:.1f} of {free / GiB:.1f} GiB free on the device, "
+            f"{self.host / GiB:.1f} GiB on the host{once}"
+        )
+
 
 @dataclass(frozen=True)
 class Budget:

@@ -15,13 +15,13 @@ from hfpatch.budget.formula import (
     STOCK_CHECKPOINTING,
     ModelShape,
     StepMemory,
-    kept_columns,
     spare_bytes,
 )
 from hfpatch.budget.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
 from hfpatch.budget.sequence import filled_up, sent_bytes
+from hfpatch.budget.sizes import kept_columns
 
 # transformers' own layers move so many times the bytes of fused ones, and so many bytes a logit
 # (counted on their code, tests/budget/test_flops.py): norms and logits run in float32, rotation and

@@ -98,7 +98,7 @@ def _serves(stack, given: Given, batch: Batch, kwargs: dict) -> bool:
         and given.idle_BT is not None
         and given.offsets is None
         and (given.tiled or not traits.mixers)  # transformers' mixers do not isolate documents
-        and not (batch.sequence or batch.prefill or batch.weights)
+        and not (batch.sequence or batch.weights)
         and (positions is None or positions.dim() > 1 and positions.shape[-1] == given.T)
         and not any(isinstance(x, Tensor) and x.numel() > 1 for x in others)
         and not asks_for_hidden_states(stack, kwargs)

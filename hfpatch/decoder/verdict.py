@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import cache_in, plain_scans
+from hfpatch.compat import plain_scans
 from hfpatch.context.class_code import code_asked
 from hfpatch.context.classes import swap
 from hfpatch.context.current import having
@@ -59,7 +59,6 @@ class Verdict:
         places: all modules in the small instance's layers (places.places_in).
         ours: the stack may have our attention and masks.
         alone: why the layers cannot run twice and stay as they are, or None.
-        prefill: they fill an empty KV cache as transformers' do.
         apart: documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
         across: in transformers' own layers, mixers beside attention let documents see each other.
@@ -68,7 +67,6 @@ class Verdict:
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
     ours: bool = True
     alone: str | None = None
-    prefill: bool = False
     apart: bool = True
     unpads: bool = False
     across: bool = True
@@ -150,7 +148,6 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         found.places = frozenset(
             place for layer in list_of_layers(stack) for place in places_in(layer)
         )
-        found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
         found.unpads = found.ours and found.apart and not late() and expected.unpads(found)
@@ -270,23 +267,6 @@ class _Expected:
             weight = batch.pop("weight")
             (stack(use_cache=False, **batch).last_hidden_state * weight).sum().backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
-
-    def fills_a_cache(self, found: Verdict) -> bool:
-        """Whether a prompt fills an empty cache as in transformers."""
-        batch = {"input_ids": self.batches["plain"][1]["input_ids"], "use_cache": True}
-        try:
-            with torch.no_grad():
-                ours, stock = _patched(self.stack, found), self.stack
-                ours._hfpatch_traits = replace(ours._hfpatch_traits, prefill=True)
-                got, wanted = ours(**batch), stock(**batch)
-            pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
-            for a, b in zip(cache_in(got).layers, cache_in(wanted).layers, strict=True):
-                pairs += [(a.keys, b.keys), (a.values, b.values)]
-            return all(
-                a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs
-            )
-        except Exception:  # a cache of the family's own
-            return False
 
     def unpads(self, found: Verdict) -> bool:
         """Whether real tokens of padded rows have the same outputs in one packed row.

@@ -27,7 +27,7 @@ from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import AsInForward, AsThen
 from hfpatch.layer.kept import Kept
-from hfpatch.layer.parts import LayerParts, store
+from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.time_tiles import go_in_time
 from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
@@ -143,8 +143,6 @@ class LayerCall(Kept):
         alone, room = where == "tier" and self.policy.every == 1, 0
         try:
             qkv = self.before(enumerate(self.cut(x_BTD)))
-            if self.parts.cache is not None:
-                store(self.parts, qkv)
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in qkv]  # attention hides these copies
             outs, lses = self.attend(qkv)
@@ -173,7 +171,7 @@ class LayerCall(Kept):
     def _can_go_by_group(self) -> bool:
         """Whether what has heads can wait in the tier: nobody wants it whole."""
         parts = self.parts
-        alone = not (parts.traits.mixers or parts.cache is not None or parts.leaves)
+        alone = not (parts.traits.mixers or parts.leaves)
         several = self.queue is not None and len(self.bounds) > 1
         return alone and several and type(self.attention) is Attention
 

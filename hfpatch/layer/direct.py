@@ -97,7 +97,7 @@ class Direct(Block):
     """
 
     by_hand, leaves, mixers, places, autocast = True, False, (), (), (None, True)
-    layer = modules = condition = batch = cache = traits = None  # of one call
+    layer = modules = condition = batch = traits = None  # of one call
 
     def __init__(self, layer: nn.Module):
         super().__init__(layer)

@@ -76,7 +76,6 @@ def parts_of(
     *,
     records: tuple[str, ...] = (),
     collected: bool = True,
-    cache=None,
     dense: bool = False,
 ) -> LayerParts:
     """One call of a layer as LayerParts: by hand where that is exact, else by its own forward.
@@ -85,7 +84,7 @@ def parts_of(
         x: hidden states [B, T, D]; args, kwargs: the layer's other arguments.
         batch: context.masks.Batch; condition: layer.condition.Condition.
         records: keys of what transformers records inside; collected: whether it does at all.
-        cache: takes keys and values. dense: quantised weights are dequantized once a phase.
+        dense: quantised weights are dequantized once a phase.
     """
     parts = None
     if condition.answers.block and not dense:
@@ -99,7 +98,7 @@ def parts_of(
             dequantized=DequantizedWeights(layer) if dense else None,
             autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
         )  # fmt: skip
-    parts.batch, parts.cache = batch, cache
+    parts.batch = batch
     return parts
 
 

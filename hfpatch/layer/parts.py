@@ -38,7 +38,6 @@ class LayerParts(Protocol):
             and weights' gradients are given to WeightGradients.add.
         batch: context.masks.Batch.
         asked: what each attention call asked for; mixers: what mixes tokens beside them, whole.
-        cache: takes the keys and values of all tokens, where there is one.
         places: of keys and values that later layers take, in what `before` gives; leaves: whether
             there may be some.
         autocast: its dtype in forward, and whether it cached casts.
@@ -52,7 +51,6 @@ class LayerParts(Protocol):
     by_hand: bool
     asked: list
     mixers: list
-    cache: object
     places: list[int]
     leaves: bool
     autocast: tuple
@@ -98,13 +96,6 @@ class LayerParts(Protocol):
         recorded, joined along tokens, is added to transformers' lists, in the shape it had; what
         goes to later layers, into `shared`.
         """
-
-
-def store(parts: LayerParts, qkv: list[Tensor]) -> None:
-    """Keys and values of the whole rows, as `before` gave them, into the call's cache."""
-    for name, k, v in zip(parts.traits.attention, qkv[1::3], qkv[2::3]):
-        index = parts.layer.get_submodule(name).layer_idx
-        parts.cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
 
 
 def keepable(

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from hfpatch.compat import backward_from, collecting
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
@@ -49,8 +48,6 @@ class Traced:
     asked: list[Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     beside: tuple | None = None
-    # an empty one, which takes the keys and values of all tokens at once
-    cache: Cache | None = None
     records: tuple[str, ...] = ()
     collected: bool = True  # whether transformers collects anything in the forward under way
     recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
@@ -312,8 +309,8 @@ class Traced:
             self.adding, self.found_idle = None, {}
 
     def start_anew(self) -> None:
-        """Before the same forward runs once more: what it wrote to the caller's cache stays."""
-        self.cache, self.found_idle = None, {}
+        """Before the same forward runs once more."""
+        self.found_idle = {}
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
         extras = iter(extras)

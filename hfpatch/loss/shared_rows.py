@@ -197,7 +197,7 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
     labels = kwargs["labels"]
     able = _rows_alone(model, kwargs) and shares_rows(model)
     if not scores:
-        able = able and model._fused_loss_serves(kwargs) and not model._wants_logits(labels, kwargs)
+        able = able and model._loss_is_fused(labels, kwargs)
     if not labelled_alike(able, True, labels.device):  # of all groups, as in _in_turn
         return None
     if scores:

@@ -28,6 +28,7 @@ from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
 from hfpatch.trainer.marks import first_to_say
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
+from hfpatch.trainer.planned_seconds import planned_seconds
 
 
 class Callback(TrainerCallback):
@@ -333,7 +334,7 @@ def _planner(model, optimizer):
     def seconds(shapes, steps: int) -> float | None:
         states = nbytes(value for state in optimizer.state.values() for value in state.values())
         stays = Resident(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
-        found = [(session.planned_seconds(B, T, stays), n) for (B, T), n in shapes.items()]
+        found = [(planned_seconds(session, B, T, stays), n) for (B, T), n in shapes.items()]
         if any(one is None for one, _ in found):
             return None
         return sum(n * once for (once, _), n in found) + steps * max(step for (_, step), _ in found)

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.budget.hardware import GPUS
-from hfpatch.layer import packed_weights
+from hfpatch.layer import packed_weights, policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
 from hfpatch.layer.room import Gauge
@@ -555,8 +555,8 @@ class Full(Gauge):
 
 
 def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
-    monkeypatch.setattr(session, "metered", lambda device: True)
-    monkeypatch.setattr(session, "Gauge", Full)
+    monkeypatch.setattr(policies, "metered", lambda device: True)
+    monkeypatch.setattr(policies, "Gauge", Full)
     model = adapted(tiny.llama())
     resident, ours = (
         patched(copy.deepcopy(model), frozen_weights="gpu"),
@@ -575,7 +575,7 @@ def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
 
 
 def test_auto_keeps_a_base_that_the_device_cannot_hold(monkeypatch):
-    monkeypatch.setattr(session, "metered", lambda device: device.type == "meta")
+    monkeypatch.setattr(policies, "metered", lambda device: device.type == "meta")
     for free, on in ((1 << 30, False), (1 << 10, True)):
         monkeypatch.setattr(session.memory, "gpu_free", lambda device, free=free: free)
         model = patched(adapted(tiny.llama()), frozen_weights="auto").to("meta")

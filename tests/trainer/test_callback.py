@@ -21,7 +21,7 @@ from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.seconds import step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.context.classes import is_mixed
-from hfpatch.layer import runtime as session_module
+from hfpatch.layer import policies as session_module
 from hfpatch.trainer.callback import (
     Callback,
     memory_columns,
