@@ -1,7 +1,7 @@
 """The attention and the mask that a patched model's layers meet, and the three ways in which a
 layer is asked.
 
-Both are registered in transformers' interfaces (attending.py) under our name, which a model's
+Both are registered in transformers' interfaces (attention.py) under our name, which a model's
 configs carry only while its decoder (or a layer in backward) runs: `config.json`, other code that
 reads `config._attn_implementation`, and other models see the user's choice.
 

@@ -40,7 +40,8 @@ class UntiledLayer:
 
     `_hfpatch_traits`: its kind's LayerTraits, found on a small instance, which had modules in
     `_hfpatch_places`; `_hfpatch_configs`: those that what is in it reads; `_hfpatch_condition`:
-    condition.py's; `_hfpatch_streams`: how many its hidden states have (streams.py), or None.
+    condition.py's; `_hfpatch_streams`: how many its hidden states have
+    (residual_streams.py), or None.
     """
 
     _hfpatch_condition: Condition | None = None

@@ -61,13 +61,9 @@ def arrival_counts() -> bool:
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _local_ranks() -> int:
-    return environment_number("LOCAL_WORLD_SIZE", 1, 1)
-
-
 def beside_others(gpu: Gpu | None) -> Gpu | None:
     """A card as one of those whose processes share this machine."""
-    return gpu and dataclasses.replace(gpu, sharing=_local_ranks())
+    return gpu and dataclasses.replace(gpu, sharing=environment_number("LOCAL_WORLD_SIZE", 1, 1))
 
 
 class Policies:
@@ -343,7 +339,7 @@ class Policies:
         """Free host memory of this rank, what this session's own pool holds in wait counted as
         free.
         """
-        free, ranks = memory.host_free(), _local_ranks()
+        free, ranks = memory.host_free(), environment_number("LOCAL_WORLD_SIZE", 1, 1)
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 

@@ -108,8 +108,6 @@ class Room:
         self.measured = False  # whether its backward has ended
         # whether any step's was measured: until then the closed form alone says what a step takes
         self.proven = False
-        # whether any step's was measured: until then the closed form alone says what a step takes
-        self.proven = False
         me = weakref.ref(self)
         for register, what in (
             (register_optimizer_step_pre_hook, Room.measure),
