@@ -256,15 +256,15 @@ def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
         moved["to"] += x.nbytes
         return save(self, x)
 
-    def fetched(self, pieces, slot=None):
+    def fetched(self, pieces, *ring):
         moved["back"] += sum(
             s.shape[0] * (b - a) * s.row_bytes for s, a, b, _ in pieces if not s.resident
         )
-        return fetch(self, pieces, slot)
+        return fetch(self, pieces, *ring)
 
+    hfpatch.apply(model)  # its small instance moves bytes of its own
     monkeypatch.setattr(Transfers, "save", saved)
     monkeypatch.setattr(Transfers, "fetch", fetched)
-    hfpatch.apply(model)
     monkeypatch.setattr(model.model._hfpatch_session, "_resolve", lambda *a: policy)
     model(tokens(), labels=tokens()).loss.backward()
     expected = link_bytes(step_memory(shape, policy, **sizes), policy, shape, **sizes)
