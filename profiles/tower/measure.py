@@ -14,7 +14,7 @@ import hfpatch
 from hfpatch.budget.policy import Policy
 from hfpatch.lab.simulate.simulator import simulate
 
-SIDE = 100  # patches a side of a frame, 2,500 visual tokens
+SIDE = 32  # patches a side of a frame, 256 visual tokens
 
 
 class Loss:
