@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hfpatch.budget import families as memory_families
 from hfpatch.budget.locks import left_builds
@@ -149,6 +150,13 @@ def test_this_machine_and_an_accelerate_config(tmp_path, capsys):
     assert (
         "\x1b" not in out and "Fix: set fsdp_config.fsdp_activation_checkpointing to false" in out
     )
+
+
+def test_an_absent_gpu_is_explained(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["env"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "none that torch can use: hfpatch plan, profile and the tests work" in out
 
 
 def test_the_default_accelerate_config_is_read(tmp_path, monkeypatch):
