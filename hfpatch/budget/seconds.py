@@ -361,10 +361,6 @@ def _behind_layers(
     trained = 1 if shape.adapters else 2
     plain = (trained * products + 2.5 * attention / gpu.attention_backward) / L
     (to_host, to_gpu), waits = rates, [0.0]
-    if up > n * forward:
-        spares = spare_bytes(memory, shape, policy, batch=batch, tokens=tokens, itemsize=itemsize)
-        # As the last tiled layer ends, and then each plain one.
-        waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
     behind = down - (layers - L * forward - p * plain) - (plain if p > 1 else 0)
     # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
     # that layer's first tile.
@@ -374,6 +370,12 @@ def _behind_layers(
         alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv"),
     )
     first = shape.hidden_size + alone * policy.save_attention * shape.out_size + inside
+    if inside or up > n * forward:
+        spares = spare_bytes(memory, shape, policy, batch=batch, tokens=tokens, itemsize=itemsize)
+        # As the last tiled layer ends, and then each plain one; and what each layer saves last,
+        # where nothing may live on beside the next.
+        waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
+        waits += [n * max(0, tile * inside - spares[n - 1]) / to_host]
     if alone and "qkv" in policy.keep:
         again = min(policy.again, n) if policy.save_attention else n
         # Of several tiles the first one's tensors may be on the link before q, k and v.

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.choice import reserve
+from hfpatch.layer.policies import rounded
 from hfpatch.layer.room import SHRINK, Room
 from hfpatch.layer.runtime import LayerRuntime
 
@@ -42,14 +43,12 @@ def load(room: Room, learnt: dict) -> None:
 
 def key(model, args, shape: tuple) -> dict:
     """What an entry was learnt for. shape: (sequences, tokens) of the batch."""
-    from hfpatch.layer.runtime import _rounded
-
     cuda = torch.device(args.device).type == "cuda"
     return {
         "model": getattr(getattr(model, "config", None), "_name_or_path", "")
         or type(model).__name__,
         "card": torch.cuda.get_device_name(args.device) if cuda else str(args.device),
-        "batch": shape[0], "tokens": _rounded(shape[1]), "ranks": args.world_size,
+        "batch": shape[0], "tokens": rounded(shape[1]), "ranks": args.world_size,
         "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "as loaded",
     }  # fmt: skip
 
@@ -93,7 +92,7 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     """Writes what a step that ran out of memory taught, and adds a sentence to the error: its text
     stays first and its only argument, by which others know such errors.
     """
-    rooms = [room for one in runtimes(model) for room in one.rooms.values() if room.alone]
+    rooms = [room for one in runtimes(model) for room in one.rooms.values() if room and room.alone]
     room = next((r for r in rooms if r.step is not None and r.step[2] is not None), None)
     if room is None:
         return

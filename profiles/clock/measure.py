@@ -141,7 +141,6 @@ def spare(path: Path) -> None:
     from hfpatch.lab.allocator import Allocator
     from hfpatch.layer.runtime import LayerRuntime
 
-    own = LayerRuntime.spare.fget
     with open(path, "w") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(SPARE)
@@ -149,8 +148,11 @@ def spare(path: Path) -> None:
             for expandable in (False, True):
                 allocator = Allocator(expandable=expandable)
                 most = float("inf") if cap is None else cap << 30
-                capped = property(lambda self, most=most: min(most, own(self)))
-                with mock.patch.object(LayerRuntime, "spare", capped):
+                capped = property(
+                    lambda self, most=most: min(most, vars(self)["spare"]),
+                    lambda self, value: vars(self).update(spare=value),
+                )
+                with mock.patch.object(LayerRuntime, "spare", capped, create=True):
                     found = clock("llama-3.1-8b", seq_len=32768, gpu="h100", allocator=allocator)
                 gib = [allocator.peak, allocator.most_reserved, allocator.fragments]
                 numbers = [found.seconds["step"], found.exposed_seconds, *(n / 2**30 for n in gib)]

@@ -12,6 +12,8 @@ import torch
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.budget.policy import KEEPABLE
+from hfpatch.context.ranks import sharded
+from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store import disk
 from hfpatch.store.device import ToHost, beside, mark_batch_ready
@@ -220,6 +222,7 @@ WAYS = {
     "weights one": (4096, True, False, 1, (), True, False, 0, "host"),
     "weights by group": (16, True, True, 1, (), False, True, 0, "host"),
     "by group 2": (16, False, False, 2, (), False, True),
+    "shared": (16, True, False, 1, KEEPABLE), "shared every 2": (16, False, False, 2, ()),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")
 REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers that run whole
@@ -265,11 +268,19 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
     return model
 
 
+def _with_positions(model, args, kwargs):
+    ids = args[0] if args else kwargs["input_ids"]
+    return args, {**kwargs, "position_ids": torch.arange(ids.shape[1]).repeat(ids.shape[0], 1)}
+
+
 def run(device, tier: str, way: str, action: str, directory) -> list[str]:
     """What the checker found, each problem once."""
     with contextlib.ExitStack() as stack:
         model = build(tier, way, directory, stack)
         stack.enter_context(standing_in(torch.device("cpu"), device))
+        if way.startswith("shared"):  # this rank's part of rows that two ranks share
+            stack.enter_context(sharded(LoneRank(2)))
+            model.register_forward_pre_hook(_with_positions, with_kwargs=True)
         with device:
             ACTIONS[action](model, device)
         hfpatch.undo(model)

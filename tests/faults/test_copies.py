@@ -43,6 +43,7 @@ SHORT = [
     ("gpu", "weights one", "side stream"),
     ("host", "by group 2", "step"), ("host", "weights by group", "raise in q"),
     ("host", "keep", "cut short"), ("disk", "one", "cut short"), ("host", "tiles", "padded"),
+    ("host", "shared", "step"), ("host", "shared every 2", "step"),
 ]  # fmt: skip
 ALL = [
     row

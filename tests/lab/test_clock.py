@@ -4,17 +4,20 @@ it writes.
 
 import dataclasses
 import json
+import time
 from functools import cache, partial
 from unittest import mock
 
 import pytest
 
+from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
 from hfpatch.budget.presets import preset_config
-from hfpatch.budget.seconds import Resident, step_time
+from hfpatch.budget.seconds import Resident, step_time, weight_bytes
+from hfpatch.budget.sequence import sent_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
 from hfpatch.lab.simulate.rivals import build, prepare
@@ -129,16 +132,56 @@ def test_nothing_hides_q_k_v_where_attention_runs_again(more):
     policy = Policy("host", **{"tile": 4096, "keep": ("qkv", "mid"), "plain": 2, "again": 9} | more)
     gpu, shape = GPUS["a100-80gb"], ModelShape.from_config(config)
     found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=4096)
-    assert planned_wait(gpu, shape, policy, 4096) == pytest.approx(
+    assert planned_step(gpu, shape, policy, 4096).copy_wait == pytest.approx(
         found.exposed_seconds, abs=0.005 * found.seconds["step"]
     )
     assert found.exposed_seconds > 0.01 * found.seconds["step"]
 
 
-def planned_wait(gpu, shape, policy, tokens: int) -> float:
+def planned_step(gpu, shape, policy, tokens: int):
     sizes = {"batch": 1, "tokens": tokens}
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
-    return step_time(gpu, *taken, policy, shape, Resident(), **sizes)[0].copy_wait
+    return step_time(gpu, *taken, policy, shape, Resident(), **sizes)[0]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_exchanges_of_ranks_take_their_bytes(every):
+    """Behind attention on NVLink they hide; over a link of a fortieth compute waits for them."""
+    policy = Policy("host", every=every, save_attention=every == 1, tile=2048)
+    shape = dataclasses.replace(ModelShape.from_config(CONFIG), ranks=4)
+    forwards = 1 if every == 1 else 2
+    sent = sent_bytes(shape, 4096, 2, forwards=forwards)
+    gpu, waits = GPUS["h100"], []
+    for one in (gpu, dataclasses.replace(gpu, peer=gpu.peer / 40)):
+        found = lab.clocked(model(), one, policy, batch=1, seq_len=4096, ranks=4)
+        assert found.busy(lab.EXCHANGES) == pytest.approx(sent / one.peer_rate, rel=0.05)
+        waits.append(found.busy(lab.RANK_WAITS))
+    assert waits[0] < 0.05 * found.seconds["step"] < waits[1]
+
+
+def test_streamed_weights_are_copies_on_the_clock():
+    config = CONFIG | {"num_hidden_layers": 6}
+    policy = Policy("gpu", tile=TOKENS, frozen_weights="host")
+    adapters, gpu = Adapters(16, "4bit"), GPUS["rtx4090"]
+    shape = dataclasses.replace(ModelShape.from_config(config), adapters=adapters)
+    patched = prepare(build(config, adapters=adapters), "hfpatch")
+    found = lab.clocked(patched, gpu, policy, batch=1, seq_len=TOKENS)
+    moved = sum(s.nbytes for s in found.slices if s.stream == lab.DOWN)
+    assert moved == pytest.approx(sum(weight_bytes(shape, policy)), rel=0.05)
+    planned = planned_step(gpu, shape, policy, TOKENS).total
+    assert found.seconds["step"] == pytest.approx(planned, rel=0.05)
+
+
+def test_a_step_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="a step that fits, .* GiB on the GPU"):
+        clock("openai/gpt-oss-20b", seq_len=4096)
+
+
+def test_a_real_step_of_131072_tokens_takes_less_than_three_minutes():
+    begin = time.process_time()
+    found = clock("llama-3.1-8b", seq_len=131072)
+    assert time.process_time() - begin < 180
+    assert found.seconds["step"] == pytest.approx(found.planned, rel=0.05)
 
 
 def test_rows_are_streams_and_slices_are_layers_and_phases(tmp_path):
