@@ -160,6 +160,16 @@ def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
     assert {p.tile for p in chosen} == {8192 if word == "auto" else 64}
 
 
+def test_forward_runs_once_a_tile(monkeypatch):
+    """What mixers and attention gave waits with the inputs: it was made again in backward."""
+    runs, run = [], TimeTiles._run
+    monkeypatch.setattr(TimeTiles, "_run", lambda *args: runs.append(args) or run(*args))
+    ours, _ = patched(families.small_model("lfm2"))
+    runs.clear()
+    step(ours, batch(TOKENS))
+    assert len(runs) == 2 * 3 * len(timed_mixers(ours))  # forward and backward, three tiles
+
+
 def test_off_is_as_transformers_has_it():
     stock = families.small_model("lfm2")
     ours, _ = patched(stock, "off")
