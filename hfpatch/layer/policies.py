@@ -146,7 +146,7 @@ class Policies:
         # Lengths that are close have one policy: it is chosen for the longest of them.
         longest = T if room is None else rounded(T)
         key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
-        unplanned = whole or self.shape is None
+        unknown = whole or self.shape is None
         policy = self.policies.get(key)
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
@@ -159,7 +159,7 @@ class Policies:
         self.policies[key] = policy  # last: what failed before is tried again
         self.loss_bytes = policy.loss_bytes
         if training:
-            self._leave_room(layer, policy, B, longest, x_BTD, alone=begins or unplanned)
+            self._leave_room(layer, policy, B, longest, x_BTD, alone=begins or unknown)
             if room is not None:
                 (room.begin if begins else room.also)(self.planned.get((policy, B, longest)))
         return policy
