@@ -66,13 +66,15 @@ class LayerCall(Kept):
             return nullcontext()
         return autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
 
-    def attend(self, qkv: list[Tensor], again: bool = False):
-        """Attention's outputs and log-sum-exps, over whole rows. again: backward comes next."""
+    def attend(self, qkv: list[Tensor], again: bool = False, now: bool = False):
+        """Attention's outputs and log-sum-exps, over whole rows. again: backward comes next; now: a
+        segment runs again, whose backward comes soon.
+        """
         parts = self.parts
         run = partial(self.attention.forward, parts.asked, parts.mixers, qkv, keep=again)
         if not parts.mixers:
             return run()
-        go_in_time(self, again)
+        go_in_time(self, again or now)
         return parts.replayed("attend", 0, self.device, run)
 
     def before(self, tiles) -> list[Tensor]:
@@ -145,7 +147,7 @@ class LayerCall(Kept):
             qkv = self.before(enumerate(self.cut(x_BTD)))
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in qkv]  # attention hides these copies
-            outs, lses = self.attend(qkv)
+            outs, lses = self.attend(qkv, now=where == "again")
             # its own graph's outputs are not what is kept
             left = [qkv[i].detach() for i in self.parts.places]
             del qkv

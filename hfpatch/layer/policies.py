@@ -139,10 +139,10 @@ class Policies:
             self.begin(device)
         self._begun, self._last_index, self.sequence = False, index, sequence
         room, B, T = self.rooms[device], *x_BTD.shape[:2]
-        whole = whole or self.shape is None
         # Lengths that are close have one policy: it is chosen for the longest of them.
         longest = T if room is None else rounded(T)
         key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
+        unknown = whole or self.shape is None
         policy = self.policies.get(key)
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
@@ -155,7 +155,7 @@ class Policies:
         self.policies[key] = policy  # last: what failed before is tried again
         self.loss_bytes = policy.loss_bytes
         if training:
-            self._leave_room(layer, policy, B, longest, x_BTD, alone=begins or whole)
+            self._leave_room(layer, policy, B, longest, x_BTD, alone=begins or unknown)
             if room is not None:
                 (room.begin if begins else room.also)(self.planned.get((policy, B, longest)))
         return policy
@@ -164,7 +164,7 @@ class Policies:
         """The policy, chosen where there is none, and memory for this length; alike on all ranks
         that must choose alike.
         """
-        group = None if whole else tensor_parallel_group(layer)
+        group = None if whole or self.shape is None else tensor_parallel_group(layer)
 
         def open_shape():
             self.shape = as_trained(self.shape, layer)
@@ -242,7 +242,8 @@ class Policies:
         """group: ranks that run each layer between them, and so must choose alike."""
         B, device = x_BTD.shape[0], x_BTD.device
         policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
-        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and not whole:
+        known = self.shape is not None and not whole
+        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and known:
             processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._refuse_large_splits(*x_BTD.shape[:2], processors, memory.gpu_free(device))
         if policy.every > 1 and is_sharded(layer):

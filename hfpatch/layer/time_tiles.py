@@ -175,7 +175,7 @@ def go_in_time(call, again: bool) -> None:
     timed = dict(call.parts.traits.timed)
     saves = again or call.queue is not None and call.policy.save_attention
     for name, mixer in zip(call.parts.traits.mixers, call.parts.mixers):
-        if name in timed and mixer.time is None:
+        if name in timed and (again or mixer.time is None):
             transfers = call.queue.transfers if saves and call.queue is not None else None
             rng = call.parts.rng if call.parts.random else None
             tile = call.policy.time_tile or call.policy.tile

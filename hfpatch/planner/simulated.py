@@ -25,6 +25,7 @@ from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
 from hfpatch.planner.placements import placement_named, resident
 
+STRETCHED = 2, 3  # tiles of the two lengths that stand for longer ones
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
 # of a simulated step, or one a token: no code that loops over single tokens ends within these
@@ -230,8 +231,9 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
         ) from error
 
 
+@lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays, lengths in none of it
 def _step(
-    config: dict, counted: Counted, batch: int, seq_len: int, policy
+    config: "_Values", counted: Counted, batch: int, seq_len: int, policy
 ) -> tuple[StepMemory, Flops, dict]:
     """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
     whole, and how many.
@@ -281,7 +283,7 @@ def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
     """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several
     tiles, FLOPs by tokens and their square. For models whose mixers loop over the tokens.
     """
-    one, two = 2 * tile, 4 * tile
+    one, two = (n * tile for n in STRETCHED)
     (a, fa, _), (b, fb, whole) = step(one), step(two)
     line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
 
@@ -415,7 +417,6 @@ def _longest(at, first: Plan) -> Plan | None:
     return max((p for p in tried if p.fits), key=lambda p: p.seq_len, default=None)
 
 
-@lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays
 def _taken(config: _Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
     """What a step takes, as `_step` has it; slow: by two shorter ones."""
     step = partial(_step, config, counted, batch, policy=policy)
@@ -447,7 +448,9 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
         else ""
     )
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
-    why += f"; run at {2 * tile:,} and {4 * tile:,} tokens and carried on by a line" if slow else ""
+    if slow:
+        one, two = (n * tile for n in STRETCHED)
+        why += f"; run at {one:,} and {two:,} tokens and carried on by a line"
     if isinstance(policy, Policy) and whole:
         reasons = ", ".join(whole)
         if sum(whole.values()) == counted.num_layers:

@@ -16,7 +16,7 @@ def planned_seconds(runtime, B: int, T: int, stays) -> tuple[float, float] | Non
     for (batch, longest, dtype, device, whole, *_), policy in runtime.policies.items():
         room = runtime.rooms.get(device)
         gpu = room and room.gpu
-        if (batch, longest) == (B, rounded(T)) and gpu and not whole:
+        if (batch, longest) == (B, rounded(T)) and gpu and runtime.shape and not whole:
             sizes, shape = {"batch": B, "tokens": T}, runtime.shape
             memory = step_memory(shape, policy, **sizes, itemsize=dtype.itemsize)
             taken = step_flops(shape, policy, **sizes), memory

@@ -261,6 +261,17 @@ def test_norms_between_split_projections(tmp_path):
             assert not found["whole"] and found["tiles"] == 2 * 2 * tiles * found["layers"], case
 
 
+@tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
+def test_mixers_in_time(tmp_path):
+    """Rows of several tiles: each gradient as in one process."""
+    for report in torchrun("time_worker.py", folder=tmp_path):
+        assert set(report["found"]) == {"fsdp2", "zero3", "tensors"}
+        for way, (error, name, tiles) in report["found"].items():
+            assert error <= 1, f"{way}: {name} is {error:.2f} budgets away"
+            # Three tiles, forward and backward.
+            assert tiles == 6 * report["layers"], way
+
+
 @pytest.mark.long
 def test_tensor_parallel_on_four_ranks_and_with_fsdp2(tmp_path):
     reports = torchrun("tp_worker.py", "four", folder=tmp_path, ranks=4)

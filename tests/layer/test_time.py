@@ -13,9 +13,8 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.budget import policy
+from hfpatch.budget import ladder, policy
 from hfpatch.decoder.find import find_decoder
-from hfpatch.layer import runtime
 from hfpatch.layer.time_tiles import TimeTiles
 from hfpatch.store.transfers import Transfers
 from tests.decoder.test_families import batch, step
@@ -148,7 +147,7 @@ def test_ways_of_keeping(settings):
 def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
     """Where free memory is unknown, under "auto"; under "least" all have it."""
     monkeypatch.setattr(policy, "TIME_TILE_LEAST", 64)
-    monkeypatch.setattr(runtime, "TIME_TILE_LEAST", 64)
+    monkeypatch.setattr(ladder, "TIME_TILE_LEAST", 64)
     stock = families.small_model("qwen3_5_text")
     ours, _ = patched(stock, word)
     runs: list = []
@@ -158,6 +157,16 @@ def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
     assert max(runs) == 64
     chosen = find_decoder(ours).layers[0]._hfpatch_session.policies.values()
     assert {p.tile for p in chosen} == {8192 if word == "auto" else 64}
+
+
+def test_forward_runs_once_a_tile(monkeypatch):
+    """What mixers and attention gave waits with the inputs: it was made again in backward."""
+    runs, run = [], TimeTiles._run
+    monkeypatch.setattr(TimeTiles, "_run", lambda *args: runs.append(args) or run(*args))
+    ours, _ = patched(families.small_model("lfm2"))
+    runs.clear()
+    step(ours, batch(TOKENS))
+    assert len(runs) == 2 * 3 * len(timed_mixers(ours))  # forward and backward, three tiles
 
 
 def test_off_is_as_transformers_has_it():

@@ -666,7 +666,7 @@ def test_a_long_step_is_told_by_two_shorter_ones():
         lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096
     )
     wanted, their_flops, _ = step(131072)
-    assert found == wanted and whole == {"a reason": 2} and max(asked) == 16384
+    assert found == wanted and whole == {"a reason": 2} and asked == [8192, 12288]
     assert vars(flops) == pytest.approx(vars(their_flops), rel=1e-9)
 
 
@@ -911,3 +911,27 @@ def test_a_config_json_may_hold_infinity(tmp_path):
     Mamba2Config(time_step_limit=(0.0, float("inf"))).save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert list(config_of(tmp_path)[1]["time_step_limit"]) == [0.0, float("inf")]
+
+
+@tiny.not_before_transformers((5, 16), "chooses kernels for mixers by other ways")
+def test_longer_lengths_of_a_hybrid_simulate_nothing_more(monkeypatch):
+    """A step that is told by two shorter ones is told by the same two at every length."""
+    from transformers import Qwen3_5TextConfig
+
+    from hfpatch.planner import simulated
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("simulated again")
+
+    config = Qwen3_5TextConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=2,
+        layer_types=["linear_attention", "full_attention"],
+    ).to_dict()  # fmt: skip
+    tiles = Checkpointing(tile=256)
+    found = plan(config, seq_len=2048, checkpointing=tiles)
+    monkeypatch.setattr(simulated, "simulate", refuse)
+    longer = plan(config, seq_len=4096, checkpointing=tiles)
+    assert "512 and 768 tokens" in found.why and longer.why == found.why
+    assert longer.host_peak_bytes > found.host_peak_bytes
