@@ -203,7 +203,7 @@ def kind_of(layer: nn.Module) -> tuple:
     return tuple(
         (name.replace(".base_layer", ""), vars(type(m)).get("_hfpatch_base", type(m)), settings(m))
         for name, m in own
-        if "experts." not in name
+        if "experts." not in name.replace(".base_layer", "")
     )
 
 
