@@ -1,6 +1,7 @@
 """Private names of transformers, TRL and PEFT."""
 
 import functools
+import importlib
 import inspect
 import sys
 from contextlib import contextmanager
@@ -101,6 +102,46 @@ def run_experts_plainly(config) -> None:
     """Runs experts one by one: grouped matmuls have no float64."""
     if hasattr(config, "_experts_implementation_internal"):
         config._experts_implementation_internal = "eager"
+
+
+OUR_EXPERTS = "hfpatch"
+# What the config of a model names whose experts ours may run in their place.
+STANDARD_EXPERTS = (None, "eager", "grouped_mm")
+
+
+def _expert_tables() -> list:
+    """transformers' tables of functions that run fused experts; empty without any."""
+    found = []
+    for file, name in (("moe", "ALL_EXPERTS"), ("finegrained_fp8", "ALL_FP8_EXPERTS")):
+        try:
+            module = importlib.import_module(f"transformers.integrations.{file}")
+        except ImportError:
+            continue
+        found += [t for n in [f"{name}_FUNCTIONS"] if (t := getattr(module, n, None)) is not None]
+    return found
+
+
+def register_experts(function) -> None:
+    """Puts the function into these tables under OUR_EXPERTS."""
+    for table in _expert_tables():
+        table.register(OUR_EXPERTS, function)
+
+
+def experts_of(config) -> str | None:
+    """What a config names to run its experts; "" where it has no such name."""
+    return getattr(config, "_experts_implementation_internal", "")
+
+
+def name_experts(config, name: str | None) -> None:
+    """Names it, in this config alone."""
+    config._experts_implementation_internal = name
+
+
+def is_fused_experts(module) -> bool:
+    """Whether these are experts in two tensors, which one of those functions runs."""
+    names = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+    own = getattr(module, "__dict__", {})
+    return all(n in own for n in names) and hasattr(type(module), "_apply_gate")
 
 
 def _with_balance(kind: type) -> list:

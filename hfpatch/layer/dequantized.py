@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import applying
-from hfpatch.parts.quantised import dense_of, is_written_out
+from hfpatch.parts.quantised import dense_of, is_packed, is_written_out
 from hfpatch.parts.unread import can_go_without
 
 
@@ -70,6 +70,14 @@ class DequantizedWeights:
             if self.kept:
                 self.weights[module, dtype] = found
         return found
+
+    def weight_of(self, experts: nn.Module, name: str) -> Tensor:
+        """A weight of fused experts, dequantized at most once within a phase."""
+        if not (self.kept and is_packed(experts, name)):
+            return getattr(experts, name)
+        if (experts, name) not in self.weights:
+            self.weights[experts, name] = getattr(experts, name)
+        return self.weights[experts, name]
 
     def forwards(self, idle: list) -> list:
         """(module, forward) of each module that is not in `idle`."""

@@ -11,8 +11,9 @@ from functools import partial
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hfpatch.compat import autocast_dtype, collecting, submodule
+from hfpatch.compat import autocast_dtype, collecting, modules_in, submodule
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
+from hfpatch.layer import adapted_experts
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
@@ -21,6 +22,7 @@ from hfpatch.layer.mixers import Mixer, standing_in
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import SharedKeys, left_by
 from hfpatch.layer.traits import LayerTraits
+from hfpatch.parts import experts
 from hfpatch.parts.keeping import keeping
 from hfpatch.parts.parts import FusedJointMLP, FusedMLP, activation_as_found
 from hfpatch.parts.unread import add_up, as_found, can_go_without, idle, without_values
@@ -160,16 +162,16 @@ class LayerParts:
         adding = self.adding if again else None
         key = names, adding
         if key not in self.found_idle:
-            dense = {} if self.written is None else {"dense_of": self.written.dense_of}
-            found = (
-                idle(self.layer, names, device, **dense, adding=adding, filled=self.random)
-                if names
-                else []
-            )
-            found += [] if self.written is None else self.written.forwards(found)
-            self.found_idle[key] = found + (
-                add_up(self.layer, found, device, adding) if adding else []
-            )
+            written = self.written
+            weight_of = getattr if written is None else written.weight_of
+            dense = {} if written is None else {"dense_of": written.dense_of}
+            dense |= {"weight_of": weight_of, "adding": adding, "filled": self.random}
+            found = idle(self.layer, names, device, **dense) if names else []
+            found += [] if written is None else written.forwards(found)
+            found += add_up(self.layer, found, device, adding) if adding else []
+            modules, taken = modules_in(self.layer), {id(m) for m, _ in found}
+            found += experts.pairs(modules, taken, adding=adding, weight_of=weight_of)
+            self.found_idle[key] = found + adapted_experts.pairs(modules)
         return self.found_idle[key]
 
     def adds_up(self, adding) -> None:

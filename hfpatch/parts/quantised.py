@@ -56,6 +56,9 @@ _QUANTISED = {
 }  # fmt: skip
 
 
+_PACKED = "bitsandbytes.Bnb4bitParametrization"
+
+
 def _quantised(module: nn.Module) -> tuple:
     return next(
         (row for kind, row in _QUANTISED.items() if kind in kinds_of(type(module))), (None, None)
@@ -79,6 +82,13 @@ def is_written_out(module: nn.Module) -> bool:
         return not hasattr(module, "compute_dtype")
     settled = module.compute_type_is_set and state.dtype in (module.compute_dtype, torch.float32)
     return settled and not getattr(state, "packing_format_for_cpu", False)
+
+
+def is_packed(experts: nn.Module, name: str) -> bool:
+    """Whether this weight of fused experts is what bitsandbytes made of 4 bits, and no more."""
+    made = modules_of(experts).get("parametrizations")
+    steps = modules_of(made[name]).values() if made is not None and name in made else ()
+    return [kinds_of(type(s)) & {_PACKED} for s in steps] == [{_PACKED}]
 
 
 def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:
