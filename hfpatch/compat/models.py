@@ -1,7 +1,6 @@
 """Private names of transformers, TRL and PEFT."""
 
 import functools
-import importlib
 import inspect
 import sys
 from contextlib import contextmanager
@@ -109,16 +108,15 @@ OUR_EXPERTS = "hfpatch"
 STANDARD_EXPERTS = (None, "eager", "grouped_mm")
 
 
-def _expert_tables() -> list:
+@functools.cache
+def _expert_tables() -> tuple:
     """transformers' tables of functions that run fused experts; empty without any."""
-    found = []
-    for file, name in (("moe", "ALL_EXPERTS"), ("finegrained_fp8", "ALL_FP8_EXPERTS")):
-        try:
-            module = importlib.import_module(f"transformers.integrations.{file}")
-        except ImportError:
-            continue
-        found += [t for n in [f"{name}_FUNCTIONS"] if (t := getattr(module, n, None)) is not None]
-    return found
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return ()
+    return ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
 
 
 def register_experts(function) -> None:
@@ -129,7 +127,7 @@ def register_experts(function) -> None:
 
 def experts_of(config) -> str | None:
     """What a config names to run its experts; "" where it has no such name."""
-    return getattr(config, "_experts_implementation_internal", "")
+    return getattr(config, "_experts_implementation_internal", "") if _expert_tables() else ""
 
 
 def name_experts(config, name: str | None) -> None:
@@ -141,7 +139,12 @@ def is_fused_experts(module) -> bool:
     """Whether these are experts in two tensors, which one of those functions runs."""
     names = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
     own = getattr(module, "__dict__", {})
-    return all(n in own for n in names) and hasattr(type(module), "_apply_gate")
+    return all(n in own for n in names) and gate_of(module) is not None
+
+
+def gate_of(module):
+    """The function by which a class of experts makes one tensor of gate and up; None without."""
+    return getattr(type(module), "_apply_gate", None)
 
 
 def _with_balance(kind: type) -> list:

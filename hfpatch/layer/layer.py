@@ -22,7 +22,7 @@ from hfpatch.context.masks import Batch, Mask
 from hfpatch.context.ranks import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
-from hfpatch.layer.dequantized import DequantizedWeights
+from hfpatch.layer.dequantized import dequantized
 from hfpatch.layer.function import tiled_layer
 from hfpatch.layer.mixers import documents_apart
 from hfpatch.layer.parts import LayerParts
@@ -205,7 +205,7 @@ class TiledLayer(UntiledLayer):
             records=records,
             cache=r.cache, collected=bool(lists), modules=[self, *r.condition.inside],
             random=r.condition.draws,
-            looked=r.condition, written=DequantizedWeights(self) if policy.dense else None,
+            looked=r.condition, written=dequantized(self, r.condition.inside, policy.dense),
             leaves=r.condition.leaves,
         )  # fmt: skip
         try:

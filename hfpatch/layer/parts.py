@@ -169,7 +169,8 @@ class LayerParts:
             found = idle(self.layer, names, device, **dense) if names else []
             found += [] if written is None else written.forwards(found)
             found += add_up(self.layer, found, device, adding) if adding else []
-            modules, taken = modules_in(self.layer), {id(m) for m, _ in found}
+            modules = self.modules or modules_in(self.layer)
+            taken = {id(m) for m, _ in found}
             found += experts.pairs(modules, taken, adding=adding, weight_of=weight_of)
             self.found_idle[key] = found + adapted_experts.pairs(modules)
         return self.found_idle[key]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfpatch.compat import applying, is_fake
+from hfpatch.compat import applying, grouped_mm, is_fake
 from hfpatch.ops._library import KERNEL_DTYPES, define, use_kernel, wide_dtype
 from hfpatch.ops.swiglu import _act, _dgate
 
@@ -49,7 +49,7 @@ def _aligned(x: Tensor) -> bool:
 
 def _in_groups(a: Tensor, b: Tensor) -> bool:
     """Whether one kernel serves all experts; else a loop over them (CPU, float64, odd widths)."""
-    able = a.dtype in KERNEL_DTYPES and hasattr(torch, "_grouped_mm") and _aligned(a)
+    able = a.dtype in KERNEL_DTYPES and grouped_mm() is not None and _aligned(a)
     if not (able and _aligned(b)):
         return False
     return is_fake(a) or a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0)
@@ -64,7 +64,7 @@ def _parts(offs_E: Tensor):
 def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
     """[S, O]: each row times its expert's matrix."""
     if _in_groups(x_SI, w_EIO):
-        return torch._grouped_mm(x_SI, w_EIO, offs=offs_E)
+        return grouped_mm()(x_SI, w_EIO, offs=offs_E)
     y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
     for e, a, b in _parts(offs_E):
         torch.mm(x_SI[a:b], w_EIO[e], out=y_SO[a:b])
@@ -74,7 +74,7 @@ def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
 def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
     """[E, M, N]: a^T b over the rows of each expert, zero where it has none."""
     if _in_groups(a_SM.t(), b_SN):
-        return torch._grouped_mm(a_SM.t(), b_SN, offs=offs_E)
+        return grouped_mm()(a_SM.t(), b_SN, offs=offs_E)
     return torch.stack([a_SM[a:b].t() @ b_SN[a:b] for _, a, b in _parts(offs_E)])
 
 

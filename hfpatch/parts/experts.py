@@ -14,14 +14,17 @@ from torch import Tensor, nn
 from hfpatch.compat import (
     STANDARD_EXPERTS,
     forward_hooks,
+    gate_of,
     hooks_on_all,
     is_fused_experts,
     other_hooks,
     register_experts,
 )
 from hfpatch.context.current import current, experts_as_named, named_experts
+from hfpatch.ops._library import KERNEL_DTYPES
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.swiglu import ACTIVATIONS, _act
+from hfpatch.parts.quantised import is_packed
 
 _known: dict = {}  # (class, settings) of an activation's module -> its name, None where unknown
 _SWIGLU_OF_GPT_OSS = "GptOssExperts._apply_gate"
@@ -39,17 +42,21 @@ def _activation(act: nn.Module) -> str | None:
     return _known[key]
 
 
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether this weight has a matrix an expert, of a dtype that products take."""
+    if is_packed(module, name):  # to look at it would write it out
+        return True
+    weight = getattr(module, name, None)
+    plain = isinstance(weight, Tensor) and not hasattr(weight, "placements")
+    return plain and weight.dim() == 3 and weight.dtype in (*KERNEL_DTYPES, torch.float64)
+
+
 def layout_of(module: nn.Module) -> Layout | None:
     """What fused experts compute, None where ops/experts.py has no form of it."""
-    weights = [getattr(module, n, None) for n in ("gate_up_proj", "down_proj")]
-    plain = all(
-        isinstance(w, Tensor) and w.dim() == 3 and not hasattr(w, "placements")
-        and w.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-        for w in weights
-    )  # fmt: skip
+    plain = all(_takes(module, name) for name in ("gate_up_proj", "down_proj"))
     if not plain or not module.has_gate or module.has_post_expert_norm or hooks_on_all():
         return None
-    gate = type(module)._apply_gate
+    gate = gate_of(module)
     where = {"interleaved": not module.is_concatenated, "transposed": module.is_transposed}
     if gate.__qualname__ == _SWIGLU_OF_GPT_OSS:
         return Layout(CLAMPED, module.alpha, module.limit, **where)

@@ -91,6 +91,17 @@ def is_packed(experts: nn.Module, name: str) -> bool:
     return [kinds_of(type(s)) & {_PACKED} for s in steps] == [{_PACKED}]
 
 
+def holds_packed(module: nn.Module) -> bool:
+    """Whether these are fused experts with such weights, and nothing else was put over them."""
+    made = modules_of(module).get("parametrizations")
+    return made is not None and all(is_packed(module, name) for name in modules_of(made))
+
+
+def class_of(module: nn.Module) -> type:
+    """The module's class, of fused experts the one under what bitsandbytes put over it."""
+    return type(module).__mro__[1] if holds_packed(module) else type(module)
+
+
 def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:
     """The shape with the LoRA adapters of this layer or model, if it trains nothing else."""
     trained = (
