@@ -316,8 +316,9 @@ def _tiled(z: Sizes, policy: Policy):
         after = shape.trained_after(index)
         wide = 4 * after
         if sparse:
-            *firsts, (late, dw) = experts_tile(z, index, t)
-            tile = max(*map(sum, firsts), late + 2 * dw // 3) + 3 * tile_D + join - spared
+            # Gradients of experts add up in their products too.
+            tile = max(nbytes for nbytes, _ in experts_tile(z, index, t))
+            tile += 3 * tile_D + join - spared
         else:
             # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
             own = mlp_dw if shape.adapters or s > 2 else 0
