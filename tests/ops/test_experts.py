@@ -3,7 +3,7 @@
 import pytest
 import torch
 from numerics import assert_close
-from oracle import DEVICE, FP64, randn
+from oracle import DEVICE, FP64, INTERPRET, randn
 
 from hfpatch.ops import experts as op
 from hfpatch.ops.experts import CLAMPED, Layout, experts, experts_ref
@@ -118,3 +118,17 @@ def test_gradients_without_values_and_summed_outside():
         torch.testing.assert_close(dw[a:b], whole["w"][a:b], rtol=1e-12, atol=1e-12)
     for name, total in zip(("w1", "w2"), sums):
         torch.testing.assert_close(total, whole[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_products_by_expert(dtype):
+    """Over two tiles, in float32: of an expert with many rows, with one, with none."""
+    if INTERPRET and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bfloat16 as if it were integers")
+    M, N, offs = 40, 24, torch.tensor([70, 71, 71], dtype=torch.int32, device=DEVICE)
+    a, b = randn(71, M, dtype=dtype), randn(71, N, dtype=dtype, seed=1)
+    out = torch.full((3, M, N), torch.nan, device=DEVICE)
+    for first in (True, False):
+        op.EXPERT_SUMS(out, a, b, offs, first)
+    exact = 2 * op.products(a.double(), b.double(), offs)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
