@@ -102,18 +102,29 @@ def _turned(shape: ModelShape) -> int:
     return (4 if shape.qk_norm else 2) * (shape.q_size + shape.kv_size)
 
 
+def expert_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
+    """Elements a token that its routed experts move beside their products, as ops/experts.py has
+    them: (forward, backward). The rows go there and come back; between them the activation reads
+    gate and up and writes one, and its backward reads them and da and writes three.
+    """
+    if not shape.is_sparse(layer):
+        return 0, 0
+    ways = 2 * (shape.experts_per_token + 1) * shape.hidden_size
+    inner = shape.experts_per_token * shape.expert_size
+    return ways + 3 * inner, ways + 6 * inner
+
+
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
     """Elements a token that a layer moves outside its matmuls: (forward, backward)."""
     D, turned = shape.hidden_size, _turned(shape)
     sparse = shape.is_sparse(layer)
-    gathered = shape.experts_per_token * D if sparse else 0
-    experts = shape.experts_per_token * shape.expert_size + shape.shared_size
-    inner = experts if sparse else shape.intermediate_size
+    there, home = expert_passes(shape, layer)
+    inner = shape.shared_size if sparse else shape.intermediate_size
     # A norm reads and writes; a residual reads two and writes one, as an activation of gate and up.
-    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner + 6 * gathered
+    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner + there
     # Several projections read one input: adding their input gradients reads two and writes one.
     sums = (0 if shape.joined_qkv else 2) + (shape.gated and not shape.joined and not sparse)
-    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner + 8 * gathered
+    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner + home
     return forward, backward
 
 
@@ -127,6 +138,9 @@ def passes_again(shape: ModelShape, layer: int, keep: tuple = (), several: bool 
     D, turned = shape.hidden_size, _turned(shape)
     dead = turned if not shape.qk_norm else 0  # a rotation whose result is unread moves nothing
     again = layer_passes(shape, layer)[0] - 3 * D * shape.last_unread(layer)
+    if not shape.norm_after:  # experts whose output nobody reads stop at gate and up
+        rows = (shape.experts_per_token + 1) * D if shape.is_sparse(layer) else 0
+        again -= expert_passes(shape, layer)[0] - rows
     if "qkv" in keep:
         return again - dead
     return again + (2 * D + turned - dead) * several
