@@ -5,7 +5,8 @@ hfpatch adds is marked.
     OUTPUT_DIR
 
 `hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand
-what fits.
+what fits. A mixture of experts runs the same: "all-linear" adapts its experts too (name them in
+`target_parameters` for gpt-oss), in tiles; what of them stays in 16 bits is up to transformers.
 """
 
 import sys
