@@ -7,11 +7,13 @@ and checkpoints stay.
 
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
+from hfpatch.anchors import with_page
 from hfpatch.budget.choice import choose
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkpointing
@@ -44,9 +46,10 @@ from hfpatch.layer.condition import look
 from hfpatch.layer.freeze_base import widened
 from hfpatch.layer.layer import TiledLayer, UntiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
+from hfpatch.layer.tower import Tower, TowerBlock, find_towers
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
-from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions, not_its_own_loss
-from hfpatch.loss.head import fuse, head_name, why_not_fused
+from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
+from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.parts import parts
@@ -178,7 +181,11 @@ def apply(
         "mlp": mlp,
         "loss": loss,
     }
-    return _apply(model, switches, checkpointing, logits)
+    try:
+        return _apply(model, switches, checkpointing, logits)
+    except ValueError as error:
+        with_page(error)
+        raise
 
 
 def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
@@ -229,6 +236,7 @@ def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
         report.notes.append(f"fused ops run as {runs}.")
     turn = Turn()
     _checkpoint(decoder, settings, found, turn, report)
+    _checkpoint_towers(model, decoder, settings, turn, report)
     for module in model.modules():
         if isinstance(module, KeepsSignature):
             module._hfpatch_turn = turn
@@ -289,7 +297,7 @@ def _fuse_loss(decoder: Decoder, logits, report: Report) -> None:
         outer._hfpatch_norm_path = decoder.norm_path and f"{holder}.{decoder.norm_path}".lstrip(".")
         outer._hfpatch_logits = logits
     model._hfpatch_trl = trl
-    reason = not_its_own_loss(model) or why_not_fused(model._hfpatch_head())
+    reason = why_whole_logits(model, model._hfpatch_head())
     if reason:  # asked again in each call: an adapter may come off the head
         report.skipped.append(("loss", f"{reason}: the loss runs through whole logits"))
     else:
@@ -339,14 +347,34 @@ def _checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -
     _note_layers(decoder, settings, found, shape, report)
 
 
+def _checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, report) -> None:
+    """Blocks of images and sound: checkpointed whole. Only beside layers that are ours."""
+    if not isinstance(decoder.layers[0], TiledLayer):
+        return
+    for name, lists in find_towers(model, decoder.stack).items():
+        swap(model.get_submodule(name), Tower)
+        for blocks in lists:
+            runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), None, len(blocks), turn)
+            for block in blocks:
+                swap(block, TowerBlock)
+                block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
+        report.notes.append(
+            f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
+            "without a graph where nothing in it is trained."
+        )
+
+
 def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> None:
     """Our class for the stack, and for a model around it that must hand positions on."""
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
     mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
     stack._hfpatch_configs = configs
+    # Ranks that send tokens to each other's experts run equally many tiles.
+    asked = getattr((causal or stack).config, "distributed_config", None)
+    unpads = found.unpads and (getattr(asked, "ep_size", None) or 1) == 1
     stack._hfpatch_traits = StackTraits(
-        found.ours, mixers, mixers and found.across, found.apart, found.prefill
+        found.ours, mixers, mixers and found.across, found.apart, unpads
     )
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         # A model between the two may make a cache.
@@ -371,7 +399,7 @@ def _note_layers(decoder: Decoder, settings, found, shape, report: Report) -> No
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
     notes.append(
         f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
-        "is replaced."
+        "of them is replaced."
     )
     if settings.frozen_weights == "host":
         notes.append(
@@ -475,6 +503,7 @@ def undo(model: nn.Module) -> None:
         if session is not None:
             sessions.add(session)
             gather_as_one(module, False)
+        sessions |= {vars(module).get("_hfpatch_tower")} - {None}
         for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
             del vars(module)[mark]
     for session in sessions:

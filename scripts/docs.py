@@ -1,7 +1,8 @@
-"""Writes the generated parts of docs/: `python scripts/docs.py [cli|models|memory]`, all by default.
+"""Writes the generated parts of docs/: `python scripts/docs.py [NAME]...`, all by default.
 
 cli: docs/reference/cli.md, from each command's --help. models: docs/models.md, from
-`hfpatch env --families` (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv.
+`hfpatch env --families` (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. description:
+DESCRIPTION.md, from README.md.
 Tests hold each to what it would be now.
 """
 
@@ -10,6 +11,7 @@ import csv
 import dataclasses
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -110,8 +112,8 @@ small instance with stock.
 {table}
 
 Of models with images (qwen2_5_vl, qwen3_vl, mistral3, llava, gemma3, llama4) the language tower is in
-tiles; see [Images](guides/images.md). Mixers of hybrids take whole rows; see
-[Hybrids](guides/hybrids.md).
+tiles; see [Images](guides/images.md). Mixers of hybrids run in tiles through time where that is proved,
+over whole rows otherwise; see [Hybrids](guides/hybrids.md).
 
 ## Attention
 
@@ -123,7 +125,7 @@ columns, go through torch's `flex_attention`: tested on CPUs only. Heads of more
 
 ## Versions
 
-Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.0 to 5.23; accelerate 1.15;
+Tested with Python 3.11; torch 2.13 (CPU); triton 3.9; transformers 5.0 to 5.24; accelerate 1.15;
 deepspeed 0.19.8; liger-kernel 0.8.5; trl 1.16; peft 0.21. The oldest that work are torch 2.11 and
 transformers 5.0. Some things need more:
 
@@ -172,6 +174,13 @@ def memory() -> str:
     return "\n".join(out) + "\n"
 
 
+def description() -> str:
+    """README for a package index, which has neither the pictures nor the pages that it links to."""
+    text = re.sub(r"\n<!-- docs: \w+ -->(?=\n)", "", (ROOT / "README.md").read_text())
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n\n", "", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 def escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;")
 
@@ -180,6 +189,7 @@ WRITTEN = {
     "cli": (cli, "docs/reference/cli.md"),
     "models": (models, "docs/models.md"),
     "memory": (memory, "docs/assets/memory.svg"),
+    "description": (description, "DESCRIPTION.md"),
 }
 
 if __name__ == "__main__":

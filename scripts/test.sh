@@ -3,12 +3,33 @@
 #   bash scripts/test.sh            plain on this machine's devices, then the kernels under Triton's interpreter
 #   bash scripts/test.sh --all      also the long grids, then the suite under other transformers versions, and under the oldest
 #                                   Python, torch and transformers of setup.cfg (own environments; PYTHON_OLDEST names the Python)
+#   bash scripts/test.sh --hosts    tests/hosts alone: each trainer that hfpatch works in, in an environment of its own, by pip
+#                                   (HFPATCH_HOSTS="lightning ms_swift" names some of them)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
 #   HFPATCH_TEST_WORKERS=1          how many processes share the tests without a GPU (as many as there are cores, up to four)
 case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
+# Trainers that hfpatch works in, as pip knows them: tests/hosts/test_NAME.py. Their pins choose transformers.
+declare -A HOSTS=(
+    [sentence_transformers]="sentence-transformers[train]" [lightning]=lightning [ms_swift]=ms-swift
+    [llamafactory]=llamafactory [axolotl]=axolotl
+)
+if [ "${1:-}" = "--hosts" ]; then
+    export HFPATCH_BARE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false DS_ACCELERATOR=cpu
+    status=0
+    for name in ${HFPATCH_HOSTS:-"${!HOSTS[@]}"}; do
+        (
+            HFPATCH_VENV=$HFPATCH_ROOT/.venv-host-$name
+            make_env report &&
+                python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT" "${HOSTS[$name]}" pytest pytest-timeout || exit 2
+            echo "hfpatch: $name: $(python -m pip list 2>/dev/null | grep -iE "^(${name//_/[-_]}|transformers|trl|peft|torch) " | xargs)"
+            python -m pytest -q -W ignore "tests/hosts/test_$name.py"
+        ) || { status=1 && echo "hfpatch: $name failed, or cannot be installed here" >&2; }
+    done
+    exit $status
+fi
 make_env test || exit 2
 ALL=()
 if [ "${1:-}" = "--all" ]; then

@@ -2,6 +2,9 @@
 the same dtype.
 """
 
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 
 
@@ -32,3 +35,14 @@ def assert_close(
     allowed = budget(plain, exact, dtype)
     error = (got.double() - exact.double()).abs().max().item() if exact.numel() else 0.0
     assert error <= allowed, f"{what}: error {error:.3e} exceeds the budget {allowed:.3e}"
+
+
+@contextmanager
+def lifted():
+    """Within, modeling files cast to float64 where they cast to float32, in backward too."""
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield

@@ -65,6 +65,7 @@ ENTRIES = {
     "13_qlora": (["--rivals", "trl"], ["tokens", "fits", "step_s"]),
     "15_streamed": (["--bases", "bf16"], ["base", "weights", "step_s", "loss"]),
     "17_changes": ([], ["check", "backend", "share", "again", "pinned_gib", "apart", "policy"]),
+    "18_timeline": ([], ["clock_s", "exposed_share", "clock_exposed_s", "idle_s", "policy"]),
     "14_sequence": ([], ["step_s", "tokens_s", "plan_step_s", "loss"]),
 }
 # they start programs that import everything again
@@ -125,6 +126,23 @@ def test_entries_need_no_test_package():
         names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
         assert not names & (tests | {"pytest"}), path.name
+
+
+def test_what_compute_waited_for_is_read_from_a_recorded_step():
+    """A card's events, played: copies beside kernels are hidden, those in a gap are exposed; a gap
+    without a copy is the host's.
+    """
+    from hfpatch.lab.profile.families import copy_wait
+
+    events = [
+        ("gemm", 7, 0.0, 2.0), ("gemm", 7, 3.0, 5.0), ("gemm", 7, 5.5, 6.0),
+        ("Memcpy DtoH (Device -> Pinned)", 13, 1.0, 2.5),
+        ("Memcpy HtoD (Pinned -> Device)", 14, 4.0, 4.5),
+    ]  # fmt: skip
+    seen = load("18_timeline").Seen(events, "")
+    assert seen.span == (0.0, 6.0) and seen.idle == pytest.approx(1.5)
+    assert copy_wait(seen.events) == pytest.approx(0.5)
+    assert seen.seconds_of("DtoH") == 1.5 and seen.seconds_of("HtoD") == 0.5
 
 
 def test_an_entry_refuses_a_machine_without_gpu(tmp_path, capsys, monkeypatch):

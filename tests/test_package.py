@@ -214,6 +214,17 @@ def test_the_suite_runs_where_no_package_shares_it_out(there, comes, shared, tmp
     assert ("one process runs all tests" in done.stdout) == (not shared)
 
 
+def copied(source: Path) -> Path:
+    """What a build reads, copied to the folder `source`."""
+    for name in ("hfpatch", "ds_configs", "fsdp_configs", "scripts/examples"):
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+        )
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "DESCRIPTION.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    return source
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """The wheel of this tree, built without a network; of a copy, since a build leaves folders
@@ -222,13 +233,7 @@ def wheel(tmp_path_factory) -> Path:
     if tuple(map(int, importlib.metadata.version("setuptools").split(".")[:2])) < (70, 1):
         pytest.importorskip("wheel", reason="older setuptools make wheels by the package wheel")
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    for name in ("hfpatch", "ds_configs", "fsdp_configs"):
-        shutil.copytree(
-            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-        )
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source = copied(folder / "source")
     command = [
         sys.executable,
         "-m",
@@ -323,6 +328,7 @@ def test_the_wheel_holds_the_package_and_its_configs(wheel):
     wanted = {p.relative_to(ROOT).as_posix() for p in code}
     for kind in ("ds_configs", "fsdp_configs"):
         wanted |= {f"hfpatch/{kind}/{p.name}" for p in (ROOT / kind).iterdir()}
+    wanted |= {f"hfpatch/examples/{p.name}" for p in (ROOT / "scripts/examples").glob("*.py")}
     assert held == wanted
     assert (
         "Description-Content-Type: text/markdown" in metadata
@@ -341,6 +347,28 @@ def run_from(wheel: Path, folder: Path, *arguments: str, **kwargs):
     return subprocess.run(
         command, capture_output=True, text=True, cwd=folder, env=environment, **kwargs
     )
+
+
+def test_what_is_uploaded_builds_and_its_description_renders(tmp_path):
+    """The sdist and a wheel made from it, as an index takes them: `twine check --strict`."""
+    pytest.importorskip("build")
+    pytest.importorskip("twine")
+    source, out = copied(tmp_path / "source"), tmp_path / "dist"
+
+    def ran(*command):
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, command)], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    ran("build", "--no-isolation", "--outdir", out, source)
+    made = sorted(out.iterdir())
+    assert [path.suffix for path in made] == [".whl", ".gz"]
+    ran("twine", "check", "--strict", *made)
+    with zipfile.ZipFile(made[0]) as file:
+        assert "hfpatch/examples/trainer.py" in file.namelist()
+        metadata = file.read(next(n for n in file.namelist() if n.endswith("METADATA"))).decode()
+    assert "Author: The hfpatch authors" in metadata
 
 
 def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):

@@ -1,5 +1,7 @@
 """Traps of masks and documents: who may see whom, and no [T, T] mask to say so."""
 
+import inspect
+
 import pytest
 import tiny
 import torch
@@ -7,6 +9,7 @@ from numerics import assert_close
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
+from hfpatch.compat import CACHE_NAMES
 from hfpatch.context.masks import describe
 
 LENGTHS = (7, 1, 11, 5)  # documents that cross tile borders (8, 16), one of a single token
@@ -182,6 +185,7 @@ def test_packed_with_a_cache_is_refused(given, mask):
     next token either.
     """
     ours = tiny.patched(tiny.llama()).eval()
+    name = next(n for n in CACHE_NAMES if n in inspect.signature(ours.forward).parameters)
     batch = packed()
     del batch["labels"]
     if mask:
@@ -189,12 +193,12 @@ def test_packed_with_a_cache_is_refused(given, mask):
     if given:
         from transformers import DynamicCache
 
-        batch["past_key_values"] = DynamicCache(config=ours.config)
+        batch[name] = DynamicCache(config=ours.config)
     with pytest.raises(
         ValueError, match="^hfpatch: expected one document a row where a KV cache.*use_cache=False"
     ):
         ours(**batch, use_cache=True)
-    batch.pop("past_key_values", None)
+    batch.pop(name, None)
     assert ours(**batch, use_cache=False).logits.shape == (1, tiny.TOKENS, tiny.VOCAB)
 
 

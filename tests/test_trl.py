@@ -16,6 +16,8 @@ from torch import nn
 
 import hfpatch
 from hfpatch.context.classes import is_mixed
+from hfpatch.decoder.small_instance import TOKENS
+from hfpatch.decoder.unpadded import PackedRow
 from hfpatch.loss import log_probs as log_probs_module
 
 trl = pytest.importorskip("trl")
@@ -199,6 +201,21 @@ def heads(monkeypatch):
     return ran
 
 
+@pytest.fixture
+def rows_without_padding(monkeypatch):
+    """How many real tokens each packed row had that ran in place of padded ones, but for those of a
+    small instance."""
+    ran, arguments = [], PackedRow.arguments
+
+    def note(row, kwargs):
+        if row.T != TOKENS:
+            ran.append(row.real)
+        return arguments(row, kwargs)
+
+    monkeypatch.setattr(PackedRow, "arguments", note)
+    return ran
+
+
 PACKED = {"packing": True, "max_length": 24, "padding_free": True}
 CASES = [
     *(
@@ -225,13 +242,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, order, settings", CASES)
-def test_trainer(name, order, settings, tmp_path, heads):
-    """Policy and reference run our head, TRL's own never."""
+def test_trainer(name, order, settings, tmp_path, heads, rows_without_padding):
+    """Policy and reference run our head, TRL's own never, and GRPO's and DPO's padding costs
+    nothing."""
     if heads is None and name in ("DPO", "KTO") and order == "apply first":
         pytest.skip(f"trl {trl.__version__} has no fused head, which tells of the reference model")
     got = trained(name, tmp_path / "ours", order, **settings)
     if heads is None:
         return assert_same_run(got, trained(name, tmp_path / "stock", **settings))
+    if name in ("DPO", "GRPO"):  # a step's rows may be of one length
+        assert len(rows_without_padding) >= STEPS - 1
     trainer = got[0]
     policy = trainer.model.get_base_model() if settings.get("lora") else trainer.model
     models = [m for m in (policy, getattr(trainer, "ref_model", None)) if m is not None]

@@ -18,6 +18,7 @@ from hfpatch.attention.backends import (
     BACKENDS,
     HALF,
     WIDEST_HEAD,
+    deterministic_scratch,  # noqa: F401 (as pick)
     has_flash,
     pick,  # noqa: F401 (for callers of both directions)
 )
@@ -162,19 +163,6 @@ def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
     if E != E_v or E > WIDEST_HEAD or pattern.hidden_BT is not None or pattern.softcap is not None:
         return True
     return q_BTHE.dtype not in HALF and q_BTHE.device.type != "cpu"
-
-
-def deterministic_scratch(
-    batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int
-) -> int:
-    """Bytes of FA2's deterministic backward for one group: a float32 dq for each of its splits.
-
-    It splits the keys over as many blocks as fill the device (FlashAttention-2's num_splits), each
-    with a dq of its own.
-    """
-    splits = max(1, -(-multiprocessors // (batch * group_heads)))
-    rows = -(-tokens // 128) * 128
-    return splits * batch * rows * group_heads * head_dim * 4
 
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:

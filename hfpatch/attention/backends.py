@@ -203,15 +203,22 @@ def _trial_inputs(
 
 
 def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Tensor]]:
-    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward."""
+    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward. What
+    `attention_backward` copies into one layout is copied here too, and timed.
+    """
     forward, backward = BACKENDS[name]
     q, k, v, dout = inputs
     scale = q.shape[3] ** -0.5
     torch.cuda.synchronize(q.device)
     start = perf_counter()
     out, lse, state = forward(q, k, v, scale)
-    cut = zip(*(x.chunk(groups, 1) for x in (dout, q, k, v, out, lse)))
-    got = [out, *(g for *part, lse in cut for g in backward(*part, lse.contiguous(), state, scale))]
+    got, first = (
+        [out],
+        0 if name == "cudnn" else 3,
+    )  # of q, k, v, out and dout those made rows first
+    for *part, lse_part in zip(*(x.chunk(groups, 1) for x in (q, k, v, out, dout, lse))):
+        part[first:] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in part[first:])
+        got += backward(part[4], *part[:4], lse_part.contiguous(), state, scale)
     torch.cuda.synchronize(q.device)
     return perf_counter() - start, got
 
@@ -248,3 +255,16 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
         trial_peaks[device] = torch.cuda.max_memory_allocated(device)
         return "flash"  # for now; the next call tries again
     return found.fastest(many_lengths=len(met) > FEW_LENGTHS)
+
+
+def deterministic_scratch(
+    batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int
+) -> int:
+    """Bytes of FA2's deterministic backward for one group: a float32 dq for each of its splits.
+
+    It splits the keys over as many blocks as fill the device (FlashAttention-2's num_splits), each
+    with a dq of its own.
+    """
+    splits = max(1, -(-multiprocessors // (batch * group_heads)))
+    rows = -(-tokens // 128) * 128
+    return splits * batch * rows * group_heads * head_dim * 4

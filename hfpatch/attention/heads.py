@@ -11,6 +11,7 @@ B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads o
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Heads:
     Call), and this process's groups of heads."""
 
     call: object
-    groups: list[tuple[slice, slice]]  # of query heads and of KV heads
+    groups: tuple[tuple[slice, slice], ...]  # of query heads and of KV heads
     backend: str = ""
 
     def part(self, hs: slice) -> dict:
@@ -40,12 +41,18 @@ class Heads:
         }  # fmt: skip
 
 
-def groups_of(B: int, T: int, H: int, K: int) -> list[tuple[slice, slice]]:
+def groups_of(B: int, T: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
     """The query heads and the KV heads of each group."""
-    width, repeat, groups = heads_per_group(B, T, H, K), H // K, []
+    return _groups(heads_per_group(B, T, H, K), H, K)
+
+
+@lru_cache(maxsize=64)
+def _groups(width: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
+    """The same. width: KV heads a group."""
+    repeat, groups = H // K, []
     for a in range(0, K, width):
         groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
-    return groups
+    return tuple(groups)
 
 
 class Attention:

@@ -54,11 +54,13 @@ class Adapters:
             )
         return cls(rank, base, () if names == [ALL_LINEAR] else named)
 
+    def chosen(self, linears: dict) -> dict:
+        """Those of these Linear layers {name: (columns in, columns out)} that have an adapter."""
+        return {n: size for n, size in linears.items() if not self.targets or n in self.targets}
+
     def over(self, linears: dict) -> int:
-        """Parameters of the adapters of these Linear layers {name: (columns in, columns out)}."""
-        return self.rank * sum(
-            sum(size) for name, size in linears.items() if not self.targets or name in self.targets
-        )
+        """Parameters of the adapters of these Linear layers."""
+        return self.rank * sum(map(sum, self.chosen(linears).values()))
 
     def packed_bytes(self, linears: dict, itemsize: int) -> int:
         """Bytes of the base's weights of these Linear layers."""

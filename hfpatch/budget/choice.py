@@ -12,21 +12,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
+from hfpatch.budget.cuts import loss_workspaces
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import GiB, ModelShape, StepMemory, step_memory
 from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.budget.ladder import policies
 from hfpatch.budget.policy import (
     KEEPABLE,
-    LOSS_WORKSPACE,
-    LOSS_WORKSPACE_FREE,
     Checkpointing,
     Policy,
     auto_tile,
 )
 from hfpatch.budget.seconds import step_time
 
-LOSSES = (LOSS_WORKSPACE, 2 * LOSS_WORKSPACE, LOSS_WORKSPACE_FREE)
 # Device bytes that stay free beside a step, for fragmentation and for what the closed form does not
 # see: a share of the step's bytes, and at least so many.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
@@ -53,6 +51,15 @@ class Option:
     host: int
     seconds: float
     wait: float = 0.0
+
+    def line(self, free: int) -> str:
+        """What it takes, for users; free: bytes on the device."""
+        pin = self.host / PIN_BYTES_PER_SECOND
+        once = f", about {pin:.0f} s to pin once" if pin >= 1 else ""
+        return (
+            f"{self.device / GiB:.1f} of {free / GiB:.1f} GiB free on the device, "
+            f"{self.host / GiB:.1f} GiB on the host{once}"
+        )
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,9 @@ class Search:
 
     def _losses(self) -> tuple[int, ...]:
         """Workspaces of the loss to try: the one that takes the fewest bytes, then faster ones."""
-        priced = [self.price(Policy("gpu", loss_bytes=nbytes)) for nbytes in LOSSES]
+        itemsize = self.sizes["itemsize"]
+        tried = loss_workspaces(self.shape, self.rows, itemsize)
+        priced = [self.price(Policy("gpu", loss_bytes=nbytes)) for nbytes in tried]
         taken = lambda o: self.memory(o.policy)[0].moments[0].beyond  # noqa: E731
         first = min(priced, key=lambda o: (taken(o), -o.policy.loss_bytes))
         faster = [o for o in priced if o.seconds < first.seconds]

@@ -1,10 +1,14 @@
 """Splits of a batch: tiles of tokens, groups of heads, chunks of logits. Standard library only."""
 
-from hfpatch.budget.policy import LOSS_WORKSPACE
+from functools import lru_cache
+
+from hfpatch.budget.policy import LOSS_WORKSPACE, LOSS_WORKSPACE_FREE
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 
 LOSS_BYTES_PER_TOKEN = 56
+# Rows a chunk of the loss at least: fewer cost more passes over the head's gradient than they save.
+LOSS_ROWS = 512
 ALIGNED = 128  # tiles are multiples of this many rows, as matmul kernels are
 
 
@@ -26,11 +30,12 @@ def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
     return -(-tokens // step), step
 
 
-def tile_bounds(batch: int, tokens: int, tile: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=256)
+def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of each of `tiles`."""
     step = tiles(batch, tokens, tile)[1]
     starts = range(0, tokens, step)
-    return list(zip(starts, [*starts[1:], tokens]))
+    return tuple(zip(starts, [*starts[1:], tokens]))
 
 
 def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) -> int:
@@ -46,6 +51,7 @@ def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) 
     return shape.num_kv_heads // heads_per_group(batch, tokens, shape.num_heads, shape.num_kv_heads)
 
 
+@lru_cache(maxsize=256)
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
     """KV heads a group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
@@ -54,6 +60,21 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
     while n_kv_heads % n:
         n += 1
     return n
+
+
+def loss_workspaces(shape: ModelShape, rows: int, s: int) -> tuple[int, ...]:
+    """Workspaces of the loss to choose from, the smallest first; s: bytes a logit.
+
+    The smallest follows the model: its logits take half of the head's float32 gradient, which
+    stands beside them anyway, and are LOSS_ROWS rows at least. Fixed at 512 MiB the loss would be
+    the peak of a small model on long rows.
+    """
+    row_bytes = -(-shape.vocab_size // 8) * 8 * s
+    logits = max(2 * shape.vocab_size * shape.hidden_size, LOSS_ROWS * row_bytes)
+    found = [min(LOSS_WORKSPACE, logits + rows * LOSS_BYTES_PER_TOKEN)]
+    while found[-1] * 4 < LOSS_WORKSPACE:
+        found.append(4 * found[-1])
+    return tuple(dict.fromkeys([*found, LOSS_WORKSPACE, 2 * LOSS_WORKSPACE, LOSS_WORKSPACE_FREE]))
 
 
 def loss_chunk_rows(

@@ -120,6 +120,22 @@ def gpu_free(device=None) -> int | None:
     )
 
 
+def gpu_fragments(device) -> int:
+    """Free bytes of a CUDA device in allocator segments that also hold tensors. Between steps those
+    are parameters, gradients and optimizer states, and what is left beside them takes no large
+    tensor. Segments that expand are left out: their free pages are given back and used again.
+    """
+    import torch
+
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index
+        and segment["allocated_size"]
+        and not segment["is_expandable"]
+    )
+
+
 def gpu_limit(device=None) -> int:
     """Most bytes of a CUDA device that this process may use: all, or the share that it set
     itself."""

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from hfpatch.budget.cuts import head_groups, tiles
-from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.policy import (
+    TIME_TILE_LEAST,
+    Checkpointing,
+    Policy,
+    auto_tile,
+    time_tile,
+)
 from hfpatch.budget.shape import ModelShape
 
 TILES = (1024, 2048, 4096, 8192, 16384)
@@ -141,3 +147,33 @@ def _intervals(num_layers: int) -> list[int]:
     while found[-1] < num_layers:
         found.append(min(num_layers, max(found[-1] + 1, found[-1] * 5 // 4)))
     return found
+
+
+def unplanned(
+    settings: Checkpointing, rows: int, whole: bool, width: int, free: int | None
+) -> Policy:
+    """The policy of layers whose sizes no closed form describes: all that is worth keeping goes to
+    the host. width: of hidden states; free: bytes on the device, None where unknown.
+    """
+    tier = settings.offload
+    if settings.directory:
+        tier = "disk"
+    elif tier == "auto":
+        tier = "host"
+    every = 1 if whole or settings.every == "auto" else settings.every
+    save = every == 1 if settings.save_attention == "auto" else settings.save_attention
+    tile, in_time = settings.tile, 0
+    if tile == "auto" and settings.aim == "least":
+        tile = TIME_TILE_LEAST
+    elif tile == "auto":
+        tile = auto_tile(rows)
+        in_time = time_tile(tile, width, free)
+    return Policy(
+        offload=tier,
+        every=every,
+        save_attention=save and not whole,
+        tile=tile,
+        time_tile=in_time,
+        plain=settings.plain,
+        keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
+    )

@@ -8,6 +8,7 @@ expert and short rows of attention do not. The step model computes with the rate
 from dataclasses import replace
 from functools import lru_cache
 
+from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.cuts import tiles
 from hfpatch.budget.flops import attended
 from hfpatch.budget.hardware import ATTENTION_RAMP, Gpu
@@ -35,8 +36,11 @@ def attention_ramp(keys: int) -> float:
     return 1 + ATTENTION_RAMP / max(1, keys)
 
 
-def _matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, int]]:
-    """(how often in the model, count in one launch, rows, inner, columns) of forward's products."""
+def _matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, int, int]]:
+    """(products of its size in a step, how often in the model, count in one launch, rows, inner,
+    columns) of forward's products. Weights under adapters are frozen and have no gradient; each has
+    two narrow products beside it.
+    """
     D, n = shape.hidden_size, shape.num_layers
     sparse = shape.over(lambda i: int(shape.is_sparse(i)))
     found = [(n, 1, rows, D, c) for c in (shape.q_size, shape.kv_size, shape.v_size)]
@@ -51,17 +55,27 @@ def _matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, in
     if sparse:
         each = max(1, rows * shape.experts_per_token // shape.experts)
         found += mlp(sparse, shape.experts, each, shape.expert_size)
-    return found
+    if shape.adapters is None:
+        return [(3, *row) for row in found]
+    beside = [
+        (3, often, 1, rows, *sides)
+        for i in shape.kinds
+        for often in (shape.over(lambda j, i=i: shape.is_sparse(j) == shape.is_sparse(i)),)
+        for inner, columns in shape.adapters.chosen(layer_linears(shape, i)).values()
+        for sides in ((inner, shape.adapters.rank), (shape.adapters.rank, columns))
+    ]
+    return [(2, *row) for row in found] + beside
 
 
 @lru_cache(maxsize=1024)
 def slowdown(gpu: Gpu, shape: ModelShape, rows: int) -> float:
     """Seconds of a step's matmuls over `rows` rows at a time, over those at the full rate."""
     took = ideal = 0.0
-    for often, count, m, k, n in _matrices(shape, rows):
-        ways = ((m, k, n), (m, n, k), (k, m, n))  # forward, input gradient, weight gradient
-        took += often * sum(matmul_seconds(gpu, *way, count=count) for way in ways)
-        ideal += often * 6 * count * m * k * n / gpu.matmul_flops
+    for ways, often, count, m, k, n in _matrices(shape, rows):
+        # Forward, input gradient, weight gradient.
+        shapes = ((m, k, n), (m, n, k), (k, m, n))[:ways]
+        took += often * sum(matmul_seconds(gpu, *way, count=count) for way in shapes)
+        ideal += often * 2 * ways * count * m * k * n / gpu.matmul_flops
     return took / ideal
 
 

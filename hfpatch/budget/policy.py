@@ -19,6 +19,10 @@ PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
+TIME_TILE_LEAST = 2048  # a multiple of every known rule's chunk (64, of Mamba 2 up to 256)
+# Of what a mixer's backward holds, a token and hidden channel: the most of the families that we
+# simulate, Granite 4 in plain code, takes 450; kernels take far less.
+MIXER_BYTES = 512
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
 # Where memory is free: 8,192 rows of Llama 3's vocabulary at a time. Each chunk reads and writes
 # the head's float32 gradient once, so fewer chunks are faster.
@@ -284,6 +288,17 @@ def auto_tile(tokens: int) -> int:
     return 4096 if TILE_MOST < tokens <= 4 * TILE_MOST else TILE_MOST
 
 
+def time_tile(tile: int, hidden_size: int, free: int | None) -> int:
+    """Tokens a tile of a mixer that runs in tiles through time: `tile`, halved until what its
+    backward holds fits in the free bytes, but for TIME_TILE_LEAST.
+
+    A larger tile launches fewer kernels. free: None where unknown.
+    """
+    while tile > TIME_TILE_LEAST and (free is None or tile * hidden_size * MIXER_BYTES > free):
+        tile = max(tile // 2, TIME_TILE_LEAST)
+    return tile
+
+
 @dataclass(frozen=True)
 class Policy:
     """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one
@@ -295,6 +310,7 @@ class Policy:
     stream_attention: attention's backward fetches out and dout per group of KV heads, in place of
         holding them whole.
     tile: tokens a tile.
+    time_tile: tokens a tile of mixers that run through time; 0: as `tile`.
     park: a layer's input gradient waits with its checkpoints during attention's backward.
     plain: how many of the last layers keep everything that autograd saves; nothing in them runs
     again.
@@ -315,6 +331,7 @@ class Policy:
     save_attention: bool = True
     stream_attention: bool = False
     tile: int = 8192
+    time_tile: int = 0
     plain: int = 0
     keep: tuple = ()
     park: bool = False

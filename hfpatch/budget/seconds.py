@@ -7,6 +7,7 @@ their sources. The byte counts here follow the code that moves the bytes. Standa
 from dataclasses import dataclass
 from operator import add
 
+from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.cuts import head_groups, loss_chunk_rows, tiles
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import (
@@ -14,13 +15,13 @@ from hfpatch.budget.formula import (
     STOCK_CHECKPOINTING,
     ModelShape,
     StepMemory,
-    kept_columns,
     spare_bytes,
 )
 from hfpatch.budget.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
 from hfpatch.budget.sequence import filled_up, sent_bytes
+from hfpatch.budget.sizes import kept_columns
 
 # transformers' own layers move so many times the bytes of fused ones, and so many bytes a logit
 # (counted on their code, tests/budget/test_flops.py): norms and logits run in float32, rotation and
@@ -102,29 +103,52 @@ def _turned(shape: ModelShape) -> int:
     return (4 if shape.qk_norm else 2) * (shape.q_size + shape.kv_size)
 
 
-def expert_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
-    """Elements a token that its routed experts move beside their products, as ops/experts.py has
-    them: (forward, backward). The rows go there and come back; between them the activation reads
-    gate and up and writes one, and its backward reads them and da and writes three.
+# Elements that experts move beside their products (ops/experts.py), for each routed element of their
+# inner size and of the hidden size: forward, backward. Rows go there and come back; the activation
+# reads gate and up and writes one, its backward reads them and da and writes three.
+OUR_EXPERTS = (3, 2), (6, 2)
+# The same of transformers' grouped products, by whether experts have biases.
+EXPERT_PASSES = {False: ((5, 6.25), (13, 12.25)), True: ((24, 11), (36, 14))}
+# The same of attention with sinks and its rotation, for each element of q and k.
+SINK_PASSES = 19, 22
+
+
+def unfused_passes(shape: ModelShape, layer: int, ours: bool = True) -> tuple[float, float]:
+    """Elements a token that the code of transformers and PEFT moves beside
+    what is fused: (forward, backward). Of experts, attention with sinks, and adapters.
     """
-    if not shape.is_sparse(layer):
-        return 0, 0
-    ways = 2 * (shape.experts_per_token + 1) * shape.hidden_size
-    inner = shape.experts_per_token * shape.expert_size
-    return ways + 3 * inner, ways + 6 * inner
+    k, turned = shape.experts_per_token * shape.is_sparse(layer), shape.q_size + shape.kv_size
+    # Elements, and how often they move: an adapter's output is scaled and added, its gradient
+    # scaled, its input gradient added.
+    (fore_in, fore), (back_in, back) = OUR_EXPERTS if ours else EXPERT_PASSES[shape.expert_bias]
+    # of rows, and of the tokens beside
+    ways = (k + ours * shape.is_sparse(layer)) * shape.hidden_size
+    rows = [(k * shape.expert_size, fore_in, back_in), (ways, fore, back)]
+    rows += [(shape.sinks * turned, *SINK_PASSES)]
+    adapters = shape.adapters.chosen(layer_linears(shape, layer)) if shape.adapters else {}
+    rows += [(inner, 0, 3) for inner, _ in adapters.values()]
+    rows += [(columns, 5, 2) for _, columns in adapters.values()]
+    return sum(n * each for n, each, _ in rows), sum(n * each for n, _, each in rows)
+
+
+def unread_of_experts(shape: ModelShape, layer: int) -> int:
+    """Those of the forward that experts leave out when they run again: nobody reads their output."""
+    if shape.norm_after or not shape.is_sparse(layer):
+        return 0
+    k, D = shape.experts_per_token, shape.hidden_size
+    return OUR_EXPERTS[0][0] * k * shape.expert_size + (k + 1) * D
 
 
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
-    """Elements a token that a layer moves outside its matmuls: (forward, backward)."""
+    """Elements a token that a layer's fused operations move: (forward, backward)."""
     D, turned = shape.hidden_size, _turned(shape)
     sparse = shape.is_sparse(layer)
-    there, home = expert_passes(shape, layer)
     inner = shape.shared_size if sparse else shape.intermediate_size
     # A norm reads and writes; a residual reads two and writes one, as an activation of gate and up.
-    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner + there
+    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner
     # Several projections read one input: adding their input gradients reads two and writes one.
     sums = (0 if shape.joined_qkv else 2) + (shape.gated and not shape.joined and not sparse)
-    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner + home
+    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner
     return forward, backward
 
 
@@ -138,9 +162,6 @@ def passes_again(shape: ModelShape, layer: int, keep: tuple = (), several: bool 
     D, turned = shape.hidden_size, _turned(shape)
     dead = turned if not shape.qk_norm else 0  # a rotation whose result is unread moves nothing
     again = layer_passes(shape, layer)[0] - 3 * D * shape.last_unread(layer)
-    if not shape.norm_after:  # experts whose output nobody reads stop at gate and up
-        rows = (shape.experts_per_token + 1) * D if shape.is_sparse(layer) else 0
-        again -= expert_passes(shape, layer)[0] - rows
     if "qkv" in keep:
         return again - dead
     return again + (2 * D + turned - dead) * several
@@ -170,7 +191,12 @@ def _elementwise(
     elif groups > 1:  # each group's part of out and dout is cut out of the whole
         back += tiled * 4 * shape.out_size
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
-    return factor * rows * fore, factor * rows * back
+    ours = policy not in (STOCK, STOCK_CHECKPOINTING)
+    own = [shape.over(lambda i, k=k: unfused_passes(shape, i, ours)[k]) for k in (0, 1)]
+    own[1] += shape.over(
+        lambda i: unfused_passes(shape, i)[0] - unread_of_experts(shape, i), 0, tiled
+    )
+    return rows * (factor * fore + own[0]), rows * (factor * back + own[1])
 
 
 def link_bytes(
@@ -324,15 +350,17 @@ def _copy_wait(
 def _behind_layers(
     gpu: Gpu, flops: Flops, memory: StepMemory, policy: Policy, shape: ModelShape, layers: float,
     fore: float,
-    copies: tuple[float, float], *, batch: int, tokens: int, itemsize: int,
+    copies: tuple[float, float], rates: tuple[float, float], *, batch: int, tokens: int,
+    itemsize: int,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of the checkpoints' copies, forward and backward, that layers do not hide: n tiled
     ones, behind them p plain ones.
 
     layers: seconds of all layers, both ways; fore: of their forward, beside matmuls and attention;
-    copies: to the host and back. A layer's copies may run on beside later layers as far as memory
-    has room for their sources; in backward the tensors of a layer are sent for one layer ahead. The
-    head hides nothing.
+    copies, rates: seconds and bytes/s, to the host and back. A layer's copies may run on beside
+    later layers as far as memory has room for their sources; in backward the tensors of a layer are
+    sent for one layer ahead, but for q, k and v, which the layer itself sends for: nothing hides
+    them where attention runs again. The head hides nothing.
     """
     L, rows = shape.num_layers, batch * tokens
     p = min(policy.plain, L)
@@ -347,18 +375,31 @@ def _behind_layers(
     forward = (products + attention / gpu.attention_forward + fore) / L
     trained = 1 if shape.adapters else 2
     plain = (trained * products + 2.5 * attention / gpu.attention_backward) / L
-    rate, waits = gpu.link_rate, [0.0]
+    (to_host, to_gpu), waits = rates, [0.0]
     if up > n * forward:
         spares = spare_bytes(memory, shape, policy, batch=batch, tokens=tokens, itemsize=itemsize)
         # As the last tiled layer ends, and then each plain one.
-        waits += [up - (n + k) * forward - spares[n + k] / rate for k in range(p + 1)]
+        waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
     behind = down - (layers - L * forward - p * plain) - (plain if p > 1 else 0)
     # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
     # that layer's first tile.
-    tile, alone = rows * itemsize / tiles(batch, tokens, policy.tile)[0] / rate, policy.every == 1
-    inside = alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
+    count, alone = tiles(batch, tokens, policy.tile)[0], policy.every == 1
+    tile, inside = (
+        rows * itemsize / count,
+        alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv"),
+    )
     first = shape.hidden_size + alone * policy.save_attention * shape.out_size + inside
-    return max(waits) + tile * inside * (p == 0), max(0.0, behind) + tile * first * (p < 2)
+    if alone and "qkv" in policy.keep:
+        again = min(policy.again, n) if policy.save_attention else n
+        # Of several tiles the first one's tensors may be on the link before q, k and v.
+        waited = count * kept_columns(shape, "qkv") + (count > 1) * (
+            inside + shape.hidden_size * ("mid" not in policy.keep)
+        )
+        behind = max(behind, again * tile * waited / to_gpu)
+    return (
+        max(waits) + tile * inside * (p == 0) / to_host,
+        max(0.0, behind) + tile * first * (p < 2) / to_gpu,
+    )
 
 
 def counted_time(
@@ -436,7 +477,7 @@ def step_time(
         copies = to_host / rates[0], to_gpu / rates[1]
         sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
         behind = _behind_layers(
-            gpu, flops, memory, policy, shape, total - head, fore, copies, **sizes
+            gpu, flops, memory, policy, shape, total - head, fore, copies, rates, **sizes
         )
         wait = max(wait, sum(behind))
 

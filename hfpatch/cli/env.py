@@ -39,6 +39,12 @@ SECRET = re.compile(r"(^|_)(token|api_key|password|secret)$", re.IGNORECASE)
 TRUE = ("1", "true", "yes", "on")
 
 
+NO_GPU = (
+    "none that torch can use: hfpatch plan, profile and the tests work, training runs as plain "
+    "PyTorch on the CPU, right and slow; fused kernels and copies beside compute need a GPU"
+)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What would go wrong, and what to do about it: one sentence each."""
@@ -458,7 +464,7 @@ def show(facts, found) -> None:
             )
         )
     if not facts["gpus"]:
-        rows.append(("GPU", "none that torch can use"))
+        rows.append(("GPU", NO_GPU))
     rows.append(
         (
             "attention",

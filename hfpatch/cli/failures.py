@@ -13,6 +13,9 @@ import sys
 import traceback
 import zipfile
 
+from hfpatch.anchors import page_of
+from hfpatch.cli.quiet import quiet
+
 BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
 
 _FULL = "the disk is full{at}; free some room, or write elsewhere"
@@ -93,6 +96,7 @@ def guarded(command, argv, *, piped: bool = True) -> int:
     place. piped: whether a reader that goes away (`| head`) has seen enough, so that it is no
     failure. Exit codes of failures: 2 bad input, 1 the machine (disk, memory), 130 Ctrl-C.
     """
+    quiet()
     argv = list(argv)
     # TrainingArguments has a --debug of its own, which takes a word.
     at = [
@@ -124,8 +128,11 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     else:
+        # What Ctrl-C stopped needs no page, and wrong flags name the --help that lists them.
+        explained = code == INTERRUPTED or sentence.endswith("--help")
         sentence = _LONG.sub(r"\1...", _SECRET.sub("hf_...", sentence))
-        print(f"hfpatch: {sentence}{'' if sentence.endswith('?') else '.'}", file=sys.stderr)
+        end = "." if explained else f"; more: {page_of(sentence)}."
+        print(f"hfpatch: {sentence}{end}", file=sys.stderr)
     return code
 
 

@@ -1,5 +1,8 @@
-"""Flags that mean the same in every command: what decoder layers keep for backward."""
+"""Flags that mean the same in every command: what decoder layers keep for backward, and what
+adapters train.
+"""
 
+from hfpatch.budget.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.budget.limits import flag, parse_word
 from hfpatch.budget.policy import CHECKPOINTING
 
@@ -23,3 +26,35 @@ def add_checkpointing(add, more: str = "") -> None:
 def checkpointing_of(args):
     """What `checkpointing=` gets of these arguments: a list of words, empty where none came."""
     return args.checkpointing + ([] if args.every is None else [f"every={args.every}"])
+
+
+def add_adapters(add) -> None:
+    """Adds --lora-r, --base and --lora-target."""
+    add(
+        "--lora-r",
+        type=int,
+        default=0,
+        help="train LoRA adapters of this rank over a frozen base (0: all weights)",
+    )
+    add(
+        "--base",
+        default="bf16",
+        choices=list(BASES),
+        help="of --lora-r: how the base's weights are kept (bf16)",
+    )
+    add(
+        "--lora-target",
+        default=ALL_LINEAR,
+        help="of --lora-r: names of Linear layers with commas (all-linear)",
+    )
+
+
+def adapters_of(args) -> Adapters | None:
+    """What --lora-r and its companions ask for. ValueError where they come without it."""
+    if args.lora_r:
+        return Adapters.of(args.lora_r, args.base, args.lora_target)
+    if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):
+        raise ValueError(
+            "hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16."
+        )
+    return None

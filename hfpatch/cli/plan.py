@@ -2,20 +2,22 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 
-from hfpatch.budget.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.limits import parse_lengths
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.presets import MODELS, PRESETS
-from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
 from hfpatch.lab.models import resolve
 from hfpatch.planner.answer import judged
-from hfpatch.planner.placements import PLACEMENTS, resident
+from hfpatch.planner.optimizers import OPTIMIZERS
+from hfpatch.planner.placements import PLACEMENTS, resident, under
 from hfpatch.planner.plan import placements, plan, resolved
 from hfpatch.planner.show import picture, sweep_table
 
+PAUSE = 2.0  # seconds between two lines of progress
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit, or the simulator contradicts the plan.
 example: hfpatch plan --model llama-3.1-8b --seq-len 131072 --gpu a100-80gb --host-ram 256GiB"""
 
@@ -42,22 +44,12 @@ def add_arguments(parser) -> None:
     add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     add(
-        "--lora-r",
-        type=int,
-        default=0,
-        help="train LoRA adapters of this rank over a frozen base (0: all weights)",
+        "--optimizer",
+        default="adamw",
+        help=f"of --placement adamw and adamw-fp32: {', '.join(OPTIMIZERS)} (adamw)",
     )
-    add(
-        "--base",
-        default="bf16",
-        choices=list(BASES),
-        help="of --lora-r: how the base's weights are kept (bf16)",
-    )
-    add(
-        "--lora-target",
-        default=ALL_LINEAR,
-        help="of --lora-r: names of Linear layers with commas (all-linear)",
-    )
+    add("--fp8", action="store_true", help="the layers' products in torchao's float8, by rows")
+    add_adapters(add)
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
     add(
@@ -74,17 +66,6 @@ def add_arguments(parser) -> None:
     add("--json", action="store_true", help="one JSON object (a list of them for a sweep)")
 
 
-def _adapters(args) -> Adapters | None:
-    """What --lora-r and its companions ask for. ValueError where they come without it."""
-    if args.lora_r:
-        return Adapters.of(args.lora_r, args.base, args.lora_target)
-    if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):
-        raise ValueError(
-            "hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16."
-        )
-    return None
-
-
 def _simulated(args, found):
     """The plan with what a simulated step of the same model and policy takes beside it, and whether
     that still fits.
@@ -92,11 +73,24 @@ def _simulated(args, found):
     from hfpatch.planner.simulated import simulated_bytes
 
     _, shape, config = resolve(args.model)
-    shape = replace(shape, adapters=_adapters(args))
+    shape = replace(shape, adapters=adapters_of(args))
     # Where gradients do not stay, the moment is that of the most activations.
     policy = Policy(**found.policy) if isinstance(found.policy, dict) else found.policy
     stays = resident(found.placement, shape, found.gpus, policy)
     return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
+
+
+def _progress():
+    """A function that says which length a search tries, on stderr, once in PAUSE seconds."""
+    said = time.monotonic()
+
+    def say(tokens: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= PAUSE:
+            said = time.monotonic()
+            print(f"hfpatch: longest sequence: trying {tokens:,} tokens", file=sys.stderr)
+
+    return say
 
 
 def _found(args, seq_len: int, placement: str, common: dict):
@@ -104,8 +98,9 @@ def _found(args, seq_len: int, placement: str, common: dict):
     closed form.
     """
     found = plan(
-        args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len, **common
-    )
+        args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len,
+        progress=_progress(), fp8=args.fp8, **common,
+    )  # fmt: skip
     return _simulated(args, found) if args.simulate and found.closed_form else found
 
 
@@ -113,9 +108,10 @@ def main(args) -> int:
     """Runs the command; returns its exit code."""
     common = {
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
-        "checkpointing": checkpointing_of(args), "adapters": _adapters(args),
+        "checkpointing": checkpointing_of(args), "adapters": adapters_of(args),
         "sp_size": args.sp_size,
     }  # fmt: skip
+    asked = under(args.optimizer, args.placement)
     if args.sweep is not None and (args.max_seq_len or args.seq_len is not None):
         other = "--max-seq-len" if args.max_seq_len else "--seq-len"
         raise ValueError(
@@ -128,7 +124,7 @@ def main(args) -> int:
         )
     if args.sweep is not None:
         lengths = parse_lengths(args.sweep)
-        names = placements(resolved(args.model, seq_len=lengths[0], **common), args.placement)
+        names = placements(resolved(args.model, seq_len=lengths[0], **common), asked)
         plans = [_found(args, n, p, common) for p in names for n in lengths]
         print(
             json.dumps([p.to_dict() for p in plans], indent=1) if args.json else sweep_table(plans)
@@ -142,6 +138,6 @@ def main(args) -> int:
         raise ValueError(
             f"hfpatch: --seq-len takes one length, {args.seq_len!r} came; several go to --sweep."
         )
-    found = _found(args, seq_len[0], args.placement, common)
+    found = _found(args, seq_len[0], asked, common)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits and not found.contradicted else 3

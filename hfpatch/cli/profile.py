@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from hfpatch.budget.limits import parse_lengths
-from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.options import CHOICES, words_of
 from hfpatch.lab.profile.run import profile, results
@@ -68,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--placement", help="with --clock: gpu8bit or adamw (default gpu8bit)")
     parser.add_argument(
+        "--ranks", type=int, help="with --clock: GPUs that share each sequence (default 1)"
+    )
+    add_adapters(parser.add_argument)
+    parser.add_argument(
         "--trace",
         metavar="FILE",
         help="with --clock: a Chrome trace of the step, for ui.perfetto.dev",
@@ -113,6 +117,7 @@ def clock_main(args) -> int:
             f"hfpatch: --trace takes one length, {args.seq_len} came; pass one --seq-len."
         )
     asked = {"gpu": args.gpu, "host_ram": args.host_ram, "placement": args.placement}
+    asked |= {"ranks": args.ranks, "adapters": adapters_of(args)}
     asked = {name: value for name, value in asked.items() if value is not None}
     if args.checkpointing or args.every:
         asked["checkpointing"] = checkpointing_of(args)
@@ -136,8 +141,8 @@ def clock_main(args) -> int:
 def main(args) -> int:
     if args.clock:
         return clock_main(args)
-    for name in ("gpu", "host_ram", "placement", "trace"):
-        if getattr(args, name) is not None:
+    for name in ("gpu", "host_ram", "placement", "trace", "ranks", "lora_r"):
+        if getattr(args, name):
             raise ValueError(
                 f"hfpatch: --{name.replace('_', '-')} goes with --clock; add that, or leave it out."
             )

@@ -5,7 +5,7 @@
     hfpatch run --checkpointing least --require trl sft --config sft.yaml
 
 The command is a child process. It and all processes that it starts find `hfpatch/trainer/hook` on
-their PYTHONPATH, so no launcher needs to know of hfpatch. docs/run.md says what escapes.
+their PYTHONPATH, so no launcher needs to know of hfpatch. docs/start/run.md says what escapes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main(argv=None) -> int:
         print(
             "hfpatch: expected a Trainer or an accelerate loop, no process of this run trained a "
             "patched model; what it trained, if anything, ran without hfpatch: call "
-            "hfpatch.apply(model) in the script (docs/run.md).",
+            "hfpatch.apply(model) in the script (docs/start/run.md).",
             file=sys.stderr,
         )
     return NOTHING_TRAINED if args.require else 0

@@ -18,7 +18,7 @@ from hfpatch.lab.simulate.rivals import IMPLEMENTATIONS, build, prepare
 
 _TAKES = {int: "a number of 1 or more", bool: "true or false"}
 _WORDS = {"offload": ("gpu", "host", "disk"), "frozen_weights": ("gpu", "host"), "keep": KEEPABLE}
-_NONE = ("plain", "again")  # numbers of layers, which may be 0
+_NONE = ("plain", "again", "time_tile")  # numbers that may be 0
 
 
 def add_arguments(parser) -> None:

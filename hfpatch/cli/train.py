@@ -11,7 +11,6 @@ codes: 0 done; 143 and 130 stopped by SIGTERM and by Ctrl-C (with a checkpoint i
 begun); 2 bad input, refused before long work; 1 a failure of the machine such as a full disk.
 """
 
-import logging
 import os
 import sys
 import time
@@ -41,9 +40,6 @@ def main(argv=None) -> int:
 def train(argv) -> int:
     """Parse, refuse what cannot work, load, train, evaluate, save."""
     expandable_segments()
-    # torchao warns about its optional libraries.
-    expandable_segments()
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     from hfpatch.trainer import arguments, checks, footprint, loading, prepare, resume
     from hfpatch.trainer.stop import StopCleanly
 
@@ -70,7 +66,7 @@ def train(argv) -> int:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
     footprint.check(config, model_args, data_args, args)
-    record = resume.run_record(config, model_args, data_args, args, data.fingerprint)
+    record = resume.run_record(config, model_args, data_args, args, data)
     differs = checkpoint and resume.checkpoint_matches(checkpoint, record)
     with resume.writing_to(args, aside) as moved:
         _say_where_it_begins(args, checkpoint, moved, differs, say)
@@ -133,9 +129,13 @@ def _fit(run, checkpoint: str | None, stop, say) -> int:
     run.save_state()
     if run.args.push_to_hub:
         run.push_to_hub()
+    wanted, limit = run.state.max_steps, f"{stop.time_limit / 60:g} minutes (--time_limit)"
+    steps = f"{run.state.global_step} steps"
+    if stop.late:
+        steps = f"{run.state.global_step} of {wanted} steps, stopped after {limit}"
     trained, elapsed = clock(result.metrics["train_runtime"]), clock(time.monotonic() - begin)
     say(
-        f"hfpatch: {run.state.global_step} steps, total training time {trained} (with evaluation "
+        f"hfpatch: {steps}, total training time {trained} (with evaluation "
         f"{elapsed}); the model is in {run.args.output_dir}"
     )
     return 0

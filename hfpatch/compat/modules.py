@@ -1,6 +1,7 @@
 """Private names of torch: modules and trees."""
 
 import inspect
+import sys
 from collections.abc import MutableMapping
 from contextlib import contextmanager
 from functools import partial
@@ -118,8 +119,8 @@ MADE_FROM = _MadeFrom()
 
 
 class Snapshot:
-    """What a layer and the modules in it are made of: children, classes, forwards, hooks, and the
-    names of their tensors.
+    """What a layer and the modules in it are made of: children, classes, forwards, rotations,
+    hooks, and the names of their tensors.
 
     Numbers (rates, epsilons, scales) are not part of it: they are read when a module is called.
     Everything is compared by identity, in flat lists, since every forward asks. Nothing here refers
@@ -139,7 +140,9 @@ class Snapshot:
         made_of = [child for m in modules for child in modules_of(m).values()]
         made_of += kinds + [_code_of(forward_in(own)) for own in tables if "forward" in own]
         for kind in dict.fromkeys(kinds):
+            file = sys.modules.get(kind.__module__)  # whose rotation some libraries replace
             made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
+            made_of.append(getattr(file, "apply_rotary_pos_emb", None))
         names = [n for m in modules for table in (parameters_of(m), buffers_of(m)) for n in table]
         hooks = [
             id(h)

@@ -2,7 +2,8 @@
 prefill, here with states that carry gradients.
 
 transformers' cache copies states in place and cuts their graph. The methods are those that mixers
-call in transformers 5.23; a mixer that asks for another one raises, and runs whole.
+call since transformers 5.23, `layers` is what they read from 5.16 on; a mixer that asks for
+something else raises, and runs whole.
 """
 
 import inspect
@@ -14,11 +15,29 @@ from torch.nn import functional as F
 from hfpatch.compat.models import CACHE_NAMES
 
 
-
 def state_argument(module: nn.Module) -> str | None:
     """The argument by which a mixer takes its past; None where it takes none."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
+
+
+class _Layers:
+    """The states before a call as mixers read them before transformers 5.23:
+    layers[layer_idx].conv_states[state_idx].
+    """
+
+    record_past = True  # as States.is_recording_past
+
+    def __init__(self, before: dict):
+        self.conv_states = {
+            index: state for (kind, index), state in before.items() if kind == "conv"
+        }
+        self.recurrent_states = {
+            index: state for (kind, index), state in before.items() if kind == "recurrent"
+        }
+
+    def __getitem__(self, layer_idx: int) -> "_Layers":
+        return self
 
 
 class States:
@@ -33,6 +52,10 @@ class States:
     def __init__(self, before: dict | None = None):
         self.before: dict[tuple, Tensor] = dict(before or {})
         self.after: dict[tuple, Tensor] = {}
+
+    @property
+    def layers(self) -> _Layers:
+        return _Layers(self.before)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.before.get(("conv", state_idx))

@@ -25,6 +25,16 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
          local_size=None,
          use_vmap=False, device=None, **kwargs):  # fmt: skip
     """A Mask. Keywords are those that transformers passes to its own mask functions."""
+    batch = current.batch
+    if batch is None:  # a model of somebody else's: what it says is all there is
+        batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
+    added = (
+        kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
+    )
+    if not use_vmap and kv_length == batch.t and not kv_offset:
+        kind = describe(mask_function, batch.T, local_size, batch.device)
+        if kind is not None:
+            return Mask(batch, added=added, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
     given = {"q_length": q_length, "local_size": local_size, "device": device}
     given = {name: x for name, x in given.items() if x is not None} | kwargs
     given |= {
@@ -32,23 +42,11 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
         "kv_length": kv_length,
         "kv_offset": kv_offset,
         "attention_mask": attention_mask,
+        "mask_function": batch.within_documents(mask_function) if use_vmap else mask_function,
+        "use_vmap": use_vmap,
+        "allow_is_causal_skip": False,
     }
-    given |= {"mask_function": mask_function, "use_vmap": use_vmap}
-    batch = current.batch
-    if batch is None:  # a model of somebody else's: what it says is all there is
-        batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
-    if use_vmap:
-        given["mask_function"] = batch.within_documents(mask_function)
-    kind = None
-    if not use_vmap and kv_length == batch.t and not kv_offset:
-        kind = describe(mask_function, batch.T, local_size, batch.device)
-    added = (
-        kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
-    )
-    if kind is None:
-        given["allow_is_causal_skip"] = False
-        return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given), added=added)
-    return Mask(batch, added=added, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
+    return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given), added=added)
 
 
 def attention(

@@ -186,10 +186,12 @@ def forwards_for_now(pairs, name: str = "forward"):
     """Within, calls of each module run the forward beside it; (module, forward) pairs. The model's
     lock is held.
     """
-    before = [(module.__dict__, module.__dict__.get(name)) for module, _ in pairs]
+    before: list[tuple[dict, object]] = []
     try:
         for module, forward in pairs:
-            module.__dict__[name] = forward
+            own = module.__dict__
+            before.append((own, own.get(name)))
+            own[name] = forward
         yield
     finally:
         for own, forward in reversed(before):

@@ -200,14 +200,14 @@ class Answering:
 @contextmanager
 def having(**values):
     """Within, `current` has these values for this thread."""
-    before = {name: getattr(current, name) for name in values}
+    here = vars(current)
+    before = here.copy()
     try:
-        for name, value in values.items():  # where Ctrl-C may come too
-            setattr(current, name, value)
+        here.update(values)
         yield
     finally:
-        for name, value in before.items():
-            setattr(current, name, value)
+        here.clear()  # a field that is not there has its class's value
+        here.update(before)
 
 
 def in_the_midst() -> bool:
@@ -343,15 +343,16 @@ def experts_as_named(module, *args) -> Tensor:
 
 def standard(config) -> str | None:
     """Which of transformers' own attentions, for all of which ours may stand, a config names:
-    eager, sdpa, flex_attention or flash; None for another. Each version of FlashAttention, and its
-    kernels on the hub under the name of their repository, are called by one function.
+    eager, sdpa, flex_attention or flash; None for another, or for one of these names under which
+    somebody registered a function that may see tokens which this process does not have. Each
+    version of FlashAttention, and its kernels on the hub under the name of their repository, are
+    called by one function.
     """
     name = named(config) or ""
-    if name in ("eager", "sdpa", "flex_attention"):
-        return name
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    return (
-        "flash"
-        if function is flash_attention_forward or ("flash" in name and ulysses(function))
-        else None
-    )
+    theirs = function is None or function.__module__.startswith("transformers.")
+    by_engine = not theirs and ulysses(function) is not None  # ranks.sequence_now says what it does
+    if name in ("eager", "sdpa", "flex_attention"):
+        return name if theirs or by_engine else None
+    flash = function is flash_attention_forward or by_engine and "flash" in name
+    return "flash" if flash else None

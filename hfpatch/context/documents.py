@@ -9,6 +9,7 @@ transformers; packed rows stay isolated, where transformers lets their documents
 masked token hides itself as a key and nothing else.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +23,14 @@ from hfpatch.store.device import ToHost
 class Rows:
     """What a batch says of its tokens. documents: None where every row is one; hidden_BT: keys that
     nobody sees, or None; blind_BT: tokens before a row's first visible one, which see nobody, or
-    None where there is none whose output is read.
+    None where there is none whose output is read; real: where documents start among the visible
+    tokens alone, and how many these are, or None where no token is padding that nobody reads.
     """
 
     documents: Documents | None = None
     hidden_BT: Tensor | None = None
     blind_BT: Tensor | None = None
+    real: tuple[int, ...] | None = None
 
     def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
         """What it says of so many tokens of one row, the first given among the flattened ones,
@@ -124,31 +127,32 @@ def refuse_packed(kind: type, advice: str = "do not pack"):
 def find_rows(
     B: int, T: int, device: torch.device, attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    cu_seq_lens: Tensor | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
+    cu_seq_lens: Tensor | Sequence[int] | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
     padding: bool = True, cached: bool = False,
 ) -> Rows:  # fmt: skip
     """Documents and hidden keys of a batch (the module's rule).
 
     attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T]; cu_seq_lens: [n+1]
-    offsets over the flattened tokens (FlashAttention's keyword), which wins over positions; chunk:
+    offsets over the flattened tokens (FlashAttention's keyword), which win over positions; chunk:
     attention ends every so many tokens of a document, which left padding is not (Llama 4); idle_BT:
     tokens whose output nobody reads, so that hidden ones among them at a row's end cost nothing;
     padding: False where masked tokens are no rows of their own and only a restart starts a
     document; cached: transformers would make a cache of this batch. ValueError where offsets do not
     cover the tokens.
     """
-    offsets = None if cu_seq_lens is None else ToHost(cu_seq_lens).get()
-    packed = offsets is not None
+    bounds = ToHost(cu_seq_lens).get() if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
+    packed = bounds is not None
     if packed:
-        bounds = offsets.tolist()
+        bounds = [int(bound) for bound in bounds]
         if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
             raise ValueError(
                 f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), "
                 f"{bounds[:3]}...{bounds[-1]} came; "
                 "count every token of the batch once."
             )
-    if attention_mask is None and position_ids is None and chunk is None and not packed:
-        return Rows()
+    if attention_mask is None and position_ids is None and chunk is None:
+        every = sorted({*bounds, *range(0, B * T, T)}) if packed else ()
+        return Rows(_from_bounds(every, B, T, device) if packed else None)
     given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
     where = device if given else torch.device("cpu")  # what is known here waits for no device
     inside = (
@@ -158,8 +162,8 @@ def find_rows(
     )
 
     def find(*_):
-        """[B*T + 2]: where documents start; whether keys are hidden, and some tokens blind. Runs
-        beside the layers, on what came with the batch.
+        """Where documents start, which tokens are visible, [B*T] each; whether keys are hidden, and
+        some tokens blind. Runs beside the layers, on what came with the batch.
         """
         starts_BT = torch.zeros(B, T, dtype=torch.bool, device=where)
         starts_BT[:, 0] = True
@@ -170,6 +174,7 @@ def find_rows(
             counted = visible_BT is not None or cached or not padding
             starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
         hidden = blind = torch.zeros((), dtype=torch.bool, device=where)
+        seen_BT = torch.ones_like(starts_BT) if attention_mask is None else attention_mask.bool()
         if attention_mask is not None and padding:
             left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
             # Before the first visible token nobody is seen, and behind the last one nobody is
@@ -186,15 +191,22 @@ def find_rows(
                 # begin anywhere.
                 index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
             starts_BT |= index_BT % chunk == 0
-        return torch.cat([starts_BT.view(-1), hidden[None], blind[None]])
+        return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), hidden[None], blind[None]])
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()
     if found is None:  # without values every row is one document
         return Rows()
-    starts = found[:-2].nonzero().flatten().tolist()
+    starts_N, seen_N = found[:-2].view(2, -1)
     left_BT, _, holes_BT = _hidden(attention_mask, idle_BT) if found[-2:].any() else (None,) * 3
     hidden_BT, blind_BT = holes_BT if found[-2] else None, left_BT if found[-1] else None
-    return Rows(_from_bounds([*starts, B * T], B, T, device), hidden_BT, blind_BT)
+    documents = _from_bounds(_bounds(starts_N), B, T, device)
+    alone = padding and not found[-2:].any() and not seen_N.all()
+    return Rows(documents, hidden_BT, blind_BT, _bounds(starts_N[seen_N]) if alone else None)
+
+
+def _bounds(starts_N: Tensor) -> tuple[int, ...]:
+    """Where documents start, and the number of tokens."""
+    return *starts_N.nonzero().flatten().tolist(), len(starts_N)
 
 
 def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,8 +223,8 @@ def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Ten
     return left_BT, tail_BT, rest_BT & ~tail_BT
 
 
-def _from_bounds(bounds: list[int], B: int, T: int, device) -> Documents | None:
-    if bounds == list(range(0, B * T + 1, T)):
+def _from_bounds(bounds: Sequence[int], B: int, T: int, device) -> Documents | None:
+    if list(bounds) == list(range(0, B * T + 1, T)):
         return None
     cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda).to(

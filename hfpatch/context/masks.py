@@ -48,7 +48,6 @@ class Batch:
         self.t = T if sequence is None else T // sequence.size
         self.said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
-        self.prefill = False  # whether the caller's cache, an empty one, is filled
         self.cached = False  # whether transformers would make a cache, which nobody reads
         self.weights = False  # whether attention is to give its probabilities too
         self._rows: dict = {}

@@ -25,34 +25,18 @@ from hfpatch.store.device import ToHost
 _sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
 
 
-def replaced_attention(config) -> bool:
-    """Whether attention calls go to a function from outside transformers that may see tokens which
-    this process does not have.
-
-    Nothing here may take such a function's place. DeepSpeed's Ulysses is known: `sequence_now` says
-    what it does.
-    """
-    function = ALL_ATTENTION_FUNCTIONS.get(named(config))
-    known = function is None or function.__module__.startswith("transformers.")
-    return not known and ulysses(function) is None
-
-
-def sequence_now(config, training: bool) -> Sequence | None:
+def sequence_now(config, training: bool, name: str | None = None) -> Sequence | None:
     """The ranks that share the rows of the forward under way; None where every process has whole
-    rows.
+    rows. name: the attention that the config names, where the caller knows.
 
     Under Ulysses training batches are sharded, evaluation's where accelerate was not told to leave
     it alone or `sharded()` says so; under torch's context_parallel whatever runs in its context.
     """
-    return _sequence_under(named(config), training)
-
-
-def _sequence_under(name: str | None, training: bool) -> Sequence | None:
     if current.sequence is not None:
         return current.sequence or None
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    found = context_parallel()
+    found, name = context_parallel(), name or named(config)
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)
         found = None if group is None or (training_only and not training) else (group, False)
@@ -79,7 +63,7 @@ def shared_in_a_graph(name: str, training: bool) -> bool:
     if any(group is not None and dist.get_world_size(group) > 1 for group in groups):
         return True
     try:
-        return _sequence_under(name, training) is not None
+        return sequence_now(None, training, name) is not None
     except ValueError:  # which the forward outside the graph says
         return True
 

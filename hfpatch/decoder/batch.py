@@ -21,7 +21,6 @@ from hfpatch.context.ranks import (
     refuse_parts,
     refuse_shared_mixers,
     refuse_uneven_rows,
-    replaced_attention,
     require_positions,
     sequence_now,
     whole_rows,
@@ -38,14 +37,14 @@ class StackTraits:
         mixers: some layers mix tokens by something else than attention.
         across: as transformers runs those layers, documents of one row see each other.
         apart: as its layers run here, documents of one row do not see each other.
-        prefill: its layers may fill an empty KV cache in tiles.
+        unpads: rows with padding may run as one packed row (decoder/unpadded.py).
     """
 
     ours: bool = True
     mixers: bool = False
     across: bool = False
     apart: bool = True
-    prefill: bool = False
+    unpads: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,18 +245,15 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
             given.kind,
             "pass seq_idx where its kernels take that, leave checkpointing on, or do not pack",
         )
-    use_cache, positions = given.use_cache, given.positions
+    use_cache = given.use_cache
     if given.cache is None and use_cache is None:
         use_cache = cached and not given.trains and not given.packed
         # Models make a cache in training too, which nothing reads; RWKV makes none.
         if not use_cache:
             changes["use_cache"] = False
-    caches = given.cache is not None or bool(use_cache)
-    if caches:
-        if not _fills_a_cache(given, traits):
-            return Decision(None, changes)
-        # With a cache transformers looks for no documents; positions that restart were refused.
-        positions = None
+    if given.cache is not None or use_cache:
+        _refuse_documents_beside_a_cache(given, traits)
+        return Decision(None, changes)
     shared = given.sequence is not None
     if traits.mixers and shared:
         refuse_shared_mixers(given.kind)
@@ -272,19 +268,18 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         given.T,
         given.tokens.device,
         given.rows_mask,
-        positions,
+        given.positions,
         None if shared else given.offsets,
         given.idle_BT,
         given.sequence,
     )
-    batch.cached, batch.prefill, batch.weights = cached, caches, given.weights
+    batch.cached, batch.weights = cached, given.weights
     return _with_our_attention(given, traits, batch, changes)
 
 
-def _fills_a_cache(given: Given, traits: StackTraits) -> bool:
-    """Whether this forward is a prompt that our layers may put into an empty cache.
-
-    Trainer.evaluate and generate run so: transformers makes a cache where the caller says nothing.
+def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
+    """ValueError for rows of several documents where transformers' layers fill a KV cache, and look
+    for none.
     """
     # A mask of the caller's own describes attention alone; mixers do not read it.
     of_scores = given.own and not given.covers_the_cache
@@ -293,13 +288,11 @@ def _fills_a_cache(given: Given, traits: StackTraits) -> bool:
             "hfpatch: expected one document a row where a KV cache is kept, position_ids that "
             "restart came; pass use_cache=False, which isolates the documents."
         )
-    empty = given.cache is None or is_empty(given.cache)
-    return empty and given.T > 1 and not torch.is_grad_enabled() and given.tiled and traits.prefill
 
 
 def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes: dict) -> Decision:
     config = given.config
-    name = None if replaced_attention(config) else standard(config)
+    name = standard(config)
     # Only eager attention returns its probabilities.
     ours = name == "eager" if given.weights else name is not None
     if given.sequence is not None and (not ours or why_not_exchanged(config, given.training)):
@@ -339,7 +332,7 @@ def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
     None where attention can."""
     if not traits.ours:
         return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
-    if replaced_attention(given.config):
+    if standard(given.config) is None:
         return f"attention from elsewhere ({named(given.config)})"
     if not getattr(given.config, "is_causal", True):
         return "attention that is not causal"

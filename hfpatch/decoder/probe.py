@@ -21,9 +21,9 @@ from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.state import state_apart
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import find_mixers, standing_in
-from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.residual_streams import by_rows, joined
 from hfpatch.layer.shared_keys import of_its_own
+from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits, looks_like_a_block
 from hfpatch.parts.unread import can_go_without, idle, without_values
 
@@ -255,9 +255,9 @@ class _Probe:
             made = self._ask().post(self.x, self.outs, 0, self.T)
         self.dys = [torch.randn_like(y) if y.is_floating_point() else None for y in made]
 
-    def _ask(self, arguments=None, **known) -> LayerParts:
+    def _ask(self, arguments=None, **known) -> Traced:
         answers = replace(self.known, **known)
-        return LayerParts(
+        return Traced(
             self.layer,
             arguments or self.arguments,
             answers,

@@ -6,7 +6,7 @@ Decides once per forward whether that is possible, and which tokens see each oth
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfpatch.budget.sequence import FLOAT32_ANGLES
 from hfpatch.compat import (
@@ -49,6 +49,7 @@ from hfpatch.decoder.batch import (
     without_unread_cache,
 )
 from hfpatch.decoder.find import list_of_layers
+from hfpatch.decoder.unpadded import without_padding
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.parts.angles import narrow
@@ -105,8 +106,9 @@ class OurAttention(KeepsSignature):
             kwargs.setdefault("return_dict", True)
         if forward_mode() or transforming():
             self._hfpatch_refuse_transforms(kwargs)
-        for layer in list_of_layers(self) or ():
-            if isinstance(layer, UntiledLayer):
+        for module in list_of_layers(self) or ():
+            layer = module if isinstance(module, UntiledLayer) else _wrapped(module)
+            if layer is not None:
                 look(layer)
         given, session = read_batch(self, kwargs), self._hfpatch_session
         if session is not None and session.weights.on and given is not None:
@@ -124,12 +126,21 @@ class OurAttention(KeepsSignature):
         if session is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in session.told:
             if narrow(self):
                 session.tell(_ADVICE)
+        row = without_padding(self, given, batch, kwargs)
+        if row is not None:
+            with having(idle_BT=None, positions=None):
+                return row.put_back(self._hfpatch_ours(row.batch, row.arguments(kwargs)))
+        return self._hfpatch_ours(batch, kwargs)
+
+    def _hfpatch_ours(self, batch: Batch, kwargs):
         if kwargs.get("attention_mask") is None:
             # Without a mask transformers looks for documents itself, and waits for the device. Ours
             # are found already.
             kwargs["attention_mask"] = torch.ones(
                 batch.B, batch.t, dtype=torch.bool, device=batch.device
             )
+        if self._hfpatch_session is not None:
+            self._hfpatch_session.begin(batch.device)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
 
@@ -235,6 +246,11 @@ class OurAttention(KeepsSignature):
                 why = why or (not known and "it is compiled by itself")
             if why:
                 refuse_shared_mixers(type(layer), why)
+
+
+def _wrapped(module: nn.Module) -> UntiledLayer | None:
+    """The layer of ours inside an engine's wrapper (FSDP1, torch's checkpoint wrapper), or None."""
+    return next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
 
 
 def _full_attention(config) -> bool:

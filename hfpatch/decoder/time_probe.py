@@ -17,9 +17,9 @@ from hfpatch.decoder import probe
 from hfpatch.decoder.state import state_apart
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import Mixer
-from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
+from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.store.transfers import Transfers
 
@@ -107,7 +107,7 @@ def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple
     """The mixer's call in a row of so many tokens, and its input."""
     (x, *args), kwargs, batch = probe.captured(stack, layer, tokens)
     arguments = Arguments(args, of_its_own(kwargs), 1, tokens)
-    ask = LayerParts(
+    ask = Traced(
         layer, arguments, traits, (stack.config,), batch, forward=type(layer).forward.__get__(layer)
     )
     with torch.no_grad(), our_attention((stack.config,), batch):

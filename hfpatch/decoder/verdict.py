@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import cache_in, plain_scans
+from hfpatch.compat import plain_scans
 from hfpatch.context.class_code import code_asked
 from hfpatch.context.classes import swap
+from hfpatch.context.current import having
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import probe
 from hfpatch.decoder.batch import StackTraits
@@ -40,6 +41,8 @@ CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
 SECONDS = 3.0  # no further trial starts after this long
 LATE = f"the verdict took more than {SECONDS:.0f} s"
+KINDS_IN_TIME = 8  # kinds of layers whose mixers are tried in tiles through time
+TOO_MANY = f"its model has more than {KINDS_IN_TIME} kinds of layers with such mixers"
 SHARED_KEYS = (
     "its layers share keys with later ones, and would store them again when they run again"
 )
@@ -56,16 +59,16 @@ class Verdict:
         places: all modules in the small instance's layers (places.places_in).
         ours: the stack may have our attention and masks.
         alone: why the layers cannot run twice and stay as they are, or None.
-        prefill: they fill an empty KV cache as transformers' do.
         apart: documents of one row do not see each other.
+        unpads: rows with padding may run as one packed row.
         across: in transformers' own layers, mixers beside attention let documents see each other.
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
     ours: bool = True
     alone: str | None = None
-    prefill: bool = False
     apart: bool = True
+    unpads: bool = False
     across: bool = True
     places: frozenset[tuple[str, type]] = frozenset()
 
@@ -145,9 +148,9 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         found.places = frozenset(
             place for layer in list_of_layers(stack) for place in places_in(layer)
         )
-        found.prefill = found.ours and not late() and expected.fills_a_cache(found)
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
+        found.unpads = found.ours and found.apart and not late() and expected.unpads(found)
         found.across = not _keeps_apart(stack)
         _ask_in_time(stack, found)
         return found
@@ -171,16 +174,18 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
 
 
 def _ask_in_time(stack: nn.Module, found: Verdict) -> None:
-    """Which mixers run in tiles through time; those that are not asked in time run whole."""
-    began = time.thread_time()
+    """Which mixers run in tiles through time. Bounded by a number, not by the clock: a slow machine
+    must tile the layers that a fast one does.
+    """
+    asked = 0
     for layer in list_of_layers(stack):
         kind = kind_of(layer)
         traits = found.answers.get(kind)  # None for a layer that keeps states of the runs before
         if traits and traits.mixers and traits.reason is None and not traits.timed + traits.untimed:
-            late = time.thread_time() - began > SECONDS
+            asked += 1
             found.answers[kind] = (
-                replace(traits, untimed=tuple((name, LATE) for name in traits.mixers))
-                if late
+                replace(traits, untimed=tuple((name, TOO_MANY) for name in traits.mixers))
+                if asked > KINDS_IN_TIME
                 else ask_in_time(stack, layer, traits)
             )
 
@@ -263,22 +268,27 @@ class _Expected:
             (stack(use_cache=False, **batch).last_hidden_state * weight).sum().backward()
         return {n: p.grad for n, p in stack.named_parameters() if p.grad is not None}
 
-    def fills_a_cache(self, found: Verdict) -> bool:
-        """Whether a prompt fills an empty cache as in transformers."""
-        batch = {"input_ids": self.batches["plain"][1]["input_ids"], "use_cache": True}
+    def unpads(self, found: Verdict) -> bool:
+        """Whether real tokens of padded rows have the same outputs in one packed row.
+
+        A family may count positions by its mask, or have mixers that remember padding. Compared
+        with our padded rows: in transformers' eager attention what sees nobody may be NaN.
+        """
+        ids, ours = self.batches["plain"][1]["input_ids"], _patched(self.stack, found)
+        ours._hfpatch_traits = replace(ours._hfpatch_traits, unpads=True)
+        idle_BT = torch.zeros_like(ids, dtype=torch.bool)
+        idle_BT[0, :7], idle_BT[1, -5:] = True, True
+        run = partial(ours, input_ids=ids, attention_mask=~idle_BT, use_cache=False)
         try:
             with torch.no_grad():
-                ours, stock = _patched(self.stack, found), self.stack
-                ours._hfpatch_traits = replace(ours._hfpatch_traits, prefill=True)
-                got, wanted = ours(**batch), stock(**batch)
-            pairs = [(got.last_hidden_state, wanted.last_hidden_state)]
-            for a, b in zip(cache_in(got).layers, cache_in(wanted).layers, strict=True):
-                pairs += [(a.keys, b.keys), (a.values, b.values)]
-            return all(
-                a.shape == b.shape and bool((a - b).norm() <= CLOSE * b.norm()) for a, b in pairs
-            )
-        except Exception:  # a cache of the family's own
+                wanted = run().last_hidden_state[~idle_BT]
+                with having(idle_BT=idle_BT):
+                    got = run().last_hidden_state
+        except Exception:  # it takes no positions
             return False
+        # Zeros on padding show that it ran so.
+        close = (got[~idle_BT] - wanted).norm() <= CLOSE * wanted.norm()
+        return bool(close) and not got[idle_BT].any()
 
     def differs(self, found: Verdict) -> str | None:
         """How a stack with these traits differs from transformers, or None."""

@@ -10,13 +10,16 @@ budget/hardware.py), each copy its bytes over the link, each launch some of the 
 order the streams as CUDA's do. What the clock adds to the closed form is the order in which the
 session issues its work: where compute waits for a copy, the copy is exposed.
 
-On the clock is one GPU that holds weights, gradients and optimizer states. Not on it: engines that
-gather or offload those, ranks that share rows, and what kernels take beyond the model's rates.
+On the clock is one GPU that holds weights, gradients and optimizer states; where ranks share rows,
+one of them, whose exchanges take their bytes over the links between GPUs. Not on it: engines that
+gather or offload weights, and what kernels take beyond the model's rates.
 """
 
 import contextlib
 import re
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -25,8 +28,10 @@ from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.pace import attention_ramp, matmul_seconds
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.seconds import BLOCK_ROWS, TAIL_SHARE
-from hfpatch.lab.simulate import kernels_cost
+from hfpatch.lab.allocator import Placed
+from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
+from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.timeline import Slice, Timeline
 from hfpatch.layer.call import LayerCall
@@ -37,6 +42,7 @@ from hfpatch.store.device import DEVICES, Device
 # says, HOST_SECONDS_PER_LAYER and HOST_SECONDS_PER_TILE.
 LAUNCH_SECONDS = 15e-6
 COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
+EXCHANGES, RANK_WAITS = "exchanges", "waits for ranks"
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 
@@ -66,6 +72,7 @@ class ClockDevice(Device):
         self.streams = [Stream(COMPUTE)]
         self.stack, self.links = self.streams[:], dict.fromkeys(rates, 0.0)
         self.rows: dict[str, list[Slice]] = {WAITS: []}
+        self.peers = Stream(EXCHANGES)
         self.late: dict[str, float] = {}
         self.turn, self.place = "setup", ("", "")
 
@@ -98,7 +105,8 @@ class ClockDevice(Device):
         if stream is self.compute and event.stream is not stream:
             began = max(stream.now, self.host)
             if event.time > began:
-                self._note(Slice(WAITS, began, event.time, self.turn, *self.place))
+                row = RANK_WAITS if event.stream is self.peers else WAITS
+                self._note(Slice(row, began, event.time, self.turn, *self.place))
         stream.now = max(stream.now, event.time)
 
     def synchronize(self, event=None) -> None:
@@ -132,6 +140,15 @@ class ClockDevice(Device):
             Slice(stream.name, start, stream.now, self.turn, self.place[0], "copies", nbytes)
         )
 
+    def exchange(self, nbytes: float) -> Event:
+        """Bytes that this GPU sends to others, behind the current stream's work."""
+        self.host += LAUNCH_SECONDS
+        start = max(self.peers.now, self.current().now, self.host)
+        self.peers.now = start + nbytes / self.gpu.peer_rate
+        slice_ = Slice(EXCHANGES, start, self.peers.now, self.turn, *self.place, int(nbytes))
+        self._note(slice_)
+        return Event(self.peers, self.peers.now)
+
     def _note(self, new: Slice) -> None:
         """Behind the last of its row, or as more of it."""
         row = self.rows.setdefault(new.stream, [])
@@ -144,6 +161,18 @@ class ClockDevice(Device):
             last.end, last.nbytes = new.end, last.nbytes + new.nbytes
         elif new.end > new.start:
             row.append(new)
+
+
+class ClockRank(LoneRank):
+    """Rank 0 of `size`, whose exchanges take time on a clock."""
+
+    def __init__(self, clock: ClockDevice, size: int):
+        super().__init__(size)
+        self.clock = clock
+
+    def all_to_all(self, send: torch.Tensor):
+        done = self.clock.exchange(send.nbytes * (self.size - 1) / self.size)
+        return torch.empty_like(send), SimpleNamespace(wait=partial(self.clock.wait, done))
 
 
 class ClockFollower(Follower):
@@ -241,6 +270,14 @@ class ClockFollower(Follower):
             self.clock.launch(seconds + nbytes * self.times / self.clock.gpu.memory_rate)
 
 
+class PlacedClockFollower(Placed, ClockFollower):
+    """Also places storages, each in the pool of the stream that makes it."""
+
+    def __init__(self, allocator, clock: ClockDevice, **settings):
+        super().__init__(allocator, clock, **settings)
+        self.stream = lambda: id(clock.current())
+
+
 @contextmanager
 def _tiles_on(follower: list):
     """Within, layers in tiles say to the follower (one, as soon as it is there) that they run."""
@@ -289,10 +326,14 @@ def clocked(
     seq_len: int,
     title: str = "a step",
     optimizer: float = 0.0,
+    ranks: int = 1,
+    allocator=None,
 ) -> Timeline:
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
-    optimizer: seconds of its step, which runs behind the backward.
+    optimizer: seconds of its step, which runs behind the backward. ranks: that share each row;
+    seq_len is what this one has of it. allocator: a lab.allocator.Allocator that places what the
+    step makes, a pool a stream.
     """
     rates = {UP: gpu.link_rate, DOWN: gpu.link_rate}
     if policy.offload == "disk":
@@ -300,11 +341,16 @@ def clocked(
     device, made = ClockDevice(gpu, rates, torch.device("cpu")), []
 
     def follower(**settings):
-        made.append(ClockFollower(device, **settings))
+        made.append(
+            ClockFollower(device, **settings)
+            if allocator is None
+            else PlacedClockFollower(allocator, device, **settings)
+        )
         return made[0]
 
-    with _standing_in(device), _tiles_on(made):
-        found = simulate(model, batch, seq_len, policy=policy, follower=follower)
+    rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
+    with _standing_in(device), _tiles_on(made), rank:
+        found = simulate(model, batch, seq_len, policy=policy, ranks=ranks, follower=follower)
     end, begins = device.compute.now, made[0].begins
     zero, turn = begins["forward"], begins["backward"]
     seconds = {

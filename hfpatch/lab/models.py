@@ -2,6 +2,7 @@
 hub id.
 """
 
+import difflib
 import json
 import os
 from pathlib import Path
@@ -107,10 +108,17 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
             "the path."
         )
     raise ValueError(
-        f"hfpatch: the known models are {', '.join((*PRESETS, *MODELS))}, {name!r} came; pass one "
-        "of them, a "
-        "config.json, a model's folder, or a hub id like owner/name."
+        f"hfpatch: expected a known model, {name!r} came; the nearest are "
+        f"{', '.join(nearest(name))}; any other is planned from its config: pass the path of a "
+        "config.json, a model's folder, or a hub id (owner/name)."
     )
+
+
+def nearest(name: str, count: int = 3) -> list[str]:
+    """The presets whose names are most like this one, the nearest first."""
+    known = {preset.rsplit("/", 1)[-1].lower(): preset for preset in (*PRESETS, *MODELS)}
+    near = difflib.get_close_matches(name.lower(), known, n=count, cutoff=0)
+    return [known[short] for short in near]
 
 
 def read_config(path: Path) -> dict:
@@ -125,7 +133,18 @@ def read_config(path: Path) -> dict:
         raise ValueError(
             f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came."
         )
-    return values
+    return _numbers(values)
+
+
+def _numbers(value):
+    """The value with transformers' {"__float__": "Infinity"} as the number that it stands for."""
+    if isinstance(value, list):
+        return [_numbers(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _numbers(one) for name, one in value.items()}
 
 
 def hub_config(name: str, download: bool = True) -> dict:

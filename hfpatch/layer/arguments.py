@@ -44,6 +44,36 @@ def _may_want(values) -> bool:
     return False
 
 
+# tensors that a block takes
+_OF_A_BLOCK = ("position_embeddings", "position_ids", "attention_mask", "cache_position")
+
+
+def has_other_values(args, kwargs: dict) -> bool:
+    """Whether floating-point values come beside those that a block takes by name.
+
+    The small instance was not given them, and they may change what the layer computes. Labels,
+    offsets and counts, which trainers hand down, are no such values.
+    """
+    given = (*args, *(x for name, x in kwargs.items() if name not in _OF_A_BLOCK))
+    return any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in given)
+
+
+def takes_by_name(args, kwargs: dict) -> bool:
+    """Whether a block takes all that matters of these by name: no other values come, and nothing
+    wants a gradient.
+    """
+    for name, x in (*enumerate(args), *kwargs.items()):
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                return False
+            if name not in _OF_A_BLOCK and x.dim() and x.is_floating_point():
+                return False
+        elif x.__class__ not in _WITHOUT_GRADIENTS and _may_want((x,)):
+            if any(getattr(leaf, "requires_grad", False) for leaf in pytree().tree_leaves(x)):
+                return False
+    return True
+
+
 class Arguments:
     """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a
     token axis.

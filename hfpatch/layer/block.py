@@ -46,13 +46,6 @@ class Block:
         self.rotate = self.theirs if self.attention is None else rotation(self.theirs)
         self.attn = attn
 
-    def rotates_as_then(self) -> bool:
-        """Whether the attention's file still has the same rotation.
-
-        Some libraries replace it process-wide.
-        """
-        return rotation_in(self.attention) is self.theirs
-
     def of_call(self, kwargs: dict):
         """This block with the arguments of one call: the angles and the mask."""
         call, mask = self.__class__.__new__(self.__class__), kwargs.get("attention_mask")

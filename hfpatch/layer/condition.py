@@ -1,8 +1,9 @@
 """What one decoder layer is made of now, and what of that keeps it from running in tiles.
 
-A layer's traits (answers.py) are found once, at `apply`, on a small instance. Here they meet what
-stands in the layer today: adapters, hooks, modules put in later. The stack looks once a forward
-(`look`); a layer that is called by hand looks itself.
+A layer's traits (traits.py) are found once, at `apply`, on a small instance. Here they meet what the
+layer holds today: adapters, hooks, modules put in later. The stack looks at all layers once a
+forward (`look`), and settles with that every rule that needs no arguments of a call; a layer that
+is called by hand looks itself.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from hfpatch.compat import (
     engine_hook,
     forward_hooks,
     fsdp2_units,
+    hooks_on_all,
     other_hooks,
     submodule,
     watched_by_user,
@@ -25,6 +27,7 @@ from hfpatch.layer.adapters import look as look_at_adapters
 from hfpatch.layer.places import strange
 from hfpatch.layer.strangers import stranger_in
 from hfpatch.layer.traits import LayerTraits
+from hfpatch.parts.quantised import scales_over_tokens
 
 _CAPTURING = "transformers.utils.output_capturing"
 _NO_MASK = "_attach_context_parallel_hooks."
@@ -38,10 +41,13 @@ class Condition:
     Attributes:
         answers: the layer's traits, for which this was found.
         reason: why every call runs whole; None where nothing stands in the way.
+        now: why every call of the forward under way runs whole, or None.
         unknown: the module that nobody tried, and what it is; None where there is none.
         adapter: what an adapter has that tiles would change, or None.
         draws: whether adapters may draw random numbers.
-        mixing: the modules by which tokens meet.
+        contiguous: whether a module in it takes contiguous gradients alone, as some of torchao's.
+        mixing: the modules by which tokens meet, those that call attention first.
+        head_dim: the largest of its attention's, 0 where they do not say.
         direct: layer.direct.Direct; False where the layer is none, None where nobody asked.
         places: of the layer's tensors (layer/weight_gradients.py).
         read: keys of what the layer takes of earlier ones, None where not known yet.
@@ -51,10 +57,13 @@ class Condition:
     snapshot: Snapshot
     answers: LayerTraits
     reason: str | None = None
+    now: str | None = None
     unknown: str | None = None
     adapter: str | None = None
     draws: bool = False
+    contiguous: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
+    head_dim: int = 0
     direct: object = None
     places: object = None
     read: tuple | None = None
@@ -74,17 +83,31 @@ def look(layer: nn.Module) -> Condition:
     known, traits = layer._hfpatch_condition, layer._hfpatch_traits
     if known is None or known.answers is not traits or not known.snapshot.holds(layer):
         known = layer._hfpatch_condition = _condition_of(layer)
+    known.now = known.reason or _why_now(layer, known)
     return known
+
+
+def _why_now(layer: nn.Module, condition: Condition) -> str | None:
+    """What in the process, and of the numbers in the layer, has it run whole for one forward."""
+    if hooks_on_all() and condition.inside:
+        return "hooks on every module of the process"
+    for attn in condition.mixing if layer.training else ():
+        dropout = getattr(attn, "attention_dropout", 0.0)
+        if dropout.p if isinstance(dropout, nn.Dropout) else dropout:
+            return "attention dropout"
+    return None
 
 
 def _condition_of(layer: nn.Module) -> Condition:
     traits = layer._hfpatch_traits
     found = Condition(Snapshot(layer), traits)
     found.adapter, found.draws = look_at_adapters([layer, *found.inside])
+    found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
     stranger = stranger_in(layer)
     found.unknown = stranger or _why_unknown(layer, layer._hfpatch_places)
     found.reason = (
         found.adapter and f"an adapter in it has {found.adapter}"
+        or _scaled(layer, found.inside)
         or _hooked(layer, found.inside)
         or stranger
         or traits.reason
@@ -94,6 +117,8 @@ def _condition_of(layer: nn.Module) -> Condition:
     if found.reason is None:
         found.mixing = [submodule(layer, name) for name in traits.mixing]
         found.reason = _why_not_inside(layer, traits, found.mixing)
+        attention = found.mixing[: len(traits.attention)]
+        found.head_dim = max((getattr(m, "head_dim", 0) or 0 for m in attention), default=0)
     return found
 
 
@@ -108,6 +133,16 @@ def _why_unknown(layer: nn.Module, places: frozenset) -> str | None:
     return f"{names[0]}: {said}"
 
 
+def _scaled(layer: nn.Module, inside: list[nn.Module]) -> str | None:
+    """Which projection scales several tokens together, those under adapters too, and how."""
+    module, why = next(((m, why) for m in inside if (why := scales_over_tokens(m))), (None, None))
+    return why and f"{_name_in(layer, module)}: {why}"
+
+
+def _name_in(layer: nn.Module, module: nn.Module) -> str:
+    return next(name for name, m in layer.named_modules() if m is module)
+
+
 def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
     """None where nobody watches what is inside the layer: tiles would show hooks parts of a row,
     and more often.
@@ -120,16 +155,21 @@ def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
         return None
     # a module that holds others may be empty, and false
     hooked = units[0] if hooked is None else hooked
-    return f"hooks on {next(n for n, m in layer.named_modules() if m is hooked)}"
+    return f"hooks on {_name_in(layer, hooked)}"
 
 
 def _patched_class(modules: list[nn.Module]) -> str | None:
-    """Whose class runs another forward than when the small instance was tried, for the whole
-    process.
+    """Whose class runs another forward, or rotates otherwise, than when the small instance was
+    tried, for the whole process.
     """
     kinds = dict.fromkeys(MADE_FROM[type(m)] for m in modules)
     return next(
-        (f"another {k.__name__}.forward than at apply()" for k in kinds if not as_asked(k)), None
+        (
+            f"another {k.__name__}.forward or rotation than at apply()"
+            for k in kinds
+            if not as_asked(k)
+        ),
+        None,
     )
 
 

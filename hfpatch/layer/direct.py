@@ -1,13 +1,16 @@
 """The common block with its derivatives written out: no module is called, and no graph is recorded.
 
-Runs the same matmuls, sums and kernels as layer/block.py does through modules and autograd, in the
-same order. The bits are the same, for less than half of the host's time. Values that no gradient
-reads are not computed (parts/unread.py). Used where nothing observes the modules inside the layer.
+It is layer/parts.py's LayerParts for blocks of plain weights, where nothing observes the modules
+inside the layer. Runs the same matmuls, sums and kernels as layer/block.py does through modules and
+autograd, in the same order. The bits are the same, for less than half of the host's time. Values
+that no gradient reads are not computed (parts/unread.py).
 
 B batch, t tokens of a tile, D hidden, F intermediate, H query heads, K key-value heads, E head dim;
 N = B*t.
 """
 
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 
 from hfpatch.compat import autocast_dtype, is_fake, ops_are_seen, parameters_of, watched
 from hfpatch.context.classes import CALL, LINEAR
+from hfpatch.layer.arguments import takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.ops._library import IMPLEMENTATIONS
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
@@ -39,9 +43,8 @@ class _Ops(NamedTuple):
 
 
 _SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
-_AT_ONCE = _Ops(
-    *[IMPLEMENTATIONS[op] for op in _SEEN]
-)  # the dispatcher costs a third of an op on few tokens
+# the dispatcher costs a third of an op on few tokens
+_AT_ONCE = _Ops(*[IMPLEMENTATIONS[op] for op in _SEEN])
 
 
 def _ops(x: Tensor) -> _Ops:
@@ -56,16 +59,13 @@ class _Norm:
 
     def __init__(self, module: FusedRMSNorm):
         self.eps, self.offset, self.cast = module._hfpatch_norm
-        self.at = [(module, parameters_of(module))]
+        self.module, self.own = module, parameters_of(module)
 
-    @property
-    def rest(self) -> tuple:
-        """Epsilon as it is now, offset and cast."""
-        return getattr(self.at[0][0], self.eps), self.offset, self.cast
-
-    @property
-    def weight(self) -> Tensor | None:
-        return _tensors(self.at, ("weight",))[0]
+    def read(self) -> tuple:
+        """Weight and epsilon as they are now, offset and cast."""
+        module, own = self.module, self.own
+        weight = own["weight"] if "weight" in own else getattr(module, "weight", None)
+        return weight, getattr(module, self.eps), self.offset, self.cast
 
     def back(
         self,
@@ -89,12 +89,15 @@ class _Norm:
 
 
 class Direct(Block):
-    """`pre` and `post` of a block, and their backward functions.
+    """LayerParts of a block: both parts, and their backward functions.
 
-    `sums` is a layer.weight_gradients.WeightGradients, which collects the weights' gradients. A
+    `weights` is a layer.weight_gradients.WeightGradients, which collects the weights' gradients. A
     forward appends what its backward needs to a list. The backward empties that list, so each value
     is freed after its last use.
     """
+
+    by_hand, leaves, mixers, places, autocast = True, False, (), (), (None, True)
+    layer = modules = condition = batch = traits = None  # of one call
 
     def __init__(self, layer: nn.Module):
         super().__init__(layer)
@@ -103,15 +106,25 @@ class Direct(Block):
         self.activation = ACTIVATIONS[mlp._hfpatch_activation]
         self.first, self.second = _Norm(self.norm), _Norm(self.norm_behind)
         self.of_heads = [_Norm(m) for m in norms]
-        self.before = [(m, parameters_of(m)) for m in self.projections]
-        self.behind = [
+        self.linears_before = [(m, parameters_of(m)) for m in self.projections]
+        self.linears_after = [
             (m, parameters_of(m)) for m in (self.out, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         ]
 
-    def of_call(self, kwargs: dict) -> "Direct":
-        call = super().of_call(kwargs)
-        call.angles = {}  # per tile
-        return call
+    def keepable(self, names, device: str) -> tuple[str, ...]:
+        return tuple(names)
+
+    def wanted(self) -> list[Tensor]:
+        return []
+
+    def phase(self, tiles):
+        return tiles
+
+    def again(self, weights, several: bool):
+        return nullcontext(())
+
+    def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared) -> Tensor:
+        return y
 
     def fits(self) -> bool:
         """Whether every weight is a plain tensor (not sharded, not quantised) of a width that the
@@ -119,11 +132,11 @@ class Direct(Block):
 
         Where it is not, the modules are called, and raise their own errors.
         """
-        weights = [own.get("weight") for _, own in (*self.before, *self.behind)]
+        weights = [own.get("weight") for _, own in (*self.linears_before, *self.linears_after)]
         if [w for w in weights if w.__class__ not in _PLAIN and not is_fake(w)]:
             return False
         gate, up = weights[4].shape, weights[5].shape
-        norms = [norm.at[0][1].get("weight") for norm in (self.first, self.second, *self.of_heads)]
+        norms = [norm.own.get("weight") for norm in (self.first, self.second, *self.of_heads)]
         widths = (gate[1], gate[1], self.head_dim, self.head_dim)
         return gate == up and not [
             1 for w, n in zip(norms, widths) if w is not None and w.shape != (n,)
@@ -137,16 +150,17 @@ class Direct(Block):
             )
         return self.angles[a, b]
 
-    def pre(
+    def before(
         self, x_BtD: Tensor, a: int, b: int, kept: list | None = None, dead: bool = False
     ) -> list[Tensor]:
         """q [B, t, H, E], k and v [B, t, K, E] of tokens a to b.
 
-        kept: receives what `pre_back` needs. dead: q, k and v are unread; returns an empty list.
+        kept: receives what `before_backward` needs. dead: q, k and v are unread; returns an empty
+            list.
         """
-        wq, bq, wk, bk, wv, bv = _tensors(self.before)
+        wq, bq, wk, bk, wv, bv = _tensors(self.linears_before)
         op = _ops(x_BtD)
-        h, rstd = op.norm(x_BtD, self.first.weight, *self.first.rest)
+        h, rstd = op.norm(x_BtD, *self.first.read())
         B, t, D = h.shape
         h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
         if not dead or self.of_heads:
@@ -155,8 +169,7 @@ class Direct(Block):
             ]
             if self.of_heads:
                 of_heads = [
-                    (x, *op.norm(x, norm.weight, *norm.rest))
-                    for norm, x in zip(self.of_heads, (q, k))
+                    (x, *op.norm(x, *norm.read())) for norm, x in zip(self.of_heads, (q, k))
                 ]
                 (_, q, _), (_, k, _) = of_heads
                 of_heads, q_dtype = [(x, rstd) for x, _, rstd in of_heads], q.dtype
@@ -176,20 +189,26 @@ class Direct(Block):
             F.linear(h_ND, wv, bv).view(B, t, -1, self.head_dim),
         ]
 
-    def pre_back(
-        self, x_BtD: Tensor, a: int, b: int, kept: list, dparts: list[Tensor], need_x: bool, sums
-    ):
-        """dx from the gradients of q, k and v; None where not needed."""
+    def before_again(self, x_BtD, a: int, b: int, need_x: bool, weights, dead: bool) -> tuple:
+        kept: list = []
+        parts = self.before(x_BtD, a, b, kept, dead)
+        return parts, partial(self.before_backward, x_BtD, a, b, kept, need_x, weights)
+
+    def before_backward(
+        self, x_BtD, a: int, b: int, kept: list, need_x: bool, weights, dparts, dsinks=None
+    ) -> Tensor | None:
+        """dx from the gradients of q, k and v; None where not needed. dsinks: a block has none."""
         (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
         kept.clear()
-        (wq, bq, wk, bk, wv, bv), norm = _tensors(self.before), self.first.weight
+        (wq, bq, wk, bk, wv, bv), norm = _tensors(self.linears_before), self.first.read()[0]
         op = _ops(x_BtD)
         dq, dk = op.rope(dq.transpose(1, 2), dk.transpose(1, 2), *self._angles(a, b), True, dtype)
         dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
         if of_heads:
             rows = zip(self.of_heads, (dq, dk), of_heads)
             dq, dk = [
-                n.back(op.norm_back, dy, None, x, n.weight, r, True, sums) for n, dy, (x, r) in rows
+                n.back(op.norm_back, dy, None, x, n.read()[0], r, True, weights)
+                for n, dy, (x, r) in rows
             ]
             of_heads = rows = None
         need_h, N = (
@@ -197,14 +216,14 @@ class Direct(Block):
             x_BtD.shape[0] * x_BtD.shape[1],
         )
         # The last projection first, which is the order of autograd's sums.
-        dh = _back(sums, dv.reshape(N, -1), h_ND, wv, bv, need_h)
+        dh = _back(weights, dv.reshape(N, -1), h_ND, wv, bv, need_h)
         for dy, weight, bias in ((dk, wk, bk), (dq, wq, bq)):
-            part = _back(sums, dy.reshape(N, -1), h_ND, weight, bias, need_h)
+            part = _back(weights, dy.reshape(N, -1), h_ND, weight, bias, need_h)
             dh = dh.add_(part) if need_h else None
         h_ND = dq = dk = dy = part = None
         return (
             self.first.back(
-                op.norm_back, dh.view(x_BtD.shape), None, x_BtD, norm, rstd, need_x, sums
+                op.norm_back, dh.view(x_BtD.shape), None, x_BtD, norm, rstd, need_x, weights
             )
             if need_h
             else None
@@ -215,14 +234,14 @@ class Direct(Block):
 
         known: kept values.
         """
-        (wo, bo, wg, bg, wu, bu, _, _), weight = _tensors(self.behind), self.second.weight
+        (wo, bo, wg, bg, wu, bu, _, _), norm = _tensors(self.linears_after), self.second.read()
         if "mid" in known:
             total = known["mid"][0]
-            normed, rstd = op.norm(total, weight, *self.second.rest)
+            normed, rstd = op.norm(total, *norm)
         else:
             B, t, H, E = out_BtHE.shape
             h = F.linear(out_BtHE.reshape(B * t, H * E), wo, bo).view(B, t, -1)
-            normed, rstd, total = op.add_norm(h, x, weight, *self.second.rest)
+            normed, rstd, total = op.add_norm(h, x, *norm)
             h = None
         normed = normed.flatten(0, 1)
         if "gate_up" in known:
@@ -231,59 +250,63 @@ class Direct(Block):
             gate, up = F.linear(normed, wg, bg), F.linear(normed, wu, bu)
         return total, normed, rstd, gate, up
 
-    def post(self, x_BtD: Tensor, out_BtHE: Tensor, noted: dict | None = None) -> Tensor:
-        """The layer's output.
+    def after(
+        self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, noted: dict | None = None
+    ) -> list[Tensor]:
+        """The layer's output, alone in a list.
 
         noted: receives the values of the names that it has as keys, [B, t, ...].
         """
         op = _ops(x_BtD)
-        total, _, _, gate, up = self._inside(op, x_BtD, out_BtHE, {})
+        total, _, _, gate, up = self._inside(op, x_BtD, outs_BtHE[0], {})
         found = {"mid": (total,), "gate_up": (gate, up)} if noted else {}
         for name in found.keys() & noted if noted else ():
             noted[name] = tuple(y.view(*total.shape[:2], -1) for y in found[name])
-        found, (weight, bias) = None, _tensors(self.behind[3:])
-        return total + F.linear(op.swiglu(gate, up, self.activation), weight, bias).view(
-            total.shape
-        )
+        found, (weight, bias) = None, _tensors(self.linears_after[3:])
+        y_ND = F.linear(op.swiglu(gate, up, self.activation), weight, bias)
+        return [total + y_ND.view(total.shape)]
 
-    def post_back(
-        self, x_BtD: Tensor, out_BtHE: Tensor, dy_BtD: Tensor, known: dict, sums
-    ) -> tuple[Tensor, Tensor]:
-        """dx [B, t, D] and dout [B, t, H, E]. known: kept values, which replace recomputed ones."""
-        (wo, bo, wg, bg, wu, bu, wd, bd), weight = _tensors(self.behind), self.second.weight
+    def after_backward(
+        self, x_BtD, outs_BtHE: list[Tensor], a: int, b: int, dys, known: dict, need_x, weights
+    ) -> tuple[Tensor, list[Tensor]]:
+        """dx [B, t, D], needed or not, and dout [B, t, H, E]. known: kept values, which replace
+        recomputed ones.
+        """
+        (dy_BtD,), (out_BtHE,) = dys, outs_BtHE
+        (wo, bo, wg, bg, wu, bu, wd, bd), weight = (
+            _tensors(self.linears_after),
+            self.second.read()[0],
+        )
         op = _ops(dy_BtD)
         total, normed, rstd, gate, up = self._inside(op, x_BtD, out_BtHE, known)
         known.clear()
         if not (wg.requires_grad or wu.requires_grad):
             normed = None  # as above
         inner = op.swiglu(gate, up, self.activation) if wd.requires_grad else None
-        dinner = _back(sums, dy_BtD.reshape(-1, dy_BtD.shape[-1]), inner, wd, bd)
+        dinner = _back(weights, dy_BtD.reshape(-1, dy_BtD.shape[-1]), inner, wd, bd)
         inner = None
         dgate, dup = op.swiglu_back(dinner, gate, up, self.activation, True, True)
         dinner = gate = up = None
-        dnormed = _back(sums, dup, normed, wu, bu)
-        dnormed.add_(_back(sums, dgate, normed, wg, bg))
+        dnormed = _back(weights, dup, normed, wu, bu)
+        dnormed.add_(_back(weights, dgate, normed, wg, bg))
         dgate = dup = normed = None
         dx = self.second.back(
-            op.norm_back, dnormed.view(dy_BtD.shape), dy_BtD, total, weight, rstd, True, sums
+            op.norm_back, dnormed.view(dy_BtD.shape), dy_BtD, total, weight, rstd, True, weights
         )
         dnormed, N = None, dx.shape[0] * dx.shape[1]
         dout = _back(
-            sums, dx.view(N, -1), out_BtHE.reshape(N, -1) if wo.requires_grad else None, wo, bo
+            weights, dx.view(N, -1), out_BtHE.reshape(N, -1) if wo.requires_grad else None, wo, bo
         )
-        return dx, dout.view(out_BtHE.shape)
+        return dx if need_x else None, [dout.view(out_BtHE.shape)]
 
 
-def _tensors(
-    modules: list[tuple[nn.Module, dict]], names: tuple[str, ...] = ("weight", "bias")
-) -> list[Tensor | None]:
-    """The named tensors of each module.
-
-    Pruning may have made a parameter a plain attribute since the forward.
-    """
-    return [
-        own[n] if n in own else getattr(module, n, None) for module, own in modules for n in names
-    ]
+def _tensors(modules: list[tuple[nn.Module, dict]]) -> list[Tensor | None]:
+    """Weight and bias of each module. Pruning may have made a parameter a plain attribute."""
+    found = []
+    for module, own in modules:
+        for name in ("weight", "bias"):
+            found.append(own[name] if name in own else getattr(module, name, None))
+    return found
 
 
 def _back(
@@ -312,56 +335,49 @@ def _back(
     return dx
 
 
-def direct_of(layer: nn.Module, kwargs: dict, x: Tensor, looked) -> Direct | None:
+def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Direct | None:
     """A block's direct form for one call, or None where its modules must be called.
 
     It needs plain Linears, fused parts as `apply` made them, no hooks and no autocast.
 
     Args:
         layer: a layer whose traits say that it is a block.
-        kwargs: the arguments of the call.
+        args, kwargs: the arguments of the call beside its hidden states.
         x: the layer's input [B, T, D].
-        looked: layer.layer.Looked, which caches what depends on the layer's modules alone; or
-            None.
+        condition: layer.condition.Condition, which keeps what depends on the layer's modules alone.
     """
     if autocast_dtype(x.device.type) is not None or watched(()) or nn.Linear.__call__ is not CALL:
         return None
-    found = None if looked is None else looked.direct
+    found = condition.direct
     if found is None:
-        found = Direct(layer) if _all_as_made(layer) else False
-        if looked is not None:
-            looked.direct = found
+        found = condition.direct = Direct(layer) if _all_as_made(layer) else False
+    if not takes_by_name(args, kwargs):
+        return None
     cos, sin = kwargs["position_embeddings"]
-    if not (found and found.rotates_as_then() and found.fits()):
+    if not (found and found.fits()):
         return None
     B, T = x.shape[:2]
     rotated = cos.shape == sin.shape and cos.shape in (
         (1, T, found.head_dim),
         (B, T, found.head_dim),
     )
-    return found.of_call(kwargs) if rotated else None
-
-
-def _norms_and_linears(layer: nn.Module) -> tuple[list, list]:
-    attn, mlp = layer.self_attn, layer.mlp
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [attn.q_norm, attn.k_norm] if hasattr(attn, "q_norm") else []
-    return norms, [
-        attn.q_proj,
-        attn.k_proj,
-        attn.v_proj,
-        attn.o_proj,
-        mlp.gate_proj,
-        mlp.up_proj,
-        mlp.down_proj,
-    ]
+    if not rotated:
+        return None
+    call = found.of_call(kwargs)
+    call.layer, call.modules = layer, [layer, *condition.inside]
+    call.condition, call.traits = condition, condition.answers
+    call.angles, call.asked = {}, [call.asked]  # angles: of each tile
+    return call
 
 
 def _all_as_made(layer: nn.Module) -> bool:
     attn, mlp = layer.self_attn, layer.mlp
     if not (isinstance(mlp, FusedMLP) and isinstance(attn, FusedAttention)):
         return False
-    norms, linears = _norms_and_linears(layer)
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attn.q_norm, attn.k_norm] if hasattr(attn, "q_norm") else []
+    linears = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     return (
         "forward" not in vars(mlp)
         and type(mlp).forward is FusedMLP.forward

@@ -1,23 +1,28 @@
 """A tiled layer in autograd's graph: one function with one node, whose forward and backward are
-layer.py's.
+those of layer/call.py.
 """
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import applying, is_fake, keeps_graph
+from hfpatch.compat import applying, autocast_dtype, is_fake, keeps_graph
+from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
+from hfpatch.layer.dequantized import dequantized
+from hfpatch.layer.direct import direct_of
+from hfpatch.layer.forward_state import AsThen
+from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.privacy import holders, is_private
 from hfpatch.layer.random_state import Generators
-from hfpatch.layer.weight_gradients import AsThen
+from hfpatch.layer.traced import Traced
 from hfpatch.ops._library import refuse_a_batch
 from hfpatch.parallel.exchange import attention_for
 
-DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.Dropout1d)
 
+class LayerFunction(torch.autograd.Function):
+    """A layer's call as one node: hidden states and all that wants a gradient in, its output out."""
 
-class _TiledLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, *tensors):
         ctx.call = call
@@ -37,13 +42,18 @@ class _TiledLayer(torch.autograd.Function):
             if all(d is None for d in dextras):
                 return (None,) * len(ctx.needs_input_grad)
             dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
-        n = len(dextras) - len(call.ask.places_left())
+        if call.gone:
+            raise RuntimeError(
+                "hfpatch: expected one backward through this graph, came to it a second time; "
+                "pass retain_graph=True to the first backward."
+            )
+        n = len(dextras) - len(call.parts.places)
         call.dextras, call.dleft = dextras[:n], dextras[n:]
         try:
             # on a line of its own, as in _Probe: an argument list holds a reference too
             held = holders(dy)
             private = is_private(dy, held, call.private)
-            with call.session.turn:
+            with call.runtime.turn:
                 dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
         except RuntimeError as error:
             refuse_a_batch(error)
@@ -53,75 +63,110 @@ class _TiledLayer(torch.autograd.Function):
         return None, dx, *grads
 
 
-_apply = applying(_TiledLayer)
+_apply = applying(LayerFunction)
 
 
-def tiled_layer(session, policy: Policy, ask, x: Tensor, again: bool = False) -> list[Tensor]:
+def parts_of(
+    layer: nn.Module,
+    x: Tensor,
+    args,
+    kwargs: dict,
+    batch,
+    condition,
+    *,
+    records: tuple[str, ...] = (),
+    collected: bool = True,
+    dense: bool = False,
+) -> LayerParts:
+    """One call of a layer as LayerParts: by hand where that is exact, else by its own forward.
+
+    Args:
+        x: hidden states [B, T, D]; args, kwargs: the layer's other arguments.
+        batch: context.masks.Batch; condition: layer.condition.Condition.
+        records: keys of what transformers records inside; collected: whether it does at all.
+        dense: quantised weights are dequantized once a phase.
+    """
+    parts = None
+    if condition.answers.block and not dense:
+        parts = direct_of(layer, args, kwargs, x, condition)
+    if parts is None:
+        parts = Traced(
+            layer, Arguments(args, kwargs, *x.shape[:2]), condition.answers,
+            layer._hfpatch_configs, batch,
+            records=records, collected=collected, modules=[layer, *condition.inside],
+            random=condition.draws, condition=condition, leaves=condition.leaves,
+            dequantized=dequantized(layer, condition.inside, dense),
+            autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
+        )  # fmt: skip
+    parts.batch = batch
+    return parts
+
+
+def tiled_layer(
+    runtime, policy: Policy, parts: LayerParts, x: Tensor, again: bool = False
+) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the
     way.
 
-    session: layer.runtime.LayerRuntime, which gave the policy; ask: layer.parts.LayerParts of this
-    call. Without a gradient to come nothing is kept. again: what the first run found out about the
-    layer is known.
+    runtime: layer.runtime.LayerRuntime, which gave the policy. Without a gradient to come nothing
+    is kept. again: what the first run found out about the layer is known.
     """
-    layer = ask.layer
-    policy = policy.of_layer(layer._hfpatch_index, session.n_layers)
-    modules = ask.modules
-    direct = ask.goes_direct(x)
-    then = AsThen(layer, modules, session.weights.on, called=not direct, looked=ask.looked)
-    tensors = ask.arguments.wanted() + then.wanted()
-    kind = layer._hfpatch_index, layer.training
-    known = ask.random = (
-        ask.random
-        or kind in session.draws
-        or any(
-            [
-                m.training and m.p > 0
-                for m in modules
-                if "p" in m.__dict__ and isinstance(m, DROPOUTS)
-            ]
-        )
+    layer = parts.layer
+    policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
+    then = AsThen(
+        layer,
+        parts.modules,
+        runtime.weights.on,
+        called=not parts.by_hand,
+        condition=parts.condition,
     )
+    tensors = parts.wanted() + then.wanted()
     call = LayerCall(
-        layer=layer, session=session, policy=policy, ask=ask, device=x.device, then=then,
-        random=known,
-        shards=session.shards if policy.every == 1 else None,
-        mixes=bool(ask.n_calls), attention=attention_for(ask.batch.sequence, policy),
+        layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
+        shards=runtime.shards if policy.every == 1 else None,
+        mixes=bool(parts.traits.mixing), attention=attention_for(parts.batch.sequence, policy),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         # there where this length was trained before
-        call.queue = session.queues.get((x.device, policy.offload))
+        call.queue = runtime.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
-    call.keep = ask.keepable(policy.keep, x.device.type) if policy.every == 1 else ()
-    if call.keep != policy.keep and session.checkpointing.keep != "auto":
-        lost = ", ".join(name for name in policy.keep if name not in call.keep)
-        session.tell(
-            f"{type(layer).__name__}s compute {lost} again: keeping that spares them nothing "
-            "(adapters, autocast, or "
-            "another block)."
-        )
+    if policy.keep:
+        _keep(call, policy, runtime)
     call.shape, call.dtype = x.shape, x.dtype
-    call.private = session.private(x)
-    session.link(call, x)
-    # What draws and no module tells of it (F.dropout, noise before a router) is found out by what
-    # it leaves behind.
-    real = (
-        not (known or direct)
-        and x.device.type != "meta"
-        and (x.__class__ is Tensor or not is_fake(x))
-    )
-    watched = Generators(x.device) if real else None
+    call.private = runtime.private(x)
+    runtime.link(call, x)
+    if parts.by_hand:
+        outputs = _apply(call, x, *tensors)
+        runtime.linked(call, outputs[0])
+        return list(outputs)
+    # Whether a layer draws random numbers (dropout, noise before a router) is found out by what it
+    # leaves behind, once: from then on its tiles note where the generators stood.
+    real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+    watched = Generators(x.device) if real and not parts.random else None
     outputs = _apply(call, x, *tensors)
-    drew = watched and watched.drew()
-    cast = not direct and then.ran()
+    drew = watched is not None and watched.drew()
     if drew:
-        session.draws.add(kind)
+        parts.random = parts.condition.draws = True
         watched.put_back()
+    # Autograd has noted the types that the layer's own weights had before it cast them.
+    cast = then.ran()
     if drew or (cast and not again):
-        # Autograd has noted the types that the layer's own weights had before it cast them.
-        ask.start_anew()
+        parts.start_anew()
         del call, outputs  # what the first run holds goes before the second one
-        return tiled_layer(session, policy, ask, x, again=True)
-    session.linked(call, outputs[0])
+        return tiled_layer(runtime, policy, parts, x, again=True)
+    runtime.linked(call, outputs[0])
     return list(outputs)
+
+
+def _keep(call: LayerCall, policy: Policy, runtime) -> None:
+    """What the policy would keep inside the layer, as far as that spares this one something."""
+    if policy.every == 1:
+        call.keep = call.parts.keepable(policy.keep, call.device.type)
+        call.keep_inside = tuple([name for name in call.keep if name != "qkv"])
+    if call.keep != policy.keep and runtime.checkpointing.keep != "auto":
+        lost = ", ".join(name for name in policy.keep if name not in call.keep)
+        runtime.tell(
+            f"{type(call.layer).__name__}s compute {lost} again: keeping that spares them nothing "
+            "(adapters, autocast, or another block)."
+        )

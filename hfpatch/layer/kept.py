@@ -1,11 +1,12 @@
 """What one call of a layer keeps between forward and backward, and how it comes back, tile by tile.
 
-x, out and lse as ever; of a policy's `keep`, q, k and v whole, and inside each tile the sum after
-attention ("mid") and gate and up ("gate_up"), which wait and return tile by tile. All of it lives
-where the policy says.
+Always x; by the policy attention's outputs and their log-sum-exp; of a policy's `keep`, q, k and v
+whole, and inside each tile the sum after attention ("mid") and gate and up ("gate_up"), which wait
+and return tile by tile. All of it lies where the policy says (store/transfers.py).
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,20 +18,28 @@ from hfpatch.compat import version
 from hfpatch.store.transfers import FetchQueue, Saved, Transfers
 
 
-class Cut:
-    """x[:, a:b] of tiles that cover x [B, T, ...], one behind the other: made in one call where x
-    is a tensor, for a view costs the host as much as an op; where its parts wait elsewhere
-    (groups.py), as each is asked for.
+@dataclass(slots=True)
+class Pass:
+    """One pass over the tiles of a backward.
+
+    Attributes:
+        names: what each tile is given: "x", "out", and names of what is kept inside it.
+        pieces: of each tile (saved tensor, first token, end, group): what comes back from the
+            tier. group: which of the whole attention outputs takes these tokens; None where a slot
+            of the ring does. No tile has any where the layer's input is on the device.
     """
 
-    def __init__(self, x, bounds: list[tuple[int, int]]):
-        self.x, self.bounds, self.views = x, bounds, None
-        if isinstance(x, Tensor):
-            self.views = (x,) if len(bounds) == 1 else x.split([b - a for a, b in bounds], 1)
+    names: tuple[str, ...]
+    pieces: list[list[tuple]]
 
-    def __getitem__(self, index: int) -> Tensor:
-        a, b = self.bounds[index]
-        return self.x[:, a:b] if self.views is None else self.views[index]
+    @property
+    def slot_bytes(self) -> int:
+        """Of a ring slot that takes the first tile, the largest."""
+        nbytes = 0
+        for saved, a, b, group in self.pieces[0]:
+            if group is None:
+                nbytes += saved.shape[0] * (b - a) * saved.row_bytes + 256
+        return nbytes
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,7 +53,8 @@ class Kept:
     # parallel.shards.Shards: x is kept in parts, one a tensor-parallel rank
     shards: "object | None" = None
     keep: tuple[str, ...] = ()  # of the policy's, what this layer can
-    bounds: list[tuple[int, int]] = field(default_factory=list)
+    keep_inside: tuple[str, ...] = ()  # of those, what is kept inside each tile
+    bounds: tuple[tuple[int, int], ...] = ()
     queue: FetchQueue | None = None
     mixes: bool = True  # something in the layer mixes tokens; else one pass is all
     x: Saved | None = None
@@ -54,25 +64,12 @@ class Kept:
     # of each tile: what is kept inside it
     inside: list[dict[str, list[Saved]]] = field(default_factory=list)
     out_buffers: list | None = None
+    passes: list[Pass] = field(default_factory=list)  # of the backward that runs or comes next
     gone: bool = False
 
     @property
     def transfers(self) -> Transfers:
         return self.queue.transfers
-
-    @property
-    def kept_bounds(self) -> list[tuple[int, int]]:
-        """Where each tile of x lies in what is kept of it."""
-        return self.bounds if self.shards is None else self.shards.bounds(self.bounds)
-
-    @property
-    def streams(self) -> bool:
-        """Whether attention outputs come back by tiles and groups, never whole."""
-        return self.policy.stream_attention or self.policy.by_group
-
-    @property
-    def keep_inside(self) -> tuple[str, ...]:
-        return tuple([name for name in self.keep if name != "qkv"]) if self.keep else ()
 
     @staticmethod
     def on_device(x: Tensor) -> Saved:
@@ -96,86 +93,89 @@ class Kept:
 
     def release(self) -> None:
         """Returns every block; the graph cannot be walked again."""
-        tiles = (saved for tile in self.inside for xs in tile.values() for saved in xs)
-        for saved in (self.x, *self.outs, *self.lses, *self.qkv, *tiles):
+        for saved in (self.x, *self.outs, *self.lses, *self.qkv):
             if saved is not None:
                 saved.release()
-        self.outs, self.lses, self.qkv, self.inside, self.out_buffers, self.gone = (
-            [],
-            [],
-            [],
-            [],
-            None,
-            True,
-        )
+        for tile in self.inside:
+            for saved in (one for kept in tile.values() for one in kept):
+                saved.release()
+        self.outs, self.lses, self.qkv, self.inside, self.passes = [], [], [], [], []
+        self.out_buffers, self.gone = None, True
 
     # -- passes over the tiles ---------------------------------------------------------------------
-    def passes(self) -> list[tuple[str, ...]]:
-        """What each pass over the tiles of a backward brings back, in the order of the passes. The
-        sum after attention stands for x, which nobody reads behind it.
+    def cut(self, x, bounds=None):
+        """x[:, a:b] of each tile, in order. x: [B, T, ...]; bounds: other ones, of a part of it.
+
+        A tensor is cut in one call, for a view costs the host as much as an op; what lies in the
+        tier by groups of heads is asked for tile by tile.
+        """
+        if not isinstance(x, Tensor):
+            return (x[:, a:b] for a, b in self.bounds)
+        if len(self.bounds) == 1:
+            return iter((x,))
+        return iter(x.split([b - a for a, b in bounds or self.bounds], 1))
+
+    def _planned(self) -> list[Pass]:
+        """The passes of a backward, in order. The sum after attention stands for x, which nobody
+        reads behind it.
         """
         first = (*(() if "mid" in self.keep else ("x",)), "out", *self.keep_inside)
         if len(self.bounds) == 1 or not self.mixes:
-            return [("x", "out", *self.keep_inside)]
-        again = [] if "qkv" in self.keep else [("x",)]
-        return [first, *again, ("x",)] if self.outs else [*again, first, ("x",)]
+            order = [("x", "out", *self.keep_inside)]
+        else:
+            again = [] if "qkv" in self.keep else [("x",)]
+            order = [first, *again, ("x",)] if self.outs else [*again, first, ("x",)]
+        passes, stays = [], self.x.resident
+        for names in order:
+            passes.append(Pass(names, [] if stays else self._pieces(names)))
+        return passes
 
-    def _requests(self, names: tuple[str, ...]):
-        """One request a tile for the fetch queue: into the ring, out into its whole buffers (or the
-        ring when streamed).
-        """
-        if "out" in names:
-            self.out_buffers = None  # those of a backward that was cut short may still be read
-
-        def request(index):
-            (a, b), pieces = self.bounds[index], []
+    def _pieces(self, names: tuple[str, ...]) -> list[list[tuple]]:
+        """Pass.pieces."""
+        streams = self.policy.stream_attention or self.policy.by_group
+        of_x = self.bounds if self.shards is None else self.shards.bounds(self.bounds)
+        found: list[list[tuple]] = []
+        for index, (a, b) in enumerate(self.bounds):
+            tile: list[tuple] = []
             if "x" in names:
-                pieces.append((self.x, *self.kept_bounds[index], None))
-            if "out" in names and self.outs and not self.outs[0].resident:
-                if self.streams:
-                    pieces += [(o, a, b, None) for o in self.outs]
-                else:
-                    if self.out_buffers is None:
-                        self.out_buffers = [
-                            torch.empty(o.shape, dtype=o.dtype, device=self.device)
-                            for o in self.outs
-                        ]
-                        self.transfers.device.wait(
-                            self.transfers.device.mark(), self.transfers.to_device
-                        )
-                    pieces += [
-                        (o, a, b, buf[:, a:b]) for o, buf in zip(self.outs, self.out_buffers)
-                    ]
-            return pieces + [
-                (s, 0, s.shape[1], None) for name in names for s in self._inside(index, name)
-            ]
+                tile.append((self.x, *of_x[index], None))
+            for group, out in enumerate(self.outs) if "out" in names else ():
+                if not out.resident:
+                    tile.append((out, a, b, None if streams else group))
+            for name in self.keep_inside if "out" in names else ():
+                for saved in self.inside[index][name]:
+                    tile.append((saved, 0, saved.shape[1], None))
+            found.append(tile)
+        return found
 
-        return [lambda index=index: request(index) for index in range(len(self.bounds))]
+    def _request(self, tile: list[tuple]) -> list[tuple]:
+        """A tile's pieces for Transfers.fetch, as its turn has come: not before is there memory
+        for whole attention outputs.
+        """
+        found = []
+        for saved, a, b, group in tile:
+            if group is not None and self.out_buffers is None:
+                self.out_buffers = self._room_for_outs()
+            into = None if group is None else self.out_buffers[group][:, a:b]
+            found.append((saved, a, b, into))
+        return found
 
-    def _inside(self, index: int, name: str) -> list[Saved]:
-        return self.inside[index][name] if name in self.keep_inside else []
+    def _room_for_outs(self) -> list[Tensor]:
+        made = [torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs]
+        self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
+        return made
 
-    def _slot_bytes(self, names: tuple[str, ...]) -> int:
-        """Of a ring slot that takes the first tile, the largest, of a pass."""
-        rows = {"x": [(self.x, self.kept_bounds[0][1])], "out": []}
-        if self.streams:
-            rows["out"] = [(o, self.bounds[0][1]) for o in self.outs]
-        pieces = [
-            p
-            for name in names
-            for p in rows.get(name) or [(s, s.shape[1]) for s in self._inside(0, name)]
-        ]
-        return sum(saved.shape[0] * n * saved.row_bytes for saved, n in pieces) + 256 * len(pieces)
-
-    def push_passes(self) -> None:
+    def begin_passes(self) -> None:
         """Queues all passes of the backward that begins, but for the first where it is under
         way.
         """
-        first, *rest = self.passes()
+        if self.x.resident:
+            self.passes = self._planned()
+            return
         if not self.queue.is_for(self):
             self.prefetch()
-        for names in rest:
-            self.queue.push(self, self._requests(names))
+        for one in self.passes[1:]:
+            self._push(one)
 
     def prefetch(self) -> None:
         """Queues this call's first pass, so that its first tiles are under way before its backward
@@ -183,46 +183,41 @@ class Kept:
         """
         if self.x is None or self.x.resident or self.gone:
             return
-        passes = self.passes()
-        nbytes = max(self._slot_bytes(names) for names in passes)
+        self.passes, nbytes = self._planned(), 0
+        for one in self.passes:
+            nbytes = max(nbytes, one.slot_bytes)
         self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes)
-        self.queue.push(self, self._requests(passes[0]))
+        self.out_buffers = None  # those of a backward that was cut short may still be read
+        self._push(self.passes[0])
 
-    def tiles(self, names: tuple[str, ...]):
+    def _push(self, one: Pass) -> None:
+        self.queue.push(self, [partial(self._request, tile) for tile in one.pieces])
+
+    def tiles(self, one: Pass):
         """Yields (index, x tile or None, out tiles, what is kept inside) of one pass; a tile's
         memory is re-used once the next is asked for.
         """
-        outs = (
-            [Cut(o.tensor(), self.bounds) for o in self.outs if o.resident]
-            if "out" in names
-            else []
-        )
-        inside = [name for name in names if name in self.keep_inside]
-        whole = Cut(self.x.tensor(), self.kept_bounds) if self.x.resident and "x" in names else None
+        with_x, with_outs, stays = "x" in one.names, "out" in one.names, self.x.resident
+        of_x = None if self.shards is None else self.shards.bounds(self.bounds)
+        x_tiles = self.cut(self.x.tensor(), of_x) if stays and with_x else None
+        here = [o for o in self.outs if o.resident] if with_outs else []
+        here = [self.cut(o.tensor()) for o in here]
         for index, (a, b) in enumerate(self.bounds):
-            resident = [o[index] for o in outs]
-            if self.x.resident:
-                x = None if whole is None else self._whole(whole[index], b - a)
-                yield (
-                    index,
-                    x,
-                    resident,
-                    {name: [s.tensor() for s in self.inside[index][name]] for name in inside},
-                )
-                continue
-            ticket = self.queue.next()
-            tensors = list(ticket.wait())
-            x = self._whole(tensors.pop(0), b - a) if "x" in names else None
-            known = {}
-            for name in reversed(inside):
-                n = len(tensors) - len(self.inside[index][name])
-                known[name], tensors = tensors[n:], tensors[:n]
-            yield index, x, resident or tensors, known
-            del tensors, known, x, resident
-            self.queue.release(ticket)
-
-    def _whole(self, kept: Tensor, length: int) -> Tensor:
-        return kept if self.shards is None else self.shards.whole(kept, length)
+            ticket = None if stays else self.queue.next()
+            tensors = [] if ticket is None else list(ticket.wait())
+            x, known, outs = None, {}, [next(cut) for cut in here]
+            if with_x:
+                x = next(x_tiles) if stays else tensors.pop(0)
+                x = x if self.shards is None else self.shards.whole(x, b - a)
+            if with_outs and not outs:
+                outs, tensors = tensors[: len(self.outs)], tensors[len(self.outs) :]
+            for name in self.keep_inside if with_outs else ():
+                saved = self.inside[index][name]
+                known[name] = [s.tensor() if stays else tensors.pop(0) for s in saved]
+            yield index, x, outs, known
+            del x, outs, known, tensors
+            if ticket is not None:
+                self.queue.release(ticket)
 
     # -- what comes back whole ---------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):
@@ -249,11 +244,18 @@ class Kept:
             return take
         if kept[0].resident:
             return lambda g: kept[g].tensor()
-        tickets = {0: self.ticket(kept[:1])}
+        return one_ahead(lambda g: self.ticket(kept[g : g + 1]), len(kept))
 
-        def stream(g):
-            if g + 1 < len(kept):
-                tickets[g + 1] = self.ticket(kept[g + 1 : g + 2])
-            return tickets.pop(g).wait()[0]
 
-        return stream
+def one_ahead(fetch, count: int):
+    """A function giving what the i-th ticket brings, i going up from 0, while the next is under
+    way.
+    """
+    tickets = {0: fetch(0)}
+
+    def take(i):
+        if i + 1 < count:
+            tickets[i + 1] = fetch(i + 1)
+        return tickets.pop(i).wait()[0]
+
+    return take

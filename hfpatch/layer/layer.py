@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from hfpatch.compat import collected_now, collecting, pytree, under_zero3
 from hfpatch.context.current import (
@@ -22,13 +21,13 @@ from hfpatch.context.masks import Batch, Mask
 from hfpatch.context.ranks import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
-from hfpatch.layer.dequantized import dequantized
-from hfpatch.layer.function import tiled_layer
+from hfpatch.layer.function import parts_of, tiled_layer
 from hfpatch.layer.mixers import documents_apart
-from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.residual_streams import by_rows, joined, split
 from hfpatch.layer.route import Request, Stock, Tiled, route
+from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
+from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
 
@@ -143,7 +142,8 @@ class TiledLayer(UntiledLayer):
         # without gradients too: what another thread's backward has under way is not left over
         with session.turn:
             request = self._request(hidden_states, batch, args, kwargs)
-            self._refuse(request)
+            if request.sequence is not None or self._hfpatch_traits.reason == OTHER_MIXER:
+                self._refuse(request)
             way = route(request)
             if isinstance(way, Tiled):
                 return self._in_tiles(request, way.policy)
@@ -156,18 +156,12 @@ class TiledLayer(UntiledLayer):
             return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
-        """This call, with a batch also where the layer is called by hand, and without a mask takes
-        every row for one causal sequence.
+        """This call. The stack around has looked at the layer, but for one that is called by
+        hand.
         """
-        by_hand = batch is None and not current.declined
-        condition = (
-            look(self) if by_hand or self._hfpatch_condition is None else self._hfpatch_condition
-        )
-        if by_hand and kwargs.get("attention_mask") is None and given.dim() == 3:
-            known = {standard(c) for c in self._hfpatch_configs}
-            if known <= {"sdpa", "flash"} and self._sequence(None) is None:
-                batch = Batch(*given.shape[:2], given.device)
-        x = given
+        condition, x = self._hfpatch_condition, given
+        if condition is None or batch is None and not current.declined:
+            condition, batch = look(self), self._by_hand(given, batch, kwargs)
         if batch is not None and given.dim() == 4 and given.shape[1:3] == (batch.B, batch.t):
             self._hfpatch_streams, x = len(given), joined(given)
         return Request(
@@ -177,10 +171,23 @@ class TiledLayer(UntiledLayer):
             args,
             kwargs,
             batch,
-            _cache_of(args, kwargs),
-            self._sequence(batch),
+            self._sequence(None) if batch is None else batch.sequence,
             condition,
+            kwargs.get("attention_mask"),
+            kwargs.get(SHARED_KEYS),
         )
+
+    def _by_hand(self, given: Tensor, batch: Batch | None, kwargs) -> Batch | None:
+        """The batch of a call without a stack around it, which without a mask takes every row for
+        one causal sequence.
+        """
+        if batch is not None or current.declined:
+            return batch
+        if kwargs.get("attention_mask") is not None or given.dim() != 3:
+            return None
+        known = {standard(c) for c in self._hfpatch_configs} <= {"sdpa", "flash"}
+        alone = known and self._sequence(None) is None
+        return Batch(*given.shape[:2], given.device) if alone else None
 
     def _refuse(self, r: Request) -> None:
         """ValueError for rows that ranks share, or documents of one row, which this layer cannot
@@ -188,29 +195,21 @@ class TiledLayer(UntiledLayer):
         """
         if r.sequence is not None:
             self._refuse_parts(r.kwargs, r.batch, r.condition)
-        if (
-            self._hfpatch_traits.reason == OTHER_MIXER
-            and r.batch is not None
-            and r.batch.apart is not None
-        ):
+        mixes = self._hfpatch_traits.reason == OTHER_MIXER
+        if mixes and r.batch is not None and r.batch.apart is not None:
             refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
-        session, answers, lists = self._hfpatch_session, self._hfpatch_traits, collected_now()
+        session, lists = self._hfpatch_session, collected_now()
         records = tuple(key for key in lists if key in _RECORDED_INSIDE)
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
-        args, own = (r.args, own) if r.cache is None else without_cache(r.args, own)
-        ask = LayerParts(
-            self, Arguments(args, own, *r.x.shape[:2]), answers, self._hfpatch_configs, r.batch,
-            records=records,
-            cache=r.cache, collected=bool(lists), modules=[self, *r.condition.inside],
-            random=r.condition.draws,
-            looked=r.condition, written=dequantized(self, r.condition.inside, policy.dense),
-            leaves=r.condition.leaves,
+        parts = parts_of(
+            self, r.x, r.args, own, r.batch, r.condition, records=records, collected=bool(lists),
+            dense=policy.dense,
         )  # fmt: skip
         try:
             with session.weights.forward(self, r.x.device):
-                y, *extras = tiled_layer(session, policy, ask, r.x)
+                y, *extras = tiled_layer(session, policy, parts, r.x)
         except NotStopped as error:
             raise RuntimeError(
                 f"hfpatch: expected a {type(self).__name__} to mix tokens as on its small "
@@ -218,13 +217,13 @@ class TiledLayer(UntiledLayer):
                 "call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
-        return ask.hand_on(y, extras, lists, r.shared)
+        return parts.hand_on(y, extras, lists, r.shared)
 
     def _read(self, r: Request) -> tuple:
         """Keys of what this layer takes of earlier ones, found out by a token of its first call."""
         if r.condition.read is None:
             arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
-            ask = LayerParts(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
+            parts = Traced(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
             device = r.x.device
             rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
             with (
@@ -233,8 +232,8 @@ class TiledLayer(UntiledLayer):
                 collecting({}),
                 self._hfpatch_session.weights.forward(self, device),
             ):
-                ask.pre(r.x[:, :1], 0, 1)
-            r.condition.read, r.condition.leaves = ask.read, bool(ask.left)
+                parts.pre(r.x[:, :1], 0, 1)
+            r.condition.read, r.condition.leaves = parts.read, bool(parts.left)
         return r.condition.read
 
     def _whole(self, r: Request):
@@ -244,7 +243,7 @@ class TiledLayer(UntiledLayer):
         session, answers, batch = self._hfpatch_session, self._hfpatch_traits, r.batch
 
         def whole(h):
-            if session.weights.on and not _needs_no_gradient(self, h, r.args, r.kwargs):
+            if session.weights.on and not needs_no_gradient(self, h, r.args, r.kwargs):
                 session.weights.refuse_a_graph(self)
             apart = nullcontext()
             if answers.mixers and batch is not None and batch.apart is not None:
@@ -273,20 +272,9 @@ class TiledLayer(UntiledLayer):
         return offloaded_checkpoint(session, policy, self, r.mask, run, r.given)
 
 
-def _needs_no_gradient(layer: nn.Module, *given) -> bool:
+def needs_no_gradient(layer: nn.Module, *given) -> bool:
     """Whether no gradient flows through this call of the layer with the arguments `given`."""
     if not torch.is_grad_enabled():
         return True
     leaves = (*pytree().tree_leaves(given), *layer.parameters())
     return not any(x.requires_grad for x in leaves if isinstance(x, Tensor))
-
-
-def without_cache(args, kwargs) -> tuple[list, dict]:
-    return [None if isinstance(a, Cache) else a for a in args], {
-        n: None if isinstance(a, Cache) else a for n, a in kwargs.items()
-    }
-
-
-def _cache_of(args, kwargs):
-    found = [a for a in (*args, *kwargs.values()) if isinstance(a, Cache)]
-    return found[0] if found else None

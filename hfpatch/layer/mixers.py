@@ -1,10 +1,11 @@
-"""What mixes tokens by something else than an attention that can be asked: a module that runs whole
-(delta net, Mamba, short convolution; attention that is written out, or whose mask is its own).
+"""Modules that mix tokens by something else than an attention that can be asked: delta net, Mamba,
+short convolution; attention that is written out, or whose mask is its own.
 
-Between `pre` and `post` it stands where attention does: `pre` notes its input, `post` is given a
-tile of its output, and backward runs it again, whole. Packed documents go through it one by one,
-which isolates them on any kernel, with the memory of the longest. Which modules these are is found
-by changing one token and looking whether others notice.
+Between `pre` and `post` a mixer stands where attention does: `pre` notes its input, `post` is given
+a tile of its output, and backward runs it again. It runs in tiles through time (time_tiles.py) where
+decoder/time_probe.py proved that it can, over whole rows otherwise. Packed documents go through it
+one by one, which isolates them on any kernel, with the memory of the longest. Mixers are found by
+changing one token and looking whether others notice.
 """
 
 from contextlib import contextmanager

@@ -17,7 +17,7 @@ from hfpatch.context.classes import (
     package_of,
 )
 from hfpatch.layer.strangers import is_token_wise
-from hfpatch.parts.quantised import class_of, is_quantised
+from hfpatch.parts.quantised import class_of, is_fake_quantised, is_quantised
 
 
 def _inside(layer: nn.Module, known=None):
@@ -55,7 +55,7 @@ def _inside(layer: nn.Module, known=None):
 def _projects(module: nn.Module, code) -> bool:
     """Whether a module stands for a Linear and no more, by what it runs."""
     if isinstance(module, nn.Linear) and (buffers_of(module) or modules_of(module)):
-        return False
+        return is_fake_quantised(module)
     weight = parameters_of(module).get("weight")
     if (
         isinstance(module, nn.Linear)

@@ -24,7 +24,7 @@ def holders(grad: Tensor) -> tuple[int, int, int]:
 
 
 class _Probe(torch.autograd.Function):
-    """Notes the holders of a private gradient, from where _TiledLayer.backward receives one."""
+    """Notes the holders of a private gradient, from where LayerFunction.backward receives one."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -56,8 +56,9 @@ def is_private(grad: Tensor, held: tuple, private: tuple) -> bool:
         grad.is_contiguous()
         and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     )
-    return (
-        whole
-        and sys.maxsize not in held
-        and all(have <= alone for have, alone in zip(held, private))
-    )
+    if not whole or sys.maxsize in held:
+        return False
+    for have, alone in zip(held, private):
+        if have > alone:
+            return False
+    return True

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from hfpatch.attention.backends import trial_peaks, trials_without_room
 from hfpatch.budget.choice import reserve
-from hfpatch.budget.free import gpu_free, to_come
+from hfpatch.budget.free import gpu_fragments, gpu_free, to_come
 from hfpatch.budget.hardware import Gpu, gpu_named
 from hfpatch.compat import is_shard
 
@@ -39,6 +39,13 @@ class Gauge:
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+    def fragments(self) -> int:
+        return gpu_fragments(self.device)
+
+    def unused(self) -> int:
+        """Reserved and not allocated at the peak."""
+        return torch.cuda.max_memory_reserved(self.device) - self.peak()
 
     def ooms(self) -> int:
         return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
@@ -93,8 +100,9 @@ class Room:
         # whether an optimizer has: then its states are there, or never will be
         self.stepped = False
         self.learnt: str | None = None  # why the next step keeps something else
-        # bytes measured over those planned; a bound that running out has set
-        self.over, self.most = 1.0, None
+        # bytes measured over those planned; a bound that running out has set; the most bytes that
+        # the allocator held and could not use at a peak
+        self.over, self.most, self.unused = 1.0, None, 0
         # (allocated and peak as it began, bytes planned), until an optimizer has stepped.
         self.step: tuple | None = None
         self.measured = False  # whether its backward has ended
@@ -118,7 +126,8 @@ class Room:
             left while no step was measured.
         """
         # Adam's two states, until a step has shown what there is.
-        room = self.gauge.free() - self._to_come(states=0 if self.stepped else 2) - gathered
+        room = self.gauge.free() - max(self.unused, self.gauge.fragments())
+        room -= self._to_come(states=0 if self.stepped else 2) + gathered
         room = max(0, int((room if self.most is None else min(room, self.most)) / self.over))
         return unmeasured(room) if careful and not self.proven else room
 
@@ -156,6 +165,8 @@ class Room:
         (allocated, peak, planned, coming), self.measured, self.proven = self.step, True, True
         took = self.gauge.peak() - allocated - coming
         peak = max(peak, trial_peaks.get(self.gauge.device, 0))
+        if self.alone:
+            self.unused = max(self.unused, self.gauge.unused())
         if self.alone and self.gauge.peak() > peak and took > planned + reserve(planned):
             self.over *= took / planned
             self.learnt = (

@@ -11,217 +11,39 @@ Adapters and trained parameters stay on the device, as do embeddings and head.
 """
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.formula import WEIGHT_SLOTS
 from hfpatch.compat import (
-    buffers_of,
-    is_fake,
     is_view_of_flat,
     lock,
-    modules_of,
     not_for_deepspeed,
-    parameters_of,
-    storage_of,
 )
-from hfpatch.layer.weight_gradients import REPLACED, edited, is_sharded
+from hfpatch.layer.forward_state import REPLACED, edited, is_sharded
+from hfpatch.layer.packed_weights import (
+    Packed,
+    frozen_tables,  # noqa: F401 (for callers of both)
+    noted,
+    same,
+)
 from hfpatch.parallel.shards import tensor_parallel_group
-from hfpatch.store.pool import Shelf
-from hfpatch.store.transfers import Saved, Slot, Ticket, Transfers
-
-ALIGNED = 256  # bytes; where a tensor starts in its block
-
-
-def _under_adapters(layer: nn.Module) -> list[nn.Module]:
-    """The layer's modules but for adapters: of one that wraps a base, that alone."""
-    found, left = [], [layer]
-    while left:
-        module = left.pop()
-        found.append(module)
-        children = modules_of(module)
-        if "base_layer" in children:
-            left.append(children["base_layer"])
-        elif "modules_to_save" not in children:
-            left += [child for child in children.values() if child is not None]
-    return found
-
-
-def _parts(tensor: Tensor, holder, name: str) -> list:
-    """(object that holds it, its name there, tensor) of the plain tensors that a tensor is made
-    of.
-    """
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None and not is_fake(tensor):
-        return [row for n in flatten()[0] for row in _parts(getattr(tensor, n), tensor, n)]
-    return [(holder, name, tensor)]
-
-
-def _state(value, depth: int = 2) -> list:
-    """The same of what bitsandbytes keeps beside a weight: scales and codes."""
-    if type(value).__module__.partition(".")[0] != "bitsandbytes" or not depth:
-        return []
-    own = [(value, n, t) for n, t in vars(value).items() if isinstance(t, Tensor)]
-    return own + [row for other in vars(value).values() for row in _state(other, depth - 1)]
-
-
-def frozen_tables(layer: nn.Module) -> list[tuple[dict, str]]:
-    """(table, name) of the layer's frozen parameters, and of the buffers of what projects by frozen
-    weights: codes and scales.
-    """
-    found = []
-    for module in _under_adapters(layer):
-        own = {n: p for n, p in parameters_of(module).items() if p is not None}
-        found += [(parameters_of(module), n) for n, p in own.items() if not p.requires_grad]
-        if "in_features" in vars(module) and not any(p.requires_grad for p in own.values()):
-            found += [
-                (buffers_of(module), n) for n, b in buffers_of(module).items() if b is not None
-            ]
-    return found
-
-
-def _travelling(layer: nn.Module) -> list:
-    """What `_parts` says of all that is frozen, and of what lies beside it."""
-    rows = [row for table, n in frozen_tables(layer) for row in _parts(table[n], table, n)]
-    frozen = [table[n] for table, n in frozen_tables(layer)]
-    beside = [
-        v for holder in (*frozen, *_under_adapters(layer)) for v in (holder, *vars(holder).values())
-    ]
-    rows += [row for value in beside for row in _state(value)]
-    return list(
-        {(id(holder), name): (holder, name, tensor) for holder, name, tensor in rows}.values()
-    )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
-
-
-def _own_storage(bytes_N: Tensor) -> Tensor:
-    """The same bytes as a storage that starts and ends with them: what is saved of a block is saved
-    alone.
-    """
-    return bytes_N if is_fake(bytes_N) else torch.from_numpy(bytes_N.numpy())
-
-
-@dataclass
-class _Piece:
-    """A tensor that travels, where it lies in its layer's block, and itself at rest."""
-
-    tensor: Tensor
-    start: int
-    nbytes: int
-    strides: tuple
-    host: Tensor | None = None
-    storage: int | None = None  # of `host`
-
-    def cut(self, bytes_N: Tensor) -> Tensor:
-        """Its bytes of a block or slot."""
-        return bytes_N[self.start : self.start + self.nbytes]
-
-    def of(self, own_N: Tensor) -> Tensor:
-        """Its own bytes as the tensor that they are."""
-        return own_N.view(self.tensor.dtype).as_strided(self.tensor.shape, self.strides)
-
-
-class _Packed:
-    """A layer's frozen tensors in one host block, but for those that it shares with layers packed
-    before: they lie in theirs.
-
-    nbytes: what it takes of a slot; requests: what fills that (offload.Transfers.fetch).
-    """
-
-    def __init__(self, layer: nn.Module, transfers: Transfers, others: list["_Packed"]):
-        self.kind, self.pieces, self.nbytes, starts = type(layer).__name__, [], 0, {}
-        theirs = {id(piece.tensor): (piece, other.saved) for other in others for piece in other.own}
-        shared = []
-        for holder, name, tensor in _travelling(layer):
-            if id(tensor) in theirs:
-                shared.append(theirs[id(tensor)])
-                continue
-            if not isinstance(tensor, nn.Parameter):
-                # A table of levels may be one for all layers: this layer's is its own.
-                tensor = tensor.detach()
-                holder.__setitem__(name, tensor) if isinstance(holder, dict) else setattr(
-                    holder, name, tensor
-                )
-            strides = (
-                tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor).stride()
-            )
-            nbytes = tensor.numel() * tensor.element_size()
-            # One place for two names of the same memory (an 8-bit weight and its state's).
-            known = id(tensor) if is_fake(tensor) else (tensor.data_ptr(), nbytes)
-            if starts.setdefault(known, self.nbytes) == self.nbytes:
-                self.nbytes += _aligned(nbytes)
-            self.pieces.append(_Piece(tensor, starts[known], nbytes, strides))
-        self.tables, self.requests, self.saved = _noted(layer), [], None
-        self.own, self.host_bytes = list(self.pieces), self.nbytes
-        if self.nbytes:
-            self._to_host(transfers)
-        for piece, saved in shared:
-            self.requests.append((saved, piece.start, piece.start + piece.nbytes, None))
-            self.pieces.append(replace(piece, start=self.nbytes))
-            self.nbytes += _aligned(piece.nbytes)
-
-    def _to_host(self, transfers: Transfers) -> None:
-        self.saved = Saved((1, self.nbytes), torch.uint8, block=transfers.pool.take(self.nbytes))
-        self.requests.append((self.saved, 0, self.nbytes, None))
-        block, device = self.saved.block.thing.bytes, transfers.device
-        with torch.no_grad():
-            for piece in self.pieces:
-                piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=device.pins)
-        device.synchronize(device.mark())
-        for piece in self.pieces:
-            piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))
-            not_for_deepspeed(piece.tensor, True)
-        for piece in self.pieces:  # only now: two names may be one tensor's
-            piece.storage = storage_of(piece.tensor)
-
-    def blocks(self) -> set[int]:
-        """What tells the blocks apart that its tensors lie in."""
-        return {id(saved) for saved, *_ in self.requests}
-
-    def trained_by_now(self) -> str | None:
-        """A parameter that was frozen and is not any more."""
-        return next((name for _, name, tensor in self.tables if tensor.requires_grad), None)
-
-    def given_others(self) -> bool:
-        """Whether something of this, at rest, was given other values by its `.data`: they lie
-        elsewhere.
-        """
-        return any(storage_of(piece.tensor) != piece.storage for piece in self.pieces)
-
-    def move_to(self, bytes_N: Tensor) -> None:
-        for piece in self.pieces:
-            piece.tensor.data = piece.of(piece.cut(bytes_N))
-
-    def rest(self) -> None:
-        for piece in self.pieces:
-            piece.tensor.data = piece.host
-
-
-def _noted(layer: nn.Module) -> list:
-    return [(table, n, table[n]) for table, n in frozen_tables(layer)]
-
-
-def _same(a: list, b: list) -> bool:
-    return len(a) == len(b) and all(x is y for row, other in zip(a, b) for x, y in zip(row, other))
+from hfpatch.store.transfers import Ring, Ticket, Transfers
 
 
 class StreamedWeights:
-    """The frozen weights of a model's layers where they wait on the host: of each session one,
-    which knows layers by their index.
+    """The frozen weights of a model's layers where they wait on the host: one for each
+    LayerRuntime, which knows layers by their index.
 
     on: whether they do.
     """
 
     def __init__(self, on: bool):
         self.on = on
-        self.packed: dict[int, _Packed] = {}
+        self.packed: dict[int, Packed] = {}
         self.transfers: Transfers | None = None
-        self.slots, self.stream = Shelf(), None
+        self.ring: Ring | None = None
         self.tickets: dict[int, Ticket] = {}  # what the slots hold, the older one first
         self.promised: int | None = None  # what comes next, where nothing is done in between
         # slots, and where parameters lie, are one thread's for the time of a layer
@@ -244,7 +66,7 @@ class StreamedWeights:
                         f"{packed.kind}'s {name} wants a "
                         "gradient now; call hfpatch.undo(model) and hfpatch.apply(model) again."
                     )
-                if _same(packed.tables, _noted(layer)) and not packed.given_others():
+                if same(packed.tables, noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
                 # And those that borrow a tensor of it, or lent it one that lies elsewhere now.
@@ -266,7 +88,8 @@ class StreamedWeights:
                 )
             if self.transfers is None:
                 self.transfers = Transfers(device, "host")
-            self.packed[layer._hfpatch_index] = _Packed(
+                self.ring = Ring(self.transfers)
+            self.packed[layer._hfpatch_index] = Packed(
                 layer, self.transfers, list(self.packed.values())
             )
 
@@ -285,7 +108,7 @@ class StreamedWeights:
         """Within, `function`, by which Module._apply changes a layer's tensors, does not see those
         that wait on the host.
         """
-        taken = _noted(layer) if self.on else []
+        taken = noted(layer) if self.on else []
         made = [
             (t.dtype, function(torch.empty(0, dtype=t.dtype, device="cpu"))) for _, _, t in taken
         ]
@@ -370,7 +193,7 @@ class StreamedWeights:
                     self._refuse_no_base(packed.kind)
                 yield
                 return
-            if self.stream != self.transfers.device.current():
+            if self.ring.stream != self.transfers.device.current():
                 self.drop()
             ticket, device = None, self.transfers.device
             try:
@@ -378,7 +201,7 @@ class StreamedWeights:
                 with torch.inference_mode(False):
                     ticket = self._fetch(index)
                     ticket.wait()
-                    packed.move_to(ticket.slot.thing.bytes)
+                    packed.move_to(ticket.slot.bytes)
                     if then in self.packed and self.packed[then].nbytes:
                         self._fetch(then)
                 self.promised = promised
@@ -405,26 +228,21 @@ class StreamedWeights:
             self.make_slots()
             if len(self.tickets) == WEIGHT_SLOTS:
                 self.tickets.pop(next(iter(self.tickets))).done()
-            ticket = self.transfers.fetch(packed.requests, self.slots.take())
+            free = self.ring.free
+            ticket = self.transfers.fetch(packed.requests, free.popleft(), free)
         self.tickets[index] = ticket
         return ticket
 
     @torch.inference_mode(False)
     def make_slots(self) -> None:
         """The slots, kept while they serve."""
-        device, rows = self.transfers.device, self.slots.rows
-        if rows and rows[0][0].bytes.numel() >= self.slot_bytes and self.stream == device.current():
-            return
-        self.drop()
-        buffers = [
-            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.transfers.on_device)
-            for _ in range(WEIGHT_SLOTS)
-        ]
-        made = device.mark()
-        self.slots, self.stream = (
-            Shelf([Slot(buffer, made) for buffer in buffers]),
-            device.current(),
-        )
+        ring = self.ring
+        # an exception may have cut a fetch short, which has no ticket then
+        lost = len(ring.free) + len(self.tickets) < len(ring.slots)
+        if lost or not ring.serves(WEIGHT_SLOTS, self.slot_bytes):
+            self.drop()
+            ring.drop_ring()
+            ring.make_ring(WEIGHT_SLOTS, self.slot_bytes)
 
     def drop(self) -> None:
         """Forgets what the slots hold."""
@@ -437,4 +255,4 @@ class StreamedWeights:
         do.
         """
         self.drop()
-        self.slots, self.packed, self.transfers = Shelf(), {}, None
+        self.packed, self.transfers, self.ring = {}, None, None

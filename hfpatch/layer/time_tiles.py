@@ -22,6 +22,9 @@ from hfpatch.store.transfers import Saved, Transfers
 # exact too, but round otherwise than whole rows do: float32 2e-3 apart where 2e-6 is usual.
 CHUNK = 64
 SHORTEST = 2  # tokens: a single one with a past takes the kernels of generation
+# Tiles whose first states may be on their way to the tier: enough for the copy of the layer's
+# input, which began before them, to hide.
+UNDER_WAY = 4
 
 
 def chunk_of(module: nn.Module) -> int:
@@ -83,6 +86,7 @@ class TimeTiles:
             states = {} if begins else self._handed_on(states)
             if self.transfers is not None:
                 self._keep(states, len(pieces), rooms)
+                self.transfers.settle(under_way=UNDER_WAY)
             y, states = self._run(mixer, x_BTD[rows, a:b], (rows, a, b), index, states)
             if out is None:
                 out = y.new_empty(*x_BTD.shape[:2], *y.shape[2:])
@@ -168,10 +172,11 @@ def go_in_time(call, again: bool) -> None:
 
     call: layer.call.LayerCall; again: this is its backward, or that of a segment.
     """
-    timed = dict(call.ask.answers.timed)
+    timed = dict(call.parts.traits.timed)
     saves = again or call.queue is not None and call.policy.save_attention
-    for name, mixer in zip(call.ask.answers.mixers, call.ask.mixers):
+    for name, mixer in zip(call.parts.traits.mixers, call.parts.mixers):
         if name in timed and mixer.time is None:
             transfers = call.queue.transfers if saves and call.queue is not None else None
-            rng = call.rng if call.random else None
-            mixer.time = TimeTiles(timed[name], call.policy.tile, transfers, again, rng)
+            rng = call.parts.rng if call.parts.random else None
+            tile = call.policy.time_tile or call.policy.tile
+            mixer.time = TimeTiles(timed[name], tile, transfers, again, rng)

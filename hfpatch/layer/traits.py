@@ -16,7 +16,7 @@ class LayerTraits:
 
     Attributes:
         attention: names of the modules that called attention, in order.
-        mixers: names of the modules that mix tokens in another way and run on whole rows.
+        mixers: names of the modules that mix tokens in another way.
         paired: those mixers that return a pair whose second value is unread.
         timed: (name, argument that takes its states) of each mixer that runs in tiles through time.
         untimed: (name, reason) of each that does not.

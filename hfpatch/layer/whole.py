@@ -19,7 +19,7 @@ from hfpatch.compat import (
     same_memory,
     version,
 )
-from hfpatch.layer.weight_gradients import AsInForward, AsThen, edited
+from hfpatch.layer.forward_state import AsInForward, AsThen, edited
 
 
 class _Held:

@@ -34,7 +34,7 @@ from hfpatch.context.classes import KeepsSignature, as_made, is_mixed, whose
 from hfpatch.context.current import asks_for_hidden_states, current, having
 from hfpatch.context.ranks import items_of_a_mean_over_rows, sequence_now
 from hfpatch.context.router_balance import counted, once
-from hfpatch.loss.head import why_not_fused
+from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import Head, Logits
 from hfpatch.loss.shared_rows import evaluated_by_ranks, unlabelled
@@ -60,17 +60,6 @@ EVAL_LOGITS_BYTES = 2 << 30
 BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its loss
 
 
-def not_its_own_loss(model: nn.Module) -> str | None:
-    """None where the model's loss is transformers' causal one, else a phrase that names it."""
-    own = own_loss(model)
-    if own is not None:
-        return None if own is ForCausalLMLoss else "the model has a loss function of its own"
-    kind = getattr(model, "loss_type", None)
-    if LOSS_MAPPING.get(kind or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
-        return f"its loss is {kind}"
-    return None
-
-
 def _as_called(kwargs) -> dict:
     """The caller's arguments for the decoder: positions, and whether neither a cache nor use_cache
     came.
@@ -78,11 +67,7 @@ def _as_called(kwargs) -> dict:
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
     given = kwargs.get("position_ids")
-    uncached = (
-        current.uncached
-        or cache_in(kwargs) is None
-        and kwargs.get("use_cache") is None
-    )
+    uncached = current.uncached or cache_in(kwargs) is None and kwargs.get("use_cache") is None
     return {"positions": current.positions if given is None else given, "uncached": uncached}
 
 
@@ -198,10 +183,9 @@ class FusedCausalLM(KeepsSignature):
         """The forward, with labels or without. scores: compute the outputs of TRL's head."""
         if scores:
             return self._hfpatch_log_probs(kwargs)
-        fused = labels is not None and self._fused_loss_serves(kwargs)
-        if not fused or self._wants_logits(labels, kwargs):
-            return self._hfpatch_stock(kwargs)
-        return self._hfpatch_fused(labels, kwargs)
+        if labels is not None and self._loss_is_fused(labels, kwargs):
+            return self._hfpatch_fused(labels, kwargs)
+        return self._hfpatch_stock(kwargs)
 
     # Lazy logits cannot be traced: this frame breaks the graph, and the backbone is one of its own.
     @partial(torch.compiler.disable, recursive=False)
@@ -351,39 +335,33 @@ class FusedCausalLM(KeepsSignature):
                 return False
         return isinstance(module, FusedRMSNorm)
 
-    def _fused_loss_serves(self, kwargs) -> bool:
+    def _loss_is_fused(self, labels, kwargs) -> bool:
+        """Whether a forward with these labels computes the loss without logits: where transformers'
+        loss is all that is asked for, and the head can be called with the fused one.
+        """
         keep = kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep != 0:
             return False
-        head = self._hfpatch_head()
-        reason = not_its_own_loss(self) or why_not_fused(head)
+        reason = why_whole_logits(self, self._hfpatch_head())
         if reason is not None:
             self._tell(_WHOLE.format(reason))
-        return reason is None
+            return False
+        if kwargs.get("skip_logits"):
+            return True
+        if self._hfpatch_logits != "auto":
+            return not self._hfpatch_logits
+        traced = torch.compiler.is_compiling()
+        if kwargs.get("inputs_embeds") is not None and not traced and caller_reads_logits():
+            return False
+        # In evaluation logits are returned where all their copies together are small.
+        columns = self.config.get_text_config().vocab_size
+        return self.training or labels.numel() * columns * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
 
     def _tell(self, words: str) -> None:
         """Warns once per message."""
         if words not in vars(self).setdefault("_hfpatch_told", set()):
             self._hfpatch_told.add(words)
             warnings.warn(f"hfpatch: {words}", stacklevel=5)
-
-    def _wants_logits(self, labels, kwargs) -> bool:
-        """Whether a forward with labels returns logits: as set, else in small evaluations and for
-        callers known to read them."""
-        if kwargs.get("skip_logits"):
-            return False
-        if self._hfpatch_logits != "auto":
-            return bool(self._hfpatch_logits)
-        if (
-            kwargs.get("inputs_embeds") is not None
-            and not torch.compiler.is_compiling()
-            and caller_reads_logits()
-        ):
-            return True
-        columns = self.config.get_text_config().vocab_size
-        return (
-            not self.training and labels.numel() * columns * BYTES_OF_A_LOGIT <= EVAL_LOGITS_BYTES
-        )
 
 
 def as_stock(loss: Tensor) -> Tensor:

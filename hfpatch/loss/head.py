@@ -8,14 +8,18 @@ tensor parallelism the function gets this rank's rows.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hfpatch.compat import (
+    Snapshot,
     hooked_forward,
     hooks_on_all,
     in_fsdp2,
     modules_of,
     output_hooks,
+    own_loss,
     parameters_of,
     user_hooks,
 )
@@ -42,6 +46,11 @@ def copies(head: nn.Module):
     return [head.original_module, *held.values()], held[active[0]] if own else head.original_module
 
 
+def linear_of(head: nn.Module) -> nn.Module:
+    """The module that computes logits: the head, or the active copy in PEFT's wrapper."""
+    return head if isinstance(head, nn.Linear) else copies(head)[1]
+
+
 def fuse(module: nn.Module, theirs: type, part: type) -> None:
     """Swaps in the class `part` for modules of class `theirs`: the module, or the copies that PEFT
     holds."""
@@ -64,7 +73,7 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     Returns:
         A phrase that names the head's class, forward or hook, for a report.
     """
-    inner = copies(head)[1]
+    inner = linear_of(head)
     kind = f"{type(inner).__module__}.{type(inner).__name__}"
     if not isinstance(inner, nn.Linear) or type(inner).forward is not LINEAR:
         return f"lm_head is a {type(head).__module__}.{type(head).__name__}"
@@ -87,12 +96,62 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     return None
 
 
+def not_its_own_loss(model: nn.Module) -> str | None:
+    """None where the model's loss is transformers' causal one, else a phrase that names it."""
+    own = own_loss(model)
+    if own is not None:
+        return None if own is ForCausalLMLoss else "the model has a loss function of its own"
+    kind = getattr(model, "loss_type", None)
+    if LOSS_MAPPING.get(kind or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
+        return f"its loss is {kind}"
+    return None
+
+
+@dataclass(slots=True)
+class _Found:
+    """Why a model's loss runs through whole logits, or None, for as long as its head is made of the
+    same; beside: what else that depends on.
+    """
+
+    snapshot: Snapshot
+    beside: tuple
+    reason: str | None
+
+    def __reduce__(self):  # a copy of the model looks for itself
+        return type(None), ()
+
+
+def why_whole_logits(model: nn.Module, head: nn.Module) -> str | None:
+    """Why this model's loss runs through whole logits, found anew where its head or its loss
+    changed; None where it does not.
+    """
+    if torch.compiler.is_compiling():
+        return not_its_own_loss(model) or why_not_fused(head)
+    linear = linear_of(head)
+    weight = parameters_of(linear).get("weight")
+    beside = (
+        linear,
+        type(linear).__call__,
+        vars(linear).get(hooked_forward(linear)),
+        type(weight),
+        getattr(weight, "placements", None),
+        own_loss(model),
+        LOSS_MAPPING.get(getattr(model, "loss_type", None)),
+        *hooks_on_all(),
+    )
+    found = vars(model).get("_hfpatch_found_head")
+    if found is None or found.beside != beside or not found.snapshot.holds(head):
+        reason = not_its_own_loss(model) or why_not_fused(head)
+        found = vars(model)["_hfpatch_found_head"] = _Found(Snapshot(head), beside, reason)
+    return found.reason
+
+
 def rows_of(head: nn.Module) -> int:
     """The size of a head's vocabulary.
 
     A sharded weight has fewer rows; out_features may be outdated.
     """
-    inner = copies(head)[1]
+    inner = linear_of(head)
     weight = parameters_of(inner).get("weight")
     return (
         weight.shape[0]
@@ -139,7 +198,7 @@ class Call:
 def call_under_way(head: nn.Module) -> Call | None:
     """The Call that is the head's forward now, for hooks on the head; None where it computes
     logits."""
-    inner = copies(head)[1]
+    inner = linear_of(head)
     found = vars(inner).get(hooked_forward(inner))
     return found if isinstance(found, Call) else None
 
@@ -149,7 +208,7 @@ def through(head: nn.Module, function, hidden: Tensor, *args, **options):
 
     The hooks of engines (FSDP, ZeRO-3) around that call gather the head's weight.
     """
-    inner = copies(head)[1]
+    inner = linear_of(head)
     call = Call(function, inner, args, options)
     with forwards_for_now([(inner, call)], hooked_forward(inner)):
         return head(hidden)

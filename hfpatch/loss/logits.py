@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import pytree
 from hfpatch.context.current import current
-from hfpatch.loss.head import copies, has_rows_of_it, rows_of, through
+from hfpatch.loss.head import has_rows_of_it, linear_of, rows_of, through
 
 
 @dataclass(eq=False)
@@ -96,7 +96,7 @@ class Logits:
             # cuts off a padded vocabulary
             if words.stop is None or words.stop >= self.shape[-1]:
                 return self
-            if words.stop > 0 and not has_rows_of_it(copies(self.owner._hfpatch_head())[1]):
+            if words.stop > 0 and not has_rows_of_it(linear_of(self.owner._hfpatch_head())):
                 return self._with(words=words.stop)
         return self.real()[index]
 

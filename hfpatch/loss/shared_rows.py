@@ -17,7 +17,7 @@ from hfpatch.compat import evaluated_by_trainer
 from hfpatch.context.ranks import left_alone_in_evaluation, parts_of_trainers_evaluation, sharded
 from hfpatch.context.router_balance import counted
 from hfpatch.decoder.stack import OurAttention
-from hfpatch.layer.weight_gradients import is_sharded
+from hfpatch.layer.forward_state import is_sharded
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.parallel.shards import least_of
 
@@ -197,7 +197,7 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
     labels = kwargs["labels"]
     able = _rows_alone(model, kwargs) and shares_rows(model)
     if not scores:
-        able = able and model._fused_loss_serves(kwargs) and not model._wants_logits(labels, kwargs)
+        able = able and model._loss_is_fused(labels, kwargs)
     if not labelled_alike(able, True, labels.device):  # of all groups, as in _in_turn
         return None
     if scores:

@@ -138,3 +138,68 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
 def is_quantised(module: nn.Module) -> bool:
     """Whether this is a known quantised Linear."""
     return _quantised(module)[0] is not None
+
+
+# --- torchao's projections that train -------------------------------------------------------------
+
+_SAME_SCALE = "it rounds several tokens by one scale, and a tile's is not a row's"
+# What torchao.Float8Linear casts that has tokens. A weight is whole in every tile.
+_FLOAT8_CASTS = ("input", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
+
+
+def is_fake_quantised(module: nn.Module) -> bool:
+    """Whether this is torchao's Linear of quantisation-aware training, with its quantisers."""
+    return "torchao.FakeQuantizedLinear" in kinds_of(type(module))
+
+
+def scales_over_tokens(module: nn.Module) -> str | None:
+    """Why tiles would change what a projection of torchao computes; None where each token has a
+    scale of its own.
+
+    A scale for whole rows, found first, would be the same in every tile. For gate and up, and for
+    q, k and v, it needs a second backward of the layer, far above 3% of a step: such a layer runs
+    whole.
+    """
+    if not isinstance(module, nn.Linear):
+        return None
+    kinds, weight = kinds_of(type(module)), module.weight
+    if "torchao.Float8Linear" in kinds:
+        return _SAME_SCALE if _float8_over_tokens(module.config) else None
+    if is_fake_quantised(module):
+        return _why_not_of_tokens(module.activation_fake_quantizer, module.weight_fake_quantizer)
+    if "torchao.NVFP4FakeQuantizedLinear" in kinds:
+        return _SAME_SCALE if module.activation_config.use_per_tensor_scale else None
+    if "torchao.MXFakeQuantizedLinear" in kinds:  # blocks of channels
+        return None
+    trained = type(weight) if weight.requires_grad else nn.Parameter
+    for kind in (type(module), trained):
+        if kind.__module__.startswith("torchao."):
+            return f"it is trained by a {kind.__module__}.{kind.__name__} that nobody tried"
+    return _SAME_SCALE if _per_tensor(getattr(weight, "act_quant_kwargs", None)) else None
+
+
+def _float8_over_tokens(config) -> bool:
+    """Whether a Float8LinearConfig has a cast with one scale for all tokens, or, for the product of
+    the weight's gradient, one a channel. Powers of two there change the exponent alone.
+    """
+    for name in _FLOAT8_CASTS:
+        cast = getattr(config, f"cast_config_{name}")
+        if cast.scaling_type.name != "DYNAMIC":
+            continue
+        by_channel = name.endswith("grad_weight") and not config.round_scales_to_power_of_2
+        if cast.scaling_granularity.name == "TENSORWISE" or by_channel:
+            return True
+    return False
+
+
+def _why_not_of_tokens(activation, weight) -> str | None:
+    """The same of the fake quantisers of a Linear's input and weight, None where it has none."""
+    for quantiser in (activation, weight):
+        if not getattr(getattr(quantiser, "config", None), "is_dynamic", True):
+            return "its scale is kept from its first call, of a tile there"
+    return _SAME_SCALE if activation is not None and _per_tensor(activation.config) else None
+
+
+def _per_tensor(config) -> bool:
+    """Whether a config of torchao's rounds a whole tensor by one scale."""
+    return type(getattr(config, "granularity", None)).__name__ == "PerTensor"

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from hfpatch.budget.choice import HOST_SHARE, reserve
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape
-from hfpatch.budget.hardware import Gpu, gpu_row
+from hfpatch.budget.hardware import FLOAT8_GPUS, Gpu, gpu_row
 from hfpatch.budget.limits import parse_bytes
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
+from hfpatch.budget.seconds import Resident
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.lab.models import resolve, text_config_of
-from hfpatch.planner.placements import resident
+from hfpatch.planner.placements import float8_bytes, resident
 
 # of the planned activations: a simulated step that takes more says the plan is wrong
 CONTRADICTION = 0.05
@@ -122,7 +123,7 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
     """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one
     placement.
     """
-    stays = resident(placement, run.shape, run.gpus, policy)
+    stays = stays_of(run, placement, policy)
     # Where all gradients are kept they count as they come; elsewhere the placement says what
     # stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
@@ -153,6 +154,30 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
         closed_form=isinstance(run.shape, ModelShape), num_layers=run.shape.num_layers,
     )  # fmt: skip
+
+
+def stays_of(run: Run, placement: str, policy) -> Resident:
+    """placements.resident, with what casts to float8 take."""
+    stays = resident(placement, run.shape, run.gpus, policy)
+    if not run.gpu.float8:
+        return stays
+    more = float8_bytes(run.shape, run.batch * run.seq_len)
+    return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
+
+
+def with_float8(run: Run) -> Run:
+    """The run with its layers' products in float8. ValueError where that cannot be."""
+    if not isinstance(run.shape, ModelShape) or run.shape.adapters:
+        raise ValueError(
+            "hfpatch: --fp8 is planned for all weights of a model that closed forms describe, "
+            "another came; leave it out."
+        )
+    if not run.gpu.measured and run.gpu.name not in FLOAT8_GPUS:
+        raise ValueError(
+            f"hfpatch: --fp8 wants a GPU that multiplies in float8, {run.gpu.name} came; pass one "
+            f"of {', '.join(FLOAT8_GPUS)}."
+        )
+    return replace(run, gpu=replace(run.gpu, float8=True))
 
 
 def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
@@ -194,6 +219,10 @@ def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
     return replace(shape, ranks=sp_size)
 
 
+FLOAT8 = (
+    "float8 products at the rate of torchtitan's published steps, which were compiled; not measured "
+    "here"
+)
 ASSUMED = (
     "assumed: flex_attention, which caps its scores, passes the trial that it gets on such a GPU, "
     "in the memory of flash "

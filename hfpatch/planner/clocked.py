@@ -17,13 +17,15 @@ from hfpatch.planner.plan import plan
 def clock(
     model, *, seq_len: int, batch: int = 1, gpu="h100", host_ram=None, placement: str = "gpu8bit",
     checkpointing="auto",
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, ranks: int = 1, allocator=None,
 ) -> Timeline:  # fmt: skip
     """One planned step on the clock.
 
     Args: as of `hfpatch.plan`, whose policy is taken. placement: one that keeps all weights on the
-    GPU ("gpu8bit", "adamw"). Returns: the Timeline. Raises ValueError where the plan knows no tiled
-    policy, or an engine moves the weights.
+    GPU ("gpu8bit", "adamw"). ranks: GPUs that share each row; they are planned with FSDP, whose
+    gathers are not on the clock. allocator: as of lab.clock.clocked. Returns: the Timeline. Raises
+    ValueError where the plan knows no tiled policy or says that it does not fit, or where an engine
+    moves the weights.
     """
     asked = {
         "batch": batch,
@@ -32,12 +34,22 @@ def clock(
         "placement": placement,
         "checkpointing": checkpointing,
     }
+    if ranks > 1:
+        asked |= {"placement": "fsdp2", "gpus": ranks, "sp_size": ranks}
     found = plan(model, seq_len=seq_len, adapters=adapters, **asked)
-    if not isinstance(found.policy, dict) or found.placement.startswith(("zero3", "fsdp2")):
+    moved = ranks == 1 and found.placement.startswith(("zero3", "fsdp2"))
+    if not isinstance(found.policy, dict) or moved:
         raise ValueError(
             "hfpatch: the clock expects layers in tiles and weights that stay on the GPU, "
             f"{found.policy if isinstance(found.policy, str) else found.placement!r} came; pass "
             "placement='gpu8bit' or 'adamw'."
+        )
+    if not found.fits:
+        raise ValueError(
+            f"hfpatch: the clock expects a step that fits, {found.model} at {seq_len:,} tokens "
+            f"takes {found.gpu_peak_bytes / 2**30:.1f} of {found.gpu_usable_bytes / 2**30:.1f} GiB "
+            f"on the GPU and {found.host_peak_bytes / 2**30:.0f} on the host; ask `hfpatch plan` "
+            "for a way."
         )
     config, dtype = (
         text_config_of(model)[1],
@@ -54,9 +66,11 @@ def clock(
         rates,
         policy,
         batch=batch,
-        seq_len=seq_len,
+        seq_len=-(-seq_len // ranks),
         title=title,
         optimizer=found.seconds["optimizer"],
+        ranks=ranks,
+        allocator=allocator,
     )
     timeline.planned = found.step_seconds
     return timeline

@@ -7,9 +7,11 @@ library only.
 
 from dataclasses import dataclass
 
+from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.formula import WEIGHT_SLOTS
 from hfpatch.budget.seconds import Resident
 from hfpatch.budget.shape import ModelShape
+from hfpatch.planner.optimizers import OPTIMIZERS, state_numbers
 
 # gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
 LIVE_PARAMETERS = 1_000_000_000
@@ -28,11 +30,27 @@ class Placement:
     auto: bool = True
     # of the weights, and taken for all activations, though autocast makes some of them narrower
     itemsize: int = 2
+    optimizer: str = ""  # of optimizers.py, where the user's own steps on the GPU
 
     @property
     def sharded(self) -> bool:
         """Whether an engine gathers the weights layer by layer."""
-        return not self.name.startswith(("gpu8bit", "adamw"))
+        return self.many
+
+
+def _own(optimizer: str) -> tuple[Placement, Placement]:
+    """fp32 and bf16 weights under an optimizer of the user's own. Trainers do so by themselves. In
+    bf16 small updates are rounded away (trainer/callback.py), so auto has neither.
+    """
+    title, more = OPTIMIZERS[optimizer][1], {"auto": False, "optimizer": optimizer}
+    wide = f"{title} on fp32 weights under bf16 autocast, all on the GPU"
+    narrow = f"{title} on bf16 weights, bf16 states, all on the GPU"
+    return (
+        Placement(f"{optimizer}-fp32", False, True, wide, itemsize=4, **more),
+        Placement(
+            "adamw" if optimizer == "adamw" else f"{optimizer}-bf16", False, True, narrow, **more
+        ),
+    )
 
 
 PLACEMENTS = {
@@ -58,25 +76,36 @@ PLACEMENTS = {
             True,
             "gpu8bit stepping inside backward: one layer's gradients at a time",
         ),
-        # What a Trainer does by itself. In bf16 it rounds small updates away (trainer/callback.py),
-        # so auto has it not.
-        Placement(
-            "adamw",
-            False,
-            True,
-            "torch's AdamW on bf16 weights, bf16 states, all on the GPU",
-            auto=False,
-        ),
-        Placement(
-            "adamw-fp32",
-            False,
-            True,
-            "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU",
-            False,
-            4,
-        ),
+        *_own("adamw"),
     )
 }
+# what --optimizer plans, beside those that --placement names
+_OF_OPTIMIZERS = {p.name: p for name in OPTIMIZERS if name != "adamw" for p in _own(name)}
+
+
+def placement_named(name: str) -> Placement:
+    """The row of that name, also one that --optimizer made."""
+    return PLACEMENTS.get(name) or _OF_OPTIMIZERS[name]
+
+
+def under(optimizer: str, placement: str) -> str:
+    """The name for `candidates` of a placement under this optimizer: of both its rows for "auto".
+    ValueError where the placement brings its own, or nobody knows the optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"hfpatch: the optimizers are {', '.join(OPTIMIZERS)}, {optimizer!r} came; pass one of "
+            "them."
+        )
+    names = {"auto": "", "adamw": "-bf16", "adamw-fp32": "-fp32"}
+    if optimizer == "adamw":
+        return placement
+    if placement not in names:
+        raise ValueError(
+            f"hfpatch: --placement {placement} brings its optimizer, --optimizer {optimizer} came; "
+            "pass --placement adamw (bf16 weights) or adamw-fp32 with it, or drop one."
+        )
+    return optimizer + names[placement]
 
 
 # where adapters are trained: a whole copy of the frozen base on each GPU
@@ -90,6 +119,8 @@ def candidates(
     adapters, or ranks that share rows cannot have. uneven: why heads do not go evenly over such
     ranks, which DeepSpeed refuses; None where they do.
     """
+    if name in _OF_OPTIMIZERS or name in OPTIMIZERS and name not in PLACEMENTS:
+        return _of_an_optimizer(name, gpus, adapters)
     possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
     possible = list(ADAPTED) if adapters else possible
     if uneven:
@@ -123,6 +154,16 @@ def candidates(
     return [name]
 
 
+def _of_an_optimizer(name: str, gpus: int, adapters: bool) -> list[str]:
+    if gpus > 1 or adapters:
+        came = f"--gpus {gpus}" if gpus > 1 else "adapters"
+        raise ValueError(
+            f"hfpatch: --optimizer is planned for all weights on one GPU, {came} came; leave one "
+            "out."
+        )
+    return [name] if name in _OF_OPTIMIZERS else [f"{name}-fp32", f"{name}-bf16"]
+
+
 def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
     """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Policy or the
     settings that lead to one; of layers that run whole, one after the other, a word.
@@ -147,13 +188,14 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         return Resident(2 * P, None, 2 * P + 8 * P // 256)
     if name == "gpu8bit-fused":
         return Resident(2 * P, 2 * largest, 2 * P + 8 * P // 256)
-    if name == "adamw":
-        return Resident(2 * P, None, 4 * P)
-    if name == "adamw-fp32":
+    own = placement_named(name)
+    if own.optimizer:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak; a tiled one drops its own.
-        copies = 2 * (P if whole else largest)
-        return Resident(4 * P + copies, None, 8 * P, passed=copies)
+        copies = 2 * (P if whole else largest) if own.itemsize == 4 else 0
+        states = own.itemsize * state_numbers(own.optimizer, shape)
+        gradients = own.itemsize * largest if own.optimizer == "lomo" else None
+        return Resident(own.itemsize * P + copies, gradients, states, passed=copies)
     if name == "zero3-offload":
         # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter
         # read, 14 written.
@@ -179,3 +221,19 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         host_optimizer=28 * P,
         gathers=gathers,
     )
+
+
+# Tokens of a tile that float8's casts are counted for.
+CAST_TOKENS = 8192
+
+
+def float8_bytes(shape: ModelShape, tokens: int) -> int:
+    """What torchao's float8 takes of a GPU beside bf16, at its highest in one Linear that is not
+    compiled: the casts pass through float32 twice, and both operands are there in float8.
+
+    tokens: of a batch's rows together; of a longer tile CAST_TOKENS.
+    """
+    tokens = min(tokens, CAST_TOKENS)
+    sizes = [size for i in shape.kinds for size in layer_linears(shape, i).values()]
+    largest = max(max(n * m, tokens * n, tokens * m) for n, m in sizes)
+    return 8 * largest + max(n * m + tokens * max(n, m) for n, m in sizes)

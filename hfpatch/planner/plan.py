@@ -20,6 +20,7 @@ from hfpatch.budget.seconds import first_step, step_time
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.planner.answer import (
     ASSUMED,
+    FLOAT8,
     PROCESS_BYTES,
     WHOLE,
     Plan,
@@ -27,15 +28,17 @@ from hfpatch.planner.answer import (
     assembled,
     make_run,
     settings_of,
+    stays_of,
+    with_float8,
 )
-from hfpatch.planner.placements import PLACEMENTS, candidates, resident
+from hfpatch.planner.placements import candidates, placement_named
 
 
 def _settings(run: Run, placement: str) -> Checkpointing:
     """What was asked for; parameters sharded layer by layer do not allow segments of several
     layers.
     """
-    sharded = PLACEMENTS[placement].sharded and run.checkpointing.every == "auto"
+    sharded = placement_named(placement).sharded and run.checkpointing.every == "auto"
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
@@ -65,7 +68,7 @@ def _search(*asked, **sizes) -> Search:
 
 
 def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple[Search, Budget]:
-    itemsize = PLACEMENTS[placement].itemsize
+    itemsize = placement_named(placement).itemsize
     sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
     search = _search(settings, run.shape, gpu=run.rates, **sizes)
     return search, search.budget(*_free(run, stays, itemsize), run.gpus)
@@ -93,7 +96,7 @@ def _frontier(run: Run, placement: str) -> list[dict]:
     """
     if run.checkpointing in WHOLE:
         return []
-    stays = resident(placement, run.shape, run.gpus, run.checkpointing)
+    stays = stays_of(run, placement, run.checkpointing)
     plans = (
         evaluate(run, placement, o.policy)
         for o in frontier(*_searched(run, placement, stays, _settings(run, placement)))
@@ -135,9 +138,12 @@ def evaluate(run: Run, placement: str, policy=None) -> Plan:
 
 
 def _evaluated(run: Run, placement: str, policy=None) -> Plan:
-    stays = resident(placement, run.shape, run.gpus, policy or run.checkpointing)
+    stays = stays_of(run, placement, policy or run.checkpointing)
     policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
-    sizes, itemsize = {"batch": run.batch, "tokens": run.seq_len}, PLACEMENTS[placement].itemsize
+    sizes, itemsize = (
+        {"batch": run.batch, "tokens": run.seq_len},
+        placement_named(placement).itemsize,
+    )
     memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
     flops = step_flops(run.shape, policy, **sizes)
     time, moved = step_time(
@@ -146,6 +152,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     why = why_not or _why(run, policy)
     if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
         why += f"; {ASSUMED}"
+    why += f"; {FLOAT8}" if run.gpu.float8 else ""
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
     return replace(
         found,
@@ -215,13 +222,18 @@ def _lack(plan: Plan) -> int:
     return max(0, plan.gpu_peak_bytes - plan.gpu_usable_bytes) + host
 
 
-def longest(run: Run, names, *, step: int = 1024) -> int:
-    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does."""
+def longest(run: Run, names, *, step: int = 1024, progress=None) -> int:
+    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does.
+
+    progress: called with each length that is tried.
+    """
 
     lacks: dict[int, int] = {}  # by lengths that do not fit, in steps
     names = [*names]
 
     def fits(steps):
+        if progress:
+            progress(steps * step * run.ranks)
         best = _best(replace(run, seq_len=steps * step), names)
         if best.fits:  # what comes is longer still
             del names[: names.index(best.placement)]
@@ -246,7 +258,7 @@ def longest(run: Run, names, *, step: int = 1024) -> int:
     return low * step * run.ranks
 
 
-def _longest_ways(run: Run, names) -> list[dict]:
+def _longest_ways(run: Run, names, progress=None) -> list[dict]:
     """The longest sequence as asked and, where the interval was left open, with every second and
     fourth layer's input.
     """
@@ -254,12 +266,12 @@ def _longest_ways(run: Run, names) -> list[dict]:
     if (
         run.checkpointing not in WHOLE
         and run.checkpointing.every == "auto"
-        and not PLACEMENTS[names[0]].sharded
+        and not placement_named(names[0]).sharded
     ):
         runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
     found = []
     for every, way in runs.items():
-        length = longest(way, names)
+        length = longest(way, names, progress=progress)
         host = (
             _best(replace(way, seq_len=length // run.ranks), names).host_peak_bytes if length else 0
         )
@@ -319,12 +331,15 @@ def _suggestions(run: Run, plan: Plan, asked: str) -> list:
         (g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes),
         key=lambda g: g.memory_bytes,
     )
-    if larger and not _best(replace(run, gpu=larger[-1]), names).fits:  # the host is short
+    if (
+        larger
+        and not _best(replace(run, gpu=replace(larger[-1], float8=run.gpu.float8)), names).fits
+    ):  # the host is short
         larger = []
     for gpu in larger:
         if offer(
             f"--gpu {gpu.name}",
-            replace(run, gpu=gpu),
+            replace(run, gpu=replace(gpu, float8=run.gpu.float8)),
             names,
             f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB",
         ):
@@ -395,17 +410,19 @@ def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, progress=None, fp8: bool = False,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
     GPU fits, and how long a step takes.
 
     model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu,
     or "this", which measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement:
-    see placements.py. checkpointing: "auto", "least", "off", "gpu", "host", a directory, a
+    see placements.py; or an optimizer of optimizers.py, on fp32 or else bf16 weights.
+    checkpointing: "auto", "least", "off", "gpu", "host", a directory, a
     Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
     share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
-    adapters: LoRA over a frozen base (budget/adapters.py). A model that no closed form describes
+    adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that
+    this search tries. fp8: products in float8. A model that no closed form describes
     runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
     Raises ValueError for what is unknown or unsupported.
     """
@@ -427,11 +444,12 @@ def plan(
     if getattr(checkpointing, "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
     run = resolved(model, seq_len=seq_len, adapters=adapters, **asked)
+    run = with_float8(run) if fp8 else run
     names = placements(run, placement)
     if not isinstance(run.shape, ModelShape):
         from hfpatch.planner.simulated import simulated_plan
 
-        return simulated_plan(model, run, names, max_seq_len=max_seq_len)
+        return simulated_plan(model, run, names, max_seq_len=max_seq_len, progress=progress)
     found = _best(run, names)
     if not found.fits:
         found = replace(found, suggestions=_suggestions(run, found, placement))
@@ -441,6 +459,6 @@ def plan(
     )
     found = replace(found, frontier=_frontier(chosen, found.placement))
     if max_seq_len:
-        ways = _longest_ways(run, names)
+        ways = _longest_ways(run, names, progress)
         found = replace(found, max_seq_len=ways[0]["seq_len"], longest=ways)
     return deepcopy(found)  # its dicts are evaluate's, who gives them out again

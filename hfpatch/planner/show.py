@@ -7,6 +7,8 @@ from hfpatch.budget.policy import Policy, describe
 from hfpatch.budget.seconds import FIRST_STEP_BUDGET
 from hfpatch.budget.sequence import FLOAT32_ANGLES
 
+# What the lines of a plan and the legend of a picture call the parts of the GPU's memory.
+NAMES = {"slack": "slack (lost between blocks)"}
 COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759",
            "activations": "#59a14f",
            "slack": "#bab0ac"}  # fmt: skip
@@ -79,7 +81,7 @@ def text(plan) -> str:
         f"{verdict}",
         "",
         table(
-            [(name, gib(n)) for name, n in plan.gpu_bytes.items()]
+            [(NAMES.get(name, name), gib(n)) for name, n in plan.gpu_bytes.items()]
             + [
                 ("peak on the GPU", gib(plan.gpu_peak_bytes)),
                 ("usable", gib(plan.gpu_usable_bytes)),
@@ -125,7 +127,7 @@ def text(plan) -> str:
         )
     points = _points(plan)
     if len(points) > 1:
-        lines.append(f"frontier        {', '.join(points)}")
+        lines.append(f"frontier        the step in less or more GPU memory: {', '.join(points)}")
     if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
         lines.append(
             "angles          apply(rope_float64=True): so far out, float32 angles are off by more "
@@ -170,9 +172,21 @@ def sweep_table(plans) -> str:
     return table(rows, ("tokens", "placement", "fits", "GPU", "host", "s/step", "tokens/s", "MFU"))
 
 
+HATCHES = {
+    "": "", "on the host": "////", "on the GPU": "\\\\\\\\", "on the GPU and on the host": "xxx",
+}  # fmt: skip
+
+
+def _lacks(plan) -> str:
+    """Where the memory is short: on the GPU, on the host, or on both; empty where the plan fits."""
+    host = plan.host_usable_bytes is not None and plan.host_peak_bytes > plan.host_usable_bytes
+    short = ["on the GPU"] * (plan.gpu_peak_bytes > plan.gpu_usable_bytes) + ["on the host"] * host
+    return " and ".join(short)
+
+
 def picture(plans, path) -> None:
     """Stacked bars of GPU memory, one a length, one panel a placement, with the usable memory as a
-    line.
+    line. Runs that do not fit, on the GPU or on the host, are hatched.
 
     Raises ValueError where matplotlib is not installed.
     """
@@ -184,6 +198,7 @@ def picture(plans, path) -> None:
         ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     placements = list(dict.fromkeys(p.placement for p in plans))
     figure, axes = plt.subplots(
@@ -194,7 +209,12 @@ def picture(plans, path) -> None:
         below = [0.0] * len(chosen)
         for part, colour in COLOURS.items():
             heights = [p.gpu_bytes[part] / GiB for p in chosen]
-            axis.bar(range(len(chosen)), heights, bottom=below, color=colour, label=part)
+            bars = axis.bar(
+                range(len(chosen)), heights, bottom=below, color=colour, edgecolor="white",
+                linewidth=0,
+            )  # fmt: skip
+            for bar, found in zip(bars, chosen):
+                bar.set_hatch(HATCHES[_lacks(found)])
             below = [a + b for a, b in zip(below, heights)]
         axis.axhline(
             chosen[0].gpu_usable_bytes / GiB,
@@ -203,17 +223,22 @@ def picture(plans, path) -> None:
             linewidth=1,
             label="usable",
         )
-        axis.set_xticks(range(len(chosen)), [f"{p.seq_len // 1024}k" for p in chosen])
+        axis.set_xticks(range(len(chosen)), [f"{p.seq_len / 1024:g}" for p in chosen])
         axis.set_title(placement)
-        axis.set_xlabel("tokens")
+        axis.set_xlabel("tokens, in units of 1,024")
     # What does not fit may dwarf what does: bars beyond twice the memory are cut.
     usable = plans[0].gpu_usable_bytes / GiB
     axes[0][0].set_ylim(
         0, min(2 * usable, max(1.1 * usable, *(1.05 * p.gpu_peak_bytes / GiB for p in plans)))
     )
     axes[0][0].set_ylabel("GPU memory, GiB (planned)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncol=6, frameon=False)
+    handles = [axes[0][0].lines[0]]
+    handles += [Patch(color=colour, label=NAMES.get(p, p)) for p, colour in COLOURS.items()]
+    handles += [
+        Patch(facecolor="#888888", edgecolor="white", hatch=HATCHES[w], label=f"does not fit {w}")
+        for w in sorted({_lacks(p) for p in plans} - {""})
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
     first = plans[0]
     figure.suptitle(f"{first.model}, batch {first.batch}, {first.gpus} x {first.gpu}")
     figure.set_layout_engine("constrained")

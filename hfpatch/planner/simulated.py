@@ -12,7 +12,7 @@ from torch import nn
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
-from hfpatch.budget.policy import Policy, auto_tile
+from hfpatch.budget.policy import TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import carries_states
@@ -23,7 +23,7 @@ from hfpatch.lab.simulate.adapters import PACKED
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
-from hfpatch.planner.placements import PLACEMENTS, resident
+from hfpatch.planner.placements import placement_named, resident
 
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
@@ -39,7 +39,7 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     """
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
-    wide = PLACEMENTS[plan.placement].itemsize == 4  # under autocast
+    wide = placement_named(plan.placement).itemsize == 4  # under autocast
     adapters = Adapters(**plan.adapters) if plan.adapters else None
     built = build(config, torch.float32 if wide else torch.bfloat16, adapters)
     model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
@@ -323,6 +323,8 @@ def _policy(asked, tokens: int) -> Policy:
         )
     chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
+    if asked.tile == "auto":  # the least that a step takes, whatever is free
+        chosen["time_tile"] = min(chosen["tile"], TIME_TILE_LEAST)
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 
@@ -344,12 +346,15 @@ def _counted(config: _Values, adapters: Adapters | None) -> Counted:
     return Counted.of(built, _layers(built), adapters)
 
 
-def simulated_plan(model, run: Run, names: list[str], *, max_seq_len: bool = False) -> Plan:
+def simulated_plan(
+    model, run: Run, names: list[str], *, max_seq_len: bool = False, progress=None
+) -> Plan:
     """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's,
     with inputs and attention outputs on the host where layers run tile by tile; seconds are those
     of its FLOPs and of the bytes that were counted.
 
-    run: with what was `counted` for a shape; names: of the placements to try. Raises ValueError for
+    run: with what was `counted` for a shape; names: of the placements to try; progress: as plan()
+        has it. Raises ValueError for
         what cannot be simulated.
     """
     if run.ranks > 1 and run.checkpointing in (STOCK, STOCK_CHECKPOINTING):
@@ -361,7 +366,13 @@ def simulated_plan(model, run: Run, names: list[str], *, max_seq_len: bool = Fal
     found = at(run.seq_len * run.ranks)
     if not max_seq_len:
         return found
-    way = _longest(at, found)
+
+    def tried(tokens: int) -> Plan:
+        if progress:
+            progress(tokens)
+        return at(tokens)
+
+    way = _longest(tried, found)
     said = {
         "every": "auto",
         "seq_len": way.seq_len if way else 0,

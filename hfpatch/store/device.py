@@ -1,4 +1,4 @@
-"""Streams, events, pinned memory and threads: the one way in which the session reaches a device.
+"""Streams, events, pinned memory and threads: the one way to a device.
 
 `Device` is one whose copies are synchronous, the CPU and all that are not CUDA's; `CudaDevice` the
 real one. Tests hand in their own and so see every synchronisation (tests/faults/checker.py).
@@ -19,7 +19,7 @@ from hfpatch.compat import has_values, version
 
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
-    """A host buffer of nbytes (uint8). Every host buffer of the session is made here.
+    """A host buffer of nbytes (uint8). Every host buffer of the package is made here.
 
     mapped: pages of its own, for pinning. Private ones that a fork does not inherit: a data
     loader's workers would keep shared ones alive after they are freed here. MemoryError where the

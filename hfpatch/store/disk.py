@@ -51,8 +51,8 @@ class File:
 class Bounce:
     """A pinned buffer between the device and the threads, and the last two that used it."""
 
-    def __init__(self, lease: Loan):
-        self.lease, self.bytes = lease, lease.thing.bytes
+    def __init__(self, loan: Loan):
+        self.loan, self.bytes = loan, loan.thing.bytes
         self.job: Future | None = None  # the thread's
         self.copied = None  # event of the copy out of it
 
@@ -129,11 +129,11 @@ class DiskDirectory:
         """A buffer to read into. wanted: now, so that one is made where all are in use."""
         if not wanted and len(self.read_bounces) - self.read_bounces.free >= BUFFERS - RESERVE:
             return None
-        lease = self.read_bounces.take()
-        if lease is None:
+        loan = self.read_bounces.take()
+        if loan is None:
             self.read_bounces.add(Bounce(self.pool.take(PIECE)))
-            lease = self.read_bounces.take()
-        return lease
+            loan = self.read_bounces.take()
+        return loan
 
     def start(self, file: File, bounce: Bounce, first: int, nbytes: int) -> Future:
         bounce.job = self.readers.submit(
@@ -179,11 +179,11 @@ class Read:
 
     def _ahead(self, wanted: bool = False) -> None:
         while self.pieces:
-            lease = self.disk.take_bounce(wanted)
-            if lease is None:
+            loan = self.disk.take_bounce(wanted)
+            if loan is None:
                 return
             piece, wanted = self.pieces.popleft(), False
-            self.started.append((piece, lease, self.disk.start(self.file, lease.thing, *piece[2:])))
+            self.started.append((piece, loan, self.disk.start(self.file, loan.thing, *piece[2:])))
 
     def land(self, destination: Tensor, stream) -> None:
         """Copies the rows into destination [B, t, ...] (contiguous a batch row), on `stream`, which
@@ -191,11 +191,11 @@ class Read:
         """
         while self.pieces or self.started:
             self._ahead(wanted=not self.started)
-            (row, offset, _, nbytes), lease, job = self.started.popleft()
+            (row, offset, _, nbytes), loan, job = self.started.popleft()
             job.result()
             flat = destination[row].view(-1).view(torch.uint8)
             device = self.disk.device
             flat[offset : offset + nbytes].copy_(
-                lease.thing.bytes[:nbytes], non_blocking=device.pins
+                loan.thing.bytes[:nbytes], non_blocking=device.pins
             )
-            lease.thing.copied = device.mark(stream)
+            loan.thing.copied = device.mark(stream)

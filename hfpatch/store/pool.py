@@ -1,11 +1,20 @@
-"""What is lent out again and again: pieces of host memory, ring slots, bounce buffers.
+"""What is lent out again and again: pieces of host memory, bounce buffers.
 
 A thing is free exactly while no Loan of it lives. Nothing has to be handed back, so nothing can be
 lost, wherever an exception (or Ctrl-C, between any two lines) ends a step.
+
+Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator
+rounds each tensor to a power of two, which makes 131,073 tokens cost twice what 131,072 do.
 """
 
+import warnings
 import weakref
 from bisect import bisect_left
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hfpatch.store.device import Block, Device
 
 
 class Loan:
@@ -18,7 +27,7 @@ class Loan:
 
 
 class Shelf:
-    """Things of one kind. Used by one thread at a time."""
+    """Things of one kind (bounce buffers). Used by one thread at a time."""
 
     def __init__(self, things=()):
         self.rows = [[thing, lambda: None] for thing in things]
@@ -32,15 +41,15 @@ class Shelf:
     @property
     def free(self) -> int:
         """How many may be taken."""
-        return sum(lease() is None for _, lease in self.rows)
+        return sum(loan() is None for _, loan in self.rows)
 
     def take(self) -> Loan | None:
-        """A lease of one that is free, or None."""
+        """A loan of one that is free, or None."""
         for row in self.rows:
             if row[1]() is None:
-                lease = Loan(row[0])
-                row[1] = weakref.ref(lease)
-                return lease
+                loan = Loan(row[0])
+                row[1] = weakref.ref(loan)
+                return loan
         return None
 
     def drop_free(self) -> None:
@@ -48,26 +57,34 @@ class Shelf:
         self.rows = [row for row in self.rows if row[1]() is not None]
 
 
-class Area:
-    """Bytes of one block, lent in pieces of any size that lie behind each other. Used by one thread
-    at a time.
+@dataclass
+class Piece:
+    """Bytes of a host block, which they keep registered."""
 
-    make(start, end): what a lease of those bytes is of. The lowest gap that is large enough is
-    taken: what a forward takes and its backward gives back in reverse leaves none in between.
+    block: Block
+    bytes: Tensor
+
+
+class Area:
+    """A block of host memory, lent in pieces of any size that lie behind each other. Used by one
+    thread at a time.
+
+    block: device.Block. The lowest gap that is large enough is taken: what a forward takes and its
+    backward gives back in reverse leaves none in between.
     """
 
-    def __init__(self, nbytes: int, make):
-        self.nbytes, self.make = nbytes, make
-        self.rows: list[tuple] = []  # (start, end, weak reference to the lease), ascending
+    def __init__(self, block, nbytes: int):
+        self.block, self.nbytes = block, nbytes
+        self.rows: list[tuple] = []  # (start, end, weak reference to the loan), ascending
         self.low = 0  # where to begin to look: all below is taken, or too small for what came last
 
     @property
     def taken(self) -> int:
         """Bytes that are lent now."""
-        return sum(end - start for start, end, lease in list(self.rows) if lease() is not None)
+        return sum(end - start for start, end, loan in list(self.rows) if loan() is not None)
 
     def take(self, nbytes: int, low: int | None = None) -> Loan | None:
-        """A lease of so many bytes from `low` on, or None."""
+        """A loan of a Piece of so many bytes from `low` on, or None."""
         at = self.low if low is None else low
         first, i = at, bisect_left(self.rows, (at,))
         while True:
@@ -78,11 +95,90 @@ class Area:
             if i == len(self.rows):
                 return None
             at, i = self.rows[i][1], i + 1
-        lease = Loan(self.make(at, at + nbytes))
-        self.rows.insert(i, (at, at + nbytes, weakref.ref(lease, lambda _: self._given_back(at))))
+        loan = Loan(Piece(self.block, self.block.bytes[at : at + nbytes]))
+        self.rows.insert(i, (at, at + nbytes, weakref.ref(loan, lambda _: self._given_back(at))))
         if at <= max(first, self.low):
             self.low = at + nbytes
-        return lease
+        return loan
 
     def _given_back(self, at: int) -> None:
         self.low = min(self.low, at)
+
+
+ALIGNED = 64  # bytes; where a piece of host memory starts
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+class HostPool:
+    """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
+
+    Registering memory with CUDA takes long, so every request is cut from few large blocks: a batch
+    of any shorter length, under any policy, runs in what a longer one took. Where a step needs more
+    than there is, one block replaces those before. It is twice as large as they were if the caller
+    allows it, so that lengths which grow little by little register seldom: as often as the length
+    doubles. Where registering fails, memory is pageable from then on.
+    """
+
+    def __init__(self, device: Device):
+        self.device, self.pinned = device, device.pins
+        self.areas: list[Area] = []
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(area.nbytes for area in self.areas)
+
+    @property
+    def bytes_free(self) -> int:
+        """Bytes that wait for use."""
+        return self.bytes_held - sum(area.taken for area in self.areas)
+
+    def _make(self, nbytes: int) -> Area:
+        block = Block(self.device, nbytes, self.pinned)
+        if block.status:
+            self.pinned = False
+            warnings.warn(
+                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered "
+                f"{block.status}; copies run "
+                "from pageable memory, more slowly: give the container more memory (or locked "
+                "memory, ulimit -l), or use "
+                "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
+                stacklevel=2,
+            )
+        area = Area(block, nbytes)
+        self.areas.append(area)
+        return area
+
+    def take(self, nbytes: int) -> Loan:
+        """A loan of a Piece of at least nbytes, out of a new block of that size where there is no
+        room.
+        """
+        nbytes = _aligned(nbytes)
+        for low in (None, 0):  # then between what is taken
+            for area in self.areas:
+                loan = area.take(nbytes, low)
+                if loan is not None:
+                    return loan
+        return self._make(nbytes).take(nbytes)
+
+    def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
+        """Makes sure that `sizes[nbytes]` requests of each size can be served, in any order.
+
+        most: bytes up to which more than that may be held, for lengths to come.
+        """
+        wanted = sum(_aligned(nbytes) * count for nbytes, count in sizes.items())
+        # No piece lies in two blocks, so the end of each but the last may stay empty.
+        lost = max(0, len(self.areas) - 1) * max(map(_aligned, sizes), default=0)
+        if wanted <= self.bytes_free - lost:
+            return
+        more = 2 * self.bytes_held
+        self.give_back()
+        self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
+
+    def give_back(self) -> None:
+        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it
+        goes.
+        """
+        self.areas = [area for area in self.areas if area.taken]

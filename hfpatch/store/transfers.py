@@ -1,124 +1,48 @@
-"""Where a layer's inputs wait for its backward: on the device, in pinned host memory, or in files
-on a disk.
+"""Tensors that wait for a backward: on the device, in pinned host memory, or in files on a disk.
 
-Nothing here waits on the compute stream except for the event it needs, and nothing calls
-`record_stream`: with it the caching allocator holds freed blocks until the host has seen an event,
-which the host, running ahead, does late. A copy's source is kept alive until the stream it came
-from has been made to wait for the copy (`settle`): the later that is, the more work hides the copy,
-and the longer its source takes memory. Its destination comes from buffers allocated on the compute
-stream, and the `Ticket` that owns them makes that stream wait before they go back.
+Three streams work for a device: the compute stream, one for copies to the store and one for copies
+back. Who waits for whom:
 
-What is lent is free again when its lease dies (lease.py), so an exception, wherever it comes,
-leaves nothing to clear up.
+    save(x)      to_host waits for compute     x is complete, and whoever read the block before
+                 copy x -> block on to_host    is done (its ticket ended with a wait, see below)
+                 x stays in `unsettled`
+    settle()     compute waits for the copy    then x goes, and its memory may be used again
+    fetch(...)   to_device waits for compute,  what ran in that memory before is over, and what is
+                 or for the slot's last use    read has been written: settle() came first
+                 copy block -> slot on to_device
+    ticket.wait  compute waits for to_device   the tensors may be used
+    ticket.done  a mark on compute, for the    at the last use of the tensors, or when the ticket
+                 slot's next fetch             goes unused
 
-Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator
-rounds each tensor to a power of two, which makes 131,073 tokens cost twice what 131,072 do.
+The host waits for files alone. The later settle() comes, the more work hides a copy and the longer
+its source takes memory: a caller says how many bytes of sources may stay.
+
+Nothing calls `record_stream`: with it the caching allocator holds freed blocks until the host has
+seen an event, which the host, running ahead, does late. In its place each tensor goes back to the
+stream whose memory it is, after that stream was made to wait for the tensor's last copy.
+
+What is lent (pieces of host memory, slots of a ring) is free again when its Loan or Ticket goes, so
+an exception, wherever it comes, leaves nothing to clear up. tests/faults/checker.py finds every wait
+that is missing. Files: disk.py. Host memory: pool.py.
 """
 
 import sys
-import warnings
 from collections import deque
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from hfpatch.compat import graph_task, version
-from hfpatch.store.device import Block, Device, device_for
+from hfpatch.store.device import Device, device_for
 from hfpatch.store.disk import DiskDirectory, File, Read
-from hfpatch.store.pool import Area, Loan, Shelf
+from hfpatch.store.pool import HostPool, Loan, Piece
 
 WRITTEN_TO = (
     "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
     "clone it before the in-place operation."
 )
-
-
-class HostPool:
-    """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
-
-    Registering memory with CUDA takes long, so every request is cut from few large blocks: a batch
-    of any shorter length, under any policy, runs in what a longer one took. Where a step needs more
-    than there is, one block replaces those before. It is twice as large as they were if the caller
-    allows it, so that lengths which grow little by little register seldom: as often as the length
-    doubles. Where registering fails, memory is pageable from then on.
-    """
-
-    def __init__(self, device: Device):
-        self.device, self.pinned = device, device.pins
-        self.areas: list[Area] = []
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(area.nbytes for area in self.areas)
-
-    @property
-    def bytes_free(self) -> int:
-        """Bytes that wait for use."""
-        return self.bytes_held - sum(area.taken for area in self.areas)
-
-    def _make(self, nbytes: int) -> Area:
-        block = Block(self.device, nbytes, self.pinned)
-        if block.status:
-            self.pinned = False
-            warnings.warn(
-                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered "
-                f"{block.status}; copies run "
-                "from pageable memory, more slowly: give the container more memory (or locked "
-                "memory, ulimit -l), or use "
-                "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
-                stacklevel=2,
-            )
-        area = Area(nbytes, lambda a, b: Piece(block, block.bytes[a:b]))
-        self.areas.append(area)
-        return area
-
-    def take(self, nbytes: int) -> Loan:
-        """A lease of a Piece of at least nbytes, out of a new block of that size where there is no
-        room.
-        """
-        nbytes = _aligned(nbytes)
-        for low in (None, 0):  # then between what is taken
-            for area in self.areas:
-                lease = area.take(nbytes, low)
-                if lease is not None:
-                    return lease
-        return self._make(nbytes).take(nbytes)
-
-    def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
-        """Makes sure that `sizes[nbytes]` requests of each size can be served, in any order.
-
-        most: bytes up to which more than that may be held, for lengths to come.
-        """
-        wanted = sum(_aligned(nbytes) * count for nbytes, count in sizes.items())
-        # No piece lies in two blocks, so the end of each but the last may stay empty.
-        lost = max(0, len(self.areas) - 1) * max(map(_aligned, sizes), default=0)
-        if wanted <= self.bytes_free - lost:
-            return
-        more = 2 * self.bytes_held
-        self.give_back()
-        self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
-
-    def give_back(self) -> None:
-        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it
-        goes.
-        """
-        self.areas = [area for area in self.areas if area.taken]
-
-
-ALIGNED = 64  # bytes; where a piece of host memory starts
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
-
-
-@dataclass
-class Piece:
-    """Bytes of a host block, which they keep registered."""
-
-    block: Block
-    bytes: Tensor
 
 
 @dataclass
@@ -133,14 +57,7 @@ class Saved:
     version: int = 0
     block: Loan | None = None
     file: File | None = None
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token of one batch row."""
-        width = 1
-        for n in self.shape[2:]:
-            width *= n
-        return width * self.dtype.itemsize
+    row_bytes: int = 0  # of one token of one batch row, where it is not on the device
 
     def tensor(self) -> Tensor:
         """The kept tensor, checked not to have been written to since."""
@@ -176,12 +93,12 @@ class Ticket:
 
     slot, copying, device = None, False, None  # also where Ctrl-C ends __init__
 
-    def __init__(self, device: Device, side, tensors: list[Tensor], slot: Loan | None):
+    def __init__(self, device: Device, side, tensors: list[Tensor], slot: Slot | None, free=None):
         self.device, self.side, self.tensors = device, side, tensors
         self.owner = device.current()  # the stream from whose memory the tensors come
         self.user = self.ready = None
         self.reads: list[tuple[Tensor, Read]] = []
-        self.slot = slot
+        self.slot, self.free = slot, free
 
     def wait(self) -> list[Tensor]:
         """The tensors, safe to use on the current stream."""
@@ -211,7 +128,8 @@ class Ticket:
                 device.wait(device.mark(self.user), self.owner)
             self.copying = False
         if self.slot is not None:
-            self.slot.thing.after = device.mark(self.user or self.owner)
+            self.slot.after = device.mark(self.user or self.owner)
+            self.free.append(self.slot)
             self.slot = None
         self.tensors, self.reads = [], []
 
@@ -248,7 +166,7 @@ class Transfers:
         """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece
         by piece.
         """
-        saved = Saved(tuple(shape), dtype)
+        saved = Saved(tuple(shape), dtype, row_bytes=prod(shape[2:]) * dtype.itemsize)
         if self.disk is not None:
             saved.file = self.disk.file()
         else:
@@ -287,7 +205,10 @@ class Transfers:
     @property
     def unsettled_bytes(self) -> int:
         """Bytes of the sources whose copies were started since the last settle()."""
-        return sum(x.untyped_storage().nbytes() for x, *_ in self.unsettled)
+        nbytes = 0
+        for x, _, _ in self.unsettled:
+            nbytes += x.untyped_storage().nbytes()
+        return nbytes
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
         """Releases the sources of copies, the oldest first; their streams wait for the copies
@@ -301,22 +222,32 @@ class Transfers:
             nbytes, sources = self.unsettled_bytes, list(self.unsettled)
             self.copied.append((sources, nbytes, self.device.mark(self.to_host)))
             self.unsettled.clear()
-        held = sum(nbytes for _, nbytes, _ in self.copied)
+        held, streams, written_to = 0, set(), False
+        for _, nbytes, _ in self.copied:
+            held += nbytes
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            for stream in {stream for *_, stream in sources}:
+            streams.clear()
+            for x, before, stream in sources:
+                streams.add(stream)
+                written_to = written_to or version(x) != before
+            x = None
+            for stream in streams:
                 self.device.wait(copied, stream)
             self.copied.popleft()
             held -= nbytes
-            if any(version(x) != before for x, before, _ in sources):
+            if written_to:
                 raise RuntimeError(WRITTEN_TO)
 
     # -- from the tier -----------------------------------------------------------------------------
     def fetch(
-        self, pieces: list[tuple[Saved, int, int, Tensor | None]], slot: Loan | None = None
+        self,
+        pieces: list[tuple[Saved, int, int, Tensor | None]],
+        slot: Slot | None = None,
+        free: deque | None = None,
     ) -> Ticket:
         """Starts copying rows [a, b) of each piece to its destination, or into the slot or a new
-        buffer where that is None.
+        buffer where that is None. free: where the slot goes once the ticket is done.
         """
         device, tensors, copies, offset = self.device, [], [], 0
         for saved, a, b, destination in pieces:
@@ -328,20 +259,19 @@ class Transfers:
                 shape = (saved.shape[0], b - a, *saved.shape[2:])
                 nbytes = shape[0] * shape[1] * saved.row_bytes
                 if slot is not None:
-                    flat = slot.thing.bytes[offset : offset + nbytes]
+                    flat = slot.bytes[offset : offset + nbytes]
                     offset += -(-nbytes // 256) * 256
                 else:
                     flat = torch.empty(nbytes, dtype=torch.uint8, device=self.on_device)
                 destination = flat.view(saved.dtype).view(shape)
             tensors.append(destination)
             copies.append((saved, a, b, destination))
-        ticket = Ticket(device, self.to_device, tensors, slot)
+        ticket = Ticket(device, self.to_device, tensors, slot, free)
         if not copies:
             return ticket
         # Memory comes from the compute stream's allocator: what ran there before owns it until now.
-        # Among that is the wait for the copies to the host (settle, which begins each pass), so
-        # that what is read here has been written.
-        device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)
+        # Among that is the wait of settle(), so that what is read here has been written.
+        device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
             return ticket
@@ -364,7 +294,43 @@ class Transfers:
         self.pool.give_back()
 
 
-class FetchQueue:
+class Ring:
+    """Device buffers for fetches under way, taken in turn.
+
+    A slot is free again as soon as its ticket is done, or goes: wherever an exception ends a step,
+    nothing has to be handed back.
+    """
+
+    def __init__(self, transfers: Transfers):
+        self.transfers = transfers
+        self.drop_ring()
+
+    def drop_ring(self) -> None:
+        """Frees the slots, each when its last ticket goes."""
+        self.slots: list[Slot] = []
+        self.free: deque[Slot] = deque()
+        self.stream = None
+
+    def serves(self, count: int, nbytes: int) -> bool:
+        """Whether there are so many slots of that size, of the current stream's memory."""
+        slots = self.slots
+        large = len(slots) >= count and slots[0].bytes.numel() >= nbytes
+        return large and self.stream == self.transfers.device.current()
+
+    def make_ring(self, count: int, nbytes: int) -> None:
+        """`count` buffers of nbytes, kept while they serve."""
+        if self.serves(count, nbytes):
+            return
+        self.drop_ring()
+        device, buffers = self.transfers.device, []
+        for _ in range(count):
+            buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device))
+        made, self.stream = device.mark(), device.current()
+        self.slots = [Slot(buffer, made) for buffer in buffers]
+        self.free += self.slots
+
+
+class FetchQueue(Ring):
     """The tiles that one backward pass will want, in order: as many under way as its ring has
     slots, across layers.
 
@@ -373,9 +339,8 @@ class FetchQueue:
     """
 
     def __init__(self, transfers: Transfers):
-        self.transfers = transfers
+        super().__init__(transfers)
         self.task = -1
-        self.ring, self.ring_stream = Shelf(), None
         self.pending: deque = deque()
         self.under_way: deque = deque()
 
@@ -390,55 +355,26 @@ class FetchQueue:
             self.drop_ring()
             self.task = task
 
-    def make_ring(self, slots: int, nbytes: int) -> None:
-        """`slots` device buffers of nbytes for tiles under way; kept while they serve. Slots in use
-        go with their tickets.
-        """
-        device = self.transfers.device
-        rows = self.ring.rows
-        if (
-            len(rows) >= slots
-            and rows[0][0].bytes.numel() >= nbytes
-            and self.ring_stream == device.current()
-        ):
-            return
-        self.drop_ring()
-        buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device)
-            for _ in range(slots)
-        ]
-        made = device.mark()
-        self.ring, self.ring_stream = (
-            Shelf([Slot(buffer, made) for buffer in buffers]),
-            device.current(),
-        )
-
-    def drop_ring(self) -> None:
-        """Frees the slots, each when its last ticket goes."""
-        self.ring, self.ring_stream = Shelf(), None
-
     def push(self, owner, requests) -> None:
         """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has
         come.
         """
-        self.pending.extend((owner, request) for request in requests)
+        for request in requests:
+            self.pending.append((owner, request))
         self._fill()
 
     def _fill(self) -> None:
-        while self.pending:
-            slot = self.ring.take()
-            if slot is None:
-                return
+        while self.pending and self.free:
             owner, request = self.pending[0]
-            self.under_way.append((owner, self.transfers.fetch(request(), slot)))
+            ticket = self.transfers.fetch(request(), self.free.popleft(), self.free)
+            self.under_way.append((owner, ticket))
             self.pending.popleft()
 
     def is_for(self, owner) -> bool:
         """Whether the owner, whose turn it is, has something here. What others have goes: one who
         was promised the next turn, where graphs that two threads made take turns in one pass.
         """
-        others = any(o is not owner for o, _ in (*self.under_way, *self.pending))
-        if others:
+        if any(o is not owner for o, _ in (*self.under_way, *self.pending)):
             self.under_way, self.pending = (
                 deque(item for item in queue if item[0] is owner)
                 for queue in (self.under_way, self.pending)

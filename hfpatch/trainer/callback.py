@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from traceback import walk_stack
 
 import torch
@@ -21,11 +21,14 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.hardware import gpu_named
 from hfpatch.budget.seconds import Resident
-from hfpatch.compat import is_sharded_by_zero3, parallelism_config
+from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model
 from hfpatch.parts.quantised import as_trained
 from hfpatch.store.device import mark_batch_ready
+from hfpatch.trainer import memory
 from hfpatch.trainer.marks import first_to_say
+from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
+from hfpatch.trainer.planned_seconds import planned_seconds
 
 
 class Callback(TrainerCallback):
@@ -65,7 +68,7 @@ class Callback(TrainerCallback):
         self.report = None  # what apply said
         self._applied = lambda: None
         self._hook = self._loader = None
-        self._warned = False
+        self._warned, self._last, self._unwrap = False, None, lambda: None
         self._tokens, self._flops, self._shapes, self._steps = 0, 0.0, Counter(), 0
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -131,6 +134,8 @@ class Callback(TrainerCallback):
         ):
             self._warned = True
             warnings.warn(words, stacklevel=2)
+        if type(optimizer).__module__.startswith("torchao.optim") and args.process_index == 0:
+            say_compiling(type(optimizer).__name__)
         # a run that looks for its batch size begins again, and never ended
         self.on_train_end(args, state, control)
         self._loader = kwargs.get("train_dataloader")
@@ -145,7 +150,29 @@ class Callback(TrainerCallback):
         )
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._explain_memory(args, model)
         self._start(state)
+
+    def _explain_memory(self, args, model):
+        """Memory that runs out in a step of this Trainer teaches the next start of the run."""
+        from transformers import Trainer
+
+        trainer = _caller(Trainer)
+        if trainer is None or not memory.runtimes(model):
+            return
+        memory.begin(model, args)
+        step = trainer.training_step
+
+        def training_step(*positional, **named):
+            try:
+                return step(*positional, **named)
+            except Exception as error:
+                if memory.is_out_of_memory(error) and self._last:
+                    memory.explain(model, args, self._last, error)
+                raise
+
+        trainer.training_step = training_step
+        self._unwrap = partial(vars(trainer).pop, "training_step", None)
 
     def _count(self, model, positional, named):
         if not model.training:
@@ -154,7 +181,7 @@ class Callback(TrainerCallback):
             positional, named = (), positional[0]
         ids = named.get("input_ids", positional[0] if positional else named.get("inputs_embeds"))
         if ids is not None:  # shapes alone: nothing waits for the device
-            B, T = ids.shape[:2]
+            B, T = self._last = ids.shape[:2]
             self._tokens += B * T
             self._shapes[B, T] += 1
             if self._shape:
@@ -189,6 +216,7 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(extra)
 
     def on_train_end(self, args, state, control, **kwargs):
+        self._unwrap()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -260,40 +288,6 @@ def _noting_arrivals(kind: type) -> type:
     return type(kind.__name__, (kind,), {"__iter__": batches})
 
 
-# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin,
-# optimi, torchdistX.
-_KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
-
-
-def rounded_to_nearest(optimizer) -> str:
-    """What to say where an optimizer rounds updates of 16-bit weights away; "" where it does not.
-
-    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it
-    comes. Engines hand their optimizers fp32 copies, and those are what stands in its groups.
-    """
-    asked = getattr(optimizer, "defaults", {})
-    if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
-        return ""
-    weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-    half = [
-        p
-        for p in weights
-        if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)
-    ]
-    if not half:
-        return ""
-    return (
-        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} "
-        f"came: {len(half)} of "
-        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, "
-        "and updates below about "
-        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", '
-        'optim_args="bf16_stochastic_round=True" '
-        "to TrainingArguments (pip install torchao), or load the model in float32 and pass "
-        "bf16=True."
-    )
-
-
 def memory_columns(device) -> dict:
     """Peak memory in GiB: allocated on the GPU, where there is one, and the process's largest
     resident set.
@@ -340,7 +334,7 @@ def _planner(model, optimizer):
     def seconds(shapes, steps: int) -> float | None:
         states = nbytes(value for state in optimizer.state.values() for value in state.values())
         stays = Resident(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
-        found = [(session.planned_seconds(B, T, stays), n) for (B, T), n in shapes.items()]
+        found = [(planned_seconds(session, B, T, stays), n) for (B, T), n in shapes.items()]
         if any(one is None for one, _ in found):
             return None
         return sum(n * once for (once, _), n in found) + steps * max(step for (_, step), _ in found)

@@ -91,6 +91,7 @@ def flags(model, data, args) -> None:
         _process_rules(args),
         _model_rules(model, data),
         _quantisation_rules(model, args),
+        _float8_rules(model, args),
         _implementation_rules(model, args),
         _data_rules(model, data, args),
     )
@@ -172,6 +173,21 @@ def _quantisation_rules(model, args):
     yield (
         args.deepspeed or args.fsdp,
         f"{bits[0]} keeps a whole base on each GPU, an engine came; drop one.",
+    )
+
+
+def _float8_rules(model, args):
+    yield (
+        model.fp8 and model.lora_r,
+        f"--fp8 {model.fp8} is for full training, --lora_r came; drop one.",
+    )
+    yield (
+        model.fp8 and (args.deepspeed or args.fsdp),
+        f"--fp8 {model.fp8} was tried without an engine alone, one came; drop one.",
+    )
+    yield (
+        model.fp8 and _missing("torchao"),
+        "--fp8 needs the package torchao, it is missing; pip install torchao.",
     )
 
 

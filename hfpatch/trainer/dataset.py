@@ -70,10 +70,11 @@ def _labels(ids, learned) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Collator:
-    """Stacks rows into a dict of [B, T] int64 tensors without attention_mask, padded on the right.
+    """Stacks rows into a dict of [B, T] int64 tensors, padded on the right.
 
     pad_id: the token of the padding. multiple: of which T is a multiple. positions: adds
-    position_ids to rows that have none.
+    position_ids to rows that have none, for ranks that share rows. Other rows without position_ids
+    get an attention_mask where some are padded, by which they run without their padding.
     """
 
     pad_id: int = 0
@@ -94,8 +95,13 @@ class Collator:
                 for row in rows
             ]
             batch[name] = torch.stack(padded)
-        if self.positions and "position_ids" not in batch:
+        if "position_ids" in batch:
+            return batch
+        if self.positions:
             batch["position_ids"] = torch.arange(T).repeat(len(rows), 1)
+        elif any(len(row["input_ids"]) < T for row in rows):
+            lengths_B1 = torch.tensor([[len(row["input_ids"])] for row in rows])
+            batch["attention_mask"] = (torch.arange(T) < lengths_B1).long()
         return batch
 
 

@@ -81,6 +81,12 @@ class ModelArguments:
     )
     dtype: str = _flag("auto", "Type of the weights; auto: the checkpoint's, float32 for a preset.",
                        choices=["auto", "float32", "bfloat16"])  # fmt: skip
+    fp8: str | None = _flag(
+        None,
+        "The layers' products in torchao's float8, scaled by rows; emulated where a device has "
+        "none.",
+        choices=["rowwise", "rowwise_with_gw_hp"],
+    )
     attn_implementation: str = _flag(
         "sdpa", "Attention of transformers.", choices=["sdpa", "eager", "flash_attention_2"]
     )

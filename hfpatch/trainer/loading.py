@@ -112,6 +112,10 @@ def load_model(model, config, seed: int):
     made.config.use_cache = (
         False  # a cache would join packed documents, and nothing reads it in training
     )
+    if model.fp8:
+        from hfpatch.trainer.float8 import convert
+
+        return convert(made, model.fp8)
     return with_lora(made, model) if model.lora_r else made
 
 

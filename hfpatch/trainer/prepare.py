@@ -1,6 +1,6 @@
 """From flags to the tokenizer and the datasets that Trainer takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -10,15 +10,19 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.trainer import chat, data_files, dataset, packing, sources, tokenizer
 from hfpatch.trainer.loading import loads
 from hfpatch.trainer.stream import StreamDataset
-from hfpatch.trainer.tokens import fingerprint_of, tokenize
+from hfpatch.trainer.tokens import fingerprint_of, samples_of, tokenize
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows that can be read again and again, and the digest of their content."""
+    """Rows that can be read again and again, and the digest of their content.
+
+    samples: of files whose names alone make the fingerprint, a digest each (tokens.samples_of).
+    """
 
     rows: object  # () -> iterator of sources.Row and sources.Malformed
     fingerprint: str
+    samples: dict[str, str] = field(default_factory=dict)
 
 
 def source(paths, data, *, split: str | None = None, digest: bool = True, say=print) -> Source:
@@ -28,7 +32,8 @@ def source(paths, data, *, split: str | None = None, digest: bool = True, say=pr
         paths: of --data or --eval_data.
         data: the DataArguments.
         split: in place of --data_split.
-        digest: read the files for their fingerprint; without it (streaming) their names make it.
+        digest: read the files for their fingerprint; without it (streaming) their names make it, and
+            samples of each stand beside it.
         say: as in data_files.find().
 
     Raises:
@@ -50,6 +55,7 @@ def source(paths, data, *, split: str | None = None, digest: bool = True, say=pr
             paths, pattern=data.data_glob, exclude=data.data_exclude, form=form, say=say
         )
         print_of = fingerprint_of(files) if digest else repr([str(f) for f in files])
+        samples = {} if digest else samples_of(files)
     except OSError as error:
         raise ValueError(
             f"hfpatch: cannot read {error.filename} ({error.strerror}); check --data."
@@ -70,7 +76,7 @@ def source(paths, data, *, split: str | None = None, digest: bool = True, say=pr
             files, text_field=data.text_field, text_unit=data.text_unit, form=form, split=split
         )
 
-    return Source(rows, f"{print_of}-{data.text_unit}-{form}-{split}")
+    return Source(rows, f"{print_of}-{data.text_unit}-{form}-{split}", samples)
 
 
 def _hub_like(name: str) -> bool:
@@ -179,6 +185,7 @@ class Datasets:
     bytes_per_token: float
     attention_share: float
     fingerprint: str
+    samples: dict[str, str]
 
 
 def _windows(config) -> dict[int, int]:
@@ -243,7 +250,9 @@ def load_datasets(data, train: Source, tokenizer, config, *, seed: int, say) -> 
         prepared = dataset.prepare(held, chosen, name="validation", **cut)
         summaries.append(prepared.summary)
         evaluation, bytes_per_token = prepared.dataset, prepared.bytes_per_token
-    return Datasets(made, evaluation, tuple(summaries), bytes_per_token, share, digest)
+    return Datasets(
+        made, evaluation, tuple(summaries), bytes_per_token, share, digest, train.samples
+    )
 
 
 def _eval_source(data, train: Source, say) -> Source:

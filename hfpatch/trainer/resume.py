@@ -140,6 +140,7 @@ def checkpoint_matches(checkpoint: str, record: dict) -> str | None:
         before = {"model": {k: values[k] for k in record["model"] if k in values}}
     else:
         return None
+    _same_files(checkpoint, before.get("samples", {}), record.get("samples", {}))
     different, allowed = [], []
     for key, value in record.items():
         old, new = (v if isinstance(v, dict) else {key: v} for v in (before.get(key, {}), value))
@@ -155,7 +156,19 @@ def checkpoint_matches(checkpoint: str, record: dict) -> str | None:
     )
 
 
-def run_record(config, model, data, args, fingerprint: str) -> dict:
+def _same_files(checkpoint: str, before: dict[str, str], now: dict[str, str]) -> None:
+    """ValueError where a file that --streaming reads on is another than when the run began."""
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise ValueError(
+            f"hfpatch: {changed[0]}{more} changed since the checkpoint {checkpoint}, and "
+            "--streaming goes on where it stood in the file; restore the file, or start anew with "
+            "--model set to the checkpoint."
+        )
+
+
+def run_record(config, model, data, args, datasets) -> dict:
     """What a resumed run must share with the one before (model, data, batches, optimizer).
 
     Under "may_differ": what takes effect in the resumed run. The optimizer's settings come back
@@ -175,7 +188,8 @@ def run_record(config, model, data, args, fingerprint: str) -> dict:
             "load_in_4bit": model.load_in_4bit,
             "load_in_8bit": model.load_in_8bit,
         },
-        "data": fingerprint,
+        "data": datasets.fingerprint,
+        "samples": datasets.samples,
         "rows": {name: getattr(data, name) for name in _ROWS},
         "seed": args.seed,
         "data_seed": args.data_seed,

@@ -14,11 +14,11 @@ class StopCleanly(TrainerCallback):
 
     time_limit: seconds of training, 0 for none. After training, `signal` is the number of the
     signal that stopped it (SIGTERM for a lost launcher), 0 for none; `code` is the exit code, 128 +
-    signal or 0.
+    signal or 0; `late`: the time limit stopped it.
     """
 
     def __init__(self):
-        self.time_limit, self.signal = 0.0, 0
+        self.time_limit, self.signal, self.late = 0.0, 0, False
         self._heard, self._before, self._began = 0, {}, 0.0
         self._launcher = launcher()
         self._begun = threading.Event()
@@ -81,6 +81,7 @@ class StopCleanly(TrainerCallback):
         if heard:
             self.signal, control.should_save, control.should_training_stop = heard, True, True
         elif late:
+            self.late = True
             control.should_training_stop = control.should_log = True
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -1,9 +1,9 @@
 """Tokenizes rows once into flat files that are named by their content and read by memory map."""
 
 import hashlib
-import itertools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from hfpatch.trainer import chat, folders, sources
 
 _FORMAT = 3  # part of the name: raise it when the files' content changes
 _FILES = ("ids.bin", "learned.bin", "offsets.npy")
+# Pieces of a file that are compared where the whole is not read twice.
+SAMPLES, SAMPLE_BYTES = 16, 4096
 _NAMED = 20  # malformed rows that are printed; the rest are counted
 
 
@@ -39,16 +41,35 @@ class Tokens:
 def fingerprint_of(files) -> str:
     """Hex digest of the names and the bytes of the files; of folders, those of all files inside."""
     digest = hashlib.blake2b(digest_size=16)
-    inside = (
-        sorted(p for p in Path(f).rglob("*") if p.is_file()) if Path(f).is_dir() else [f]
-        for f in files
-    )
-    for file in itertools.chain(*inside):
-        digest.update(b"%b\0%d\0" % (os.fsencode(Path(file).name), os.path.getsize(file)))
+    for file in _each(files):
+        digest.update(b"%b\0%d\0" % (os.fsencode(file.name), os.path.getsize(file)))
         with open(file, "rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def samples_of(files) -> dict[str, str]:
+    """Hex digest of each file's size and of SAMPLES pieces of it, by path: for data that are too
+    large to read twice. A changed time alone is no change, since data are copied to new machines.
+    """
+    return {str(file): _sampled(file) for file in _each(files)}
+
+
+def _sampled(file: Path) -> str:
+    size = os.path.getsize(file)
+    digest = hashlib.blake2b(b"%d" % size, digest_size=16)
+    with open(file, "rb") as stream:
+        for i in range(SAMPLES):
+            stream.seek(i * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _each(files) -> Iterator[Path]:
+    """The files, and of folders all files inside."""
+    for file in map(Path, files):
+        yield from sorted(p for p in file.rglob("*") if p.is_file()) if file.is_dir() else [file]
 
 
 def tokenizer_fingerprint(tokenizer) -> str:

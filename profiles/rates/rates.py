@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from hfpatch.budget import hardware, pace
-from hfpatch.budget.adapters import Adapters
+from hfpatch.budget import hardware, pace, seconds
+from hfpatch.budget.adapters import Adapters, layer_linears
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.hardware import GPUS, Gpu
@@ -29,6 +29,9 @@ AGAIN = {
     "none": (0, 0, 0), "half": (0.5, 0, 1), "layer": (0.5, 0.5, 0.5), "full": (1, 1, 1),
     "alst": (1, 1, 1),
 }  # fmt: skip
+# Automodel's experts, fused: what budget/seconds.py would count, in units of its STOCK_FACTOR.
+_FUSED = tuple(tuple(STOCK_FACTOR * n for n in way) for way in ((3, 6), (5, 8)))
+FUSED_EXPERTS = {False: _FUSED, True: _FUSED}
 LLAMA_2_13B = {
     "model_type": "llama", "hidden_size": 5120, "intermediate_size": 13824,
     "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 40,
@@ -136,6 +139,11 @@ def planned(row: Row, ratio: float | None = None) -> StepTime:
     sizes = {"batch": row.batch, "tokens": row.tokens // row.ranks}
 
     def time(policy):
+        counts = {} if row.code == "stock" else FUSED_EXPERTS
+        with mock.patch.dict(seconds.EXPERT_PASSES, counts):
+            return _time(policy)
+
+    def _time(policy):
         flops = step_flops(shape, policy, **sizes)
         if row.again == "alst" and policy == STOCK_CHECKPOINTING:  # its MLP runs once more
             more = 2 * row.batch * row.tokens * shape.over(shape.mlp_weights)
@@ -151,6 +159,9 @@ def planned(row: Row, ratio: float | None = None) -> StepTime:
     }
     if row.code == "fused":
         found["elementwise"] /= STOCK_FACTOR
+    if row.placement == "lora":  # Automodel scales the adapter's few columns, PEFT its output
+        outs = sum(n for _, n in layer_linears(shape, 0).values()) * shape.num_layers
+        found["elementwise"] -= 2 * 4 * row.batch * row.tokens * outs / gpu.memory_rate
     whole_logits = row.code == "stock" and row.placement == "fsdp2"
     found["loss"] = once.loss if whole_logits else fused.loss
     found["optimizer"] = once.optimizer / row.accumulation

@@ -5,6 +5,8 @@ and reference.
     OUTPUT_DIR
 
 PAIRS.jsonl: {"prompt": ..., "chosen": ..., "rejected": ...} a line.
+
+`python scripts/examples/dpo.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import sys
@@ -13,6 +15,7 @@ from datasets import load_dataset
 from trl import DPOConfig, DPOTrainer
 
 import hfpatch
+from hfpatch.trainer.made import small
 
 
 def main(model_name: str, data_file: str, output_dir: str, max_length: int = 65536) -> DPOTrainer:
@@ -43,4 +46,7 @@ def main(model_name: str, data_file: str, output_dir: str, max_length: int = 655
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    if sys.argv[1:] == ["--small"]:
+        main(*small("pairs"), max_length=256)
+    else:
+        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

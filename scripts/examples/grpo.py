@@ -5,6 +5,8 @@ marked.
     OUTPUT_DIR
 
 PROMPTS.jsonl: {"prompt": ...} a line. Put a reward of your own in the place of `ends_itself`.
+
+`python scripts/examples/grpo.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import sys
@@ -13,6 +15,7 @@ from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import hfpatch
+from hfpatch.trainer.made import small
 
 
 def ends_itself(completions, **kwargs) -> list[float]:
@@ -53,4 +56,7 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    if sys.argv[1:] == ["--small"]:
+        main(*small("prompts"), max_completion_length=8)
+    else:
+        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

@@ -5,8 +5,9 @@ hfpatch adds is marked.
     OUTPUT_DIR
 
 `hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand
-what fits. A mixture of experts runs the same: "all-linear" adapts its experts too (name them in
-`target_parameters` for gpt-oss), in tiles; what of them stays in 16 bits is up to transformers.
+what fits.
+
+`python scripts/examples/qlora.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import sys
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 import hfpatch
+from hfpatch.trainer.made import small
 
 SEQ_LENGTH = 128
 
@@ -73,4 +75,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    if sys.argv[1:] == ["--small"]:
+        main(*small("text"))
+    else:
+        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

@@ -4,6 +4,8 @@
     OUTPUT_DIR
 
 Or leave the script as it is: `accelerate launch -m hfpatch run your_sft_script.py ...`.
+
+`python scripts/examples/sft.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import sys
@@ -12,6 +14,7 @@ from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
 import hfpatch
+from hfpatch.trainer.made import small
 
 
 def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
@@ -42,4 +45,7 @@ def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    if sys.argv[1:] == ["--small"]:
+        main(*small("chat"))
+    else:
+        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

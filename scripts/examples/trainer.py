@@ -3,6 +3,8 @@ before.
 
 PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/trainer.py MODEL TEXT_FILE
 OUTPUT_DIR
+
+`python scripts/examples/trainer.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import sys
@@ -18,6 +20,7 @@ from transformers import (
 )
 
 import hfpatch
+from hfpatch.trainer.made import small
 
 
 def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
@@ -53,4 +56,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    if sys.argv[1:] == ["--small"]:
+        main(*small("text"))
+    else:
+        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)

@@ -56,7 +56,7 @@ STEP = "impl kept layers tokens step_s behind tokens_s mfu beyond_gib split_erro
 # Each compiles what it needs; those whose whole run comes in part 1 need no small one.
 SMALL = (
     "01b_float64", "02a_elementwise", "02b_loss", "06_offload_peer", "08_longest", "09_gpu8bit",
-    "12_tiles", "13_qlora",
+    "12_tiles", "13_qlora", "15_streamed",
 )  # fmt: skip
 FULL = (
     "preset layers step_s step_whole_s ratio mfu floor_s attention_s matmul_s copy_wait_s other_s "
@@ -67,6 +67,7 @@ LONGEST = "layers run tokens fits step_s peak_gib error"
 TILES = "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"
 ATTENTION = "backend tokens group fwd_tflop_s bwd_tflop_s new_length_ms chosen"
 CHANGES = "check backend what tokens passed share where step_s pinned_gib apart error"
+TIMELINE = "tokens layers step_s clock_s step_ratio exposed_share idle_s error"
 PLAN = "entry tokens gpu_off host_off seconds_off right"
 PARTS = {
     1: [
@@ -84,6 +85,8 @@ PARTS = {
         Job("07_short_steps",
             "--tokens 8192 32768 --warmup 1 --steps 2 --tiers auto --rivals liger trl --cap-gib 79",
             170, STEP),
+        # The clock's order of copies and kernels beside the card's, before what is only longer.
+        Job("18_timeline", "--tokens 8192 131072 --layers 8 2", 45, TIMELINE, spare=True),
         Job("17_changes", "--checks lengths", 60, CHANGES, spare=True),
         Job("04_attention", "--tokens 131072 32768", 55, ATTENTION, spare=True),
         *(Job(name, "--small", 30) for name in ("11_learning", "03_models", "01a_tests")),
@@ -92,6 +95,7 @@ PARTS = {
         Job("05_step_128k", "--layers 32 16 --steps 1", 250, FULL),
         Job("02b_loss", "", 120, "impl tokens both_ms share extra_mib"),
         Job("02a_elementwise", "", 90, "op impl tokens fwd_share bwd_share"),
+        Job("18_timeline", "--tokens 8192 131072 --layers 8 2", 45, TIMELINE),
         Job("10_plan", "--results {work}", 15, PLAN),
         Job("01b_float64", "", 60, "what dtype tokens passed share", spare=True),
     ],
@@ -104,6 +108,8 @@ PARTS = {
         Job("06_offload_peer", "--tokens 131072 --layers 8 --rivals trl liger", 120, STEP),
         Job("11_learning", "", 80, "preset impl apart held_out_after"),
         Job("05_step_128k", "--model Qwen/Qwen3-8B --layers 8 4 --steps 1", 75, FULL, spare=True),
+        Job("15_streamed", "--tokens 8192 32768 --bases bf16 --layers 16", 90,
+            "base weights tokens step_s loss copy_wait_s peak_gib error", spare=True),
         Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, TILES, spare=True),
         Job("10_plan", "--results {work}", 15, PLAN, spare=True),
     ],
@@ -114,6 +120,7 @@ PARTS = {
             "--tokens 4096 16384 --warmup 1 --steps 2 --tiers auto --rivals liger trl", 100, STEP),
         Job("07_short_steps", "--layers 8 --tokens 8192 32768 --tiers host gpu --rivals", 60,
             "tier tokens step_s overhead"),
+        Job("18_timeline", "--tokens 8192 16384 131072 --layers 32 32 8", 110, TIMELINE, spare=True),
         Job("10_plan", "--results {work}", 15, PLAN),
         Job("08_longest", "--layers 4 --run 1 --tokens 786432", 80, LONGEST, spare=True),
         Job("12_tiles", "--tokens 8192 --tiles 4096 8192", 55, TILES, spare=True),

@@ -6,7 +6,7 @@ import pytest
 
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.presets import preset_config
-from hfpatch.budget.seconds import expert_passes
+from hfpatch.budget.seconds import OUR_EXPERTS
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.rivals import build, prepare
@@ -54,7 +54,9 @@ def test_bytes_of_a_layer(preset, most):
     layer = sum(two.values()) - sum(one.values())
     assert layer <= most * 1e9
     shape = ModelShape.from_config(preset_config(preset))
-    there, home = expert_passes(shape, 0)
-    again = (shape.experts_per_token + 1) * shape.hidden_size  # the rows that products read
-    planned = 2 * TOKENS * (there + home + again)
+    routed, ways = shape.experts_per_token * shape.expert_size, shape.experts_per_token + 1
+    (inner, rows), (inner_back, rows_back) = OUR_EXPERTS
+    moved = routed * (inner + inner_back) + ways * shape.hidden_size * (rows + rows_back)
+    moved += ways * shape.hidden_size  # the rows again, which products read
+    planned = 2 * TOKENS * moved
     assert planned == pytest.approx(of_experts, rel=0.1)

@@ -1,10 +1,12 @@
 """FLOPs by the closed form: windows, experts, what runs again, and what nobody reads."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.choice import decide
 from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.flops import attended, step_flops
@@ -162,20 +164,19 @@ def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
         assert flops.attention_forward == least.attention_forward
 
 
-def counted_traffic(policy, tokens: int) -> dict:
-    """Bytes that one layer of Llama moves beside matmuls and attention, by phase: two layers less
-    one.
-    """
+def counted_traffic(policy, tokens: int, name="llama-3.1-8b", adapters=None, layers=1, **more):
+    """Bytes that one layer moves beside matmuls and attention, by phase: of a layer more."""
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     one, two = (
         simulate(
-            prepare(build(preset_config("llama-3.1-8b") | {"num_hidden_layers": n,
-                                                           "vocab_size": 512}), "hfpatch"),
+            prepare(build(preset_config(name) | {"num_hidden_layers": n, "vocab_size": 1024} | {
+                key: value[:n] if isinstance(value, list) else value for key, value in more.items()
+            }, adapters=adapters), "hfpatch"),
             1, tokens, policy=policy,
         ).ledger.traffic
-        for n in (1, 2)
+        for n in (layers, layers + 1)
     )  # fmt: skip
     return {phase: two[phase] - one[phase] for phase in ("forward", "backward")}
 
@@ -192,6 +193,28 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     sums = (SUM_BYTES * several + SUM_BYTES_ONCE) * shape.trained_of(0) if several > 1 else 0
     assert forward == pytest.approx(counted["forward"], rel=0.05)
     assert backward + sums == pytest.approx(counted["backward"], rel=0.03)
+
+
+SMALL = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+         "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 3}  # fmt: skip
+UNFUSED = [
+    ("openai/gpt-oss-20b", None, SMALL | {"intermediate_size": 384, "num_local_experts": 8}),
+    ("Qwen/Qwen3-30B-A3B", None, SMALL | {"moe_intermediate_size": 384, "num_experts": 8}),
+    ("llama-3.1-8b", Adapters(16), {}),
+]
+
+
+# Two families of experts whose inner size is not the hidden size, and LoRA on every Linear.
+@pytest.mark.parametrize("model, adapters, more", UNFUSED, ids=lambda row: str(row)[:20])
+def test_bytes_of_code_that_is_not_fused_are_those_that_are_counted(model, adapters, more):
+    policy, tokens = Policy("gpu", tile=4096), 4096
+    one = {key: value[:1] if isinstance(value, list) else value for key, value in more.items()}
+    shape = replace(shape_of(model, num_hidden_layers=1, **one), adapters=adapters)
+    counted = counted_traffic(policy, tokens, model, adapters, layers=2, **more)
+    forward, backward = (2 * n for n in _elementwise(shape, policy, tokens, several=False))
+    assert forward == pytest.approx(counted["forward"], rel=0.05)
+    # Sums of gradients that autograd makes in place (of an adapter's input here) are not counted.
+    assert 0.97 * counted["backward"] < backward < 1.1 * counted["backward"]
 
 
 def test_transformers_own_bytes_are_those_that_are_counted():

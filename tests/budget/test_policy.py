@@ -18,7 +18,6 @@ from hfpatch.budget import free as memory
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.choice import (
     HOST_SHARE,
-    LOSSES,
     PINNED_MOST,
     SAME,
     Budget,
@@ -28,15 +27,23 @@ from hfpatch.budget.choice import (
     frontier,
     reserve,
 )
-from hfpatch.budget.cuts import loss_chunk_rows, tile_bounds
+from hfpatch.budget.cuts import loss_chunk_rows, loss_workspaces, tile_bounds
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.ladder import DENSE_TILE, TILES
-from hfpatch.budget.policy import KEEPABLE, Checkpointing, Policy, auto_tile, parse_checkpointing
+from hfpatch.budget.policy import (
+    KEEPABLE,
+    Checkpointing,
+    Policy,
+    auto_tile,
+    parse_checkpointing,
+    time_tile,
+)
 from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import link_bytes
 
 GiB = 2**30
+LOSSES = (512 << 20, 1 << 30, 2 << 30)  # of every model; a small one has smaller ones too
 LLAMA_8B = ModelShape.from_config(preset_config("llama-3.1-8b"))
 
 
@@ -401,6 +408,39 @@ def test_the_loss_takes_larger_chunks_where_memory_is_free():
     assert choose(Checkpointing(), frozen, **sizes, **room).loss_bytes == 512 << 20
 
 
+QUICKSTART = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,
+    "vocab_size": 8192, "max_position_embeddings": 16384,
+}  # fmt: skip
+
+
+# Models from the quickstart's up to 160M, rows from 8k to 128k. Layers that keep everything make
+# the loss's moment the peak whatever it takes itself, so none does.
+@pytest.mark.parametrize("settings", [Checkpointing(plain=0), parse_checkpointing("least")])
+@pytest.mark.parametrize(
+    "name, more", [("llama-tiny", QUICKSTART), ("llama-tiny", {}), ("llama-160m", {})]
+)
+def test_the_loss_is_never_the_peak_of_a_small_model(name, more, settings):
+    shape = ModelShape.from_config(preset_config(name) | more)
+    for itemsize in (2, 4):
+        for tokens in (8192, 32768, 131072):
+            sizes = {"batch": 1, "tokens": tokens, "itemsize": itemsize}
+            policy = choose(settings, shape, **sizes)  # nobody knows what is free
+            moments = step_memory(shape, policy, **sizes).moments
+            peak = max(moments, key=lambda m: m.beyond)
+            assert peak.name != "loss", (tokens, itemsize, policy, moments)
+
+
+def test_the_smallest_workspace_of_the_loss_follows_the_model():
+    assert loss_workspaces(LLAMA_8B, 8192, 2) == LOSSES, "as ever"
+    tiny = ModelShape.from_config(preset_config("llama-tiny") | QUICKSTART)
+    for rows in (8192, 1 << 20):
+        least, *larger = loss_workspaces(tiny, rows, 4)
+        assert tuple(larger[-3:]) == LOSSES or least == LOSSES[0]
+        assert loss_chunk_rows(tiny, rows, 4, least)[0] >= 512
+    assert loss_workspaces(tiny, 8192, 4)[0] < 20 << 20
+
+
 def test_free_memory_buys_speed():
     rooms = [6, 10, 20, 40, 70]
     search = Search(Checkpointing(), LLAMA_8B, batch=1, tokens=16384)
@@ -641,3 +681,13 @@ def test_a_misspelt_field_names_the_nearest():
         ):
             ask()
     assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)
+
+
+def test_mixers_take_the_largest_tile_that_fits():
+    """Down to the least, which nothing free makes smaller."""
+    MiB = 1 << 20
+    assert time_tile(8192, 4096, 16384 * MiB) == 8192
+    assert time_tile(8192, 4096, 16384 * MiB - 1) == 4096
+    assert {time_tile(8192, 4096, free) for free in (0, MiB, None)} == {2048}
+    assert time_tile(64, 4096, None) == 64  # never more than the layer's own
+    assert time_tile(3000, 4096, 0) == 2048

@@ -81,7 +81,7 @@ def test_it_neither_sees_nor_touches_what_is_around(around, expected):
         before = state()
         found = asked(model)
         assert state() == before
-    assert found == expected and expected.answers[0].block and found.prefill
+    assert found == expected and expected.answers[0].block and found.ours
 
 
 class Packed(nn.Linear):
@@ -249,11 +249,7 @@ def test_above_its_limits_layers_run_whole_and_it_is_said(what, monkeypatch):
         monkeypatch.setattr(verdict, "SECONDS", -1.0)
     found = asked(stock)
     reason = "a small instance would have" if what == "parameters" else "the verdict took more than"
-    assert (
-        all(reason in answer.reason for answer in found.answers)
-        and not found.ours
-        and not found.prefill
-    )
+    assert all(reason in answer.reason for answer in found.answers) and not found.ours
     ours = tiny.patched(stock)
     assert "checkpointed whole" in str(hfpatch.apply(ours, checkpointing=tiny.TILED))
     tiny.assert_as_good(ours, stock, tiny.labelled())

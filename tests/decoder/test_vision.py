@@ -1,13 +1,14 @@
-"""Vision-language models, image and text through the wrapper: the language tower is tiled, the rest
-is transformers' own.
+"""Vision-language models, image and text through the wrapper: the language tower is tiled, the
+blocks of the image's are checkpointed, the rest is transformers' own.
 """
 
 import copy
 
 import pytest
+import tiny
 import torch
 from test_families import assert_close, step
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
@@ -115,8 +116,8 @@ def test_an_image_and_text(name, capsys):
     kept = [
         (type(a), type(b)) for a, b in zip(ours.modules(), stock.modules()) if id(a) not in tower
     ]
-    assert sum(a is not b for a, b in kept) == 1 + (name == "llama4"), (
-        "beside the language tower the model alone is ours"
+    assert sum(a is not b for a, b in kept) == 4 + (name == "llama4"), (
+        "beside the language tower the model, the image's tower and its two blocks are ours"
     )
     found = []
     last = stack.layers[-1]
@@ -147,3 +148,147 @@ def test_a_cache_that_nobody_asked_for_keeps_no_layer_whole(loss):
         {n: p.grad for n, p in stock.named_parameters()},
     )
     assert ours(**batch, use_cache=True).past_key_values is not None, "where it was asked for"
+
+
+WAYS = ("trained", "frozen", "adapted", "checkpointed", "embeddings want gradients")
+
+
+def in_a_way(model, way: str):
+    """The model with a tower that is trained, frozen, or frozen with adapters in it."""
+    if way == "checkpointed":
+        model.gradient_checkpointing_enable()
+    if way in ("frozen", "adapted", "embeddings want gradients"):
+        for name, p in model.named_parameters():
+            p.requires_grad_("vis" not in name)
+    if way == "embeddings want gradients":  # as PEFT and Trainer have it beside checkpointing
+        model.enable_input_require_grads()
+        conv = next(
+            m
+            for n, m in model.named_modules()
+            if n.endswith(("patch_embed", "patch_embedding", "patch_conv"))
+        )
+        conv.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    if way == "adapted":
+        peft = pytest.importorskip("peft")
+        settings = peft.LoraConfig(
+            r=2, target_modules=r".*vis.*\.(q_proj|qkv)", init_lora_weights=False
+        )
+        model = peft.get_peft_model(model, settings).double()
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.long) for n in MODELS if n != "qwen3_vl")],
+)
+@pytest.mark.parametrize("offload", ["host", "gpu"])
+def test_a_towers_gradients(name, way, offload):
+    made, batch = small(name)
+    stock = in_a_way(copy.deepcopy(made), way)
+    ours = in_a_way(made, way)
+    ours.load_state_dict(stock.state_dict())
+    report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload=offload, tile=16))
+    assert sum("are checkpointed, their inputs offloaded" in note for note in report.notes) == 1
+    for _ in range(2):  # room and queues of the first step serve the second
+        (_, loss, grads), (_, wanted_loss, wanted) = step(ours, batch), step(stock, batch)
+        assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
+        assert_close(grads, wanted)
+    hfpatch.undo(ours)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+    assert_close(step(ours, batch)[2], wanted)
+
+
+def test_a_tower_keeps_the_inputs_of_its_blocks():
+    """Bytes that autograd keeps on the device: of a trained tower nothing within blocks, of a
+    frozen one nothing at all."""
+    kept = {}
+    for way in ("trained", "frozen", "embeddings want gradients"):
+        for patched in (False, True):
+            model, batch = small("qwen3_vl")
+            model = in_a_way(model, way)
+            visual = model.model.visual
+            if patched:
+                hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host"))
+            saved = {}
+
+            def note(x, saved=saved):
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+                return x
+
+            weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                out = visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
+            kept[way, patched] = sum(n for at, n in saved.items() if at not in weights)
+            del out
+    assert 0 < kept["trained", True] <= kept["trained", False] / 3
+    assert kept["frozen", True] == kept["embeddings want gradients", True] == 0
+    assert kept["embeddings want gradients", False] > 0
+
+
+def test_a_model_without_a_tower_has_none():
+    from tests.layer.deep import tiny_llama
+
+    report = hfpatch.apply(tiny_llama())
+    assert not any("blocks of" in note for note in report.notes)
+
+
+def pictures(name: str, rows: list[dict]) -> dict:
+    """A batch of rows with a made picture each, as the family's own preprocessing has it."""
+    if name == "qwen3_vl":
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as processing
+
+        process = processing.Qwen2VLImageProcessorPil(
+            patch_size=4, merge_size=2, min_pixels=256, max_pixels=256
+        )
+        kinds = "mm_token_type_ids"
+    else:
+        from transformers.models.gemma3 import image_processing_pil_gemma3 as processing
+
+        process = processing.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+        kinds = "token_type_ids"
+    seen = process(images=[row["picture"] for row in rows], return_tensors="pt")
+    seen.pop("num_crops", None)
+    n_image = MODELS[name][1]
+    ids = torch.stack([torch.tensor(row["ids"]) for row in rows])
+    ids[:, 5], ids[:, 6 : 6 + n_image] = 62, IMAGE
+    labels = ids.clone()
+    labels[:, : 6 + n_image] = -100
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    return batch | dict(seen) | {kinds: (ids == IMAGE).long()}
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+@tiny.not_before_transformers((5, 24), "has image processors without torchvision elsewhere")
+def test_made_pictures_through_trainer(name, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {
+            "picture": image.fromarray(
+                torch.randint(0, 255, (20 + i, 20 + i, 3), generator=generator).byte().numpy()
+            ),
+            "ids": torch.randint(1, 50, (40,), generator=generator).tolist(),
+        }
+        for i in range(4)
+    ]
+    stock, _ = small(name)
+    runs = []
+    for patched in (True, False):
+        model = copy.deepcopy(stock)
+        if patched:
+            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
+            report_to=[], optim="sgd", learning_rate=1e-2, logging_steps=1, save_strategy="no",
+            remove_unused_columns=False, disable_tqdm=True, dataloader_pin_memory=False, seed=3,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, lambda rows: pictures(name, rows), rows)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((losses, {n: p.detach() for n, p in model.named_parameters()}))
+    (ours, weights), (theirs, plain) = runs
+    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
+    moved = {n: p - stock.get_parameter(n) for n, p in plain.items()}
+    assert any("vis" in n and step.abs().max() > 0 for n, step in moved.items())
+    assert_close({n: p - stock.get_parameter(n) for n, p in weights.items()}, moved)

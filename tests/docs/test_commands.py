@@ -1,7 +1,9 @@
 """What the site tells people to type, typed: at tiny size, without a GPU, a network or a hub."""
 
+import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks import REASONS, ROOT, blocks
+from blocks import PAGES, REASONS, ROOT, blocks
+from transformers import TrainingArguments
 
 from hfpatch.cli.main import COMMANDS, main
 
@@ -47,8 +50,22 @@ def test_commands_name_what_there_is(name):
             help_text = page[page.index(f"## hfpatch {words[1]}\n") :]
             for word in words[2:]:
                 flag = word.partition("=")[0]
-                theirs = ("--learning_rate", "--bf16", "--resume_from_checkpoint")
+                theirs = {f"--{field.name}" for field in dataclasses.fields(TrainingArguments)}
                 assert not flag.startswith("--") or flag in help_text or flag in theirs, line
+
+
+# A reader's own script, which knows nothing of hfpatch.
+TRAIN = """
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+args.max_steps, args.report_to, args.use_cpu = 1, [], True
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                     num_attention_heads=2)
+data = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 8
+Trainer(LlamaForCausalLM(config), args, train_dataset=data).train()
+print("trained")
+"""
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +82,7 @@ def place(tmp_path_factory) -> Path:
         (folder / name).mkdir()
         for file in texts:
             shutil.copy(file, folder / name / f"{file.stem}.txt")
+    (folder / "train.py").write_text(TRAIN)
     for name in ("scripts", "ds_configs", "fsdp_configs"):
         (folder / name).symlink_to(ROOT / name)
     model = folder / "meta-llama" / "Llama-3.1-8B"
@@ -94,7 +112,7 @@ def marked(name: str):
 
 @pytest.mark.parametrize("name", [marked(name) for name, b in BLOCKS.items() if not b.reason])
 @pytest.mark.filterwarnings("ignore")  # of the stack's libraries about each other
-def test_a_block_runs(name, place, monkeypatch, capsys):
+def test_a_block_runs(name, place, monkeypatch, capfd):
     block = BLOCKS[name]
     monkeypatch.chdir(place)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -113,7 +131,8 @@ def test_a_block_runs(name, place, monkeypatch, capsys):
             done = subprocess.run(["bash", "-c", line], capture_output=True, text=True,
                                   env=variables)  # fmt: skip
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    assert capsys.readouterr().out.strip()
+            print(done.stdout)
+    assert capfd.readouterr().out.strip()
 
 
 def path() -> str:
@@ -121,14 +140,42 @@ def path() -> str:
 
 
 def test_answers_on_pages_are_those_of_the_commands(capsys):
-    """The plan that the page explains line by line, and the first line of the QLoRA page."""
-    for page, kept in (("plan", None), ("lora", 1)):
-        text = (ROOT / f"docs/guides/{page}.md").read_text()
-        command, answer = text.split("```bash\n", 1)[1].split("```", 1)
-        answer = answer.split("```text\n", 1)[1].split("```", 1)[0]
-        assert main(shlex.split(command)[1:]) == 0
-        out = capsys.readouterr().out
-        assert answer.splitlines() == out.splitlines()[:kept]
+    """The plan that the page explains line by line, the first line of the QLoRA page, and lines of
+    README's.
+    """
+    for page, kept in (("docs/guides/plan.md", None), ("docs/guides/lora.md", 1), ("README.md", 0)):
+        text = (ROOT / page).read_text()
+        command, answer = text.split("```bash\nhfpatch plan", 1)[1].split("```", 1)
+        answer = answer.split("```text\n", 1)[1].split("```", 1)[0].splitlines()
+        assert main(["plan", *shlex.split(command)]) == 0
+        out = capsys.readouterr().out.splitlines()
+        assert answer == ([line for line in out if line in answer] if kept == 0 else out[:kept])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the report of a CPU")
+@pytest.mark.filterwarnings("ignore")  # of the stack's libraries about each other
+@pytest.mark.parametrize("page", ["README.md", "docs/start/first-run.md"])
+def test_a_printed_report_is_that_of_the_script_above_it(page, tmp_path, monkeypatch, capsys):
+    text = (ROOT / page).read_text()
+    script = next(
+        b.text for b in BLOCKS.values() if b.name.startswith(page) and "made text" in b.text
+    )
+    printed = text.split(script)[1].split("```text\n", 1)[1].split("```", 1)[0].splitlines()
+    monkeypatch.chdir(tmp_path)
+    script = script.replace("max_steps=40", "max_steps=1").replace("_steps=10", "_steps=1")
+    exec(compile(script, page, "exec"), {"__name__": "docs"})
+    out = capsys.readouterr().out.splitlines()
+    report = [line for line in printed if not line.startswith("{")]
+    assert len(report) == 8 and out[: len(report)] == report
+    keys = {word for line in printed if line.startswith("{") for word in line.split("'")[1::4]}
+    assert all(key in "\n".join(out) for key in keys), "what a log line holds"
+
+
+def test_commands_are_in_fences():
+    """What is indented only, the tests above do not see."""
+    for page in PAGES:
+        text = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text())
+        assert not re.search(r"(?m)^    +(hfpatch|pip|python|bash|accelerate) ", text), page
 
 
 def test_configs_in_yaml_name_what_there_is():

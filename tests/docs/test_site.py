@@ -95,6 +95,13 @@ def test_each_page_of_benchmarks_says_first_how_its_figures_were_had():
         assert first.startswith(tuple(f"**{word}" for word in STATUS)), page
 
 
+def test_the_description_for_an_index_is_current():
+    """No relative link and no picture: an index has neither."""
+    made = script("docs").description()
+    assert (ROOT / "DESCRIPTION.md").read_text() == made, "run python scripts/docs.py description"
+    assert "](" not in re.sub(r"\]\(https?:", "", made) and "made text" in made
+
+
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse prints by version")
 def test_the_command_line_page_is_current():
     assert (ROOT / "docs/reference/cli.md").read_text() == script("docs").cli(), (
@@ -112,10 +119,43 @@ def test_the_picture_is_current():
         assert gib in readme.split("docs/assets/memory.svg")[0], gib
 
 
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    """GPU and host at each length, beside "A / most, host" of the larger table."""
+    table = re.findall(r"^\| (.+?) \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
+    rows = {name: cells.split(" | ") for name, cells in table}
+    names = {"transformers": "transformers, no checkpointing"}
+    page = (ROOT / "docs/benchmarks/index.md").read_text().split("## Seconds")[0]
+    wanted = dict(re.findall(r"^\| (.+?) \| (.+) \|$", page, re.M))
+    for name in (n for n in rows if n.startswith(("transformers", "Liger", "hfpatch"))):
+        theirs = re.findall(r"[\d.]+ / ([\d.]+), (\d+)", wanted[names.get(name, name)])
+        assert rows[name] == [figure for pair in theirs for figure in pair], name
+
+
 @pytest.mark.long
 @pytest.mark.skipif(Version(transformers.__version__).release[:2] != (5, 23), reason="5.23's table")
 def test_the_models_page_is_current():
     assert (ROOT / "docs/models.md").read_text() == script("docs").models()
+
+
+# Sentences that were true once, each with the code that made it false.
+UNTRUE = {
+    "takes whole rows": "layer/time_tiles.py",
+    "take whole rows": "layer/time_tiles.py",
+    "pip install hfpatch ": "no index has it",
+    "gain grows with the context": "in memory alone",
+}
+
+
+@pytest.mark.parametrize("words", UNTRUE)
+def test_pages_do_not_say_what_is_no_longer_so(words):
+    pages = [*PAGES, *(ROOT / "profiles").glob("*/README.md"), ROOT / "CHANGELOG.md"]
+    for page in [*pages, ROOT / "scripts/docs.py", ROOT / "hfpatch/layer/mixers.py"]:
+        assert words not in " ".join(page.read_text().split()), page
+
+
+def test_the_newest_tested_version_is_named():
+    newest = re.search(r"transformers 5\.0 to 5\.(\d+)", (ROOT / "docs/models.md").read_text())
+    assert Version(transformers.__version__) < Version(f"5.{int(newest[1]) + 1}")
 
 
 def test_lines_of_pages_say_nothing_of_one_machine():

@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 import hfpatch
 from hfpatch.compat import run_experts_plainly
 from hfpatch.layer.condition import look
-from hfpatch.layer.parts import LayerParts
+from hfpatch.layer.traced import Traced
 
 TILED = hfpatch.Checkpointing(tile=8, plain=0, offload="gpu")
 WAYS = {
@@ -92,9 +92,7 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
         hfpatch.apply(model, **WAYS[way])
         layers = [m for m in model.modules() if hasattr(m, "_hfpatch_places")]
         # A second step has what the first left behind.
-        with mock.patch.object(
-            LayerParts, "post", autospec=True, side_effect=LayerParts.post
-        ) as tiles:
+        with mock.patch.object(Traced, "post", autospec=True, side_effect=Traced.post) as tiles:
             steps = [worst(step(model), plain, exact) for _ in range(2)]
         whole = [look(m).reason for m in layers if look(m).reason]
         hfpatch.undo(model)

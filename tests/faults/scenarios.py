@@ -41,6 +41,16 @@ def packed(model, device):
         loss(model, **batch).backward()
 
 
+def padded(model, device):
+    """Rows whose padding is left out."""
+    for real in (9, 20):
+        mask = (torch.arange(22) < torch.tensor([[22], [real]])).long()
+        labels = tokens(2, 22).masked_fill(mask == 0, -100)
+        batch = {"labels": labels, "attention_mask": mask}
+        mark_batch_ready(batch)
+        model(tokens(2, 22), **batch).loss.backward()
+
+
 def retain(model, device):
     for _ in range(2):
         value = loss(model)
@@ -181,7 +191,7 @@ def whole(action):
 
 
 ACTIONS = {
-    "step": step, "packed": packed, "retain": retain, "two forwards": two_forwards,
+    "step": step, "packed": packed, "padded": padded, "retain": retain, "two forwards": two_forwards,
     "other order": other_order,
     "side stream": side_stream, "lengths": lengths, "partial": partial,
     "handed over": handed_over, "cut short": cut_short,

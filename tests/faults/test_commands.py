@@ -80,7 +80,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --lora-r 4 --lora-target=,": "expected names of Linear layers to adapt",
         f"{plan} --sweep=": "a length is tokens",
         f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
-        "env --model=": "the known models are",
+        "env --model=": "expected a known model, '' came; the nearest are",
         "plan --model @/none.json": "expected a model's folder or config.json, there is none at",
         "plan --model none.json": (
             "expected a model's folder or config.json, there is none at none.json"

@@ -42,7 +42,7 @@ SHORT = [
     ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"),
     ("gpu", "weights one", "side stream"),
     ("host", "by group 2", "step"), ("host", "weights by group", "raise in q"),
-    ("host", "keep", "cut short"), ("disk", "one", "cut short"),
+    ("host", "keep", "cut short"), ("disk", "one", "cut short"), ("host", "tiles", "padded"),
 ]  # fmt: skip
 ALL = [
     row
@@ -78,8 +78,8 @@ KEEP, WEIGHTS = ("host", "keep", "step"), ("gpu", "weights", "step")
 REMOVALS = {
     "Transfers.put: device.wait(device.mark(), self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
-    "Transfers.fetch: device.wait(device.mark() if slot is None else slot.thing.after, self.to_device)": STEP,
-    "Kept._requests.<locals>.request: "
+    "Transfers.fetch: device.wait(device.mark() if slot is None else slot.after, self.to_device)": STEP,
+    "Kept._room_for_outs: "
     "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
     "LayerCall._materialise: self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": (
         "host",
@@ -89,7 +89,7 @@ REMOVALS = {
     "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
-    "_Packed._to_host: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
+    "Packed._to_host: device.synchronize(device.mark())": ("gpu", "weights one", "side stream"),
     "StreamedWeights._on_device: device.synchronize(ticket.ready)": (
         "gpu",
         "weights",
@@ -183,7 +183,7 @@ def forget_the_last_use_of_slots(patch):
     done = Ticket.done
 
     def without(self):
-        after = None if self.slot is None else self.slot.thing
+        after = self.slot
         event = after and after.after
         done(self)
         if after is not None:

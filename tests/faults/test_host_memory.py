@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tiny import gradients
 import hfpatch
 from hfpatch.context.current import current
 from hfpatch.context.documents import find_rows
+from hfpatch.decoder.unpadded import PackedRow
 from hfpatch.store import device as device_module
 from hfpatch.store import disk
 from hfpatch.store.device import CudaDevice, Device, ToHost, host_empty, mark_batch_ready
@@ -168,6 +170,26 @@ def test_what_the_loss_does_not_read_is_found_beside_the_step_before():
         torch.ones(3).mul_(2)  # the step before
         with model._read_where_labelled(labels, 1, -100, {"attention_mask": mask}):
             assert find_rows(2, 11, CPU, mask, idle_BT=current.idle_BT).documents is None
+        assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
+    assert not device.problems
+
+
+def test_rows_without_padding_wait_for_the_batch_alone():
+    """A whole forward on the packed row, behind a step that is still under way."""
+    model = patched("gpu", "one", None)
+    with CheckedDevice() as device, standing_in(CPU, device):
+        labels, mask = tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
+        mask[0, 5:], labels[0, 5:] = 0, -100
+        batch = {"labels": labels, "attention_mask": mask}
+        mark_batch_ready(batch)
+        came = device.clocks["compute"]["compute"]
+        torch.ones(3).mul_(2)  # the step before
+        with mock.patch.object(PackedRow, "put_back", autospec=True) as put_back:
+            put_back.side_effect = lambda row, out: found.append(row.real) or out
+            found: list = []
+            with model._read_where_labelled(labels, 1, -100, batch), torch.no_grad():
+                model.model(tokens(2, 11), attention_mask=mask, use_cache=False)
+        assert found == [16]
         assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
     assert not device.problems
 

@@ -19,7 +19,7 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.timeline import trace_events, write_page, write_trace
-from hfpatch.layer.call import LayerCall
+from hfpatch.layer.backward import Backward
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.planner.clocked import clock
 from hfpatch.store.transfers import Transfers
@@ -94,7 +94,7 @@ def test_it_shows_sources_that_are_let_go_at_the_end_of_a_layer(way):
 
 
 def test_it_shows_a_layer_that_fetches_its_own_last():
-    tickets = LayerCall._tickets
+    tickets = Backward._tickets
 
     slow = partial(step, WAYS["one tile"], share=1.8)  # a backward is twice a forward
     unbroken = exposed(slow(), "backward")
@@ -104,7 +104,7 @@ def test_it_shows_a_layer_that_fetches_its_own_last():
             before.prefetch()
         return tickets(self, None)
 
-    with mock.patch.object(LayerCall, "_tickets", last):
+    with mock.patch.object(Backward, "_tickets", last):
         assert exposed(slow(), "backward") > unbroken + 0.03
 
 
@@ -119,6 +119,26 @@ def test_without_copies_the_clock_is_the_closed_form():
     )
     assert found.seconds["step"] == pytest.approx(computing, rel=0.03)
     assert not any(s.end - s.start > 1e-4 for s in found.waits)
+
+
+@pytest.mark.parametrize("more", [{}, {"save_attention": False}, {"tile": 2048}])
+def test_nothing_hides_q_k_v_where_attention_runs_again(more):
+    """They are sent for as a layer's backward begins, and attention is the first to need them."""
+    config = preset_config("google/gemma-3-12b") | {"num_hidden_layers": 12}
+    config |= {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
+    policy = Policy("host", **{"tile": 4096, "keep": ("qkv", "mid"), "plain": 2, "again": 9} | more)
+    gpu, shape = GPUS["a100-80gb"], ModelShape.from_config(config)
+    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=4096)
+    assert planned_wait(gpu, shape, policy, 4096) == pytest.approx(
+        found.exposed_seconds, abs=0.005 * found.seconds["step"]
+    )
+    assert found.exposed_seconds > 0.01 * found.seconds["step"]
+
+
+def planned_wait(gpu, shape, policy, tokens: int) -> float:
+    sizes = {"batch": 1, "tokens": tokens}
+    taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
+    return step_time(gpu, *taken, policy, shape, Resident(), **sizes)[0].copy_wait
 
 
 def test_rows_are_streams_and_slices_are_layers_and_phases(tmp_path):

@@ -13,7 +13,7 @@ from hfpatch.budget.policy import Policy
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.rivals import build
 from hfpatch.lab.simulate.simulator import simulate
-from hfpatch.layer.parts import LayerParts
+from hfpatch.layer.traced import Traced
 from tests import tiny
 from tests.layer.test_peft import assert_as_good
 
@@ -44,13 +44,13 @@ def batch() -> dict:
 @pytest.fixture
 def tiles(monkeypatch):
     """How many tiles went behind attention."""
-    ran, post = [], LayerParts.post
+    ran, post = [], Traced.post
 
     def counted(self, *args, **kwargs):
         ran.append(self)
         return post(self, *args, **kwargs)
 
-    monkeypatch.setattr(LayerParts, "post", counted)
+    monkeypatch.setattr(Traced, "post", counted)
     return ran
 
 

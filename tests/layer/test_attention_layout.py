@@ -89,7 +89,7 @@ def run(path: str, monkeypatch, whole: bool = False, retain: bool = False) -> No
 )
 def test_one_layout_on_every_path(layouts, traced, monkeypatch):
     if traced:
-        monkeypatch.setattr("hfpatch.layer.parts.direct_of", lambda *_: None)
+        monkeypatch.setattr("hfpatch.layer.function.direct_of", lambda *_: None)
     for path in PATHS:
         run(path, monkeypatch, retain=path in ("one tile, from the host", "tiles"))
     run("tiles", monkeypatch, whole=True)
@@ -107,6 +107,22 @@ def test_one_layout_of_shared_rows(layouts, zigzag):
             asked = SimpleNamespace(scale=0.25, pattern=A.CAUSAL, sinks_H=None)
             outs, lses = attention.forward([asked], [], [q, k, k])
             attention.backward([q, k, k], [torch.randn_like(q)], outs.__getitem__, lses, [None] * 3)
+
+
+@pytest.mark.parametrize("layouts", ["cudnn", "flash", "fa3"], indirect=True)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_layout_of_a_trial_and_of_layers(layouts, groups, monkeypatch):
+    """A trial runs first: its plans are the ones that a layer of the same strides would meet."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    name = next(n for n in A.BACKENDS if A.BACKENDS[n][1].__module__ == __name__)
+    inputs = R._trial_inputs(torch.device("cpu"), torch.float32, 8, 4, 16, 22)
+    R._timed(name, inputs, groups)
+    q, k, v, dout = (x.transpose(1, 2) for x in inputs)
+    out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=name)
+    for g in range(groups):
+        cut = lambda x, g=g: x.chunk(groups, 2)[g]  # noqa: E731
+        rest = cut(out), lse.chunk(groups, 1)[g].contiguous(), state
+        A.attention_backward(*map(cut, (dout, q, k, v)), *rest, scale=0.25, backend=name)
 
 
 @pytest.mark.parametrize("layouts", ["cudnn", "flash", "fa3", "efficient"], indirect=True)

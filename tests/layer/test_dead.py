@@ -3,6 +3,7 @@ as it is, to the bit.
 """
 
 import copy
+import inspect
 from dataclasses import replace
 
 import families
@@ -10,14 +11,14 @@ import peft
 import pytest
 import tiny
 import torch
-from test_families import assert_close, batch, step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hfpatch
-from hfpatch.layer import parts as ask
+from hfpatch.layer import function
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.parts import parts
+from tests.decoder.test_families import assert_close, batch, step
 
 
 class Products(TorchDispatchMode):
@@ -65,7 +66,9 @@ def test_gradients_stay_to_the_bit_with_fewer_products(lora, monkeypatch):
     batch = tiny.labelled()
     with Products() as few:
         got = tiny.step(ours, batch)
-    monkeypatch.setattr(ask, "direct_of", lambda *args: None)  # which knows what is dead itself
+    monkeypatch.setattr(
+        function, "direct_of", lambda *args: None
+    )  # which knows what is dead itself
     with Products() as all_of_them:
         wanted = tiny.step(all_values, batch)
     assert got.keys() == wanted.keys()
@@ -116,7 +119,7 @@ def test_a_rotation_replaced_later_is_another(monkeypatch):
     forward = LlamaAttention.forward
     first = parts.rotating(forward, parts.rotation_in(forward))
     monkeypatch.setitem(
-        forward.__globals__,
+        inspect.unwrap(forward).__globals__,
         "apply_rotary_pos_emb",
         lambda q, k, cos, sin, half: (q * half, k * half),
     )

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import hfpatch
-from hfpatch.layer import direct
-from hfpatch.layer import parts as ask
+from hfpatch.layer import direct, function
+from hfpatch.layer.arguments import takes_by_name
 from hfpatch.layer.direct import Direct
 
 
@@ -50,11 +50,39 @@ KEPT = {
 @pytest.fixture
 def used(monkeypatch):
     """Tiles that ran behind attention without a module's call."""
-    calls, post = [], Direct.post
+    calls, after = [], Direct.after
     monkeypatch.setattr(
-        Direct, "post", lambda *args, **kwargs: calls.append(1) or post(*args, **kwargs)
+        Direct, "after", lambda *args, **kwargs: calls.append(1) or after(*args, **kwargs)
     )
     return calls
+
+
+STEPS = ("before", "after", "after_backward", "before_backward")
+
+
+@pytest.mark.parametrize("tile, tiles", [(8, 6), (64, 1)])
+def test_a_llama_runs_by_its_written_out_form(tile, tiles, monkeypatch):
+    """In every layer and tile, both ways: a rule that kept it away would cost time in silence."""
+    counts = Counter()
+    for name in STEPS:
+        run = getattr(Direct, name)
+        monkeypatch.setattr(
+            Direct,
+            name,
+            lambda *args, run=run, name=name, **kwargs: (
+                counts.update([name]) or run(*args, **kwargs)
+            ),
+        )
+    settings = hfpatch.Checkpointing(plain=0, tile=tile, keep=(), save_attention=True, every=1)
+    ours = tiny.patched(tiny.llama(), checkpointing=settings)
+    for _ in range(2):  # the second finds what was noted of the layers
+        counts.clear()
+        tiny.step(ours, tiny.labelled())
+        layers = len(ours.model.layers)
+        # before attention: in forward, for attention's backward and for its own; one tile's graph
+        # serves both
+        runs = dict(zip(STEPS, (3 if tiles > 1 else 2, 1, 1, 1)))
+        assert counts == {name: n * layers * tiles for name, n in runs.items()}
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -68,7 +96,7 @@ def test_gradients_are_those_of_modules_to_the_bit(model, frozen, kept, used, mo
     got = tiny.step(tiny.patched(model, checkpointing=settings), tiny.labelled())
     assert used
     used.clear()
-    monkeypatch.setattr(ask, "direct_of", lambda *args: None)
+    monkeypatch.setattr(function, "direct_of", lambda *args: None)
     # What is known changes no bit either: of a sum its two gradients are added in the norm's pass,
     #     as where it is not known.
     settings = hfpatch.Checkpointing(plain=0, tile=KEPT[kept]["tile"], keep=())
@@ -169,6 +197,29 @@ def test_what_only_weights_gradients_read_is_kept_for_them_alone(trained, monkey
         p.requires_grad_(trained or "layers" not in name)
     tiny.step(ours, tiny.labelled())
     assert alive and all(lives == trained for lives in alive)
+
+
+ANGLES = torch.ones(1, 4, 8), torch.ones(1, 4, 8)
+OTHERS = {
+    "angles": ({"position_embeddings": ANGLES}, True),
+    "angles that want a gradient": (
+        {"position_embeddings": (ANGLES[0], ANGLES[1].clone().requires_grad_())},
+        False,
+    ),
+    "a number": ({"position_embeddings": ANGLES, "num_items_in_batch": torch.tensor(3.0)}, True),
+    "offsets": ({"position_embeddings": ANGLES, "offsets": torch.arange(4)}, True),
+    "values": ({"position_embeddings": ANGLES, "deepstack": torch.ones(4)}, False),
+    "an object": ({"position_embeddings": ANGLES, "settings": {"x": torch.arange(4)}}, True),
+    "a gradient in an object": ({"settings": {"x": torch.ones(4, requires_grad=True)}}, False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_block_leaves_no_argument_aside_that_matters(name):
+    kwargs, by_name = OTHERS[name]
+    assert takes_by_name((), kwargs) is by_name
+    if not by_name:
+        assert not takes_by_name((kwargs.popitem()[1],), {})
 
 
 class Halved(torch.nn.Module):
@@ -281,7 +332,7 @@ def test_what_is_put_in_a_place_before_backward_changes_no_gradient(
     looked for among those.
     """
     if by_modules:
-        monkeypatch.setattr(ask, "direct_of", lambda *args: None)
+        monkeypatch.setattr(function, "direct_of", lambda *args: None)
     ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))
     wanted, theirs = tiny.step(ours, tiny.labelled()), dict(ours.named_parameters())
     ours.zero_grad()
@@ -379,7 +430,7 @@ TIED = {
 def test_a_weight_with_two_names_in_a_layer_is_one(tied, tile, by_modules, monkeypatch):
     """`autograd.grad` gets all of its gradient, and writes nobody's."""
     if by_modules:
-        monkeypatch.setattr(ask, "direct_of", lambda *args: None)
+        monkeypatch.setattr(function, "direct_of", lambda *args: None)
     stock = tiny.llama(dtype=torch.float64)
     TIED[tied](stock)
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(plain=0, tile=tile))

@@ -14,7 +14,7 @@ from hfpatch.budget.formula import step_memory
 from hfpatch.budget.policy import KEEPABLE, Policy
 from hfpatch.budget.seconds import link_bytes
 from hfpatch.budget.shape import ModelShape
-from hfpatch.layer.parts import LayerParts
+from hfpatch.layer.traced import Traced
 from hfpatch.store.transfers import Transfers
 from tests.families import small_model
 from tests.layer.deep import tiny_llama, tokens
@@ -216,13 +216,13 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
     found, kept = [], set()
     model = small_model(family)
     promised = ModelShape.from_config(model.config).keepable
-    keepable = LayerParts.keepable
+    keepable = Traced.keepable
 
     def noted(self, names, device):
         kept.add(keepable(self, names, device))
         return keepable(self, names, device)
 
-    monkeypatch.setattr(LayerParts, "keepable", noted)
+    monkeypatch.setattr(Traced, "keepable", noted)
     ids = torch.randint(1, 60, (2, 37), generator=torch.Generator().manual_seed(0))
     for keep in ((), promised):
         hfpatch.apply(
@@ -231,7 +231,7 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         found.append(gradients(model))
-    assert kept == {(), promised}
+    assert kept == {promised}  # where nothing is kept, nobody asks
     assert same(*found)
 
 

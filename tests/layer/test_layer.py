@@ -13,11 +13,12 @@ import pytest
 import tiny
 import torch
 from tiny import OfAnEngine, classes, gradients, largest_difference, stock_loss
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfpatch
 from hfpatch.attention import heads as heads_module
 from hfpatch.budget.policy import KEEPABLE
-from hfpatch.layer import call as layer_module
+from hfpatch.layer import backward as backward_module
 from hfpatch.layer import function as tiled_module
 from tests.families import small_model
 from tests.layer.deep import pair, tiny_llama, tokens
@@ -632,7 +633,7 @@ def test_modified_input_is_noticed():
 
 
 def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
-    from hfpatch.layer import runtime as session_module
+    from hfpatch.layer import policies as session_module
 
     model = tiny_llama()
     hfpatch.apply(
@@ -728,18 +729,17 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
 
     where = str(tmp_path) if offload == "disk" else offload
     resolve, found, gone = LayerRuntime._resolve, {}, []
-    park, backward = layer_module.LayerCall._park, heads_module.Attention.backward
+    park, backward = backward_module.Backward._park, heads_module.Attention.backward
 
     def noted(call, dx):
-        saved = park(call, dx)
-        gone.append(dx)
-        return saved
+        gone.append(StorageWeakRef(dx.untyped_storage()))
+        return park(call, dx)
 
     def seen(*args):
-        assert not gone or gone[-1].untyped_storage().nbytes() == 0
+        assert not gone or gone[-1].expired()
         return backward(*args)
 
-    monkeypatch.setattr(layer_module.LayerCall, "_park", noted)
+    monkeypatch.setattr(backward_module.Backward, "_park", noted)
     monkeypatch.setattr(heads_module.Attention, "backward", seen)
     for parked in (False, True):
         monkeypatch.setattr(

@@ -17,6 +17,8 @@ from torch import nn
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.layer import runtime as session
+from hfpatch.layer.call import LayerCall
+from hfpatch.layer.traced import Traced
 from hfpatch.parts import quantised as quantised_module
 from hfpatch.parts import unread as dead
 from hfpatch.parts.quantised import base_of
@@ -89,6 +91,34 @@ def test_so_does_a_quantised_one(quantised, monkeypatch):
     assert any("down_proj" in n for n in left)
 
 
+@pytest.mark.parametrize("first", ["adapters", "apply"])
+def test_layers_with_adapters_stay_in_tiles(first, monkeypatch):
+    assert tiles_of(tiny.llama(), first, monkeypatch) == 2 * 2 * 6  # forward and backward
+
+
+@pytest.mark.parametrize("first", ["adapters", "apply"])
+def test_so_do_those_over_few_bits(quantised, first, monkeypatch):
+    assert tiles_of(copy.deepcopy(quantised), first, monkeypatch) == 2 * 2 * 6
+
+
+def tiles_of(model: nn.Module, first: str, monkeypatch) -> int:
+    """Tiles that ran behind attention in a step, where `first` comes before the other."""
+    run, count = Traced.post, []
+    monkeypatch.setattr(
+        Traced, "post", lambda *args, **kwargs: count.append(1) or run(*args, **kwargs)
+    )
+    settings = {"checkpointing": dataclasses.replace(tiny.TILED, plain=0)}
+    if first == "apply":
+        hfpatch.apply(model, **settings)
+    model = adapted(model)
+    if first == "adapters":
+        hfpatch.apply(model, **settings)
+    for _ in range(2):
+        count.clear()
+        assert all("lora_" in name for name in gradients(model))
+    return len(count)
+
+
 def with_dense(dense: bool, monkeypatch):
     """Policies that write weights of 4 bits out once a phase, or once a tile."""
     resolve = session.LayerRuntime._resolve
@@ -155,6 +185,44 @@ def test_those_of_bitsandbytes_too(quantised, monkeypatch):
             found.append(gradients(ours) | {f"{n}, autocast": grad for n, grad in mixed.items()})
     assert len(made) == 2 * (7 + 4 + 3) + 3  # nobody wants the gradient of what is embedded
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list:
+    """Of each layer that ran in tiles: its index, and how many tiles."""
+    found, forward = [], LayerCall.forward
+
+    def counted(call, *args, **kwargs):
+        outputs = forward(call, *args, **kwargs)
+        found.append((call.layer._hfpatch_index, len(call.bounds)))
+        return outputs
+
+    monkeypatch.setattr(LayerCall, "forward", counted)
+    return found
+
+
+@pytest.mark.parametrize("order", ["peft, apply", "apply, peft"])
+@pytest.mark.parametrize("base", ["plain", "4bit"])
+def test_adapters_stay_in_tiles_in_both_orders(base, order, calls):
+    """As stock over the same base, and every layer in as many tiles as without adapters."""
+    import nf4
+
+    stock = tiny.llama(dtype=torch.float64)
+    if base == "4bit":
+        nf4.quantise(stock)
+    ours = copy.deepcopy(stock)
+    if order == "apply, peft":
+        hfpatch.apply(ours, checkpointing=tiny.TILED)
+    ours, stock = adapted(ours), adapted(stock)
+    if order == "peft, apply":
+        hfpatch.apply(ours, checkpointing=tiny.TILED)
+    calls.clear()  # of the small instance
+    wanted, got = gradients(stock), gradients(ours)
+    assert got.keys() == wanted.keys() and all("lora_" in n for n in got)
+    for name, grad in got.items():  # 4-bit codes and norms have steps in float32
+        assert (grad - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
+    tiles = 2 * tiny.TOKENS // tiny.TILED.tile
+    assert calls == [(0, tiles), (1, tiles)]
 
 
 def test_an_adapter_that_reads_the_output_keeps_it():

@@ -11,7 +11,6 @@ import families
 import pytest
 import tiny
 import torch
-from test_families import assert_close, batch, step
 
 import hfpatch
 from hfpatch.context.masks import Batch, Mask
@@ -19,6 +18,7 @@ from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict as verdict_of
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from tests.decoder.test_families import assert_close, batch, step
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 # Delta rules and scans compute in float32 whatever comes in, and pass its rounding on enlarged:
@@ -40,15 +40,13 @@ HYBRIDS = {  # the mixer of its first layer, a module behind it
     "minimax": ("self_attn", "mlp"),  # gives a pair, output and state
     # Attention that is written out, or whose mask is its own:
     "doge": ("self_attn", "mlp.gate_proj"),
-    "gptj": ("attn", "mlp.fc_in"),
-    "codegen": ("attn", "mlp.fc_in"),
     "gpt_neo": ("attn.attention", "mlp.c_fc"),
     "deepseek_v32": ("self_attn", "mlp"),
     "xlstm": ("mlstm_layer", "ffn.proj_up"),
     # convolutions before its attention; a state of its routers goes from layer to layer
     "zaya": ("self_attn", "mlp"),
 }
-SHORT = ("lfm2", "falcon_h1", "doge", "gptj", "zaya")
+SHORT = ("lfm2", "falcon_h1", "doge", "gpt_neo", "zaya")
 
 
 def names():
@@ -163,7 +161,7 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
 @OWN_MASK
 def test_positions_that_jump_inside_a_document_part_it_as_in_transformers():
     """Attention that runs inside a mixer took what stands between two restarts for one document."""
-    stock = families.small_model("gptj")
+    stock = families.small_model("gpt_neo")
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     jumps = torch.cat([torch.arange(9), torch.arange(20, 28), torch.arange(23)])
@@ -311,10 +309,10 @@ def test_what_a_mixer_is_given_does_not_outlive_its_use(tile):
     """Its input stayed on the device from a layer's forward to its backward, the [T, T] mask as
     long as the loss.
     """
-    ours, inputs = families.small_model("gptj"), []
+    ours, inputs = families.small_model("gpt_neo"), []
     hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=tile), **UNFUSED)
     for layer in layers_of(ours):
-        inside = layer.attn.k_proj
+        inside = layer.attn.attention.k_proj
         inside.register_forward_pre_hook(
             tiny.OfAnEngine(lambda m, args: inputs.append(weakref.ref(args[0])))
         )

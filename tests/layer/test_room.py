@@ -19,10 +19,10 @@ from hfpatch.context.ranks import sharded
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.sequence import LoneRank
+from hfpatch.layer import policies as session_module
 from hfpatch.layer import room as room_module
-from hfpatch.layer import runtime as session_module
+from hfpatch.layer.policies import rounded
 from hfpatch.layer.room import SHRINK, Gauge, Room
-from hfpatch.layer.runtime import _rounded
 from tests.layer.deep import tiny_llama, tokens
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
@@ -39,6 +39,7 @@ class Told(Gauge):
         lambda self, n=n: self.counters[n] for n in ("free", "allocated", "peak", "ooms")
     )
     wait = lambda self: None  # noqa: E731
+    fragments = unused = lambda self: 0
 
     def gpu(self):
         return GPUS["h100"]
@@ -82,6 +83,8 @@ class OfLedger(Gauge):
 
     def ooms(self):
         return 0
+
+    fragments = unused = ooms
 
     def gpu(self):
         return GPUS["h100"]
@@ -416,7 +419,7 @@ def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(told, monkeypatch):
 
 
 def test_lengths_that_are_close_have_one_policy(told):
-    assert [_rounded(n) for n in (1, 16, 17, 31, 33, 8192, 8193, 131072)] == [
+    assert [rounded(n) for n in (1, 16, 17, 31, 33, 8192, 8193, 131072)] == [
         1,
         16,
         17,

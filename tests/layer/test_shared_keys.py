@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from test_families import batch, step
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -18,6 +17,7 @@ import hfpatch
 from hfpatch.budget.policy import Policy
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import SharedKeys
+from tests.decoder.test_families import batch, step
 
 pytestmark = tiny.not_with_transformers_5_0("has no Gemma 4, and Gemma 3n keeps them in its cache")
 SLIDING, FULL = "sliding_attention", "full_attention"

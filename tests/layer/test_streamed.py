@@ -21,9 +21,11 @@ from transformers import LlamaForCausalLM
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.budget.hardware import GPUS
+from hfpatch.layer import packed_weights, policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
 from hfpatch.layer.room import Gauge
+from hfpatch.store.transfers import Transfers
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
@@ -52,7 +54,7 @@ def patched(model: nn.Module, **settings) -> nn.Module:
 
 def at_rest(model: nn.Module) -> bool:
     """Whether nothing that waits on the host, nor a parameter, shares memory with a slot."""
-    slots = {slot.bytes.untyped_storage().data_ptr() for slot, _ in streams(model).slots.rows}
+    slots = {slot.bytes.untyped_storage().data_ptr() for slot in streams(model).ring.slots}
     plain = [p for p in model.parameters() if not hasattr(p, "__tensor_flatten__")]
     return bool(slots) and not slots & {
         t.untyped_storage().data_ptr() for t in (*streams(model).at_rest(), *plain)
@@ -103,6 +105,28 @@ def test_steps_are_those_of_weights_that_stay(settings):
     frozen = [p for p in ours.base_model.model.model.layers.parameters() if not p.requires_grad]
     assert weights.host_bytes >= sum(p.numel() * p.element_size() for p in frozen) > LAYERS * 1000
     assert weights.slot_bytes * LAYERS < 1.1 * weights.host_bytes
+
+
+def test_a_fetch_that_is_cut_short_loses_no_slot(monkeypatch):
+    """Memory runs out as a slot is filled; the caller goes on, twice."""
+    ours = patched(adapted(tiny.llama(num_hidden_layers=LAYERS)))
+    wanted = tiny.step(ours, tiny.labelled())
+    for _ in range(2):
+        ours.zero_grad()
+        with monkeypatch.context() as context, pytest.raises(torch.OutOfMemoryError):
+            fetch, calls = Transfers.fetch, []
+
+            def short(self, pieces, slot=None, free=None, fetch=fetch, calls=calls):
+                calls.append(slot)
+                if len([slot for slot in calls if slot is not None]) == 3:
+                    raise torch.OutOfMemoryError("as a slot is filled")
+                return fetch(self, pieces, slot, free)
+
+            context.setattr(Transfers, "fetch", short)
+            tiny.step(ours, tiny.labelled())
+    ours.zero_grad()
+    got = tiny.step(ours, tiny.labelled())
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
 def test_four_bits():
@@ -239,7 +263,7 @@ def test_a_layers_weights_stay_on_the_device_while_another_thread_calls_the_mode
                 second.start()
                 second.join(0.5)  # all it can do while this layer runs
                 found.append(any(weight.untyped_storage().data_ptr() == slot.bytes.untyped_storage().data_ptr()
-                                 for slot, _ in streams(ours).slots.rows))  # fmt: skip
+                                 for slot in streams(ours).ring.slots))  # fmt: skip
 
         layer.mlp.down_proj.register_forward_pre_hook(tiny.OfAnEngine(meanwhile))
         assert torch.equal(ours(tiny.ids()).logits, wanted)
@@ -364,7 +388,7 @@ def test_a_weight_of_two_layers_waits_once():
     ours = assert_same_steps(model)
     first, _, last = (streams(ours).packed[i] for i in range(3))
     shared = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
-    taken = streamed._aligned(shared.numel() * shared.element_size())
+    taken = packed_weights._aligned(shared.numel() * shared.element_size())
     assert first.host_bytes == first.nbytes == last.nbytes == last.host_bytes + taken
     with torch.no_grad():  # at rest, as load_state_dict does: both layers see it
         shared.mul_(2.0)
@@ -521,7 +545,7 @@ class Full(Gauge):
     """A device that has `left` bytes."""
 
     left = 1 << 40
-    allocated = peak = ooms = wait = lambda self: 0
+    allocated = peak = ooms = wait = fragments = unused = lambda self: 0
 
     def free(self):
         return self.left
@@ -531,8 +555,8 @@ class Full(Gauge):
 
 
 def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
-    monkeypatch.setattr(session, "metered", lambda device: True)
-    monkeypatch.setattr(session, "Gauge", Full)
+    monkeypatch.setattr(policies, "metered", lambda device: True)
+    monkeypatch.setattr(policies, "Gauge", Full)
     model = adapted(tiny.llama())
     resident, ours = (
         patched(copy.deepcopy(model), frozen_weights="gpu"),
@@ -551,7 +575,7 @@ def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
 
 
 def test_auto_keeps_a_base_that_the_device_cannot_hold(monkeypatch):
-    monkeypatch.setattr(session, "metered", lambda device: device.type == "meta")
+    monkeypatch.setattr(policies, "metered", lambda device: device.type == "meta")
     for free, on in ((1 << 30, False), (1 << 10, True)):
         monkeypatch.setattr(session.memory, "gpu_free", lambda device, free=free: free)
         model = patched(adapted(tiny.llama()), frozen_weights="auto").to("meta")

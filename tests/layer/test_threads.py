@@ -2,6 +2,7 @@
 time.
 """
 
+import queue
 import sys
 import threading
 
@@ -147,3 +148,86 @@ def test_a_model_is_evaluated_while_another_thread_trains_it(way, restless):
 
     in_threads(lambda i: evaluate() if i else train(), together=True)
     assert losses and all((loss - expected).abs() <= 1e-5 * expected for loss in losses)
+
+
+class Baton:
+    """Has two threads run numbered steps in the order of their numbers."""
+
+    def __init__(self):
+        self.now, self.changed = 0, threading.Condition()
+
+    def run(self, number: int, step):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.now == number, timeout=60)
+        try:
+            return step()
+        finally:
+            with self.changed:
+                self.now += 1
+                self.changed.notify_all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=RECORDS)])
+def test_backwards_in_crossed_order(family, way):
+    """Forward of one, forward of the other; backward of the first, which is not the last to have
+    run.
+    """
+    stock = small_model(family)
+    ours, wanted, baton = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock), Baton()
+
+    def run(i):
+        loss = baton.run(i, lambda: loss_of(ours, i))
+        baton.run(2 + i, loss.backward)
+
+    for _ in range(2):
+        baton.now = 0
+        ours.zero_grad()
+        in_threads(run, together=True)
+        assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_without_a_backward_leaves_nothing(way):
+    """One thread's loss is dropped between another's forward and backward."""
+    stock = small_model("llama")
+    ours, wanted, baton = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock), Baton()
+
+    def run(i):
+        if i:
+            baton.run(1, lambda: loss_of(ours, 1) and None)
+            baton.run(3, lambda: loss_of(ours, 1).backward())
+        else:
+            loss = baton.run(0, lambda: loss_of(ours, 0))
+            baton.run(2, loss.backward)
+
+    in_threads(run, together=True)
+    assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generation_from_a_streamers_thread(way):
+    """As a chat page does it: a thread generates and fills a streamer, the main thread reads."""
+    stock = small_model("llama")
+    stock.generation_config.eos_token_id = None
+    ours, wanted = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock)
+    ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(3))
+    more = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    tokens = queue.Queue()
+
+    class Streamer:
+        def put(self, value):
+            tokens.put(value)
+
+        def end(self):
+            tokens.put(None)
+
+    loss = loss_of(ours, 0)
+    thread = threading.Thread(target=lambda: ours.generate(ids, streamer=Streamer(), **more))
+    thread.start()
+    loss_of(ours, 1).backward()  # a step meanwhile
+    got = list(iter(lambda: tokens.get(timeout=60), None))
+    thread.join()
+    loss.backward()
+    assert torch.equal(torch.cat([x.flatten() for x in got]), stock.generate(ids, **more)[0])
+    assert_close(ours, wanted)

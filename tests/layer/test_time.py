@@ -4,19 +4,23 @@ Tiles are of 64 tokens, the delta rule's chunk, over rows of 165: two tiles and 
 """
 
 import copy
-from contextlib import contextmanager
-from unittest import mock
+from dataclasses import replace
 
 import families
 import pytest
 import tiny
 import torch
-from test_families import batch, step
+from numerics import lifted
 
 import hfpatch
+from hfpatch.budget import policy
 from hfpatch.decoder.find import find_decoder
+from hfpatch.layer import runtime
+from hfpatch.layer.time_tiles import TimeTiles
+from hfpatch.store.transfers import Transfers
+from tests.decoder.test_families import batch, step
 
-pytestmark = tiny.not_before_transformers((5, 23), "hands mixers their states by other ways")
+pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
 TOKENS = 165
 TILE = hfpatch.Checkpointing(offload="host", tile=64)
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
@@ -30,17 +34,6 @@ SHORT = ("qwen3_5_text", "falcon_h1", "lfm2")
 
 def names(short=SHORT):
     return [n if n in short else pytest.param(n, marks=pytest.mark.long) for n in TIMED]
-
-
-@contextmanager
-def lifted():
-    """Within, modeling files cast to float64 where they cast to float32, in backward too."""
-    with (
-        mock.patch.object(torch, "float32", torch.float64),
-        mock.patch.object(torch, "float", torch.float64),
-        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
-    ):
-        yield
 
 
 def timed_mixers(model):
@@ -151,6 +144,22 @@ def test_ways_of_keeping(settings):
     assert max(runs) == 64
 
 
+@pytest.mark.parametrize("word", ["auto", "least"])
+def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
+    """Where free memory is unknown, under "auto"; under "least" all have it."""
+    monkeypatch.setattr(policy, "TIME_TILE_LEAST", 64)
+    monkeypatch.setattr(runtime, "TIME_TILE_LEAST", 64)
+    stock = families.small_model("qwen3_5_text")
+    ours, _ = patched(stock, word)
+    runs: list = []
+    lengths(ours, runs)
+    with lifted():
+        assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
+    assert max(runs) == 64
+    chosen = find_decoder(ours).layers[0]._hfpatch_session.policies.values()
+    assert {p.tile for p in chosen} == {8192 if word == "auto" else 64}
+
+
 def test_off_is_as_transformers_has_it():
     stock = families.small_model("lfm2")
     ours, _ = patched(stock, "off")
@@ -236,6 +245,43 @@ def test_autocast_reaches_every_tile():
         assert far <= 2 * allowed + 2**-8 * value.norm(), f"{what}: {far:.1e}, {allowed:.1e}"
 
 
+class Summing:
+    """A mixer of one row that sums its tokens, for TimeTiles: its state is the sum so far."""
+
+    B, module = 1, torch.nn.Identity()
+
+    def documents(self, T):
+        return [(slice(None), 0, T)]
+
+    def call(self, x, rows, a, b, states):
+        before = states.get_recurrent_state(0)
+        out = x.cumsum(1) + (0 if before is None else before[:, None])
+        states.update_recurrent_state(out[:, -1], 0)
+        return out
+
+
+def test_copies_of_first_states_are_waited_for_on_the_way():
+    """Not at the layer's end, where every tile's states would have stayed on the device."""
+    transfers, held = Transfers(torch.device("cpu"), "host"), []
+    time = TimeTiles("cache", 64, transfers)
+    mixer, run = Summing(), Summing.call
+
+    def noting(*args):
+        held.append(
+            len(transfers.unsettled) + sum(len(sources) for sources, *_ in transfers.copied)
+        )
+        return run(mixer, *args)
+
+    mixer.call = noting
+    x = torch.randn(1, 40 * 64, 3)
+    assert torch.allclose(time.forward(mixer, x), x.cumsum(1), atol=1e-3)
+    assert max(held) <= 6 and len(held) == 40
+    dx, dout = torch.empty_like(x), torch.randn_like(x)
+    transfers.settle()
+    time.backward(mixer, x, dout, dx)
+    assert torch.allclose(dx, dout.flip(1).cumsum(1).flip(1), atol=1e-3)
+
+
 # --- who carries states ---------------------------------------------------------------------------
 
 
@@ -318,3 +364,26 @@ def test_a_rule_that_drops_states_in_silence_is_seen(change, why, rule):
     rule(change)
     ours, report = patched(families.small_model("qwen3_next"))
     assert not timed_mixers(ours) and why in report
+
+
+def test_every_kind_of_layer_is_asked_on_a_slow_machine(monkeypatch):
+    """The clock stopped that: a slow machine ran the later kinds whole."""
+    from hfpatch.decoder import verdict
+
+    clock = iter(range(0, 10**9, 10**6))
+    stock = families.small_model("lfm2_moe")  # dense layers and layers of experts
+    answers = verdict.ask_model(find_decoder(stock)).answers
+    found = verdict.Verdict({i: replace(a, timed=(), untimed=()) for i, a in enumerate(answers)})
+    layers = list(find_decoder(stock).layers)
+    monkeypatch.setattr(verdict, "list_of_layers", lambda stack: layers)
+    monkeypatch.setattr(verdict, "kind_of", layers.index)
+    monkeypatch.setattr(verdict.time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(
+        verdict,
+        "ask_in_time",
+        lambda stack, layer, traits: replace(
+            traits, timed=tuple((name, "cache") for name in traits.mixers)
+        ),
+    )
+    verdict._ask_in_time(stock.model, found)
+    assert all(a.timed for a in found.answers.values() if a.mixers)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
@@ -23,6 +24,9 @@ from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
 from hfpatch.budget.shape import ModelShape
 from hfpatch.cli import main as cli
+from hfpatch.cli import plan as plan_command
+from hfpatch.lab.models import config_of
+from hfpatch.planner import show
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 from hfpatch.planner.show import _points, policy_text
@@ -263,7 +267,7 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"model": "nonesuch"}, "llama-3.1-8b"), ({"gpu": "abacus"}, "h100"),
+    ({"model": "llama-3-1-8b"}, "llama-3.1-8b"), ({"gpu": "abacus"}, "h100"),
     ({"placement": "moon"}, "zero3-offload"),
     ({"placement": "fsdp2"}, "several GPUs"), ({"seq_len": 0}, "seq_len"), ({"batch": -1}, "batch"),
     ({"gpus": 1.5}, "gpus"), ({"host_ram": "lots"}, "256GiB"),
@@ -312,6 +316,60 @@ def test_command_sweep_and_picture(capsys, tmp_path):
     assert out.count("131,072") == 3 and "\x1b" not in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert cli.main(["plan", "--model", "llama-tiny", "--png", "x.png"]) == 2
+
+
+def test_the_picture_says_what_does_not_fit_and_where(monkeypatch, tmp_path):
+    """Hatched, with a legend that names the memory that is short; an axis has one unit."""
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    fits = plan("llama-tiny", seq_len=8192, gpu="h100", placement="gpu8bit", host_ram="64GiB")
+    host = dataclasses.replace(fits, fits=False, seq_len=131072, host_peak_bytes=65 * GiB)
+    both = dataclasses.replace(host, seq_len=1 << 24, gpu_peak_bytes=1 << 50)
+    plans = [fits, host, both]
+    show.picture(plans, tmp_path / "sweep.png")
+    monkeypatch.undo()
+    (figure,) = drawn
+    axis, (legend,) = figure.axes[0], figure.legends
+    for bars in axis.containers:
+        plain, *hatched = [bar.get_hatch() for bar in bars]
+        assert not plain and all(hatched) and len(set(hatched)) == 2
+    words = [text.get_text() for text in legend.get_texts()]
+    assert {"does not fit on the host", "does not fit on the GPU and on the host"} <= set(words)
+    assert "slack (lost between blocks)" in words
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["8", "128", "16384"]
+    assert axis.get_ylim()[1] <= 2 * plans[0].gpu_usable_bytes / show.GiB
+    plt.close(figure)
+
+
+def test_the_search_of_the_longest_says_what_it_tries(monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "PAUSE", 0)
+    ask = ["plan", "--model", "llama-tiny", "--gpu", "rtx4090", "--max-seq-len"]
+    assert cli.main([*ask, "--seq-len", "8192", "--host-ram", "16GiB"]) == 0
+    said = capsys.readouterr()
+    assert "trying 16,384 tokens" in said.err and "trying" not in said.out
+    monkeypatch.setattr(plan_command, "PAUSE", 1e9)
+    assert cli.main([*ask, "--seq-len", "8192", "--host-ram", "16GiB"]) == 0
+    assert "trying" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked, near",
+    [
+        ("llama-3.1-9b", "llama-3.1-8b"),
+        ("lama-3.1-8b", "llama-3.1-8b"),
+        ("qwen3-8", "Qwen/Qwen3-8B"),
+        ("mistral-7b", "mistralai/Mistral-7B"),
+    ],
+)
+def test_an_unknown_model_gets_the_three_nearest(asked, near, capsys):
+    assert cli.main(["plan", "--model", asked]) == 2
+    said = capsys.readouterr().err
+    named = re.search(r"the nearest are (.*?); any other", said)[1].split(", ")
+    assert named[0].startswith(near) and len(named) == 3, said
+    assert said.count("\n") == 1 and "config.json" in said and "owner/name" in said
 
 
 def test_command_simulates_too(capsys, tmp_path):
@@ -844,3 +902,12 @@ def test_an_optimizer_walks_no_frozen_weight(base):
     alone = Resident(shape.trained_parameters * shape.trained_itemsize(2), None, stays.optimizer)
     gpu = GPUS["rtx4090"]
     assert optimizer_seconds(gpu, memory, stays) == optimizer_seconds(gpu, memory, alone) < 1e-3
+
+
+def test_a_config_json_may_hold_infinity(tmp_path):
+    """As transformers writes Mamba 2's time_step_limit: a model's own folder was refused."""
+    from transformers import Mamba2Config
+
+    Mamba2Config(time_step_limit=(0.0, float("inf"))).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert list(config_of(tmp_path)[1]["time_step_limit"]) == [0.0, float("inf")]

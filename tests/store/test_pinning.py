@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 import hfpatch
-from hfpatch.layer import runtime as session_module
+from hfpatch.layer import policies as session_module
 from hfpatch.store.transfers import HostPool
 from tests.faults.checker import standing_in
 from tests.faults.test_host_memory import CPU, Pinning

@@ -21,15 +21,15 @@ from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.seconds import step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.context.classes import is_mixed
-from hfpatch.layer import runtime as session_module
+from hfpatch.layer import policies as session_module
 from hfpatch.trainer.callback import (
     Callback,
     memory_columns,
     model_flops,
     peak_flops,
     published_peak,
-    rounded_to_nearest,
 )
+from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
 from hfpatch.trainer.sequence import refuse_unshared_batches
 from tests.layer.test_room import Told
 
@@ -284,6 +284,25 @@ def test_optimizers_that_keep_small_updates_are_not_warned_of():
         torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))])
     ) and not rounded_to_nearest(None)
     assert "AdamW8bit came" in rounded_to_nearest(AdamW8bit([weight]))
+
+
+def test_an_optimizer_that_compiles_is_said_once(tmp_path, monkeypatch, capsys):
+    """Before its first step, which takes minutes in silence otherwise, with where the result
+    stays; others compile nothing.
+    """
+    from torchao.optim import AdamW8bit
+
+    say_compiling.cache_clear()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/a/folder")
+    weight, said = torch.nn.Parameter(torch.ones(8)), []
+    for kind in (torch.optim.AdamW, AdamW8bit, AdamW8bit):
+        optimizer = kind([weight])
+        trainer = make_trainer(tmp_path, Callback())
+        trainer.callback_handler.optimizer = optimizer
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+        said.append(capsys.readouterr().err)
+    assert [line.count("torchao compiles its AdamW8bit") for line in said] == [0, 1, 0]
+    assert "kept in /a/folder" in said[1]
 
 
 def readme_snippet() -> str:

@@ -104,13 +104,15 @@ def test_collator_pads_on_the_right_without_a_mask():
         dataset.make_row([([5], [1])], pad_to=None, pad_id=9),
     ]
     batch = dataset.Collator(pad_id=9, multiple=4)(rows)
-    assert set(batch) == {"input_ids", "labels"}
+    assert set(batch) == {"input_ids", "labels", "attention_mask"}
     assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [5, 9, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
     assert batch["labels"].tolist() == [[IGNORE, 6, 7, IGNORE], [IGNORE] * 4]
+    assert "attention_mask" not in dataset.Collator()(rows[:1]), "nothing is padded"
 
 
 def test_padding_in_a_batch_changes_nothing():
-    """Right padding without a mask: each row's gradient is the one it has alone."""
+    """Right padding: each row's gradient is the one it has alone."""
     model = tiny.llama(dtype=torch.float64)
     long, short = (
         dataset.make_row([(range(3, 3 + n), [1] * n)], pad_to=None, pad_id=0) for n in (20, 7)

@@ -2,6 +2,7 @@
 installed here.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
+import hfpatch.budget.policy
 from hfpatch.context.classes import is_mixed
 from hfpatch.trainer import plugins
 
@@ -85,18 +87,37 @@ def test_axolotl_patches_between_adapters_and_trainer(axolotl, tmp_path, capsys)
     )
 
 
-def test_axolotl_block_is_checked(axolotl):
-    assert set(axolotl.Options.model_fields) == set(inspect.signature(hfpatch.apply).parameters) - {
-        "model"
-    }
+def test_axolotl_block_takes_all_options(axolotl):
+    """Each of apply's and Checkpointing's, typed and checked as those are."""
     defaults = {
         name: p.default
         for name, p in inspect.signature(hfpatch.apply).parameters.items()
         if name != "model"
     }
     assert axolotl.Options().model_dump() == defaults
-    with pytest.raises(ValueError, match="tile_size"):
-        axolotl.Arguments(hfpatch={"tile_size": 8})
+    fields = {f.name: f.default for f in dataclasses.fields(hfpatch.Checkpointing)}
+    assert axolotl.Fields().model_dump() == fields
+    block = {"offload": "host", "tile": 4096, "keep": ["qkv", "mid"], "every": 1}
+    options = axolotl.Options(checkpointing=block).for_apply()
+    assert options["checkpointing"] == hfpatch.Checkpointing(**(block | {"keep": ("qkv", "mid")}))
+    for word, meaning in ((False, "off"), ("host,tile=64", None), ("./folder", None)):
+        made = axolotl.Options(checkpointing=word).for_apply()["checkpointing"]
+        assert made == hfpatch.budget.policy.parse_checkpointing(meaning or word)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"tile_size": 8}, {"checkpointing": "fast"}, {"checkpointing": {"tile": 0}},
+        {"checkpointing": {"tiles": 8}}, {"mlp": "perhaps"}, {"checkpointing": {"keep": ["x"]}},
+    ],
+)  # fmt: skip
+def test_axolotl_block_is_checked(axolotl, block):
+    with pytest.raises(ValueError, match="tile|fast|perhaps|keep"):
+        axolotl.Arguments(hfpatch=block)
+
+
+def test_axolotl_refuses_rivals(axolotl):
     for rival in axolotl.RIVALS:
         with pytest.raises(
             ValueError, match=f"^hfpatch: expected one implementation, {rival} came too; drop it"
@@ -104,10 +125,28 @@ def test_axolotl_block_is_checked(axolotl):
             axolotl.HFPatchPlugin().pre_model_load({rival: True})
 
 
-def test_ms_swift_callback_by_its_name(monkeypatch, tmp_path):
-    """ms-swift executes the file, and makes the callback with its trainer once that has its
-    model.
-    """
+def auto_enabled(cfg: dict) -> dict:
+    """Axolotl 0.19's check_auto_enable_lora_kernels, which runs after `register`."""
+    kernels = [f"lora_{part}_kernel" for part in ("mlp", "qkv", "o", "embedding")]
+    if cfg.get("adapter") in ("lora", "qlora") and all(cfg.get(name) is None for name in kernels):
+        cfg |= dict.fromkeys(kernels, True)
+    return cfg
+
+
+def test_axolotl_lora_kernels_stay_off(axolotl):
+    """The three lines of the docs train LoRA; kernels that the YAML asks for are refused."""
+    plugin, cfg = axolotl.HFPatchPlugin(), {"adapter": "lora", "hfpatch": {}}
+    plugin.register(cfg)
+    plugin.pre_model_load(auto_enabled(cfg))
+    asked = {"adapter": "lora", "lora_embedding_kernel": True}
+    plugin.register(asked)
+    with pytest.raises(ValueError, match="lora_embedding_kernel came too"):
+        plugin.pre_model_load(auto_enabled(asked))
+
+
+@pytest.fixture
+def swift_trainer(monkeypatch):
+    """ms-swift 4.6's Trainer, which makes its callbacks before transformers' __init__ has run."""
     callbacks_map = {}
     played(monkeypatch, swift__callbacks={"callbacks_map": callbacks_map})
     file = Path(plugins.__path__[0]) / "ms_swift.py"
@@ -115,13 +154,17 @@ def test_ms_swift_callback_by_its_name(monkeypatch, tmp_path):
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
     class SwiftTrainer(Trainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.add_callback(callbacks_map["hfpatch"](self.args, self))
+        def __init__(self, *, args, **kwargs):
+            super().__init__(args=args, callbacks=[callbacks_map["hfpatch"](args, self)], **kwargs)
 
-    trainer = trainer_of(tiny.llama(), tmp_path, SwiftTrainer)
+    return SwiftTrainer
+
+
+def test_ms_swift_callback_by_its_name(swift_trainer, tmp_path, capsys):
+    """ms-swift executes the file, and hands the callback a trainer without a model."""
+    trainer = trainer_of(tiny.llama(), tmp_path, swift_trainer)
     assert all(is_mixed(layer) for layer in trainer.model.model.layers)
-    assert trainer.callback_handler.callbacks[-1].report.count("checkpointing") == 2
+    assert "hfpatch on" in capsys.readouterr().err
     assert losses_of(trainer) == pytest.approx(
         losses_of(trainer_of(tiny.llama(), tmp_path)), rel=1e-5
     )
@@ -130,11 +173,21 @@ def test_ms_swift_callback_by_its_name(monkeypatch, tmp_path):
     )
 
 
-def test_a_plugin_that_tiles_no_layer_is_refused(monkeypatch):
+def test_ms_swift_refuses_a_model_without_tiles(swift_trainer, tmp_path):
+    with pytest.raises(ValueError, match="^hfpatch: expected layers that run in tiles"):
+        trainer_of(with_own_forward(), tmp_path, swift_trainer)
+
+
+def with_own_forward():
+    """A model whose layers cannot be swapped: one has a forward of somebody's own."""
     model = tiny.llama()
     layer = model.model.layers[0]
-    # a forward of somebody's own
     layer.forward = lambda *args, **kwargs: nn.Module.__call__(layer, *args, **kwargs)
+    return model
+
+
+def test_a_plugin_that_tiles_no_layer_is_refused():
+    model = with_own_forward()
     with pytest.raises(
         ValueError,
         match=r"^hfpatch: expected layers that run in tiles, LlamaForCausalLM has none \(",

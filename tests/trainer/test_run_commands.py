@@ -93,6 +93,22 @@ def test_other_trainers_commands_are_patched(name, variables, tmp_path):
     assert_patched(out, 1, err)
 
 
+def test_children_without_the_hook_train_stock(tmp_path):
+    """What these commands start would train unpatched, and succeed: alone, and where the run's
+    environment carried no hook.
+    """
+    places = os.pathsep.join([str(tmp_path / "site"), PLACES])
+    for where, name in (("alone", "swift"), ("no hook", "llamafactory-cli")):
+        out = tmp_path / where
+        out.mkdir()
+        command = [played(tmp_path, name), "train", out]
+        before = [] if where == "alone" else [*RUN, "env", f"PYTHONPATH={places}"]
+        code, _, err = execute(*before, *command, PYTHONPATH=places)
+        layers = {module.partition(".")[0] for report in reports(out) for module in report["layer"]}
+        assert code == 0 and layers == {"transformers", "torch", "builtins"}, err
+        assert (WARNING in err) == (where == "no hook") and "hfpatch on" not in err
+
+
 LAUNCHERS = {
     "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1,
                    "--mixed_precision", "no",

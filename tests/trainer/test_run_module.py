@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import engine_script
@@ -112,6 +113,22 @@ def test_examples_without_their_arguments_name_them(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "model"])
     with pytest.raises(SystemExit, match=f"python scripts/examples/{name}.py MODEL"):
         runpy.run_path(str(ROOT / f"scripts/examples/{name}.py"), run_name="__main__")
+
+
+@pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
+@pytest.mark.parametrize("name", ["trainer", "sft", "dpo", "grpo", "qlora"])
+def test_examples_run_as_they_stand(name, monkeypatch, capsys, tmp_path):
+    """`--small`: a tiny model and made data on a CPU; nothing is read or downloaded."""
+    if name != "trainer":
+        pytest.importorskip("bitsandbytes" if name == "qlora" else "trl")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--small"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    try:
+        runpy.run_path(str(ROOT / f"scripts/examples/{name}.py"), run_name="__main__")
+    finally:
+        torch.compiler.set_stance("default")
+    assert "'loss'" in capsys.readouterr().out
 
 
 # of datasets' and TRL's own use of their dependencies

@@ -1,6 +1,7 @@
 """scripts/train.py end to end on a tiny Llama: what it logs, saves, resumes and stops at."""
 
 import json
+import os
 import re
 import subprocess
 
@@ -93,6 +94,30 @@ def test_resume_in_the_middle_of_an_epoch_is_bit_equal(run_train, streaming):
     assert losses(folder) == losses(whole) and len(losses(whole)) == 6
     ours, theirs = load_file(folder / "model.safetensors"), load_file(whole / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_stream_is_not_resumed_over_a_file_that_changed(run_train, tmp_path):
+    """Refused in a sentence; a new time alone, as of data copied to another machine, is no change."""
+    data = tmp_path / "rows"
+    data.mkdir()
+    for name in ("a", "b"):
+        (data / f"{name}.txt").write_text(f"{name} and {name} again. " * 8000)
+    flags = {
+        "data": data, "data_glob": None, "streaming": True, "max_steps": 4, "save_steps": 2,
+        "save_strategy": "steps",
+    }  # fmt: skip
+    assert run_train("stream", **flags)[0] == 0
+    os.utime(data / "a.txt", (1, 1))
+    resumed = ("--resume_from_checkpoint", "True")
+    flags["max_steps"] = 5
+    code, out, err, _ = run_train("stream", *resumed, **flags)
+    assert code == 0 and "resuming from" in out, err
+    text = (data / "b.txt").read_text()
+    for changed in (text + "More.", text[:-1] + "!", "B" + text[1:]):
+        (data / "b.txt").write_text(changed)
+        code, out, err, _ = run_train("stream", *resumed, **flags)
+        assert code == 2 and "b.txt changed since the checkpoint" in err, out + err
+        assert len(err.strip().splitlines()) == 1
 
 
 def test_split_of_a_batch_changes_rounding_alone(run_train):
@@ -253,9 +278,10 @@ def test_push_to_hub_goes_through_trainer(run_train, monkeypatch):
 
 def test_time_limit_stops_and_saves(run_train):
     code, out, err, folder = run_train(max_steps=100_000, time_limit=0.02)
+    assert "of 100000 steps, stopped after 0.02 minutes (--time_limit), total" in out
     assert code == 0, err
     assert (
-        0 < int(re.search(r"(\d+) steps, total", out).group(1)) < 100_000
+        0 < int(re.search(r"(\d+) of 100000 steps", out).group(1)) < 100_000
         and (folder / "model.safetensors").exists()
     )
 

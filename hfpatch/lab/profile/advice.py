@@ -24,6 +24,11 @@ CHANGES = (
         '`Checkpointing(offload="host", save_attention=False)`, which keeps less of each layer',
     ),
     ("working set", 0.5, "a tile of half the size, `Checkpointing(tile=...)`"),
+    (
+        "loss",
+        0.5,
+        '`checkpointing="least"`, under which the loss holds the logits of fewer tokens at a time',
+    ),
 )
 LASTING_CHANGES = (
     ("optimizer", 0.75, "8-bit optimizer states (`--placement gpu8bit`)"),

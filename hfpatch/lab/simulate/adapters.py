@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hfpatch.budget.adapters import ALL_LINEAR, BLOCK, NESTED, Adapters
 from hfpatch.compat import int8_product
+from hfpatch.lab.simulate.follow import current
 
 
 class _Product(torch.autograd.Function):
@@ -62,7 +63,10 @@ class Packed4bit(_Packed):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """A dense copy of the weight, as long as the caller holds it."""
         scales = self.scales.float()  # alive while the copy is written
-        return scales.new_empty(self.out_features, self.in_features, dtype=dtype)
+        made = scales.new_empty(self.out_features, self.in_features, dtype=dtype)
+        if (follower := current()) is not None:
+            follower.moves([self.weight, self.scales, self.nested, made])
+        return made
 
 
 class Packed8bit(_Packed):

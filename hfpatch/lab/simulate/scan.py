@@ -21,6 +21,7 @@ from torch.nn.functional import silu, softplus
 from hfpatch.attention import blocks as _attention_blocks
 
 BLOCKS = 64
+CHUNKS = 8  # a block at least: fewer operations where a row is cut into tiles
 
 
 def selective_scan(
@@ -52,11 +53,12 @@ def selective_scan(
 def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int = 64, **kwargs):
     """`stock`, transformers' function of that name, whose loop over chunks meets blocks of them: it
     indexes by a slice where it had a number, and the state that it hands on is one a chunk [B, H,
-    C, K, V].
+    C, K, V]. The first state and the last are one [B, H, K, V], as transformers has them, and
+    gradients flow from one to the other.
     """
     plain = inspect.unwrap(stock)
     chunks = -(-value.shape[1] // chunk_size)
-    size = -(-chunks // BLOCKS)
+    size = max(-(-chunks // BLOCKS), min(chunks, CHUNKS))
     state = value.new_zeros(
         value.shape[0], value.shape[2], size, key.shape[3], value.shape[3], dtype=torch.float32
     )
@@ -69,8 +71,13 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
             for a in range(0, chunks, size)
         ]
 
+    given = kwargs.get("initial_state")
+    state = state if given is None else state + given[:, :, None]
     with mock.patch.dict(plain.__globals__, range=blocks):
-        return plain(query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state})
+        out, last = plain(
+            query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state}
+        )
+    return out, None if last is None else last[:, :, -1].clone()
 
 
 # In transformers' modules; where it has other names, each token or chunk is an operation.

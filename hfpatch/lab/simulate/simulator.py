@@ -37,7 +37,6 @@ from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.layer import route
 from hfpatch.layer.condition import look
-from hfpatch.layer.route import why_no_kernels
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.ops import _wide_sums
 from hfpatch.parallel import exchange
@@ -200,8 +199,9 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     """Why layers of a patched model run whole, and how many, as they decide it here."""
     found = Counter()
     for module in (m for m in model.modules() if "_hfpatch_index" in vars(m)):
-        asked = attention.Pattern(softcap=module._hfpatch_traits.softcap)
-        found[look(module).reason or why_no_kernels(module, torch.device("cpu"), dtype, asked)] += 1
+        pattern, known = attention.Pattern(softcap=module._hfpatch_traits.softcap), look(module)
+        unable = attention.supported(known.head_dim, dtype, torch.device("cpu"), pattern)
+        found[known.reason or unable] += 1
     found.pop(None, None)
     return dict(found)
 
@@ -221,7 +221,7 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
             [m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu")
         )
         weights.make_slots()
-        for slot, _ in weights.slots.rows:
+        for slot in weights.ring.slots:
             follower.track(slot.bytes, category="parameters")
         with follower.host():
             for tensor in weights.at_rest():

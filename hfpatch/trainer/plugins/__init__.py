@@ -10,19 +10,27 @@ def apply_tiled(model, options: dict) -> Report:
     """`hfpatch.apply(model, **options)`, its report printed once a run.
 
     Raises:
-        ValueError: from `apply`; and where no layer was swapped though checkpointing is not "off":
-            a plugin that changes nothing is no training with hfpatch.
+        ValueError: from `apply` and `expect_tiles`.
     """
     import hfpatch
 
     report = hfpatch.apply(model, **options)
-    if options.get("checkpointing") != "off" and not report.count("checkpointing"):
-        name, reason = type(model).__name__, dict(report.skipped).get("checkpointing", "none there")
-        raise ValueError(
-            f"hfpatch: expected layers that run in tiles, {name} has none ({reason}); "
-            'drop the plugin, or set checkpointing to "off".'
-        )
+    if options.get("checkpointing") != "off":
+        expect_tiles(model, report)
     words = str(report)  # empty on ranks but the first
     if words and first_to_say(words):
         print(words, file=sys.stderr)
     return report
+
+
+def expect_tiles(model, report: Report) -> None:
+    """ValueError where no layer was swapped: a plugin that changes nothing is no training with
+    hfpatch.
+    """
+    if report.count("checkpointing"):
+        return
+    name, reason = type(model).__name__, dict(report.skipped).get("checkpointing", "none there")
+    raise ValueError(
+        f"hfpatch: expected layers that run in tiles, {name} has none ({reason}); "
+        'drop the plugin, or set checkpointing to "off".'
+    )

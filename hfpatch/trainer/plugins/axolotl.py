@@ -4,28 +4,53 @@
       - hfpatch.trainer.plugins.axolotl.HFPatchPlugin
     hfpatch: {checkpointing: least}
 
-The block takes the options of `hfpatch.apply`; leave it out for the defaults.
+The block takes the options of `hfpatch.apply`, and for `checkpointing` also a block of its own with
+the fields of `hfpatch.Checkpointing`; leave it out for the defaults.
 """
 
 from typing import Literal
 
 from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
+from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.trainer.callback import Callback
 from hfpatch.trainer.plugins import apply_tiled
 
 # Axolotl's own ways to do what hfpatch does: two of them on one module would be one too many.
+# Axolotl turns these on for LoRA where the YAML says nothing of any of them.
+LORA_KERNELS = "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"
 RIVALS = (
     "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_swiglu", "liger_glu_activation",
     "liger_cross_entropy", "liger_fused_linear_cross_entropy", "cut_cross_entropy",
-    "chunked_cross_entropy", "tiled_mlp", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel",
-    "activation_offloading",
+    "chunked_cross_entropy", "tiled_mlp", *LORA_KERNELS, "activation_offloading",
 )  # fmt: skip
 
 
+class Fields(BaseModel):
+    """`checkpointing:` as a block: the fields of `hfpatch.Checkpointing`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    offload: str = "auto"
+    every: int | Literal["auto"] = "auto"
+    tile: int | Literal["auto"] = "auto"
+    frozen_weights: Literal["auto", "gpu", "host"] = "auto"
+    save_attention: bool | Literal["auto"] = "auto"
+    plain: int | Literal["auto"] = "auto"
+    keep: list[str] | Literal["auto"] = "auto"
+    aim: Literal["fastest", "least"] = "fastest"
+
+    def made(self) -> Checkpointing:
+        """Raises ValueError for a value out of range."""
+        given = self.model_dump()
+        return Checkpointing(
+            **{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
+        )
+
+
 class Options(BaseModel):
-    """The `hfpatch:` block: the options of `hfpatch.apply` that YAML can write."""
+    """The `hfpatch:` block: the options of `hfpatch.apply`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,8 +59,28 @@ class Options(BaseModel):
     rms_norm: bool = True
     mlp: bool = True
     loss: bool = True
-    checkpointing: Literal["auto", "least", "off"] = "auto"
+    checkpointing: str | Fields = "auto"
     logits: bool | Literal["auto"] = "auto"
+
+    @field_validator("checkpointing", mode="before")
+    @classmethod
+    def _off(cls, value):
+        return "off" if value is False else value  # YAML reads a bare off as false
+
+    @field_validator("checkpointing")
+    @classmethod
+    def _checked(cls, value):
+        _settings(value)
+        return value
+
+    def for_apply(self) -> dict:
+        """Keyword arguments of `hfpatch.apply`."""
+        return self.model_dump() | {"checkpointing": _settings(self.checkpointing)}
+
+
+def _settings(value: str | Fields) -> Checkpointing | str:
+    """What `apply` takes of a word or a block. Raises ValueError for a value out of range."""
+    return parse_checkpointing(value) if isinstance(value, str) else value.made()
 
 
 class Arguments(BaseModel):
@@ -51,6 +96,13 @@ class HFPatchPlugin(BasePlugin):
         """The dotted name of `Arguments`, which Axolotl merges into its config."""
         return f"{__name__}.Arguments"
 
+    def register(self, cfg) -> None:
+        """Sees the YAML before it is checked: Axolotl turns on its LoRA kernels where none is
+        given.
+        """
+        if all(cfg.get(name) is None for name in LORA_KERNELS):
+            cfg[LORA_KERNELS[0]] = False
+
     def pre_model_load(self, cfg) -> None:
         """Refuses Axolotl's own kernels: a ValueError that names the first of them."""
         came = next((name for name in RIVALS if cfg.get(name)), None)
@@ -62,7 +114,7 @@ class HFPatchPlugin(BasePlugin):
         given = cfg.get("hfpatch") or {}
         # Axolotl's config after its check holds plain dicts, with None for what was left out.
         options = {name: value for name, value in dict(given).items() if value is not None}
-        apply_tiled(model, Options(**options).model_dump())
+        apply_tiled(model, Options(**options).for_apply())
 
     def add_callbacks_post_trainer(self, cfg, trainer) -> list:
         """The columns of `hfpatch.Callback` in each log line."""

@@ -7,19 +7,21 @@ file. Options of `hfpatch.apply` come by `hfpatch run`, which needs no plugin.
 from swift.callbacks import callbacks_map
 
 from hfpatch.trainer.callback import Callback
-from hfpatch.trainer.plugins import apply_tiled
+from hfpatch.trainer.plugins import expect_tiles
 
 
 class SwiftCallback(Callback):
-    """hfpatch.Callback as ms-swift makes its callbacks, with its arguments and its trainer.
-
-    ms-swift adds it after the Trainer was made, when no callback is told of that any more: so the
-    model is patched here.
+    """hfpatch.Callback(apply=True) as ms-swift makes its callbacks: before the Trainer that it
+    hands them has a model, whose `on_init_end` then patches it.
     """
 
     def __init__(self, args, trainer):
-        super().__init__()
-        self.report = apply_tiled(trainer.model, {})
+        super().__init__(apply=True)
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        """Patches the model. Raises ValueError where that changes no layer."""
+        super().on_init_end(args, state, control, model=model, **kwargs)
+        expect_tiles(model, self.report)
 
 
 callbacks_map["hfpatch"] = SwiftCallback

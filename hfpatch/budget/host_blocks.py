@@ -1,0 +1,73 @@
+"""The pinned host memory that one step takes, in the blocks in which layers take it. Standard library
+only.
+"""
+
+from collections import Counter
+
+from hfpatch.budget.cuts import head_groups, tile_bounds
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.shape import ModelShape
+
+
+def host_blocks(
+    shape: ModelShape,
+    policy: Policy,
+    *,
+    batch: int,
+    tokens: int,
+    layers: int | None = None,
+    itemsize: int = 2,
+    computed: int | None = None,
+    whole: bool = False,
+    ranks: int = 1,
+    pieces: bool = False,
+) -> Counter:
+    """How many host blocks of which size one step takes: {bytes: count}. Their sum is what
+    formula.step_memory says of the host.
+
+    Args:
+        layers: how many are checkpointed, where that is not the shape's number.
+        itemsize: of hidden states; computed: of q, k, v and attention outputs, smaller under
+            autocast.
+        whole: layers keep their input and no more.
+        ranks: how many run each layer between them, and keep a part each of its input.
+        pieces: attention outputs are kept one group of heads apart.
+    """
+    n, s, rows = shape.num_layers if layers is None else layers, shape, batch * tokens
+    computed, tiled = computed or itemsize, n - min(policy.plain, n)
+    bounds, hidden = tile_bounds(batch, tokens, policy.tile), s.hidden_size * itemsize
+    kept = batch * sum(-(-(b - a) // ranks) for a, b in bounds)
+    sizes = Counter({kept * hidden: -(-tiled // policy.every)})
+    if whole:
+        return sizes
+    if policy.park:
+        sizes[rows * hidden] += 1
+    groups = head_groups(batch, tokens, shape, policy.wide)
+    saved = (tiled - min(policy.again, tiled)) * (policy.save_attention and policy.every == 1)
+    if policy.by_group:
+        again = max(0, min(policy.every, tiled) - 1)  # layers of the segment that runs again
+        sizes[rows * hidden] += again
+        saved += again
+        columns = [s.q_size, s.kv_size, s.v_size, s.out_size]
+        columns += [s.out_size] * bool(policy.again or not policy.save_attention)
+        for column in columns:
+            sizes[rows * column // groups * computed] += groups
+    parts = groups if policy.stream_attention or policy.by_group or pieces else 1
+    sizes[rows * s.out_size // parts * computed] += saved * parts
+    sizes[rows * s.num_heads // parts * max(4, computed)] += saved * parts
+    if policy.every == 1:
+        _add_kept(sizes, shape, policy, tiled, [batch * (b - a) for a, b in bounds], itemsize,
+                  computed)  # fmt: skip
+    return +sizes
+
+
+def _add_kept(sizes: Counter, s: ModelShape, policy, tiled: int, tiles, itemsize, computed) -> None:
+    """Adds what `policy.keep` names; tiles: rows of each."""
+    if "qkv" in policy.keep:
+        for columns in (s.q_size, s.kv_size, s.v_size):
+            sizes[sum(tiles) * columns * computed] += tiled
+    for rows in tiles:
+        sizes[rows * s.hidden_size * itemsize] += tiled * ("mid" in policy.keep)
+        # gate and up, in one block where one matrix makes both
+        inner, blocks = s.intermediate_size * (2 if s.joined else 1), 1 if s.joined else 2
+        sizes[rows * inner * itemsize] += blocks * tiled * ("gate_up" in policy.keep)

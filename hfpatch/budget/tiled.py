@@ -1,0 +1,312 @@
+"""Moments of hfpatch's tiled layers (the phases A to D of layer/call.py), and what they keep on the
+host. Standard library only; sizes.py explains the names of sizes.
+"""
+
+from dataclasses import dataclass, replace
+
+from hfpatch.budget.cuts import head_groups, tiles
+from hfpatch.budget.moments import (
+    Moment,
+    embedding_moments,
+    forward_moment,
+    loss_moment,
+    plain_moments,
+)
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.sequence import exchange_bytes
+from hfpatch.budget.sizes import (
+    Sizes,
+    attention_scratch,
+    experts_tile,
+    inner_bytes,
+    kept_columns,
+    mlp_weight,
+    plain_bytes,
+    widened,
+    written_out,
+)
+
+RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one being copied
+
+
+class TiledStep:
+    """A step under a policy, as sizes in bytes that its moments share.
+
+    n: tiled layers. single: a layer runs in one tile. t: rows of a tile. save: attention outputs are
+    kept. off: what is kept leaves the device. stream: attention outputs come back by group of
+    heads. unsaved: layers that run attention again. kept_out: layers whose attention outputs are
+    kept. grads: of q, k and v in attention's backward. ring: buffers of fetched tiles.
+    """
+
+    def __init__(self, z: Sizes, policy: Policy):
+        shape, s = z.shape, z.s
+        self.z, self.policy = z, policy
+        self.n = n = shape.num_layers - min(policy.plain, shape.num_layers)
+        count, step = tiles(z.batch, z.tokens, policy.tile)
+        self.single, self.t = count == 1, step * z.batch
+        self.save = policy.save_attention and policy.every == 1
+        self.off = policy.offload != "gpu"
+        self.stream = policy.stream_attention and self.save and self.off
+        self.groups = head_groups(z.batch, z.tokens, shape, policy.wide)
+        self.unsaved = min(policy.again, n) if self.save else n
+        self.kept_out = n - self.unsaved
+        self.kept_inside = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
+        self.park = policy.park and self.off and not self.single
+        self.qkv = z.q + z.kv
+        self.tile_D = self.t * shape.hidden_size * s
+        by_parts = self.stream or policy.by_group or shape.ranks > 1
+        self.join = self.t * shape.out_size * s if self.groups > 1 and by_parts else 0
+        # the attention outputs, whole on the device
+        self.fetched = z.out if self.save and self.off and not self.stream else 0
+        self.stored = (
+            -(-n // policy.every) * z.u + self.kept_out * (z.out + z.lse) + n * self.kept_inside
+        )
+        self.on_device = 0 if self.off else self.stored
+        self.scratch, self.grads = self._attention()
+        self.ring = self._ring()
+
+    def _attention(self) -> tuple[int, int]:
+        """Attention backward's scratch, and the gradients of q, k and v beside it."""
+        z, shape, policy, groups = self.z, self.z.shape, self.policy, self.groups
+        scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads // groups, z.s)
+        if groups > 1 and shape.ranks == 1 and not (policy.stream_attention or policy.by_group):
+            scratch += z.out // groups  # of whole attention outputs a group is copied out
+        if shape.ranks > 1:
+            ahead = not policy.stream_attention
+            return scratch, exchange_bytes(shape, z.batch, z.tokens, z.s, ahead=ahead)
+        return scratch, (z.q + z.kv) // groups
+
+    def _ring(self) -> int:
+        """q, k and v come back whole, for attention; the sum after attention in the place of x, but
+        where that stays.
+        """
+        if not self.off or not self.n:
+            return 0
+        shape, D = self.z.shape, self.z.shape.hidden_size
+        back = {n: kept_columns(shape, n) for n in self.policy.keep if n != "qkv"}
+        outs = shape.out_size if self.stream else 0
+        columns = outs + sum(back.values()) + (D if self.single or "mid" not in back else 0)
+        return (2 if self.single else RING_SLOTS) * self.t * max(D, columns) * self.z.s
+
+    @property
+    def host(self) -> int:
+        """Bytes of pinned host memory, or of files."""
+        z, policy, n, passing = self.z, self.policy, self.n, 0
+        if not self.off or not n:
+            return 0
+        if policy.by_group:
+            again = z.out if self.unsaved else 0
+            inside = (min(policy.every, n) - 1) * (z.u + z.out + z.lse)
+            passing = z.q + z.kv + z.out + again + inside
+        return self.stored + passing + (z.u if self.park else 0)
+
+    def moments(self) -> list[Moment]:
+        """All moments of the step."""
+        z, policy, n = self.z, self.policy, self.n
+        plain = z.shape.over(lambda i: plain_bytes(z, i), n)
+        moments = [loss_moment(z, self.on_device + plain, policy.loss_bytes)]
+        forward = self._forward() if n else None
+        moments += [forward] if n else []
+        if policy.plain:
+            coming = self.ring + self.fetched if policy.plain > 1 else 0
+            moments += plain_moments(z, n, self.on_device, plain, coming)
+        if n:
+            moments += [*self._last(), *self._segment(forward), *self._first()]
+        return moments + embedding_moments(z, True, policy.loss_bytes)
+
+    def _forward(self) -> Moment:
+        z, policy, off = self.z, self.policy, self.off
+        # What the forward holds anyway is among what stays on the device.
+        twice = (min(self.n, 2) if policy.every == 1 else 1) * z.u
+        twice += z.out + z.lse if self.save else 0
+        by_groups = self.groups if policy.by_group else 0
+        # What is on its way to the host stays until the layer has run, and dense weights as long as
+        # their phase.
+        leaving = self.qkv if off and "qkv" in policy.keep else 0
+        leaving += written_out(z, self.n - 1) if policy.dense else 0
+        on_device = 0 if off else self.on_device - twice
+        return forward_moment(
+            z, self.n - 1, self.t, self.single, self.join, on_device, by_groups, leaving
+        )
+
+    def _last(self) -> list[Moment]:
+        """The last tiled layer, and the last one whose attention runs again."""
+        z, shape, n, moments = self.z, self.z.shape, self.n, []
+        after = z.head_gradient + shape.over(shape.trained_of, n) * z.g
+        if not self.off or self.policy.plain:
+            saved = self.save and not self.unsaved
+            layer = _Layer(self, "last layer", n - 1, after, self.on_device, saved=saved)
+            moments += layer.moments()
+        if 0 < self.unsaved < n:
+            here = z.head_gradient + z.body
+            here -= shape.over(shape.trained_of, 0, self.kept_out + 1) * z.g
+            layer = _Layer(
+                self, "attention again", self.kept_out, here, self.on_device, saved=False
+            )
+            moments += layer.moments()
+        return moments
+
+    def _segment(self, forward: Moment) -> list[Moment]:
+        """The first segment's last layer: its other layers' inputs and attention outputs are on the
+        device again.
+        """
+        z, shape, policy, k = self.z, self.z.shape, self.policy, min(self.policy.every, self.n)
+        if k == 1:
+            return []
+        here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, k) * z.g
+        # by_group: the incoming gradient stands where the embedded tokens did
+        again = [replace(forward, name="segment", gradients=here)] if policy.by_group else []
+        inside = 0 if policy.by_group else (k - 1) * (z.u + z.out + z.lse)
+        checkpoints = 0 if self.off else z.u
+        layer = _Layer(self, "segment", k - 1, here, checkpoints, inside, saved=self.save)
+        return again + layer.moments()
+
+    def _first(self) -> list[Moment]:
+        """The first layer and, in one tile, the second."""
+        z, policy, k = self.z, self.policy, min(self.policy.every, self.n)
+        first = 0 if self.off else z.u + (z.out + z.lse if self.save else 0) + self.kept_inside
+        # A segment that ran again has left its first layer's attention outputs on the device.
+        again = z.out + z.lse if k > 1 and not policy.by_group else 0
+        here = z.head_gradient + z.body - z.first
+        saved = self.unsaved < self.n or k > 1
+        moments = _Layer(self, "first layer", 0, here, first, again, saved=saved).moments()
+        # the first layer's attention outputs are on their way already
+        if self.single and self.fetched and self.kept_out > 1:
+            here -= z.shape.trained_of(1) * z.g
+            layer = _Layer(self, "second layer", 1, here, first, again, saved=self.save, ahead=True)
+            moments += layer.moments()
+        return moments
+
+
+@dataclass
+class _Layer:
+    """The backward of one tiled layer.
+
+    gradients: of other parameters that exist by then. checkpoints: on the device for layers before
+    it. extra: what a segment left on the device. saved: its attention outputs were kept. ahead:
+    those of the layer before are on their way already.
+    """
+
+    step: TiledStep
+    name: str
+    index: int
+    gradients: int
+    checkpoints: int
+    extra: int = 0
+    saved: bool = True
+    ahead: bool = False
+
+    def __post_init__(self):
+        step, z, policy = self.step, self.step.z, self.step.policy
+        self.inner = inner_bytes(z, self.index, step.t)
+        self.sparse = z.shape.is_sparse(self.index)
+        # with x on the device there is nothing to fetch
+        self.ring = step.ring if step.off else 0
+        whole = not step.save or self.saved
+        self.fetched = step.fetched if whole else 0
+        self.lse = z.lse if step.save and step.off and whole else 0
+        self.stream = step.stream and whole
+        self.recomputed = 0 if self.saved else z.out + z.lse  # attention outputs computed again
+        # What is kept is not made again: gate and up, the projection's output, and the normed input
+        # that q, k, v come from.
+        self.known = 2 * self.inner if "gate_up" in policy.keep else 0
+        self.spared = step.tile_D * (("mid" in policy.keep) + z.shape.last_unread(self.index))
+        self.held = self.lse + z.always + self.extra
+
+    def moments(self) -> list[Moment]:
+        return self._in_one_tile() if self.step.single else self._in_tiles()
+
+    @property
+    def _beside(self) -> int:
+        """What an MLP holds beside a gated one's columns.
+
+        One without a gate has two columns fewer; frozen, it has no gradient that would stand in
+        their place.
+        """
+        shape, inner = self.step.z.shape, self.inner
+        if shape.fused_mlp:
+            beside = 0
+        elif shape.gated:
+            beside = inner
+        else:
+            beside = -inner if shape.adapters else -2 * inner
+        return beside + widened(self.step.z, self.index, self.step.t, self.step.single)
+
+    def _in_one_tile(self) -> list[Moment]:
+        step, z, shape, qkv = self.step, self.step.z, self.step.z.shape, self.step.qkv
+        inner, tile_D, gradients = self.inner, step.tile_D, self.gradients
+        if self.sparse:
+            rows = experts_tile(z, self.index, step.t)
+            mlps = [(nbytes + 5 * tile_D + z.q, dw) for nbytes, dw in rows]
+        else:
+            dw = mlp_weight(z, self.index)
+            mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + dw)
+            mlps = [(mlp + self._beside - self.known, 0)]
+        kept = "qkv" in step.policy.keep
+        spared = self.spared - tile_D * (shape.norms > 2)  # what norms behind attention read
+        spared += (z.u + (0 if step.off else qkv)) * kept
+        # The graph of what stands before attention waits for its gradients; that of experts has
+        # it above. q, k and v that latent attention joined, or q and k that were normed heads
+        # first, are copied for the kernels.
+        graph = (0 if self.sparse else z.normed) + z.wide_tile + shape.joined_qkv * qkv
+        graph += z.latent + qkv if z.latent else shape.heads_first * z.qk
+        graph *= not kept
+        held = graph - spared + (1 + self.ahead) * self.fetched + self.recomputed
+        held += qkv + step.join + self.held
+        tile, at = f"{self.name}: tile", self.checkpoints
+        found = [Moment(tile, gradients + dw, at, b + held, workspace=self.ring) for b, dw in mlps]
+        c = 2 * (z.u + z.out + qkv) + self.held + step.grads
+        if shape.ranks == 1:
+            gradients += shape.trained_after(self.index) * z.g
+            c += z.u + graph - step.grads - (0 if self.saved else z.out)
+        scratch = self.ring + step.scratch
+        return [*found, Moment(f"{self.name}: attention", gradients, at, c, workspace=scratch)]
+
+    def _tile(self) -> int:
+        """A tile's part behind attention, forward and backward."""
+        step, z, inner = self.step, self.step.z, self.inner
+        if self.sparse:
+            # Gradients of experts add up in their products too.
+            made = max(nbytes for nbytes, _ in experts_tile(z, self.index, step.t))
+            return made + 3 * step.tile_D + step.join - self.spared
+        if step.policy.dense:
+            made = 5 * inner + written_out(z, self.index)
+        else:
+            # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
+            own = mlp_weight(z, self.index) if z.shape.adapters or z.s > 2 else 0
+            made = max(5 * inner, 4 * inner + own)
+        made += self._beside + z.wide_tile * step.t // z.rows
+        made += (4 if self.known else 3) * step.tile_D + step.join
+        return made - self.known - self.spared
+
+    def _in_tiles(self) -> list[Moment]:
+        step, z, shape, policy = self.step, self.step.z, self.step.z.shape, self.step.policy
+        qkv, groups, kept = step.qkv, step.groups, "qkv" in policy.keep
+        after = shape.trained_after(self.index)
+        wide, tile = 4 * after, self._tile()
+        # q, k and v are there before they are wanted
+        early = kept and step.off or not self.saved
+        a = z.u + z.out + self.fetched + self.recomputed + qkv * early + wide + tile + self.held
+        outs = (2 * z.out // groups if self.stream else self.fetched) + self.recomputed
+        if shape.ranks > 1 and not self.stream and groups > 2:
+            # those of the rounds that are under way have gone
+            outs -= 2 * min(outs, z.out) // groups
+        whole = 0 if kept and not step.off else qkv
+        # A parked dx comes back tile by tile: one in use, one on its way.
+        c = (0 if step.park else z.u) + z.out + whole + outs + self.held + step.grads
+        if policy.by_group:
+            # Tiles of out and dout; q, k, v, out and dout of a group and of the next, and gradients
+            # on their way.
+            always = z.lse + z.always + self.extra
+            a = z.u + wide + tile + 4 * step.t * shape.out_size * z.s + always
+            c = z.u + min(2, groups) * (qkv + 2 * z.out) // groups + 2 * step.grads + always
+        done = after * z.g  # this layer's gradients that are rounded by then
+        # A tile's latents, and the heads that are joined of them, while q, k and v are made again.
+        latents = (z.latent + 2 * z.q + z.kv) * step.t // z.rows
+        joined = latents + 4 * step.tile_D if z.latent else 0
+        scratch = self.ring + max(step.scratch, joined - step.grads)
+        name, at, gradients = self.name, self.checkpoints, self.gradients
+        return [
+            Moment(f"{name}: tiles", gradients, at, a, workspace=self.ring),
+            Moment(f"{name}: attention", gradients + done, at, c, workspace=scratch),
+        ]

@@ -1,0 +1,127 @@
+"""Rows with padding as one packed row, where no one reads what padding gives.
+
+The stack runs on the real tokens of all rows, each row (each document of it) isolated, and its
+outputs go back to where the tokens were; on padding they are zero. Every token of padding would
+cost as much as a real one in all that treats tokens one by one.
+
+B rows, T tokens of a row, N tokens of the packed row, S layouts of positions (images have several).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfpatch.compat import compiled_by_itself, pytree
+from hfpatch.context.current import asks_for_hidden_states
+from hfpatch.context.masks import Batch
+from hfpatch.decoder.batch import Given
+from hfpatch.decoder.find import list_of_layers
+from hfpatch.layer.condition import look
+from hfpatch.layer.layer import UntiledLayer
+
+# Of real tokens, the most that stay padded so that few lengths occur: plans of attention kernels
+# and pinned memory are made anew for each.
+FILLER = 1 / 32
+_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """The real tokens of padded rows, in their order, and some padding behind them.
+
+    Attributes:
+        batch: the description of the row for the layers.
+        B, T: of the padded rows.
+        at_N: the place of each token among the B * T ones.
+        real: how many of them are no padding.
+    """
+
+    batch: Batch
+    B: int
+    T: int
+    at_N: Tensor
+    real: int
+
+    def arguments(self, kwargs: dict) -> dict:
+        """The stack's arguments, those of [B, T] tokens for this row."""
+        row, positions = dict(kwargs), kwargs.get("position_ids")
+        for name in ("input_ids", "inputs_embeds"):
+            if row.get(name) is not None:
+                row[name] = row[name].flatten(0, 1)[self.at_N][None]
+        if positions is None:  # the small instance showed that transformers counts so
+            positions = torch.arange(self.T, device=self.at_N.device)[None]
+        positions_SBT = positions.expand(*positions.shape[:-2], self.B, self.T)
+        row["position_ids"] = positions_SBT.flatten(-2)[..., self.at_N].unsqueeze(-2)
+        row["attention_mask"] = None
+        return row
+
+    def put_back(self, out):
+        """The stack's output with [B, T] tokens; that of padding is zero."""
+        for name, value in out.items():
+            out[name] = pytree().tree_map(self._padded, value)
+        return out
+
+    def _padded(self, x):
+        """[1, N, ...] as [B, T, ...], and [N, ...] (router logits) as [B * T, ...]."""
+        N = len(self.at_N)
+        if not isinstance(x, Tensor) or N not in x.shape[:2]:
+            return x
+        rows = x.shape[:2] == (1, N)
+        x = x[0] if rows else x
+        full = x.new_zeros(self.B * self.T, *x.shape[1:])
+        full = full.index_copy(0, self.at_N[: self.real], x[: self.real])
+        return full.unflatten(0, (self.B, self.T)) if rows else full
+
+
+def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRow | None:
+    """The packed row in place of padded ones; None where the batch stays as it is.
+
+    It stays where some padding is read (it has a label, a caller asks for hidden states) or lies
+    between real tokens, whose distances a packed row would change; where other arguments have
+    tokens too; where a layer is not what was tried; and where the small instance's outputs
+    differed.
+    """
+    # The bounds are what the layers would look up, and wait for, in any case.
+    bounds = batch.rows().real if _serves(stack, given, batch, kwargs) else None
+    N = 0 if bounds is None else _rounded(bounds[-1])
+    return _packed_row(batch, bounds, N) if 0 < N < given.B * given.T else None
+
+
+def _serves(stack, given: Given, batch: Batch, kwargs: dict) -> bool:
+    """Whether the packed row of such a forward gives the same, whatever its padding."""
+    traits, positions = stack._hfpatch_traits, kwargs.get("position_ids")
+    others = pytree().tree_leaves([x for name, x in kwargs.items() if name not in _BY_TOKEN])
+    return (
+        traits.unpads
+        and given.rows_mask is not None
+        and given.idle_BT is not None
+        and given.offsets is None
+        and (given.tiled or not traits.mixers)  # transformers' mixers do not isolate documents
+        and not (batch.sequence or batch.weights)
+        and (positions is None or positions.dim() > 1 and positions.shape[-1] == given.T)
+        and not any(isinstance(x, Tensor) and x.numel() > 1 for x in others)
+        and not asks_for_hidden_states(stack, kwargs)
+        and all(map(_as_tried, list_of_layers(stack) or (None,)))
+    )
+
+
+def _as_tried(layer) -> bool:
+    """Whether a layer is what the small instance was, on rows of any length: one compiled by itself
+    would be compiled for each, and one with other modules in it may mix tokens."""
+    ours = isinstance(layer, UntiledLayer) and not compiled_by_itself(layer)
+    return ours and look(layer).reason in (None, layer._hfpatch_traits.reason)
+
+
+def _rounded(tokens: int) -> int:
+    """A multiple of the largest power of two within FILLER of the tokens."""
+    step = 1 << max(int(tokens * FILLER), 1).bit_length() - 1
+    return -(-tokens // step) * step
+
+
+def _packed_row(batch: Batch, bounds: tuple[int, ...], N: int) -> PackedRow:
+    visible_BT, real = batch.said[0].bool(), bounds[-1]
+    # Real tokens first, in their order, then as many of padding as fill the row.
+    at_N = (~visible_BT).flatten().to(torch.uint8).argsort(stable=True)[:N]
+    offsets = bounds if N == real else (*bounds, N)
+    return PackedRow(Batch(1, N, batch.device, cu_seq_lens=offsets), batch.B, batch.T, at_N, real)

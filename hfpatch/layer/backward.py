@@ -1,0 +1,217 @@
+"""The backward of one layer's call, in four phases over its tiles.
+
+    A  after_backward    each tile: `after` again under autograd (or by hand); from dy come dx of the
+                         tile and dout, which go into whole buffers
+    B  before_again      q, k, v again, tile by tile, without a graph
+    C  attend_backward   attention backward over whole rows, per group of KV heads where memory is
+                         short; dq goes over q, dk over k, dv over v
+    D  before_backward   each tile: `before` again with its graph; from dq, dk, dv comes the rest of
+                         dx
+
+What lives when, beside what the forward kept (kept.py):
+
+          x           dx           dout      q, k, v               out          lse
+    A     by tiles    written      written   -                     by tiles     under way
+    B     by tiles    whole        whole     written               (waits)      under way
+    C     -           whole        whole     become dq, dk, dv     whole        whole
+    D     by tiles    added to     -         dq, dk, dv            -            -
+
+x comes from the store once a phase. Attention outputs that lie in the store fill whole buffers as
+their tiles come in A; where the policy streams them they come by tiles in A, and again by groups of
+heads in C. dx is dy's own memory where nobody else sees that (privacy.py); where the policy says so
+it waits in the store in C ("park").
+
+What is kept is not computed: q, k and v make B needless, the sum after attention ("mid") the
+projection before it, and x in A. Where attention's outputs were not kept, B comes first, and
+attention forward behind it. With a single tile x stays from the first phase to the last, and the
+graph that B builds serves D: B then comes before A. Where the device is short, what has heads lies
+in the store instead, and B to D see a group of heads or a tile of it (attention/head_groups.py).
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hfpatch.attention.head_groups import Grouped
+from hfpatch.layer.kept import one_ahead
+from hfpatch.store.transfers import Saved
+
+
+class Backward:
+    """One backward of a call, from its gradient dy. Its attributes go from phase to phase.
+
+    call: layer.call.LayerCall; need_x: whether dx is wanted; weights: WeightGradients; retain:
+    whether another backward of the same call may come.
+    """
+
+    def __init__(self, call, need_x: bool, weights, retain: bool):
+        self.call, self.need_x, self.weights, self.retain = call, need_x, weights, retain
+        self.single = len(call.bounds) == 1
+        self.passes, self.stays = iter(call.passes), None
+        self.dx: Tensor | None = None
+        self.parked: Saved | None = None
+        # q, k, v, over which their gradients are written
+        self.qkv: list | None = None
+        self.outs: list | None = None  # where attention's outputs were computed again
+        self.lses: list | None = None
+        self.douts: list | None = None
+        self.dsinks: list | None = None
+        self.back = None  # of a single tile: what gives dx from the gradients of q, k, v
+
+    def run(self, dy: Tensor, private: bool, before) -> Tensor | None:
+        """dx or None. before: the call whose backward comes next; its first tiles are sent for."""
+        call = self.call
+        self.lse_ticket, self.qkv_ticket = self._tickets(before)
+        if self.single:
+            held = call.tiles(next(self.passes))
+            self.stays = [next(held)]
+        if call.mixes and (not call.outs or self.single and self.qkv_ticket is None):
+            self.before_again()
+        if call.mixes and not call.outs:
+            self.outs, self.lses = call.attend(self.qkv, again=True)
+            if not self.single:
+                call.transfers.settle()
+        self.after_backward(dy, private)
+        if call.mixes:
+            if self.qkv is None:
+                self.before_again()
+            self.attend_backward()
+            self.before_backward()
+        if self.single:
+            next(held, None)  # its slot is free again
+        return self.dx
+
+    def _tickets(self, before) -> tuple:
+        """This layer's lse and its q, k, v on their way, and behind them the first tiles of the
+        layer whose turn is next.
+        """
+        call = self.call
+        tickets = call.ticket(call.lses), call.ticket(call.qkv)
+        if before is not None and before.earlier is None:
+            before.prefetch()
+        return tickets
+
+    def _tiles(self):
+        """(index, x, outs, what is kept inside) of the tiles of the next pass."""
+        if self.single:
+            return self.stays
+        return self.call.parts.phase(self.call.tiles(next(self.passes)))
+
+    # -- A -----------------------------------------------------------------------------------------
+    def after_backward(self, dy: Tensor, private: bool) -> None:
+        call, parts, need_x, dx = self.call, self.call.parts, self.need_x, None
+        if need_x and not self.single:
+            dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
+        dy_tiles = [None if d is None else call.cut(d) for d in (dy, *call.dextras)]
+        for index, x_t, out_t, known in self._tiles():
+            a, b = call.bounds[index]
+            x_t = known["mid"][0] if x_t is None else x_t
+            if self.outs is not None:
+                out_t = self.outs if self.single else [o[:, a:b] for o in self.outs]
+            out_t = call.attention.join(out_t)
+            dys = [None if d is None else next(d) for d in dy_tiles]
+            dx_t, douts_t = parts.after_backward(x_t, out_t, a, b, dys, known, need_x, self.weights)
+            if self.single:
+                self.dx, self.douts = dx_t, douts_t
+                return
+            if need_x:
+                dx[:, a:b] = dx_t
+            if self.douts is None:
+                self.douts = self._whole_douts(douts_t)
+            for dout, dout_t in zip(self.douts, douts_t):
+                dout[:, a:b] = dout_t
+            x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
+        if call.policy.park and need_x and call.mixes:
+            self.parked, dx = self._park(dx), None
+        self.dx = dx
+        self.weights.round()
+        if call.mixes and call.by_group:
+            call.transfers.settle()
+
+    def _whole_douts(self, douts: list[Tensor]) -> list:
+        call, tokens = self.call, self.call.bounds[-1][1]
+        rows = zip(douts, call.attention.counts())
+        if not call.by_group:
+            return [call.attention.room(d, tokens, n) for d, n in rows]
+        return [Grouped(call.transfers, d, tokens, n) for d, n in rows]
+
+    def _park(self, dx: Tensor) -> Saved:
+        """dx in the tier while attention runs backward."""
+        transfers = self.call.transfers
+        parked = transfers.save(dx)
+        transfers.settle()
+        # dx may be dy, which autograd's and the callers' frames still hold: this frees its memory.
+        # Llama-3.1-8B in bf16 at 131,072 tokens, tiles of 2,048, dx parked, attention outputs
+        # streamed: 3.61 GiB beyond parameters and gradients at the highest total, 4.61 GiB without
+        # (simulated).
+        dx.data = dx.new_empty(0)
+        return parked
+
+    # -- B -----------------------------------------------------------------------------------------
+    def before_again(self) -> None:
+        """q, k, v as they were kept, or computed once more."""
+        call = self.call
+        if self.qkv_ticket is not None:
+            parts = list(self.qkv_ticket.wait())
+            if not self.single and (self.retain or call.parts.leaves) and call.qkv[0].resident:
+                parts = [p.clone() for p in parts]  # their gradients will be written over them
+            self.qkv = parts
+        elif not self.single:
+            tiles = call.tiles(next(self.passes))
+            self.qkv = call.before((i, x_t) for i, x_t, _, _ in tiles)
+        else:
+            x, (a, b) = self.stays[0][1], call.bounds[0]
+            parts, self.back = call.parts.before_again(
+                x, a, b, self.need_x, self.weights, dead=False
+            )
+            # The graph must not see its outputs overwritten by the gradients.
+            self.qkv = [p.detach().contiguous() for p in parts]
+
+    # -- C -----------------------------------------------------------------------------------------
+    def attend_backward(self) -> None:
+        call, qkv, parts = self.call, self.qkv, self.call.parts
+        if self.lse_ticket is not None:
+            self.lses = self.lse_ticket.wait()
+        if self.single:
+            outs = (self.stays[0][2] if self.outs is None else self.outs).__getitem__
+            # Only what was fetched may be written over.
+            fetched = self.qkv_ticket is not None and not call.qkv[0].resident
+            into = qkv if fetched else [None] * len(qkv)
+        else:
+            outs, into = call.whole_outs(self.outs), qkv
+        lses = list(self.lses or [])
+        run = partial(call.attention.backward, qkv, self.douts, outs, lses, into)
+        mixes = bool(parts.mixers)
+        self.dsinks = parts.replayed("attend", 0, call.device, run) if mixes else run()
+        for place, d in zip(parts.places, call.dleft):
+            if d is not None:  # of keys and values that later layers took
+                into[place] = into[place] + d
+        self.qkv, self.douts, self.outs, self.lses = into, None, None, None
+        if not self.single:
+            call.out_buffers = None
+        if call.by_group:
+            call.transfers.settle()
+
+    # -- D -----------------------------------------------------------------------------------------
+    def before_backward(self) -> None:
+        call, parts, parked = self.call, self.call.parts, self.parked
+        if parked is not None:
+            self.dx = torch.empty(parked.shape, dtype=parked.dtype, device=call.device)
+            tile_of_dx = one_ahead(
+                lambda i: call.transfers.fetch([(parked, *call.bounds[i], None)]), len(call.bounds)
+            )
+        dx, grads = self.dx, [call.cut(g) for g in self.qkv]
+        for index, x_t, _, _ in self._tiles():
+            a, b = call.bounds[index]
+            if parked is not None:
+                dx[:, a:b] = tile_of_dx(index)
+            back = self.back
+            if back is None:
+                back = parts.before_again(x_t, a, b, self.need_x, self.weights, dead=True)[1]
+            dx_t = back([next(g) for g in grads], self.dsinks if index == 0 else None)
+            if self.single:
+                self.dx = dx_t if dx is None else dx if dx_t is None else dx.add_(dx_t)
+            elif dx_t is not None:
+                dx[:, a:b].add_(dx_t)
+            del x_t, back, dx_t

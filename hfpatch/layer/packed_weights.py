@@ -1,0 +1,198 @@
+"""One layer's frozen weights in one block of host memory (layer/streamed_weights.py).
+
+A layer's tensors lie behind each other in the block, each aligned; at rest its parameters are views
+of that. What a quantised weight keeps beside it (scales, codes, bitsandbytes' state) goes along.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import (
+    buffers_of,
+    is_fake,
+    modules_of,
+    not_for_deepspeed,
+    parameters_of,
+    storage_of,
+)
+from hfpatch.store.transfers import Saved, Transfers
+
+ALIGNED = 256  # bytes; where a tensor starts in its block
+
+
+def _under_adapters(layer: nn.Module) -> list[nn.Module]:
+    """The layer's modules but for adapters: of one that wraps a base, that alone."""
+    found, left = [], [layer]
+    while left:
+        module = left.pop()
+        found.append(module)
+        children = modules_of(module)
+        if "base_layer" in children:
+            left.append(children["base_layer"])
+        elif "modules_to_save" not in children:
+            left += [child for child in children.values() if child is not None]
+    return found
+
+
+def _parts(tensor: Tensor, holder, name: str) -> list:
+    """(object that holds it, its name there, tensor) of the plain tensors that a tensor is made
+    of.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None and not is_fake(tensor):
+        return [row for n in flatten()[0] for row in _parts(getattr(tensor, n), tensor, n)]
+    return [(holder, name, tensor)]
+
+
+def _state(value, depth: int = 2) -> list:
+    """The same of what bitsandbytes keeps beside a weight: scales and codes."""
+    if type(value).__module__.partition(".")[0] != "bitsandbytes" or not depth:
+        return []
+    own = [(value, n, t) for n, t in vars(value).items() if isinstance(t, Tensor)]
+    return own + [row for other in vars(value).values() for row in _state(other, depth - 1)]
+
+
+def frozen_tables(layer: nn.Module) -> list[tuple[dict, str]]:
+    """(table, name) of the layer's frozen parameters, and of the buffers of what projects by frozen
+    weights: codes and scales.
+    """
+    found = []
+    for module in _under_adapters(layer):
+        own = {n: p for n, p in parameters_of(module).items() if p is not None}
+        found += [(parameters_of(module), n) for n, p in own.items() if not p.requires_grad]
+        if "in_features" in vars(module) and not any(p.requires_grad for p in own.values()):
+            found += [
+                (buffers_of(module), n) for n, b in buffers_of(module).items() if b is not None
+            ]
+    return found
+
+
+def _travelling(layer: nn.Module) -> list:
+    """What `_parts` says of all that is frozen, and of what lies beside it."""
+    rows = [row for table, n in frozen_tables(layer) for row in _parts(table[n], table, n)]
+    frozen = [table[n] for table, n in frozen_tables(layer)]
+    beside = [
+        v for holder in (*frozen, *_under_adapters(layer)) for v in (holder, *vars(holder).values())
+    ]
+    rows += [row for value in beside for row in _state(value)]
+    return list(
+        {(id(holder), name): (holder, name, tensor) for holder, name, tensor in rows}.values()
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def _own_storage(bytes_N: Tensor) -> Tensor:
+    """The same bytes as a storage that starts and ends with them: what is saved of a block is saved
+    alone.
+    """
+    return bytes_N if is_fake(bytes_N) else torch.from_numpy(bytes_N.numpy())
+
+
+@dataclass
+class _Piece:
+    """A tensor that travels, where it lies in its layer's block, and itself at rest."""
+
+    tensor: Tensor
+    start: int
+    nbytes: int
+    strides: tuple
+    host: Tensor | None = None
+    storage: int | None = None  # of `host`
+
+    def cut(self, bytes_N: Tensor) -> Tensor:
+        """Its bytes of a block or slot."""
+        return bytes_N[self.start : self.start + self.nbytes]
+
+    def of(self, own_N: Tensor) -> Tensor:
+        """Its own bytes as the tensor that they are."""
+        return own_N.view(self.tensor.dtype).as_strided(self.tensor.shape, self.strides)
+
+
+class Packed:
+    """A layer's frozen tensors in one host block, but for those that it shares with layers packed
+    before: they lie in theirs.
+
+    nbytes: what it takes of a slot; requests: what fills that (Transfers.fetch).
+    """
+
+    def __init__(self, layer: nn.Module, transfers: Transfers, others: list["Packed"]):
+        self.kind, self.pieces, self.nbytes, starts = type(layer).__name__, [], 0, {}
+        theirs = {id(piece.tensor): (piece, other.saved) for other in others for piece in other.own}
+        shared = []
+        for holder, name, tensor in _travelling(layer):
+            if id(tensor) in theirs:
+                shared.append(theirs[id(tensor)])
+                continue
+            if not isinstance(tensor, nn.Parameter):
+                # A table of levels may be one for all layers: this layer's is its own.
+                tensor = tensor.detach()
+                holder.__setitem__(name, tensor) if isinstance(holder, dict) else setattr(
+                    holder, name, tensor
+                )
+            strides = (
+                tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor).stride()
+            )
+            nbytes = tensor.numel() * tensor.element_size()
+            # One place for two names of the same memory (an 8-bit weight and its state's).
+            known = id(tensor) if is_fake(tensor) else (tensor.data_ptr(), nbytes)
+            if starts.setdefault(known, self.nbytes) == self.nbytes:
+                self.nbytes += _aligned(nbytes)
+            self.pieces.append(_Piece(tensor, starts[known], nbytes, strides))
+        self.tables, self.requests, self.saved = noted(layer), [], None
+        self.own, self.host_bytes = list(self.pieces), self.nbytes
+        if self.nbytes:
+            self._to_host(transfers)
+        for piece, saved in shared:
+            self.requests.append((saved, piece.start, piece.start + piece.nbytes, None))
+            self.pieces.append(replace(piece, start=self.nbytes))
+            self.nbytes += _aligned(piece.nbytes)
+
+    def _to_host(self, transfers: Transfers) -> None:
+        block = transfers.pool.take(self.nbytes)
+        self.saved = Saved((1, self.nbytes), torch.uint8, block=block, row_bytes=1)
+        self.requests.append((self.saved, 0, self.nbytes, None))
+        block, device = self.saved.block.thing.bytes, transfers.device
+        with torch.no_grad():
+            for piece in self.pieces:
+                piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=device.pins)
+        device.synchronize(device.mark())
+        for piece in self.pieces:
+            piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))
+            not_for_deepspeed(piece.tensor, True)
+        for piece in self.pieces:  # only now: two names may be one tensor's
+            piece.storage = storage_of(piece.tensor)
+
+    def blocks(self) -> set[int]:
+        """What tells the blocks apart that its tensors lie in."""
+        return {id(saved) for saved, *_ in self.requests}
+
+    def trained_by_now(self) -> str | None:
+        """A parameter that was frozen and is not any more."""
+        return next((name for _, name, tensor in self.tables if tensor.requires_grad), None)
+
+    def given_others(self) -> bool:
+        """Whether something of this, at rest, was given other values by its `.data`: they lie
+        elsewhere.
+        """
+        return any(storage_of(piece.tensor) != piece.storage for piece in self.pieces)
+
+    def move_to(self, bytes_N: Tensor) -> None:
+        for piece in self.pieces:
+            piece.tensor.data = piece.of(piece.cut(bytes_N))
+
+    def rest(self) -> None:
+        for piece in self.pieces:
+            piece.tensor.data = piece.host
+
+
+def noted(layer: nn.Module) -> list:
+    return [(table, n, table[n]) for table, n in frozen_tables(layer)]
+
+
+def same(a: list, b: list) -> bool:
+    return len(a) == len(b) and all(x is y for row, other in zip(a, b) for x, y in zip(row, other))

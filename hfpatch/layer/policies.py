@@ -1,0 +1,405 @@
+"""What a model's layers keep for each batch shape: chosen once a shape, by the memory that is free as
+its first step begins, and again where a step has shown that there is less of it, or more.
+"""
+
+import dataclasses
+import sys
+import time
+import weakref
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hfpatch.attention.attention import deterministic_scratch
+from hfpatch.budget import free as memory
+from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST, Budget, decide
+from hfpatch.budget.cuts import head_groups
+from hfpatch.budget.formula import ModelShape, spare_bytes, step_memory
+from hfpatch.budget.hardware import Gpu, at_place, place_of
+from hfpatch.budget.host_blocks import host_blocks
+from hfpatch.budget.ladder import unplanned
+from hfpatch.budget.limits import environment_number
+from hfpatch.budget.policy import (
+    KEEPABLE,
+    LOSS_WORKSPACE,
+    Checkpointing,
+    Policy,
+    auto_tile,
+    describe,
+)
+from hfpatch.compat import autocast_dtype
+from hfpatch.layer.forward_state import is_sharded
+from hfpatch.layer.room import Gauge, Room
+from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
+from hfpatch.parts.quantised import as_trained
+from hfpatch.report import say
+from hfpatch.store.transfers import FetchQueue, Transfers
+
+SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
+
+
+def rounded(tokens: int) -> int:
+    """Up to the next sixteenth of a power of two."""
+    step = max(1, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // step) * step
+
+
+def metered(device: torch.device) -> bool:
+    """Whether the device's free memory is known, and no other than what checkpoints may be kept
+    in.
+    """
+    return device.type == "cuda"
+
+
+def arrival_counts() -> bool:
+    """Whether ranks must see gradients arrive in one order: DeepSpeed's buckets fill so. Within a
+    plain layer and a tiled one it is not the same, and ranks choose by their own memory and
+    lengths.
+    """
+    return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _local_ranks() -> int:
+    return environment_number("LOCAL_WORLD_SIZE", 1, 1)
+
+
+def beside_others(gpu: Gpu | None) -> Gpu | None:
+    """A card as one of those whose processes share this machine."""
+    return gpu and dataclasses.replace(gpu, sharing=_local_ranks())
+
+
+class Policies:
+    """The part of a model's LayerRuntime that chooses what layers keep, and reserves memory for it.
+    The runtime has `weights`, the frozen ones that may wait on the host.
+
+    Attributes:
+        checkpointing: the user's settings.
+        shape: the model's, None where its layers are not Llama's (their inputs are kept whole).
+        n_layers: how many layers share this runtime.
+        policies: by batch shape.
+        queues: by (device, tier), each with transfers of its own.
+        shards: how ranks that run each layer between them share its input, or None.
+        rooms: the memory budget of each device, None where its free memory is unknown.
+        planned: bytes on the device, by the closed form; by policy, B and T.
+        opened: shapes whose host memory is reserved.
+        loss_bytes: the workspace of the loss of the step under way.
+        spare: bytes that the sources of copies may take when the layer under way ends.
+        sequence: the ranks that share the rows of the call under way, or None.
+        owner: a weak reference to the module whose parameters a step trains.
+    """
+
+    def __init__(self, checkpointing: Checkpointing, shape: ModelShape | None, n_layers: int):
+        self.checkpointing, self.shape, self.n_layers = checkpointing, shape, n_layers
+        self.policies: dict[tuple, Policy] = {}
+        self.queues: dict[tuple, FetchQueue] = {}
+        self.shards: Shards | None = None
+        self.rooms: dict[torch.device, Room | None] = {}
+        self.planned: dict[tuple, int] = {}
+        self.opened: set[tuple] = set()
+        self.loss_bytes, self.spare, self.sequence = LOSS_WORKSPACE, 0, None
+        self.owner = lambda: None
+        # seconds; began is None once the first step has ended
+        self.began, self.pinning = time.monotonic(), 0.0
+        self._spares: dict[tuple, tuple] = {}  # as `planned`: of each layer (spare_bytes)
+        self._begun = False  # whether the stack said that a forward begins, and no layer ran yet
+        self._last_index = 0  # of the layer that asked for a policy
+
+    @property
+    def transfers(self) -> Transfers | None:
+        """The copies of the first device, None before the first step."""
+        return next((queue.transfers for queue in self.queues.values()), None)
+
+    def begin(self, device: torch.device) -> None:
+        """Called by the stack before its layers run forward, and by the first of layers that are
+        called by hand.
+        """
+        for queue in self.queues.values():
+            queue.begin()
+        room = self.room_of(device)
+        if room is not None and torch.is_grad_enabled():
+            self._look_back(room)
+        self._begun = True
+
+    def policy(
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        sequence=None,
+        whole: bool = False,
+        able=lambda: KEEPABLE,
+    ) -> Policy:
+        """The policy for this batch shape; chosen, and host memory reserved, when the shape is
+        first seen.
+
+        whole: the layer cannot be tiled; sequence: the ranks that share its rows
+        (parallel.exchange.Sequence), which all choose alike; able: a function giving those of
+        KEEPABLE that it can keep. Raises ValueError where the host cannot hold what was asked for.
+        """
+        device, index, training = x_BTD.device, layer._hfpatch_index, torch.is_grad_enabled()
+        begins = self._begun or index <= self._last_index
+        if begins and not self._begun or device not in self.rooms:
+            self.begin(device)
+        self._begun, self._last_index, self.sequence = False, index, sequence
+        room, B, T = self.rooms[device], *x_BTD.shape[:2]
+        whole = whole or self.shape is None
+        # Lengths that are close have one policy: it is chosen for the longest of them.
+        longest = T if room is None else rounded(T)
+        key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
+        policy = self.policies.get(key)
+        if policy is None and not training:  # nothing is kept
+            tile = self.checkpointing.tile
+            return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
+        # A forked process has no queues.
+        ready = policy and (*key, T) in self.opened and (device, policy.offload) in self.queues
+        if training and not ready:
+            policy = self._opened(policy, layer, x_BTD, longest, whole, able)
+            self.opened.add((*key, T))
+        self.policies[key] = policy  # last: what failed before is tried again
+        self.loss_bytes = policy.loss_bytes
+        if training:
+            self._leave_room(layer, policy, B, longest, x_BTD, alone=begins or whole)
+            if room is not None:
+                (room.begin if begins else room.also)(self.planned.get((policy, B, longest)))
+        return policy
+
+    def _opened(self, policy, layer, x_BTD: Tensor, longest: int, whole: bool, able) -> Policy:
+        """The policy, chosen where there is none, and memory for this length; alike on all ranks
+        that must choose alike.
+        """
+        group = None if whole else tensor_parallel_group(layer)
+
+        def open_shape():
+            self.shape = as_trained(self.shape, layer)
+            found = policy or self._chosen(layer, x_BTD, longest, whole, able(), group)
+            self._open(found, whole, *x_BTD.shape[:2], x_BTD)
+            return found
+
+        if self.sequence is not None:
+            return self.sequence.together(open_shape)
+        return open_shape() if group is None else together(group, open_shape)
+
+    def _leave_room(
+        self, layer: nn.Module, policy: Policy, B: int, T: int, x: Tensor, alone: bool
+    ) -> None:
+        """Before a layer runs forward: sources of earlier layers' copies stay as far as the plan
+        has room for them beside it.
+
+        alone: none may stay, for a pass begins, or nobody knows what the layer takes.
+        """
+        key, i = (policy, B, T), layer._hfpatch_index
+        if key not in self._spares:
+            self._spares[key] = (0,) * (self.n_layers + 1)
+            if (
+                self.shape is not None
+                and self.sequence is None
+                and self.shape.num_layers == self.n_layers
+            ):
+                sizes = {"batch": B, "tokens": T, "itemsize": x.element_size()}
+                memory = step_memory(self.shape, policy, **sizes)
+                self._spares[key] = spare_bytes(memory, self.shape, policy, **sizes)
+        spares = self._spares[key]
+        self.spare = spares[i + 1]
+        for queue in self.queues.values():
+            queue.transfers.settle(room=0 if alone else spares[i])
+
+    def room_of(self, device: torch.device) -> Room | None:
+        """The memory budget of a device; None where no memory is counted."""
+        if device not in self.rooms:
+            self.rooms[device] = None
+            if not metered(device):
+                return None
+            owner, me = self.owner, weakref.ref(self)
+            ended = lambda: me() and me()._first_step_ended()  # noqa: E731
+            self.rooms[device] = Room(
+                Gauge(device), lambda: owner() and owner().parameters(), ended
+            )
+        return self.rooms[device]
+
+    def _look_back(self, room: Room) -> None:
+        """Where the last step showed that there is less memory than was thought, or more, shapes
+        get other policies.
+        """
+        learnt = room.look()
+        if learnt is not None:
+            self.policies.clear()
+            self.opened.clear()
+        if learnt:
+            say(f"{learnt}: layers keep less from now on.")
+
+    def _first_step_ended(self) -> None:
+        if self.began is not None:
+            took, self.began = time.monotonic() - self.began, None
+            say(
+                f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of "
+                "them to pin host memory."
+            )
+
+    def is_plain(self, layer: nn.Module, policy: Policy) -> bool:
+        """Whether this is one of the last layers, which keep everything."""
+        return layer._hfpatch_index >= self.n_layers - policy.plain
+
+    def _chosen(
+        self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group
+    ) -> Policy:
+        """group: ranks that run each layer between them, and so must choose alike."""
+        B, device = x_BTD.shape[0], x_BTD.device
+        policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
+        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and not whole:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._refuse_large_splits(*x_BTD.shape[:2], processors, memory.gpu_free(device))
+        if policy.every > 1 and is_sharded(layer):
+            raise ValueError(
+                f"hfpatch: every={policy.every} runs several layers at once, which parameters "
+                "sharded layer by layer "
+                "do not allow; use Checkpointing(every=1) with a directory as offload where host "
+                "memory is short."
+            )
+        # Layers that run again from one input keep what they are given; only a layer of its own
+        # gives x in parts.
+        if group is not None and policy.every == 1 and self.shards is None:
+            self.shards = Shards(group)
+        return policy
+
+    def _resolve(
+        self, B: int, T: int, x: Tensor, whole: bool, able: tuple, sharded: bool, group
+    ) -> Policy:
+        """The policy of a shape. able: those of KEEPABLE that layers can keep; sharded: an engine
+        gathers each layer's weights; group: as _chosen has it.
+        """
+        settings, room = self._settings(x, whole, sharded), self.room_of(x.device)
+        if self.shape is None:
+            return unplanned(settings, B * T, whole, x.shape[-1], room and room.bytes())
+        # An engine that shards weights gathers two layers' and one layer's gradients.
+        gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
+        free, gpu = self._free(room, gathered, x.device, group)
+        option = decide(
+            settings, self.shape if whole else self._shared(), batch=B, tokens=T,
+            itemsize=x.element_size(),
+            gpu_free=free[0], host_free=free[1], gpu=beside_others(gpu), able=able,
+        )  # fmt: skip
+        alone = not (whole or sharded) and group is None and self.sequence is None
+        if alone and self._weights_must_leave(option, settings, room, gathered, free[1]):
+            self.weights.on = True
+            self.policies.clear()  # of other lengths: some may have let layers keep everything
+            self.weights_to_host(self.owner(), x.device)
+            return self._resolve(B, T, x, whole, able, sharded, group)
+        self.planned[option.policy, B, T] = option.device
+        if room is not None:
+            takes = f", {option.seconds:.1f} s planned" if gpu else ""
+            chosen = describe(option.policy, self.shape.num_layers)
+            say(f"{B} x {T:,} tokens: {chosen}; {option.line(free[0])}{takes}.")
+        return option.policy
+
+    def _settings(self, x: Tensor, whole: bool, sharded: bool) -> Checkpointing:
+        """The user's settings, with what this device, engine or layer leaves no choice about."""
+        settings, change = self.checkpointing, dataclasses.replace
+        if sharded and settings.every == "auto":
+            settings = change(settings, every=1)
+        if self.room_of(x.device) is None and settings.offload == "auto":
+            # The device is the host: a copy would only take memory.
+            settings = change(settings, offload="gpu")
+        if x.device.type == "meta":  # of shapes alone there is nothing to copy
+            settings = change(settings, offload="gpu")
+        if self.weights.on:
+            settings = change(settings, frozen_weights="host", plain=0)
+        plain = 0 if settings.plain == "auto" else settings.plain
+        if arrival_counts() or self.shape is None:
+            settings = change(settings, plain=plain)
+        if whole and self.shape is not None:
+            # Each layer keeps its input, no more: no closed form knows what else they would.
+            settings = change(settings, every=1, save_attention=False, plain=plain, keep=())
+        return settings
+
+    def _free(self, room: Room | None, gathered: int, device, group) -> tuple[list, Gpu | None]:
+        """([free bytes on the device, on the host], the card), the least of those of all ranks that
+        must choose alike.
+        """
+        free = [None if room is None else room.bytes(gathered), self._host_free()]
+        gpu = room and room.gpu
+        if self.sequence is None and group is None:
+            return free, gpu
+        # All that a choice depends on and ranks may have otherwise: of cards of several kinds, the
+        # slowest is planned for.
+        least = self.sequence.least if self.sequence is not None else partial(least_of, group)
+        *free, place = least([*free, place_of(gpu)], device)
+        if room is not None:
+            room.alone = False
+        return free, at_place(place)
+
+    def _weights_must_leave(self, option, settings, room, gathered: int, host_free) -> bool:
+        """Whether frozen weights go to the host because a step does not fit beside them.
+
+        Weights that left do not come back: they stay for a step that would fit once one was
+        measured.
+        """
+        if settings.frozen_weights != "auto" or not self.shape.adapters or self.owner() is None:
+            return False
+        budget = Budget(room and room.bytes(gathered, careful=False), host_free)
+        return not budget.admits_device(option)
+
+    def _host_free(self) -> int | None:
+        """Free host memory of this rank, what this session's own pool holds in wait counted as
+        free.
+        """
+        free, ranks = memory.host_free(), _local_ranks()
+        waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
+        return None if free is None else free // ranks + waits
+
+    def _shared(self) -> ModelShape:
+        """The model's shape for the ranks that share the rows under way."""
+        return (
+            self.shape
+            if self.sequence is None
+            else dataclasses.replace(self.shape, ranks=self.sequence.size)
+        )
+
+    def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
+        """Deterministic attention backward at long lengths: its scratch is said before the step,
+        not by an out-of-memory error.
+        """
+        s = self.shape
+        heads = s.num_heads // head_groups(B, T, self._shared())
+        if self.sequence is None:
+            scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
+        else:
+            ranks = self.sequence.size
+            scratch = deterministic_scratch(B, T * ranks, heads // ranks, s.head_dim, processors)
+        activations = 6 * B * T * s.hidden_size * 2
+        if scratch + activations > free:
+            raise ValueError(
+                f"hfpatch: expected {(scratch + activations) / 2**30:.1f} GiB for a layer's "
+                f"deterministic backward at {T} tokens "
+                f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are "
+                "free; "
+                "call torch.use_deterministic_algorithms(False) or shorten the sequence."
+            )
+
+    def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
+        """Copies for this policy, and host memory for a step of it."""
+        key = (x.device, policy.offload)
+        if key not in self.queues:
+            self.queues[key] = FetchQueue(
+                Transfers(x.device, policy.offload, self.checkpointing.directory)
+            )
+        transfers = self.queues[key].transfers
+        if policy.offload != "host" or self.shape is None:
+            return
+        itemsize = x.element_size()
+        computed = (autocast_dtype(x.device.type) or x.dtype).itemsize
+        shards = None if self.shards is None or whole or policy.every > 1 else self.shards
+        sizes = host_blocks(
+            self._shared(), policy, batch=B, tokens=T, layers=self.n_layers, itemsize=itemsize,
+            computed=computed, whole=whole, ranks=1 if shards is None else shards.world,
+            pieces=self.sequence is not None,
+        )  # fmt: skip
+        free = memory.host_free()
+        if free is not None and free < SCARCE_HOST:
+            transfers.pool.give_back()  # others are short of it: no more than this length takes
+        most = self._host_free()
+        if most is not None:
+            most = min(int(HOST_SHARE * most), PINNED_MOST if policy.keep else most)
+        began = time.monotonic()
+        transfers.pool.reserve(sizes, most)
+        self.pinning += time.monotonic() - began

@@ -1,0 +1,87 @@
+"""Towers of images and sound in front of the text model: their blocks are checkpointed whole, inputs
+offloaded.
+
+A block is small beside a text layer and mixes its tokens as it likes (windows, frames, both ways),
+so it runs as transformers has it, and again in backward. Its tier has a queue of its own: how many
+patches a batch holds says nothing of its text, and ranks differ in it.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hfpatch.budget.policy import Policy
+from hfpatch.layer.layer import TiledLayer, needs_no_gradient
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.layer.whole import offloaded_checkpoint
+from hfpatch.store.transfers import FetchQueue, Transfers
+
+
+def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Policy:
+    """Where x waits. first: it is the first block's, and room is made for those of all."""
+    tier, directory = tower.checkpointing.offload, tower.checkpointing.directory
+    if tier == "auto":
+        tier = "host" if x.is_cuda else "gpu"
+    if (x.device, tier) not in tower.queues:
+        tower.queues[x.device, tier] = FetchQueue(Transfers(x.device, tier, directory))
+    if first and tier == "host":
+        tower.transfers.pool.reserve({x.numel() * x.element_size(): tower.n_layers})
+    return Policy(tier)
+
+
+class Tower:
+    """Mixed over the class of a tower's outermost module: one in which nothing is trained runs
+    without a graph, whoever makes its embeddings want a gradient (enable_input_require_grads)."""
+
+    def __call__(self, *args, **kwargs):
+        frozen = needs_no_gradient(self, args, kwargs)
+        with torch.no_grad() if frozen else nullcontext():
+            return super().__call__(*args, **kwargs)
+
+
+class TowerBlock:
+    """Mixed over a block's class. `_hfpatch_tower`: the LayerRuntime of its list of blocks;
+    `_hfpatch_first`: whether it is the first of them."""
+
+    _gradient_checkpointing_func = TiledLayer._gradient_checkpointing_func
+
+    def forward(self, *args, **kwargs):
+        tower, x = vars(self).get("_hfpatch_tower"), args[0] if args else None
+        plain = tower is None or torch.compiler.is_compiling() or not self.training
+        plain = plain or not isinstance(x, Tensor) or x.dim() < 2
+        if plain or needs_no_gradient(self, args, kwargs):
+            return super().forward(*args, **kwargs)
+
+        def run(x):
+            with tower.turn:
+                return super(TowerBlock, self).forward(x, *args[1:], **kwargs)
+
+        place = _place(tower, x, self._hfpatch_first)
+        return offloaded_checkpoint(tower, place, self, kwargs.get("attention_mask"), run, x)
+
+
+def find_towers(model: nn.Module, stack: nn.Module) -> dict[str, list[tuple]]:
+    """The towers beside a model's decoder stack, by name: their lists of blocks. Those with a
+    forward of another library's are left out."""
+    if model.config.get_text_config() is model.config:
+        return {}
+    around = {m for m in model.modules() if any(inner is stack for inner in m.modules())}
+    inside = {m for parent in around - {stack} for m in parent.children()} - around
+    towers = {name: _lists(m) for name, m in model.named_modules() if m in inside}
+    return {name: lists for name, lists in towers.items() if lists}
+
+
+def _lists(tower: nn.Module) -> list[tuple]:
+    found, taken = [], set()
+    for blocks in tower.modules():
+        if not isinstance(blocks, nn.ModuleList) or not len(blocks) or blocks[0] in taken:
+            continue
+        own = [
+            isinstance(b, GradientCheckpointingLayer) and "forward" not in vars(b) for b in blocks
+        ]
+        if all(own):
+            found.append(tuple(blocks))
+            taken |= {m for block in blocks for m in block.modules()}
+    return found

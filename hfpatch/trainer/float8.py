@@ -1,0 +1,44 @@
+"""`hfpatch train --fp8`: the layers' products in torchao's float8.
+
+Weights, gradients and optimizer stay in the dtype that they have; checkpoints are as without it.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hfpatch.decoder.find import find_decoder
+
+# torchao's recipes that give each token a scale of its own: layers stay in tiles
+RECIPES = ("rowwise", "rowwise_with_gw_hp")
+_MULTIPLE = 16  # of a product's width, in hardware
+
+
+def convert(model: nn.Module, recipe: str) -> nn.Module:
+    """The same model, its decoder layers' Linears replaced by torchao's for one of RECIPES.
+
+    Where the device multiplies no float8 (a CPU, a GPU before compute capability 8.9) the products
+    are emulated: the same numbers, slower. Raises ValueError where no layer has a Linear of a width
+    that float8 takes.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    fast = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not fast)
+    layers = find_decoder(model).layers
+    count = sum(_fits(module, "") for layer in layers for module in layer.modules())
+    if not count:
+        raise ValueError(
+            f"hfpatch: --fp8 {recipe} expected Linear layers whose widths are multiples of "
+            f"{_MULTIPLE}, {type(model).__name__} has none; leave it out."
+        )
+    for layer in layers:
+        convert_to_float8_training(layer, config=config, module_filter_fn=_fits)
+    return model
+
+
+def _fits(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear) and not (
+        module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
+    )

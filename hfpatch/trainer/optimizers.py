@@ -1,0 +1,54 @@
+"""What to say of an optimizer before its first step."""
+
+import os
+import sys
+from functools import cache
+
+import torch
+
+from hfpatch.compat import is_sharded_by_zero3
+
+# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin,
+# optimi, torchdistX.
+_KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
+
+
+def rounded_to_nearest(optimizer) -> str:
+    """What to say where an optimizer rounds updates of 16-bit weights away; "" where it does not.
+
+    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it
+    comes. Engines hand their optimizers fp32 copies, and those are what stands in its groups.
+    """
+    asked = getattr(optimizer, "defaults", {})
+    if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):
+        return ""
+    weights = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    half = [
+        p
+        for p in weights
+        if p.dtype in (torch.bfloat16, torch.float16) and not is_sharded_by_zero3(p)
+    ]
+    if not half:
+        return ""
+    return (
+        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} "
+        f"came: {len(half)} of "
+        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, "
+        "and updates below about "
+        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", '
+        'optim_args="bf16_stochastic_round=True" '
+        "to TrainingArguments (pip install torchao), or load the model in float32 and pass "
+        "bf16=True."
+    )
+
+
+@cache
+def say_compiling(optimizer: str) -> None:
+    """One line on stderr before torchao's optimizer compiles, once a process."""
+    place = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    kept = f"kept in {place}" if place else "set TORCHINDUCTOR_CACHE_DIR to a folder that keeps it"
+    print(
+        f"hfpatch: torchao compiles its {optimizer} in the first step: up to five minutes on a "
+        f"slow host, seconds the next time ({kept}).",
+        file=sys.stderr,
+    )

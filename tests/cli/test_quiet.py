@@ -1,0 +1,42 @@
+"""Our commands say nothing for other libraries."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from hfpatch.cli.main import main
+from hfpatch.cli.quiet import FOREIGN
+
+
+@pytest.fixture
+def as_before():
+    loggers = [logging.getLogger(name) for name in FOREIGN]
+    kept = [(logger.level, list(logger.filters)) for logger in loggers]
+    yield
+    for logger, (level, filters) in zip(loggers, kept):
+        logger.setLevel(level)
+        logger.filters[:] = filters
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "bitsandbytes.backends.cpu.ops"])
+def test_warnings_of_others_are_not_shown_and_errors_are(name, as_before):
+    main(["plan", "--abacus"])
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)  # some of them hand nothing on
+    if name in FOREIGN:
+        logging.getLogger(name).setLevel(logging.INFO)  # as some do while they are imported
+    logging.getLogger(name).warning("an optional library is missing")
+    logging.getLogger(name).error("it failed")
+    logging.getLogger(name).removeHandler(handler)
+    assert said == ["it failed"]
+
+
+def test_torchaos_import_says_nothing_in_a_command():
+    pytest.importorskip("torchao")
+    code = "from hfpatch.cli.quiet import quiet\nquiet()\nimport torchao"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr.strip(), done.stderr

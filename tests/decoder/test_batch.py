@@ -1,0 +1,140 @@
+"""`decide` as a table: what a forward over these arguments runs, without a model."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hfpatch.decoder.batch import Given, StackTraits, decide, without_unread_cache
+
+B, T = 2, 8
+TOKENS = torch.zeros(B, T, dtype=torch.long)
+VISIBLE = torch.ones(B, T, dtype=torch.long)
+ONE = torch.arange(T)[None]  # one document a row
+TWO = torch.cat([torch.arange(3), torch.arange(T - 3)])[None]
+
+
+def config(attention="sdpa", **settings):
+    return SimpleNamespace(_attn_implementation=attention, **settings)
+
+
+def given(**arguments) -> Given:
+    training = {"training": True, "trains": True, "makes_cache": True}
+    made = {"kind": object, "tiled": True, "config": config(), "tokens": TOKENS, "B": B, "T": T}
+    return Given(**(made | training | arguments))
+
+
+def of(arguments: Given, traits: StackTraits, cached=True):
+    return decide(arguments, traits, cached, {})
+
+
+# (what differs from a plain training batch, what differs in the stack, the arguments that change,
+#  a word of the line that the user reads)
+OURS = {
+    "a plain batch": ({}, {}, {"use_cache": False}, None),
+    "positions of one document": ({"positions": ONE}, {}, {"use_cache": False}, None),
+    "packed rows": ({"positions": TWO}, {}, {"use_cache": False}, None),
+    "a mask of tokens": ({"rows_mask": VISIBLE}, {}, {"use_cache": False}, None),
+    "use_cache=False": ({"use_cache": False}, {}, {}, None),
+    "layers of transformers": ({"tiled": False}, {}, {"use_cache": False}, None),
+    "flash attention": (
+        {"config": config("flash_attention_2")}, {}, {"use_cache": False}, None
+    ),
+    "probabilities of eager attention": (
+        {"config": config("eager"), "weights": True}, {}, {"use_cache": False}, None
+    ),
+}  # fmt: skip
+THEIRS = {
+    "a mask of the caller's own": ({"own": True, "mask": torch.ones(B, 1, T, T)}, {}, "mask"),
+    "an encoder's states": ({"encoder": True}, {}, "encoder"),
+    "another library's attention": ({"config": config("somebody's")}, {}, "another library"),
+    "probabilities beside sdpa": ({"weights": True}, {}, None),
+    "attention that is not causal": ({"config": config(is_causal=False)}, {}, None),
+    "a stack that cannot have ours": ({}, {"ours": False}, None),
+    "use_cache=True in training": ({"use_cache": True}, {}, None),
+    "generation": (
+        {"training": False, "trains": False, "use_cache": True}, {}, None
+    ),
+}  # fmt: skip
+REFUSED = {
+    "packed rows beside a cache": (
+        {"positions": TWO, "use_cache": True}, {}, "where a KV cache is kept"
+    ),
+    "layers that mix documents": ({"positions": TWO}, {"apart": False}, "one document a row"),
+    "mixers of transformers' layers": (
+        {"positions": TWO, "tiled": False}, {"mixers": True, "across": True}, "pass seq_idx"
+    ),
+    "a padded, packed row that transformers would mix": (
+        {"positions": TWO, "rows_mask": torch.tensor([[0] + [1] * (T - 1)] * B)},
+        {"ours": False}, "do not pack rows that are padded too"
+    ),
+    "mixers over shared rows": (
+        {"sequence": SimpleNamespace(size=1)}, {"mixers": True}, "sequence parallelism"
+    ),
+    "an own mask over shared rows": (
+        {"sequence": SimpleNamespace(size=1), "own": True}, {}, "an attention mask of the caller"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_attention_runs(name):
+    arguments, traits, changes, warning = OURS[name]
+    found = of(given(**arguments), StackTraits(**traits))
+    assert found.batch is not None and (found.batch.B, found.batch.T) == (B, T)
+    assert found.changes == changes and found.warning is warning
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_transformers_attention_runs(name):
+    arguments, traits, warning = THEIRS[name]
+    found = of(given(**arguments), StackTraits(**traits))
+    assert found.batch is None
+    assert warning in found.warning if warning else found.warning is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_forward_is_refused(name):
+    arguments, traits, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        of(given(**arguments), StackTraits(**traits))
+
+
+def test_documents_of_a_stack_without_our_attention_stay_isolated():
+    """transformers looks for documents only where no mask came."""
+    found = of(given(positions=TWO, rows_mask=VISIBLE), StackTraits(ours=False))
+    assert found.batch is None and found.changes["attention_mask"] is None
+
+
+def test_offsets_are_of_this_rank_alone():
+    """Beside shared rows they would count its tokens; the positions say the same of whole rows."""
+    offsets = torch.tensor([0, 3, T])
+    alone = of(given(B=1, offsets=offsets), StackTraits())
+    assert alone.batch.said[2] is offsets
+
+
+@pytest.mark.parametrize("cache", [None, DynamicCache()], ids=["asked for", "made"])
+def test_a_cache_that_nobody_reads_is_taken_away(cache):
+    """Of a model around this one, in training, whose caller asked for none."""
+    changes = {}
+    arguments = given(
+        uncached=True, use_cache=True if cache is None else None, cache=cache,
+        cache_name=None if cache is None else "past_key_values",
+    )  # fmt: skip
+    found, cached = without_unread_cache(arguments, changes)
+    assert cached and found.cache is None and found.use_cache is None
+    wanted = {"use_cache": None} | ({} if cache is None else {"past_key_values": None})
+    assert changes == wanted
+    kept, _ = without_unread_cache(replace(arguments, trains=False), {})
+    assert kept.cache is cache  # evaluation may read it
+
+
+def test_a_longer_mask_is_cut_to_the_tokens():
+    """As transformers does where it makes a cache."""
+    arguments = given(mask=torch.ones(B, T + 3), own=True)
+    changes = {}
+    found, _ = without_unread_cache(arguments, changes)
+    assert found.rows_mask.shape == (B, T) and not found.own
+    assert changes["attention_mask"] is found.rows_mask

@@ -1,0 +1,198 @@
+"""Rows with padding that nobody reads run as one packed row: losses and gradients are those of
+padded rows, and padding costs nothing.
+"""
+
+import pytest
+import tiny
+import torch
+from families import small_model
+from numerics import lifted
+from torch.utils.flop_counter import FlopCounterMode
+
+import hfpatch
+from hfpatch.context.current import current, having
+from hfpatch.decoder.unpadded import PackedRow, _rounded
+
+WAYS = {
+    "tiled": tiny.TILED,
+    "offloaded": hfpatch.Checkpointing(tile=8, offload="host"),
+    "off": "off",
+}
+# Rows of 24 tokens: padding before, behind, on both sides, a single token, nothing, everything.
+REAL = ((7, 24), (0, 13), (3, 20), (0, 1), (0, 0), (0, 24))
+COUNT = sum(b - a for a, b in REAL)
+FAMILIES = ("mistral", "gemma3_text", "gpt_oss", "qwen3_moe", "llama4_text", "qwen3_5_text")
+
+
+def padded(vocab: int = tiny.VOCAB, real=REAL, T: int = tiny.TOKENS) -> dict:
+    """Ids, mask and labels; a row's first token has none, so that no padding predicts it."""
+    mask = torch.zeros(len(real), T, dtype=torch.long)
+    labels = torch.full_like(mask, -100)
+    ids = torch.randint(3, vocab, mask.shape, generator=torch.Generator().manual_seed(1))
+    for row, (a, b) in enumerate(real):
+        mask[row, a:b] = 1
+        labels[row, a + 1 : b] = ids[row, a + 1 : b]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def assert_close(got: dict, wanted: dict) -> None:
+    """The gradient of a bias that shifts all scores alike is zero but for rounding. The model's loss
+    is rounded to float32."""
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.isfinite(value).all(), name
+        allowed = 1e-6 if name == "loss" else 1e-11
+        assert (got[name] - value).norm() <= allowed * value.norm() + 1e-12, name
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """The packed rows that ran, but for those of a small instance."""
+    ran, arguments = [], PackedRow.arguments
+
+    def note(row, kwargs):
+        if row.T == tiny.TOKENS:
+            ran.append(row)
+        return arguments(row, kwargs)
+
+    monkeypatch.setattr(PackedRow, "arguments", note)
+    return ran
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_that_of_padded_rows(way, rows):
+    stock = tiny.llama()
+    ours, batch = tiny.patched(stock, checkpointing=WAYS[way]).double(), padded()
+    tiny.assert_equal_in_double(ours, stock, batch)
+    assert [row.real for row in rows] == [COUNT]
+    with torch.no_grad():  # a reference's pass
+        both = ours.eval(), tiny.exact(stock).eval()
+        got, wanted = (m(**batch, use_cache=False, skip_logits=True).loss for m in both)
+    torch.testing.assert_close(got, wanted.float())
+    assert len(rows) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family(family, rows):
+    """Windows, sinks, two rotations, chunks, a delta net, and the balance of experts, which counts
+    real tokens."""
+    stock = small_model(family)
+    if family != "gpt_oss":
+        stock.set_attn_implementation("sdpa")
+    real = tuple(x for x in REAL if x[0] != x[1])  # eager attention makes NaN of nothing
+    batch = padded(min(tiny.VOCAB, stock.config.vocab_size), real)
+    with lifted():
+        got, wanted = tiny.step(tiny.patched(stock), batch), tiny.step(stock, batch)
+    assert [row.real for row in rows] == [COUNT]
+    assert_close(got, wanted)
+
+
+def test_embeddings_positions_and_documents_inside_rows(rows):
+    """Inputs that a prompt's encoder made, positions of the caller's own, two documents in a
+    padded row."""
+    stock, batch = tiny.llama(), padded(real=((0, 20), (0, 9)))
+    batch["position_ids"] = torch.arange(24).repeat(2, 1) % 12
+    batch["labels"][:, 12] = -100
+    alone = {
+        "input_ids": batch["input_ids"][[0, 0, 1], :12].clone(),
+        "attention_mask": batch["attention_mask"][[0, 0, 1], :12].clone(),
+        "labels": batch["labels"][[0, 0, 1], :12].clone(),
+    }
+    for name in alone:
+        alone[name][1, :8] = batch[name][0, 12:20]
+    alone["attention_mask"][1, 8:], alone["labels"][1, 8:] = 0, -100
+    ours, stock = tiny.patched(stock).double(), tiny.exact(stock)
+    tiny.assert_same_in_double(tiny.step(ours, batch), tiny.step(stock, alone))
+    embedded = {n: x for n, x in batch.items() if n != "input_ids"}
+    embedded["inputs_embeds"] = stock.model.embed_tokens(batch["input_ids"]).detach()
+    del embedded["position_ids"]
+    tiny.assert_same_in_double(tiny.step(ours, embedded), tiny.step(stock, embedded))
+    assert [row.real for row in rows] == [29, 29]
+
+
+def test_adapters(rows):
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    stock = peft.get_peft_model(tiny.llama(), settings)
+    for name, parameter in stock.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    tiny.assert_equal_in_double(tiny.patched(stock).double(), stock, padded())
+    assert [row.real for row in rows] == [COUNT]
+
+
+def test_token_wise_flops_are_those_of_the_packed_row():
+    """879 real tokens in 8 rows of up to 512. Attention, whose products have more than two
+    dimensions, is left out."""
+    lengths = (512, 31, 80, 47, 64, 12, 101, 32)
+    assert sum(lengths) == 879
+    ours = tiny.patched(tiny.llama(max_position_embeddings=1024), checkpointing="off")
+    batch = padded(real=tuple((0, n) for n in lengths), T=512)
+    seen = batch["attention_mask"].bool()
+    packed = {name: batch[name][seen][None] for name in ("input_ids", "labels")}
+    packed["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+
+    def flops(batch):
+        with FlopCounterMode(display=False) as counter:
+            ours(**batch).loss.backward()
+        counts = counter.get_flop_counts()["Global"]
+        return sum(n for op, n in counts.items() if str(op) in ("aten.mm", "aten.addmm"))
+
+    assert flops(packed) <= flops(batch) <= 1.05 * flops(packed)
+
+
+def test_lengths_are_rounded_up_finely():
+    for tokens in (*range(1, 300), 879, 4097, 131_071):
+        assert tokens <= _rounded(tokens) <= tokens * 33 / 32
+    assert len({_rounded(n) for n in range(4096, 8192)}) <= 33
+
+
+STAYS = {
+    "padding that predicts": lambda b: b["labels"].__setitem__((0, 7), 5),
+    "a hole": lambda b: b["attention_mask"].__setitem__((5, 11), 0),
+    "no labels": lambda b: b.pop("labels"),
+    "hidden states": lambda b: b.__setitem__("output_hidden_states", True),
+    "no padding": lambda b: b["attention_mask"].fill_(1),
+    "only padding": lambda b: b["attention_mask"].zero_(),
+    "a tensor of tokens": lambda b: b.__setitem__("more", torch.zeros(6, 24)),
+}
+
+
+@pytest.mark.parametrize("why", STAYS)
+def test_what_stays_padded(why, rows):
+    batch = padded()
+    STAYS[why](batch)
+    with torch.no_grad():
+        tiny.patched(tiny.llama())(**batch, use_cache=False)
+    assert not rows
+
+
+def test_a_layer_of_the_users_own_stays_padded(rows):
+    """It hands a share of each token on to the next, from row to row in a packed one."""
+    stock, batch = tiny.llama(), padded(real=((0, 24), (0, 13), (0, 20)))
+    ours = tiny.patched(stock)
+    for model in (stock, ours):
+        layer = model.model.layers[1]
+        layer.mlp = tiny.Shift(layer.mlp, 0.5)
+    tiny.assert_equal_in_double(ours.double(), stock, batch)
+    assert not rows
+
+
+@pytest.mark.parametrize("family", ["opt", "bloom"])
+def test_families_that_count_by_the_mask_stay_padded(family, rows):
+    stock = small_model(family)
+    batch = padded(min(tiny.VOCAB, stock.config.vocab_size), ((0, 24), (0, 13), (0, 1)))
+    with lifted():
+        got, wanted = tiny.step(tiny.patched(stock), batch), tiny.step(stock, batch)
+    assert not rows
+    assert_close(got, wanted)
+
+
+def test_outputs_on_padding_are_zero(rows):
+    stack, batch = tiny.patched(tiny.llama()).model, padded()
+    hidden = batch["attention_mask"] == 0
+    with having(idle_BT=hidden), torch.no_grad():
+        out = stack(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+        assert current.idle_BT is hidden
+    assert len(rows) == 1 and out.last_hidden_state.shape == (*hidden.shape, 64)
+    assert not out.last_hidden_state[hidden].any() and out.last_hidden_state[~hidden].all()

@@ -1,0 +1,45 @@
+"""LLaMA-Factory's own `run_exp`, with hfpatch's callback beside its own."""
+
+import json
+from pathlib import Path
+
+import host_runs
+import pytest
+
+import hfpatch
+
+tuner = pytest.importorskip("llamafactory.train.tuner")
+
+
+class Keeps(hfpatch.Callback):
+    """Also keeps the model that was trained."""
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self.model, self.log = model, list(state.log_history)
+        super().on_train_end(args, state, control, model=model, **kwargs)
+
+
+def trained(folder: Path, data: Path, out: Path, callback) -> None:
+    (data.parent / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": data.name}}))
+    arguments = {
+        "model_name_or_path": str(folder), "stage": "sft", "do_train": True,
+        "finetuning_type": "full", "dataset": "rows", "dataset_dir": str(data.parent),
+        "template": "empty", "cutoff_len": 64, "output_dir": str(out), "max_steps": 4,
+        "logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-3, "save_strategy": "no", "report_to": "none", "use_cpu": True,
+        "disable_gradient_checkpointing": True, "flash_attn": "sdpa", "seed": 1,
+        "overwrite_output_dir": True, "disable_tqdm": True, "save_only_model": True,
+    }  # fmt: skip
+    tuner.run_exp(arguments, callbacks=[callback])
+
+
+def test_against_stock(tmp_path):
+    folder, data = host_runs.saved_llama(tmp_path / "model"), host_runs.alpaca_file(tmp_path)
+    ours = Keeps(apply={"checkpointing": hfpatch.Checkpointing(tile=8)})
+    stock = Keeps()
+    trained(folder, data, tmp_path / "ours", ours)
+    trained(folder, data, tmp_path / "stock", stock)
+    host_runs.assert_tiled(ours.model)
+    mine, theirs = host_runs.losses(ours.log), host_runs.losses(stock.log)
+    assert len(theirs) == 4 and mine == pytest.approx(theirs, rel=1e-4)
+    host_runs.assert_same_training(ours.model, stock.model)

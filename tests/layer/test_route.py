@@ -1,0 +1,126 @@
+"""`route` as a table: how one call of a layer runs, without a model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hfpatch.budget.policy import Policy
+from hfpatch.context.masks import Batch, Mask
+from hfpatch.layer.route import KEEPS, NOT_NOW, RULES, Request, Stock, Tiled, Whole, route
+from hfpatch.layer.traits import LayerTraits
+
+B, T, D = 2, 4, 8
+ALL = object()  # a policy by which this layer is one of the last, which keep everything
+
+
+class Session:
+    """What `route` asks of a layer's session."""
+
+    def __init__(self):
+        self.lines, self.policy_is = [], Policy()
+
+    def policy(self, layer, x, sequence=None, whole=False, able=None):
+        return self.policy_is
+
+    def is_plain(self, layer, policy):
+        return policy is ALL
+
+    def tell(self, line):
+        self.lines.append(line)
+
+
+def call(training=True, policy=None, traits=(), settled=None, adapter=None, causal=True, **changes):
+    """A call that is tiled, with these changes."""
+    session = Session()
+    session.policy_is = session.policy_is if policy is None else policy
+    attn = SimpleNamespace(is_causal=causal)
+    known = LayerTraits(attention=("self_attn",), looked=True, **dict(traits))
+    layer = SimpleNamespace(
+        training=training, _hfpatch_session=session, _hfpatch_traits=known,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    condition = SimpleNamespace(now=settled, mixing=[attn], head_dim=8, adapter=adapter)
+    x = changes.get("x", torch.zeros(B, T, D))
+    made = {"x": x, "given": x, "args": (), "kwargs": {}, "batch": Batch(B, T, x.device)}
+    made |= {"sequence": None, "condition": condition, "mask": None, "shared": None}
+    return Request(layer, **(made | changes))
+
+
+def described(**settings) -> Batch:
+    batch = Batch(B, T, torch.device("cpu"))
+    vars(batch).update(settings)
+    return batch
+
+
+BUILT = Mask(Batch(B, T, torch.device("cpu")), build=lambda: None)
+ENCODER = {"encoder_hidden_states": torch.zeros(1)}
+# (changes, the way, its reason, a word of the line that the user reads)
+TABLE = {
+    "as usual": ({}, Tiled, None, None),
+    "causal, by a mask": ({"mask": Mask(described())}, Tiled, None, None),
+    "one of the last": ({"policy": ALL}, Stock, None, None),
+    "settled for this forward": (
+        {"settled": "attention dropout"}, Whole, "attention dropout", "attention dropout"
+    ),
+    "a reason that the report has": (
+        {"settled": "it mixes", "traits": {"reason": "it mixes"}}, Whole, "it mixes", None
+    ),
+    "the same among the last": (
+        {"settled": "it mixes", "traits": {"reason": "it mixes"}, "policy": ALL},
+        Stock, "it mixes", None
+    ),
+    "a mask of the caller's own": (
+        {"mask": torch.ones(B, 1, T, T)}, Whole, "an attention mask of the caller's own", "own"
+    ),
+    "a mask of no known kind": (
+        {"mask": BUILT}, Whole, "a mask that is neither causal, a window nor chunks", "neither"
+    ),
+    "attention that is not causal": (
+        {"mask": Mask(described()), "causal": False}, Whole, "attention that is not causal", "not"
+    ),
+    "an encoder's states": ({"kwargs": ENCODER}, Whole, "it attends to an encoder's states", "to"),
+    "transformers' own attention": ({"batch": None}, Whole, NOT_NOW, None),
+    "probabilities": ({"batch": described(weights=True)}, Whole, NOT_NOW, None),
+    "an input of another shape": ({"x": torch.zeros(B, D)}, Whole, NOT_NOW, None),
+    "no tokens": ({"x": torch.zeros(B, 0, D)}, Stock, NOT_NOW, None),
+    "output_attentions": (
+        {"batch": None, "kwargs": {"output_attentions": True}}, Stock, NOT_NOW, None
+    ),
+    "a cache": ({"kwargs": {"cache": DynamicCache()}}, Stock, KEEPS, "run whole"),
+    "a cache by place": ({"args": (None, DynamicCache())}, Stock, KEEPS, "run whole"),
+    "evaluation, whole": ({"training": False, "batch": None}, Stock, NOT_NOW, None),
+    "an adapter told by the model's forward": (
+        {"settled": "an adapter", "adapter": "a task for each row"},
+        Stock, "an adapter", "keep everything"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_way_of_a_call(name):
+    changes, way, reason, words = TABLE[name]
+    request = call(**changes)
+    found = route(request)
+    assert type(found) is way and getattr(found, "reason", None) == reason
+    lines = request.layer._hfpatch_session.lines
+    assert words in lines[0] if words else not lines
+
+
+def test_a_whole_layer_of_another_shape_keeps_its_input_on_the_device():
+    assert route(call(x=torch.zeros(B, D))).policy is None
+    assert route(call(batch=None)).policy is not None
+
+
+def test_without_gradients_a_layer_of_the_last_runs_in_tiles():
+    with torch.no_grad():
+        assert isinstance(route(call(policy=ALL)), Tiled)
+
+
+def test_every_rule_decides_somewhere():
+    """A rule that none of these calls needs would be one too many."""
+    decides = {
+        next((rule for rule in RULES if rule(call(**row[0]))), None) for row in TABLE.values()
+    }
+    assert {*RULES} - decides == {RULES[-1]}, "on a CPU there are kernels for all"

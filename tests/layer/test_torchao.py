@@ -1,0 +1,210 @@
+"""Training with torchao's float8 and quantisation-aware projections, emulated on a CPU: what scales
+each token alone is tiled, and the same as stock; what scales several tokens by one number runs
+whole, with a reason.
+"""
+
+from dataclasses import dataclass, replace
+from types import FunctionType
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch.layer.condition import look
+from hfpatch.parts.quantised import scales_over_tokens
+
+float8 = pytest.importorskip("torchao.float8")
+pytestmark = [
+    # torchao's extension libraries and pytree registration complain at import on a CPU machine
+    pytest.mark.filterwarnings("ignore::UserWarning:torchao"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.utils._pytree"),
+]
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+TILE = hfpatch.Checkpointing(tile=16)  # three of 48 tokens; MX formats scale blocks of 32 channels
+
+
+def trained_in_float8(recipe: str):
+    """The layers' projections as torchao trains them by a recipe of its own."""
+
+    def convert(model):
+        config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        float8.convert_to_float8_training(model.model.layers, config=config)
+
+    return convert
+
+
+def fake_quantised(activation, weight):
+    """The layers' projections prepared for quantisation-aware training; functions of torchao's
+    `quantization.qat` that give the two configs.
+    """
+
+    def prepare(model):
+        from torchao.quantization import qat, quantize_
+
+        made = qat.QATConfig(
+            activation_config=activation(qat), weight_config=weight(qat), step="prepare"
+        )
+        quantize_(model.model.layers, made)
+
+    return prepare
+
+
+def of_groups(qat):
+    return qat.IntxFakeQuantizeConfig(torch.int4, group_size=16)
+
+
+def of_tokens(qat, **more):
+    return qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **more)
+
+
+def static(qat):
+    return of_tokens(qat, is_dynamic=False)
+
+
+def of_rows(qat):
+    return qat.Float8FakeQuantizeConfig()
+
+
+def of_tensors(qat):
+    from torchao.quantization.granularity import PerTensor
+
+    return qat.Float8FakeQuantizeConfig(granularity=PerTensor())
+
+
+def of_blocks(qat):
+    from torchao.prototype.qat import MXFakeQuantizeConfig
+
+    return MXFakeQuantizeConfig(dtype=torch.float8_e4m3fn)
+
+
+# (recipe, how, a part of the reason why its layers run whole or None where they are tiled)
+RECIPES = {
+    "rowwise": (trained_in_float8("rowwise"), None),
+    "rowwise_with_gw_hp": (trained_in_float8("rowwise_with_gw_hp"), None),
+    "tensorwise": (trained_in_float8("tensorwise"), "one scale"),
+    "qat per token": (fake_quantised(of_tokens, of_groups), None),
+    "qat per row": (fake_quantised(of_rows, of_rows), None),
+    "qat of weights": (fake_quantised(lambda qat: None, of_groups), None),
+    "qat per tensor": (fake_quantised(of_tensors, of_tensors), "one scale"),
+    "qat static": (fake_quantised(static, of_groups), "kept from its first call"),
+    "qat mx": (fake_quantised(of_blocks, of_blocks), None),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("order", ["apply after", "apply before"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes(recipe, order, batch, capsys):
+    """Tiled layers give the gradients of stock to float32's rounding, which moves no value over a
+    boundary between two numbers of float8 here; whole ones to the bit.
+    """
+    convert, reason = RECIPES[recipe]
+    stock, ours = tiny.llama(**SIZES), tiny.llama(**SIZES)
+    convert(stock)
+    options = {"checkpointing": TILE, "rms_norm": False, "mlp": False, "rope": False, "loss": False}
+    if order == "apply before":
+        hfpatch.apply(ours, **options)
+        convert(ours)
+    else:
+        convert(ours)
+        report = hfpatch.apply(ours, **options)
+        assert reason is None or reason in str(report)
+    rows = tiny.labelled(batch, 48)
+    got, usual = tiny.step(ours, rows), tiny.step(stock, rows)
+    reasons = {look(layer).reason for layer in ours.model.layers}
+    assert len(reasons) == 1 and got.keys() == usual.keys()
+    if reason is None:
+        assert reasons == {None}
+    else:
+        assert reason in reasons.pop()
+        assert order == "apply after" or reason in capsys.readouterr().err
+    for name, value in usual.items():
+        error, size = (got[name] - value).norm(), value.norm()
+        assert error <= 2e-6 * size, f"{name}: {error:.1e} of {size:.1e}"
+
+
+def test_a_scale_under_an_adapter():
+    """Whose base is torchao's: found inside the adapter."""
+    peft = pytest.importorskip("peft")
+    model = tiny.llama(**SIZES)
+    float8.convert_to_float8_training(
+        model.model.layers, module_filter_fn=lambda module, name: name.endswith("down_proj")
+    )
+    config = peft.LoraConfig(r=4, target_modules=["down_proj"], task_type="CAUSAL_LM")
+    lora = peft.get_peft_model(model, config)
+    report = hfpatch.apply(lora, checkpointing=TILE)
+    assert "mlp.down_proj.base_layer: it rounds several tokens by one scale" in str(report)
+
+
+@dataclass
+class Config:
+    """Of a played module."""
+
+    use_per_tensor_scale: bool = True
+
+
+def played(name: str, module: str, sizes=(4, 4), **own) -> nn.Linear:
+    """A Linear of a class that another library has, or may have some day."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    theirs = FunctionType(forward.__code__, {"__name__": module, "nn": nn})  # as of their file
+    kind = type(name, (nn.Linear,), {"__module__": module, "forward": theirs})
+    linear = kind(*sizes, bias=False)
+    vars(linear).update(own)
+    return linear
+
+
+def test_transformer_engine_runs_whole():
+    """Its modules keep scales of their own from call to call: a layer with one runs whole, and says
+    so.
+    """
+    model, stock = tiny.llama(**SIZES), tiny.llama(**SIZES)
+    hfpatch.apply(model, checkpointing=TILE)
+    for each in (model, stock):
+        for layer in each.model.layers:
+            te = played("Linear", "transformer_engine.pytorch.module.linear", sizes=(128, 64))
+            te.load_state_dict(layer.mlp.down_proj.state_dict())
+            layer.mlp.down_proj = te
+    got, usual = (tiny.step(each, tiny.labelled(2, 48)) for each in (model, stock))
+    reason = look(model.model.layers[0]).reason
+    assert "transformer_engine.pytorch.module.linear.Linear that nobody tried" in reason
+    for name, value in usual.items():
+        assert (got[name] - value).norm() <= 2e-6 * value.norm(), name
+
+
+def test_scales_by_class_and_attributes():
+    """What no CPU computes: NVFP4, and torchao's classes that nobody tried."""
+    nvfp4 = ("NVFP4FakeQuantizedLinear", "torchao.prototype.qat.nvfp4")
+    assert "one scale" in scales_over_tokens(played(*nvfp4, activation_config=Config()))
+    assert scales_over_tokens(played(*nvfp4, activation_config=Config(False))) is None
+    other = played("Float8BlockwiseLinear", "torchao.prototype.blockwise_fp8_training.linear")
+    assert "Float8BlockwiseLinear that nobody tried" in scales_over_tokens(other)
+    assert scales_over_tokens(nn.Linear(4, 4)) is None
+    assert scales_over_tokens(nn.LayerNorm(4)) is None
+
+
+def test_scales_of_channels_are_powers_of_two():
+    """float8 by rows scales the weight gradient's product by channels, over tokens: exact where the
+    scales are powers of two alone.
+    """
+    model = tiny.llama(**SIZES)
+    trained_in_float8("rowwise")(model)
+    linear = model.model.layers[0].mlp.down_proj
+    assert scales_over_tokens(linear) is None
+    linear.config = replace(linear.config, round_scales_to_power_of_2=False)
+    assert "one scale" in scales_over_tokens(linear)
+
+
+def test_a_frozen_base_with_one_scale_for_its_input():
+    """torchao's float8 weights that round their input by one scale, as LoRA finds them."""
+    linear = nn.Linear(4, 4).requires_grad_(False)
+    from torchao.quantization.granularity import PerRow, PerTensor
+
+    for granularity, one in ((PerTensor(), True), (PerRow(), False)):
+        linear.weight.act_quant_kwargs = Config()
+        linear.weight.act_quant_kwargs.granularity = granularity
+        assert (scales_over_tokens(linear) is not None) == one

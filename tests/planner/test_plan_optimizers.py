@@ -1,0 +1,61 @@
+"""`hfpatch plan --optimizer`: the bytes of states that real optimizers make, and what is refused."""
+
+import pytest
+import tiny
+import torch
+from own_optimizers import made
+from transformers import LlamaForCausalLM
+
+from hfpatch.budget.shape import ModelShape
+from hfpatch.cli import main as program
+from hfpatch.planner.optimizers import OPTIMIZERS, state_numbers
+from hfpatch.planner.placements import candidates, resident
+from hfpatch.planner.plan import plan
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "schedule-free"])
+def test_states_are_those_of_the_optimizer(name, tied):
+    model = LlamaForCausalLM(tiny.config(tie_word_embeddings=tied))
+    optimizers = made(name, model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for optimizer in optimizers:
+        getattr(optimizer, "train", lambda: None)()
+        optimizer.step()
+    found = sum(
+        value.numel()
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key != "step"
+    )
+    assert state_numbers(name, ModelShape.from_config(model.config)) == found
+
+
+def test_a_plan_counts_them():
+    shape = ModelShape.from_config(tiny.config())
+    for name in OPTIMIZERS:
+        for row in candidates(name, 1) if name != "adamw" else ("adamw", "adamw-fp32"):
+            size = 4 if row.endswith("fp32") else 2
+            stays = resident(row, shape, 1)
+            assert stays.optimizer == size * state_numbers(name, shape)
+            assert (stays.gradients is None) == (name != "lomo")
+    names = ("schedule-free", "muon", "galore", "adafactor", "lomo")
+    plans = [plan("llama-3.1-8b", seq_len=8192, placement=f"{name}-bf16") for name in names]
+    sizes = [found.gpu_bytes["optimizer"] for found in plans]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 5
+
+
+def test_command(capsys):
+    line = ["plan", "--model", "llama-3.1-8b", "--seq-len", "8192"]
+    assert program.main([*line, "--optimizer", "muon", "--gpu", "h200"]) == 0
+    assert "(muon-fp32): fits" in capsys.readouterr().out
+    for more, words in (
+        (["--optimizer", "lion"], "the optimizers are adamw, muon"),
+        (["--optimizer", "muon", "--placement", "gpu8bit"], "brings its optimizer"),
+        (["--optimizer", "muon", "--gpus", "2"], "on one GPU"),
+        (["--optimizer", "muon", "--lora-r", "8"], "adapters came"),
+    ):
+        assert program.main([*line, *more]) == 2
+        assert words in capsys.readouterr().err
