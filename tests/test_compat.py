@@ -300,6 +300,22 @@ def test_names_of_transformers(monkeypatch):
         assert compat.collected_now() == {}
 
 
+def test_experts_without_their_names(monkeypatch):
+    """transformers without its table of experts' functions is left alone; torch without grouped
+    products goes expert by expert.
+    """
+    from hfpatch.ops import experts
+
+    config = SimpleNamespace(_experts_implementation_internal="eager")
+    assert compat.experts_of(config) == "eager" and compat.experts_of(SimpleNamespace()) == ""
+    without_imports(monkeypatch, "transformers.integrations.moe")
+    monkeypatch.setattr(compat.models, "_expert_tables", compat.models._expert_tables.__wrapped__)
+    assert compat.experts_of(config) == ""
+    x, w, offs = torch.ones(8, 16), torch.ones(2, 16, 8), torch.tensor([3, 8], dtype=torch.int32)
+    monkeypatch.delattr(torch, "_grouped_mm")
+    assert compat.grouped_mm() is None and (experts.product(x, w, offs) == 16).all()
+
+
 def test_names_of_the_engines(monkeypatch):
     module = nn.Linear(2, 2)
     assert compat.hooked_forward(module) == "forward"

@@ -110,6 +110,21 @@ def mlp_linears(shape, layer: int) -> dict:
     return first | {"down_proj": (F, D)}
 
 
+def expert_tensors(shape, layer: int, every: bool) -> dict:
+    """The same of what PEFT adapts of routed experts, a matrix an expert in one tensor: columns of
+    all of them, {} without any.
+
+    every: by "all-linear", which adapts gate and up with twice the rank, and the router, and leaves
+    experts alone that are stored the other way round (gpt-oss).
+    """
+    if not shape.is_sparse(layer) or every and shape.expert_bias:
+        return {}
+    E, D, F, wide = shape.experts, shape.hidden_size, shape.expert_size, 1 + every
+    found = {"experts.gate_up_proj": (wide * E * D, wide * E * 2 * F),
+             "experts.down_proj": (E * F, E * D)}  # fmt: skip
+    return found | ({"gate": (D, E)} if every else {})
+
+
 def layer_linears(shape, layer: int) -> dict:
     """The same of a whole layer."""
     return attention_linears(shape) | mlp_linears(shape, layer)

@@ -103,28 +103,40 @@ def _turned(shape: ModelShape) -> int:
     return (4 if shape.qk_norm else 2) * (shape.q_size + shape.kv_size)
 
 
-# Elements that a mixture of experts moves outside its products, for each routed element of the
-# experts' inner size and of the hidden size: ((forward), (backward)), by whether experts have
-# biases. Counted on transformers 5.24's grouped products (tests/budget/test_flops.py).
+# Elements that experts move beside their products (ops/experts.py), for each routed element of their
+# inner size and of the hidden size: forward, backward. Rows go there and come back; the activation
+# reads gate and up and writes one, its backward reads them and da and writes three.
+OUR_EXPERTS = (3, 2), (6, 2)
+# The same of transformers' grouped products, by whether experts have biases.
 EXPERT_PASSES = {False: ((5, 6.25), (13, 12.25)), True: ((24, 11), (36, 14))}
 # The same of attention with sinks and its rotation, for each element of q and k.
 SINK_PASSES = 19, 22
 
 
-def unfused_passes(shape: ModelShape, layer: int) -> tuple[float, float]:
-    """Elements a token that the code of transformers and PEFT moves inside a tiled layer, where
-    nothing is fused: (forward, backward). Of experts, attention with sinks, and adapters.
+def unfused_passes(shape: ModelShape, layer: int, ours: bool = True) -> tuple[float, float]:
+    """Elements a token that the code of transformers and PEFT moves beside
+    what is fused: (forward, backward). Of experts, attention with sinks, and adapters.
     """
     k, turned = shape.experts_per_token * shape.is_sparse(layer), shape.q_size + shape.kv_size
     # Elements, and how often they move: an adapter's output is scaled and added, its gradient
     # scaled, its input gradient added.
-    (fore_in, fore), (back_in, back) = EXPERT_PASSES[shape.expert_bias]
-    rows = [(k * shape.expert_size, fore_in, back_in), (k * shape.hidden_size, fore, back)]
+    (fore_in, fore), (back_in, back) = OUR_EXPERTS if ours else EXPERT_PASSES[shape.expert_bias]
+    # of rows, and of the tokens beside
+    ways = (k + ours * shape.is_sparse(layer)) * shape.hidden_size
+    rows = [(k * shape.expert_size, fore_in, back_in), (ways, fore, back)]
     rows += [(shape.sinks * turned, *SINK_PASSES)]
     adapters = shape.adapters.chosen(layer_linears(shape, layer)) if shape.adapters else {}
     rows += [(inner, 0, 3) for inner, _ in adapters.values()]
     rows += [(columns, 5, 2) for _, columns in adapters.values()]
     return sum(n * each for n, each, _ in rows), sum(n * each for n, _, each in rows)
+
+
+def unread_of_experts(shape: ModelShape, layer: int) -> int:
+    """Those of the forward that experts leave out when they run again: nobody reads their output."""
+    if shape.norm_after or not shape.is_sparse(layer):
+        return 0
+    k, D = shape.experts_per_token, shape.hidden_size
+    return OUR_EXPERTS[0][0] * k * shape.expert_size + (k + 1) * D
 
 
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
@@ -179,8 +191,11 @@ def _elementwise(
     elif groups > 1:  # each group's part of out and dout is cut out of the whole
         back += tiled * 4 * shape.out_size
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
-    own = [shape.over(lambda i, k=k: unfused_passes(shape, i)[k]) for k in (0, 1)]
-    own[1] += shape.over(lambda i: unfused_passes(shape, i)[0], 0, tiled)
+    ours = policy not in (STOCK, STOCK_CHECKPOINTING)
+    own = [shape.over(lambda i, k=k: unfused_passes(shape, i, ours)[k]) for k in (0, 1)]
+    own[1] += shape.over(
+        lambda i: unfused_passes(shape, i)[0] - unread_of_experts(shape, i), 0, tiled
+    )
     return rows * (factor * fore + own[0]), rows * (factor * back + own[1])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from hfpatch.budget.adapters import Adapters, attention_linears, layer_linears, mlp_linears
+from hfpatch.budget.adapters import Adapters, attention_linears, expert_tensors, layer_linears
 from hfpatch.budget.families import FAMILIES, Layout, Values, attention_windows, dense_layers
 from hfpatch.budget.limits import check_sizes
 from hfpatch.budget.policy import KEEPABLE
@@ -74,14 +74,8 @@ class ModelShape(Layout):
                     f"hfpatch: {field.name} must be a whole number, {value!r} came; check the "
                     "config."
                 )
-        names = {n for i in self.kinds for n in layer_linears(self, i)}
+        names = {n for i in self.kinds for n in self.adaptable(i)}
         unknown = [n for n in (self.adapters.targets if self.adapters else ()) if n not in names]
-        if self.adapters and self.experts and not self.adapters.targets:
-            raise ValueError(
-                "hfpatch: expected LoRA on named Linear layers of a mixture of experts, "
-                "all-linear came, by which PEFT adapts "
-                f"the experts too; pass names such as {', '.join(attention_linears(self))}."
-            )
         if unknown:
             raise ValueError(
                 f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, "
@@ -94,6 +88,14 @@ class ModelShape(Layout):
             num_key_value_heads="num_kv_heads",
         )
         check_sizes(lambda name: getattr(self, own.get(name, name), None))
+
+    def adaptable(self, layer: int) -> dict:
+        """{name: (columns in, columns out)} of what adapters can be over in a layer."""
+        every = self.adapters is not None and not self.adapters.targets
+        # "all-linear" finds gate_proj and the like, and takes them for the experts' alone.
+        experts = every and self.experts and not self.expert_bias
+        linears = attention_linears(self) if experts else layer_linears(self, layer)
+        return linears | expert_tensors(self, layer, every)
 
     @classmethod
     def from_config(cls, config) -> "ModelShape":
@@ -299,12 +301,13 @@ class ModelShape(Layout):
 
     def dead_after(self, layer: int) -> int:
         """Weights whose product nobody reads when a layer's part after attention runs again: the
-        last projection, unless a norm or routing weights follow it; in parallel blocks the
-        attention's own as well.
+        last projections, unless a norm follows them; in parallel blocks the attention's own as
+        well.
         """
         if self.norm_after:
             return 0
-        mlp = self.shared_size if self.is_sparse(layer) else self.intermediate_size
+        routed = self.experts_per_token * self.expert_size
+        mlp = routed + self.shared_size if self.is_sparse(layer) else self.intermediate_size
         return self.hidden_size * mlp + (self.o_weights if self.parallel else 0)
 
     @property
@@ -422,10 +425,10 @@ class ModelShape(Layout):
                 after = self.mlp_parameters_of(i) + self.o_weights + self.hidden_size
                 before = self.layer_parameters_of(i) - after
             else:
-                after = self.adapters.over({"o_proj": linears["o_proj"]} | mlp_linears(self, i))
                 before = self.adapters.over(
                     {n: size for n, size in linears.items() if n != "o_proj"}
                 )
+                after = self.adapters.over(self.adaptable(i)) - before
             found[self.is_sparse(i)] = before, after
         return found
 
@@ -459,7 +462,7 @@ class ModelShape(Layout):
             return own * itemsize
         linears = layer_linears(self, layer)
         rest = (own - sum(i * o for i, o in linears.values())) * itemsize
-        trained = self.adapters.over(linears) * self.trained_itemsize(itemsize)
+        trained = self.trained_of(layer) * self.trained_itemsize(itemsize)
         return rest + trained + self.adapters.packed_bytes(linears, itemsize)
 
     def frozen_bytes_of(self, layer: int, itemsize: int = 2) -> int:

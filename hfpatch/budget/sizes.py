@@ -5,7 +5,7 @@ Legend: N = batch * tokens rows; D hidden, F intermediate, Q, K, O columns of qu
 values), attention outputs, H query heads, V vocabulary, s bytes an element; u = N*D*s.
 """
 
-from hfpatch.budget.adapters import attention_linears, mlp_linears
+from hfpatch.budget.adapters import attention_linears, expert_tensors, mlp_linears
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 
@@ -86,22 +86,27 @@ def inner_bytes(z: Sizes, layer: int, t: int) -> int:
 
 
 def experts_tile(z: Sizes, layer: int, t: int) -> tuple:
-    """(bytes, bytes of new weight gradients) at three moments of the experts' backward over t rows.
+    """(bytes, bytes of new weight gradients) at three moments of the experts' backward over t rows,
+    as ops/experts.py goes through it.
 
-    The moments: the gradient of their output exists; then that of the activation; then that of the
-    gathered rows. Each token has one gathered row, one output and one weighted output for each of
-    its experts, each with a gradient. Experts with biases (gpt-oss) have a gate of clamps and sums:
-    three more of their intermediate columns are alive.
+    The moments: the gradients of the activation and of gate and up exist; that of the second weight
+    has come; that of the gathered rows exists. Each token has one gathered row for each of its
+    experts, kept where the first weight or its adapter has a gradient, and one of dy. An adapter's
+    product is added as a tensor of its own. Gate and up stay until the end, as autograd has them.
     """
     shape, inner = z.shape, inner_bytes(z, layer, t)
     gathered = t * shape.experts_per_token * shape.hidden_size * z.s
-    more = 3 if shape.expert_bias else 0
+    adapted = expert_tensors(shape, layer, not shape.adapters.targets) if shape.adapters else {}
+    names = shape.adapters.targets if shape.adapters and shape.adapters.targets else adapted
+    first, second = (f"experts.{n}_proj" in {*adapted} & {*names} for n in ("gate_up", "down"))
     # Frozen experts have no weight gradients.
     down = 0 if shape.adapters else shape.experts * shape.hidden_size * shape.expert_size * z.s
+    kept = gathered * (first or not shape.adapters)
+    made = inner * (second or not shape.adapters)
     return (
-        (5 * gathered + (4 + more) * inner, 0),
-        (gathered + (6 + more) * inner, down),
-        (2 * gathered + 2 * inner, 3 * down),
+        (gathered + kept + 5 * inner + made, 0),
+        (gathered + kept + 4 * inner + made, down),
+        ((1 + first) * gathered + kept + 4 * inner, 3 * down),
     )
 
 
@@ -139,12 +144,12 @@ def written_out(z: Sizes, layer: int) -> int:
 
 def mlp_kept(z: Sizes, layer: int) -> int:
     """Bytes that autograd keeps of a layer's MLP beside its input: intermediate columns, and for
-    experts the gathered rows and the outputs."""
+    experts the gathered rows."""
     shape, inner = z.shape, inner_bytes(z, layer, z.rows)
     if not shape.is_sparse(layer):
         return ((3 if shape.fused_mlp else 4) if shape.gated else 2) * inner
     gathered = z.rows * shape.experts_per_token * shape.hidden_size * z.s
-    return 2 * gathered + (7 if shape.expert_bias else 4) * inner
+    return gathered + 2 * inner + 2 * z.rows * shape.shared_size * z.s
 
 
 def plain_bytes(z: Sizes, layer: int) -> int:

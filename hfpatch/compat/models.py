@@ -103,6 +103,50 @@ def run_experts_plainly(config) -> None:
         config._experts_implementation_internal = "eager"
 
 
+OUR_EXPERTS = "hfpatch"
+# What the config of a model names whose experts ours may run in their place.
+STANDARD_EXPERTS = (None, "eager", "grouped_mm")
+
+
+@functools.cache
+def _expert_tables() -> tuple:
+    """transformers' tables of functions that run fused experts; empty without any."""
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return ()
+    return ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS
+
+
+def register_experts(function) -> None:
+    """Puts the function into these tables under OUR_EXPERTS."""
+    for table in _expert_tables():
+        table.register(OUR_EXPERTS, function)
+
+
+def experts_of(config) -> str | None:
+    """What a config names to run its experts; "" where it has no such name."""
+    return getattr(config, "_experts_implementation_internal", "") if _expert_tables() else ""
+
+
+def name_experts(config, name: str | None) -> None:
+    """Names it, in this config alone."""
+    config._experts_implementation_internal = name
+
+
+def is_fused_experts(module) -> bool:
+    """Whether these are experts in two tensors, which one of those functions runs."""
+    names = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+    own = getattr(module, "__dict__", {})
+    return all(n in own for n in names) and gate_of(module) is not None
+
+
+def gate_of(module):
+    """The function by which a class of experts makes one tensor of gate and up; None without."""
+    return getattr(type(module), "_apply_gate", None)
+
+
 def _with_balance(kind: type) -> list:
     """The modules of a class's family that define a load-balancing loss."""
     files = {sys.modules[base.__module__] for base in kind.__mro__}

@@ -254,7 +254,8 @@ def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
     return found
 
 
-_SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "hfpatch.")
+_SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "hfpatch.",
+                     "bitsandbytes.nn.parametrize.")  # fmt: skip
 # whose hooks and forwards come and go as a step goes on
 _LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")
 _GATHER = "torch.distributed.fsdp."

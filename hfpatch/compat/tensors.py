@@ -271,6 +271,11 @@ def int8_product(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() @ b.double()).to(torch.int32) if product is None else product(a, b)
 
 
+def grouped_mm():
+    """torch's product of rows with a matrix a group; None where it has none."""
+    return getattr(torch, "_grouped_mm", None)
+
+
 def assert_async(holds: Tensor, message: str) -> None:
     """A check on the device, without waiting; no check where torch lacks it."""
     check = getattr(torch, "_assert_async", None)

@@ -20,7 +20,15 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.attention.attention import CAUSAL, Pattern
-from hfpatch.compat import attention_of, name_attention, ulysses
+from hfpatch.compat import (
+    OUR_EXPERTS,
+    STANDARD_EXPERTS,
+    attention_of,
+    experts_of,
+    name_attention,
+    name_experts,
+    ulysses,
+)
 from hfpatch.context.masks import Batch, Mask
 
 
@@ -69,6 +77,8 @@ class _Current(threading.local):
     target: tuple | None = None
     labels: Tensor | None = None  # that the forward under way computes the loss of
     balance = None  # context.router_balance.Counted, where a causal model's loss is computed
+    # of the experts that are called: a parameter's name -> the factors of its adapters
+    factors: dict | None = None
     # tokens whose output the loss does not read, where a loss is all that is asked for
     idle_BT: Tensor | None = None
 
@@ -255,7 +265,9 @@ def not_exchanged(what: str) -> ValueError:
 
 # --- which configs name our attention now ---------------------------------------------------------
 
-_entered: dict = {}  # id(config): [the config, what it named before, how many contexts name ours]
+# id(config): [the config, the attention that it named before, how many contexts name ours, the
+# experts that it named before]
+_entered: dict = {}
 
 
 @contextmanager
@@ -265,10 +277,14 @@ def our_attention(configs, batch: Batch | None):
     try:
         current.batch = batch
         for config in configs:
-            entry = _entered.setdefault(id(config), [config, attention_of(config), 0])
+            entry = _entered.setdefault(
+                id(config), [config, attention_of(config), 0, experts_of(config)]
+            )
             entry[2] += 1
             entered.append(config)
             name_attention(config, NAME)
+            if entry[3] in STANDARD_EXPERTS:
+                name_experts(config, OUR_EXPERTS)
         yield
     finally:
         current.batch = before
@@ -291,6 +307,8 @@ def _leave(config, wholly: bool = False) -> None:
     entry[2] -= 1
     if wholly or entry[2] <= 0:
         name_attention(config, entry[1])
+        if entry[3] in STANDARD_EXPERTS:
+            name_experts(config, entry[3])
         _entered.pop(id(config), None)
 
 
@@ -305,6 +323,22 @@ def named(config) -> str | None:
     """The attention that a config names outside of ours."""
     entry = _entered.get(id(config))
     return attention_of(config) if entry is None else entry[1]
+
+
+def named_experts(config) -> str | None:
+    """What runs the experts of this config outside of ours; "" where it says nothing."""
+    entry = _entered.get(id(config))
+    return experts_of(config) if entry is None else entry[3]
+
+
+def experts_as_named(module, *args) -> Tensor:
+    """The forward of fused experts as their config names it outside of ours."""
+    now = experts_of(module.config)
+    name_experts(module.config, named_experts(module.config))
+    try:
+        return type(module).forward(module, *args)
+    finally:
+        name_experts(module.config, now)
 
 
 def standard(config) -> str | None:

@@ -18,6 +18,7 @@ from hfpatch.compat import (
     unwatched,
 )
 from hfpatch.decoder.find import list_of_layers
+from hfpatch.parts.quantised import class_of
 
 MOST_PARAMETERS = 5_000_000
 MOST_LAYERS = 16
@@ -198,12 +199,14 @@ def kind_of(layer: nn.Module) -> tuple:
     # Adapters, quantised projections and torch's own modules make no other kind of layer.
     home = type(layer).__module__.split(".")[0]
     own = (
-        (name, m) for name, m in layer.named_modules() if type(m).__module__.split(".")[0] == home
+        (name, kind, m)
+        for name, m in layer.named_modules()
+        if (kind := class_of(m)).__module__.split(".")[0] == home
     )
     return tuple(
-        (name.replace(".base_layer", ""), vars(type(m)).get("_hfpatch_base", type(m)), settings(m))
-        for name, m in own
-        if "experts." not in name
+        (name.replace(".base_layer", ""), vars(kind).get("_hfpatch_base", kind), settings(m))
+        for name, kind, m in own
+        if "experts." not in name.replace(".base_layer", "")
     )
 
 

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hfpatch.kernels import cross_entropy, rms_norm, rope, swiglu
+from hfpatch.kernels import cross_entropy, experts, rms_norm, rope, swiglu
 from hfpatch.kernels._launch import warps_for
 
 # A100; L4, L40S, RTX 4090; H100, H200; B200; RTX 5090; MI300.
@@ -54,6 +54,7 @@ NAMES = {
 }
 NAMES |= {torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+I32, I64 = torch.int32, torch.int64
 
 
 class Row(NamedTuple):
@@ -161,6 +162,26 @@ def _swiglu_rows():
                 )
 
 
+def _experts_rows():
+    # Qwen3-30B-A3B's experts and gpt-oss-20b's, 4,096 tokens.
+    for name, E, K, D, F, bias in (("silu", 128, 8, 2048, 768, False),
+                                   ("clamped", 32, 4, 2880, 2880, True)):  # fmt: skip
+        for dtype in (BF16, FP32):
+            S, short, label = 4096 * K, dtype == BF16, NAMES[dtype]
+            gu, a, z = (meta(S, n, dtype=dtype) for n in (2 * F, F, D))
+            ids, at, offs = meta(S, dtype=I64), meta(4096, K, dtype=I64), meta(E, dtype=I32)
+            b, w = meta(E, 2 * F, dtype=dtype) if bias else None, meta(S, dtype=dtype)
+            kind, out = (name, 1.702, 7.0, bias), meta(E, D, F, dtype=FP32)
+            calls = {
+                "act": partial(experts.expert_act, gu, w, b, ids, *kind),
+                "act bwd": partial(experts.expert_act_bwd, a, gu, w, b, ids, *kind, True),
+                "combine": partial(experts.expert_combine, z, at),
+                "sums": partial(experts.expert_sums, out, z, a, offs, False),
+            }
+            for part, call in calls.items():
+                yield Row(f"experts {name} {part}", label, f"[{S},{F}]", call, short)
+
+
 def _rope_rows():
     # Heads of 8B, 70B, 405B (128) and of Llama 3.2 1B (64); a projection's view [B, T, H, E] and a
     # contiguous q.
@@ -256,7 +277,7 @@ def _cross_entropy_rows():
         )
 
 
-ROWS = (_rms_norm_rows, _swiglu_rows, _rope_rows, _cross_entropy_rows)
+ROWS = (_rms_norm_rows, _swiglu_rows, _experts_rows, _rope_rows, _cross_entropy_rows)
 
 
 @contextmanager

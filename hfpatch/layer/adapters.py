@@ -15,7 +15,6 @@ TOLD = "offsets from the end of a row", "a task for each row"
 _WHOLE = {
     "peft.LilyLayer": "experts that all tokens' mean weighs",
     "peft.PveraLayer": "a draw for all tokens",
-    "peft.ParamWrapper": "a weight that is made anew at each call",
     "peft.PolyLayer": TOLD[1],
 }
 _VARIANTS = {

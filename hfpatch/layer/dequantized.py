@@ -6,13 +6,14 @@ Linear is dequantized at its first use, and the dense weight serves all tiles. T
 those of the module's own forward and backward, bit for bit.
 """
 
+import sys
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import applying
-from hfpatch.parts.quantised import dense_of, is_written_out
+from hfpatch.parts.quantised import dense_of, holds_packed, is_packed, is_written_out
 from hfpatch.parts.unread import can_go_without
 
 
@@ -43,10 +44,13 @@ def _forward(module: nn.Linear, make, input: Tensor) -> Tensor:
 
 
 class DequantizedWeights:
-    """The dequantized weights of one call of a layer."""
+    """The dequantized weights of one call of a layer. linears: of its Linears too; those of fused
+    experts are whole in each tile anyway.
+    """
 
-    def __init__(self, layer: nn.Module):
-        self.modules = [m for m in layer.modules() if is_written_out(m) and can_go_without(m)]
+    def __init__(self, layer: nn.Module, linears: bool = True):
+        modules = layer.modules() if linears else ()
+        self.modules = [m for m in modules if is_written_out(m) and can_go_without(m)]
         self.weights: dict[tuple, Tensor] = {}
         self.kept = False
 
@@ -71,7 +75,23 @@ class DequantizedWeights:
                 self.weights[module, dtype] = found
         return found
 
+    def weight_of(self, experts: nn.Module, name: str) -> Tensor:
+        """A weight of fused experts, dequantized at most once within a phase."""
+        if not (self.kept and is_packed(experts, name)):
+            return getattr(experts, name)
+        if (experts, name) not in self.weights:
+            self.weights[experts, name] = getattr(experts, name)
+        return self.weights[experts, name]
+
     def forwards(self, idle: list) -> list:
         """(module, forward) of each module that is not in `idle`."""
         others = [m for m in self.modules if all(m is not one for one, _ in idle)]
         return [(m, partial(_forward, m, partial(self._make, m))) for m in others]
+
+
+def dequantized(
+    layer: nn.Module, inside: list[nn.Module], linears: bool
+) -> DequantizedWeights | None:
+    """Those of a call of this layer, where it has any to be written out once a phase."""
+    packed = "bitsandbytes" in sys.modules and any(map(holds_packed, inside))
+    return DequantizedWeights(layer, linears) if linears or packed else None

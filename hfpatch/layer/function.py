@@ -9,7 +9,7 @@ from hfpatch.budget.policy import Policy
 from hfpatch.compat import applying, autocast_dtype, is_fake, keeps_graph
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.dequantized import DequantizedWeights
+from hfpatch.layer.dequantized import dequantized
 from hfpatch.layer.direct import direct_of
 from hfpatch.layer.forward_state import AsThen
 from hfpatch.layer.parts import LayerParts
@@ -95,7 +95,7 @@ def parts_of(
             layer._hfpatch_configs, batch,
             records=records, collected=collected, modules=[layer, *condition.inside],
             random=condition.draws, condition=condition, leaves=condition.leaves,
-            dequantized=DequantizedWeights(layer) if dense else None,
+            dequantized=dequantized(layer, condition.inside, dense),
             autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
         )  # fmt: skip
     parts.batch = batch

@@ -17,7 +17,7 @@ from hfpatch.context.classes import (
     package_of,
 )
 from hfpatch.layer.strangers import is_token_wise
-from hfpatch.parts.quantised import is_fake_quantised, is_quantised
+from hfpatch.parts.quantised import class_of, is_fake_quantised, is_quantised
 
 
 def _inside(layer: nn.Module, known=None):
@@ -31,9 +31,10 @@ def _inside(layer: nn.Module, known=None):
         name, module, adapter = todo.pop()
         if module is None:
             continue
-        kind, package = MADE_FROM[type(module)], package_of(module)
+        plain = class_of(module)
+        kind, package = MADE_FROM[plain], home_of(MADE_FROM[plain])
         forward = forward_in(vars(module)) if other_forward(module) else GONE
-        code, under = kind.forward, modules_of(module)
+        code, under = kind.forward, modules_of(module) if plain is type(module) else {}
         # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
         as_made = forward is GONE or home_of(forward) == "transformers"
         theirs = as_made and code is not None and home_of(code) in (package, *LIBRARIES)

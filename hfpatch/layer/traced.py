@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import backward_from, collecting
+from hfpatch.compat import backward_from, collecting, modules_in
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
+from hfpatch.layer import adapted_experts
 from hfpatch.layer.arguments import Arguments, has_other_values
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
@@ -23,6 +24,7 @@ from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import SharedKeys, left_by
 from hfpatch.layer.traits import LayerTraits
+from hfpatch.parts import experts
 from hfpatch.parts.keeping import keeping
 from hfpatch.parts.unread import add_up, idle, without_values
 
@@ -149,16 +151,16 @@ class Traced:
         adding = self.adding if again else None
         key = names, adding
         if key not in self.found_idle:
-            dense = {} if self.dequantized is None else {"dense_of": self.dequantized.dense_of}
-            found = (
-                idle(self.layer, names, device, **dense, adding=adding, filled=self.random)
-                if names
-                else []
-            )
-            found += [] if self.dequantized is None else self.dequantized.forwards(found)
-            self.found_idle[key] = found + (
-                add_up(self.layer, found, device, adding) if adding else []
-            )
+            written = self.dequantized
+            weight_of = getattr if written is None else written.weight_of
+            dense = {} if written is None else {"dense_of": written.dense_of}
+            dense |= {"weight_of": weight_of, "adding": adding, "filled": self.random}
+            found = idle(self.layer, names, device, **dense) if names else []
+            found += [] if written is None else written.forwards(found)
+            found += add_up(self.layer, found, device, adding) if adding else []
+            modules, taken = self.modules or modules_in(self.layer), {id(m) for m, _ in found}
+            found += experts.pairs(modules, taken, adding=adding, weight_of=weight_of)
+            self.found_idle[key] = found + adapted_experts.pairs(modules)
         return self.found_idle[key]
 
     def post(

@@ -19,6 +19,7 @@ from hfpatch.layer.forward_state import (
     is_sharded,  # noqa: F401
 )
 from hfpatch.ops._wide_sums import into, sums_in_matmul
+from hfpatch.ops.experts import EXPERT_SUMS
 
 _WIDE = {torch.float32, torch.float64}  # what sums of them are in
 
@@ -95,18 +96,29 @@ class WeightGradients(AsInForward):
             self.sums[index] = grad
 
     def adding(self, stand_in: Tensor):
-        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul; None where that
-        is not to be, or cannot.
+        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul, or of a matrix an
+        expert, of the rows up to offs_E of each; None where that is not to be, or cannot.
         """
         index = self.index.get(id(stand_in))
-        in_matmul = index is not None and self.several and sums_in_matmul(stand_in, stand_in.dtype)
-        return partial(self._add, index) if in_matmul else None
+        if index is None or not self.several:
+            return None
+        if stand_in.dim() == 3:
+            return partial(self._add_by_expert, index)
+        return partial(self._add, index) if sums_in_matmul(stand_in, stand_in.dtype) else None
 
     def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
         first = self._sum(index) is None
         if first:
             self.sums[index] = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
         into(self.sums[index], dy_NO.t(), x_NI, first)
+
+    def _add_by_expert(self, index: int, a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> None:
+        first = self._sum(index) is None
+        if first:
+            wide = torch.promote_types(a_SM.dtype, torch.float32)
+            shape = len(offs_E), a_SM.shape[1], b_SN.shape[1]
+            self.sums[index] = a_SM.new_empty(shape, dtype=wide)
+        EXPERT_SUMS(self.sums[index], a_SM, b_SN, offs_E, first)
 
     def add(self, tensor: Tensor, grad: Tensor) -> None:
         """By hand: the gradient of a tensor that the layer has now."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.budget.adapters import Adapters, layer_linears
+from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import modules_of
 
@@ -56,6 +56,9 @@ _QUANTISED = {
 }  # fmt: skip
 
 
+_PACKED = "bitsandbytes.Bnb4bitParametrization"
+
+
 def _quantised(module: nn.Module) -> tuple:
     return next(
         (row for kind, row in _QUANTISED.items() if kind in kinds_of(type(module))), (None, None)
@@ -81,19 +84,48 @@ def is_written_out(module: nn.Module) -> bool:
     return settled and not getattr(state, "packing_format_for_cpu", False)
 
 
+def is_packed(experts: nn.Module, name: str) -> bool:
+    """Whether this weight of fused experts is what bitsandbytes made of 4 bits, and no more."""
+    made = modules_of(experts).get("parametrizations")
+    steps = modules_of(made[name]).values() if made is not None and name in made else ()
+    return [kinds_of(type(s)) & {_PACKED} for s in steps] == [{_PACKED}]
+
+
+def holds_packed(module: nn.Module) -> bool:
+    """Whether these are fused experts with such weights, and nothing else was put over them."""
+    made = modules_of(module).get("parametrizations")
+    return made is not None and all(is_packed(module, name) for name in modules_of(made))
+
+
+def class_of(module: nn.Module) -> type:
+    """The module's class, of fused experts the one under what bitsandbytes put over it."""
+    return type(module).__mro__[1] if holds_packed(module) else type(module)
+
+
 def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:
     """The shape with the LoRA adapters of this layer or model, if it trains nothing else."""
     trained = (
         {} if layer is None else {n: p for n, p in layer.named_parameters() if p.requires_grad}
     )
+    inside = () if layer is None else layer.modules()
+    wrappers = [m for m in inside if "peft.ParamWrapper" in kinds_of(type(m))]
+    counts = {id(a.weight): m.num_experts for m in wrappers for a in m.lora_A.values()}
     # ZeRO-3 holds shards
-    sizes = (getattr(p, "ds_shape", p.shape) for n, p in trained.items() if ".lora_A." in n)
-    ranks = [size[0] for size in sizes if len(size) == 2]  # FSDP1's are flat
+    sizes = [
+        (getattr(p, "ds_shape", p.shape), counts.get(id(p), 1))
+        for n, p in trained.items()
+        if ".lora_A." in n
+    ]
+    # FSDP1's are flat; "all-linear" doubles the rank over gate and up of experts
+    ranks = [size[0] // experts for size, experts in sizes if len(size) == 2]
+    ranks = [r for r, (_, experts) in zip(ranks, sizes) if experts == 1] or ranks
     if shape is None or not ranks or not all(".lora_" in name for name in trained):
         return shape
-    known = {n for i in shape.kinds for n in layer_linears(shape, i)}
-    targets = {part for name in trained for part in name.split(".lora_")[0].split(".")} & known
-    if not targets:  # for example experts' parameters, which the closed form does not count
+    known = {n for i in shape.kinds for n in shape.adaptable(i)}
+    named = {part for name in trained for part in name.split(".lora_")[0].split(".")}
+    named |= {f"experts.{m.parameter_name}" for m in wrappers if m.num_experts > 1}
+    targets = named & known
+    if not targets:
         return shape
     bases = {_quantised(m)[0] for m in layer.modules()} - {None}
     widest = max(p.element_size() for p in trained.values())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule
 from hfpatch.context.classes import LINEAR, forwards_for_now, other_forward, package_of
 from hfpatch.ops.rope import ROPE
+from hfpatch.parts import experts
 from hfpatch.parts.quantised import base_of, dense_of
 
 
@@ -133,8 +134,8 @@ def is_dead(x: Tensor) -> bool:
 
 def can_go_without(module: nn.Module | None) -> bool:
     """Whether this is now a plain Linear with a plain weight, or a quantised one of a known
-    library."""
-    return (
+    library; or fused experts that run here."""
+    return experts.can_run(module) or (
         isinstance(module, nn.Linear)
         and (type(module).forward is LINEAR or dense_of(module) is not None)
         and "forward" not in vars(module)
@@ -166,6 +167,7 @@ def idle(
     dense_of=dense_of,
     adding=None,
     filled=False,
+    weight_of=getattr,
 ) -> list:
     """The named Linears that can skip their matmul now, each with the forward to use instead.
 
@@ -178,6 +180,7 @@ def idle(
         adding: see add_up.
         filled: return contiguous tensors. Dropout on a GPU draws by memory layout, so the layout
             must be the usual one. Not for adapters' bases, whose values enter a sum.
+        weight_of: (experts, name) -> a weight, dequantised where it is quantised.
 
     Returns:
         (module, forward) pairs for `without_values`. Modules that cannot skip are left out.
@@ -187,10 +190,14 @@ def idle(
     names = (name for name in dict.fromkeys(names) if as_found(layer, name))
     named = (submodule(layer, name) for name in names)
     modules = ((m, filled and m is n) for n in named if can_go_without(m := base_of(n)))
-    dense = lambda m: None if type(m).forward is LINEAR else dense_of(m)  # noqa: E731
-    return [
-        (m, partial(_valueless_forward, m, dense(m), value, adding, fill)) for m, fill in modules
-    ]
+
+    def forward(m, fill):
+        if not isinstance(m, nn.Linear):
+            return partial(experts.run, m, value=value, adding=adding, weight_of=weight_of)
+        dense = None if type(m).forward is LINEAR else dense_of(m)
+        return partial(_valueless_forward, m, dense, value, adding, fill)
+
+    return [(m, forward(m, fill)) for m, fill in modules]
 
 
 def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:

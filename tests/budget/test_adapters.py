@@ -16,6 +16,7 @@ from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.budget.presets import preset_config
 from hfpatch.budget.shape import ModelShape
+from hfpatch.parts.quantised import as_trained
 from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.placements import resident
 from hfpatch.planner.plan import plan
@@ -115,11 +116,24 @@ def test_adapters_of_float32_and_mlps_without_a_gate(preset, base, tokens, items
     compare(base, tokens, Policy("host", tile=4096), preset, itemsize=itemsize)
 
 
-def test_experts_are_adapted_by_name():
-    config = preset_config("Qwen/Qwen3-30B-A3B")
-    assert shape_of(config, Adapters(16, "4bit", ("q_proj", "o_proj"))).trained_parameters
-    with pytest.raises(ValueError, match="^hfpatch: [^\n]*such as q_proj, k_proj[^\n]*$"):
-        shape_of(config, Adapters(16))
+BY_NAME = ("o_proj", "experts.gate_up_proj", "experts.down_proj")
+
+
+# gpt-oss stores its experts the other way round: "all-linear" leaves them out.
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("targets", [(), BY_NAME])
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
+def test_adapters_of_experts_are_those_of_peft(kind, targets):
+    from hfpatch.lab.simulate.adapters import adapted
+
+    config, model = built(kind, json.dumps(TINY | MORE.get(kind, {}) | {"hidden_size": 128}))
+    shape = ModelShape.from_config(config)
+    adapters = Adapters(4, "bf16", targets)
+    made, shape = adapted(copy.deepcopy(model), adapters), replace(shape, adapters=adapters)
+    trained = [p for p in made.parameters() if p.requires_grad]
+    assert shape.trained_parameters == sum(p.numel() for p in trained)
+    found = as_trained(replace(shape, adapters=None), made)
+    assert found.adapters.rank == 4 and {*found.adapters.targets} >= {*targets}
 
 
 @pytest.mark.long

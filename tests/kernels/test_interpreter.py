@@ -24,8 +24,8 @@ def test_a_part_of_the_ops_tests_pass_in_the_interpreter():
     # scripts/test.sh runs all of them so; this part is for whoever runs pytest alone. Triton reads
     # the variable when a kernel is defined, so a process in which kernels are compiled cannot
     # change over.
-    chosen = "(test_values_and_gradients and (shape1 or shape2)) or test_layouts"
-    files = [f"tests/ops/test_{op}.py" for op in ("rms_norm", "rope", "swiglu")]
+    chosen = "(test_values_and_gradients and (shape1 or shape2)) or test_layouts or (every_gradient and spread) or by_expert"
+    files = [f"tests/ops/test_{op}.py" for op in ("rms_norm", "rope", "swiglu", "experts")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

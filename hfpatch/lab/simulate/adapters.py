@@ -102,10 +102,13 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
         for parent, name, linear in linears:
             if linear is not head:
                 setattr(parent, name, packed(linear))
-    targets = list(adapters.targets) or ALL_LINEAR
-    made = peft.get_peft_model(
-        model, peft.LoraConfig(r=adapters.rank, target_modules=targets, task_type="CAUSAL_LM")
-    )
+    of_experts = [n for n in adapters.targets if n.startswith("experts.")]
+    targets = [n for n in adapters.targets if n not in of_experts] or ALL_LINEAR
+    settings = peft.LoraConfig(
+        r=adapters.rank, target_modules=targets, target_parameters=of_experts or None,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    made = peft.get_peft_model(model, settings)
     for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32 if adapters.itemsize == 4 else dtype)

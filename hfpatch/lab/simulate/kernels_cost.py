@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hfpatch.budget.flops import attended
 from hfpatch.compat import schema_of
+from hfpatch.ops.experts import EXPERT_SUMS
 
 aten = torch.ops.aten
 
@@ -97,6 +98,9 @@ def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
     out= and dtype forms; None for other operations. Groups are taken to have equal parts.
     """
     packet = func.overloadpacket
+    if func is EXPERT_SUMS:
+        _, a, b, offs = args[:4]
+        return len(offs), a.shape[1], len(a) / len(offs), b.shape[1]
     if packet in (aten.mm, aten.bmm, aten._int_mm, *GROUPED):
         a, b = args[0], args[1]
     elif packet in _ADDING:
@@ -147,6 +151,8 @@ def _sum_bytes(func, args, kwargs) -> int:
     """What a matmul that adds to a sum moves more than one that writes a gradient as wide as its
     inputs: the sum read, and as much of it as is wider.
     """
+    if func is EXPERT_SUMS:
+        return bytes_of(args[0]) // 2 * (1 if args[4] else 3)
     out = kwargs.get("out")
     wider = 0 if out is None or "dtype" not in func.__name__ else bytes_of(out) // 2
     return wider + (bytes_of(args[0]) if func.overloadpacket in _ADDING else 0)

@@ -1,0 +1,248 @@
+"""Triton kernels of a mixture of experts: what stands around the grouped matmuls, and the sum of
+weight gradients over tiles.
+
+S routed rows sorted by expert, N tokens, K experts a token, E experts, D hidden, F intermediate.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
+from hfpatch.kernels.swiglu import _act_and_slope, _sigmoids
+
+
+@triton.jit
+def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED: tl.constexpr,
+             HAS_BIAS: tl.constexpr):  # fmt: skip
+    """gate and up of a block in float32, the bias of each row's expert added, and their columns."""
+    if INTERLEAVED:
+        o_gate, o_up = 2 * o_f, 2 * o_f + 1
+    else:
+        o_gate, o_up = o_f, o_f + F
+    row = gu_ptr + o_s * (2 * F)
+    b_gate = tl.load(row + o_gate, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(row + o_up, mask=m, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        # rows of another rank's experts stand behind all others: any bias does
+        i_e = tl.minimum(tl.load(ids_ptr + o_s, mask=m_s, other=0), E - 1)
+        bias = bias_ptr + i_e * (2 * F)
+        b_gate += tl.load(bias + o_gate, mask=m, other=0.0).to(tl.float32)
+        b_up += tl.load(bias + o_up, mask=m, other=0.0).to(tl.float32)
+    return b_gate, b_up, o_gate, o_up
+
+
+@triton.jit
+def _acted(b_gate, b_up, alpha, limit, ACTIVATION: tl.constexpr):
+    """The activation, and its slopes towards gate and up."""
+    if ACTIVATION == "clamped":
+        b_low = tl.minimum(b_gate, limit)
+        b_mid = tl.minimum(tl.maximum(b_up, -limit), limit) + 1.0
+        s, r = _sigmoids(alpha * b_low)
+        b_dgate = tl.where(b_gate <= limit, b_mid * s * (1.0 + alpha * b_low * r), 0.0)
+        b_dup = tl.where(tl.abs(b_up) <= limit, b_low * s, 0.0)
+        return b_mid * b_low * s, b_dgate, b_dup
+    else:
+        b_act, b_slope = _act_and_slope(b_gate, ACTIVATION)
+        return b_act * b_up, b_up * b_slope, b_act
+
+
+@triton.jit
+def expert_act_kernel(
+    gu_ptr,  # (S, 2F)
+    w_ptr,  # (S,)
+    bias_ptr,  # (E, 2F)
+    ids_ptr,  # (S,)
+    a_ptr,  # (S, F)
+    S,
+    E,
+    F,
+    n_blocks_f,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    o_s = (i // n_blocks_f * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
+    o_f = (i % n_blocks_f * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
+    m_s = o_s < S
+    m = m_s & (o_f < F)
+    b_gate, b_up, _, _ = _gate_up(
+        gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED, HAS_BIAS
+    )
+    b_w = tl.load(w_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
+    b_act, _, _ = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
+    tl.store(a_ptr + o_s * F + o_f, (b_act * b_w).to(a_ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def expert_act_bwd_kernel(
+    da_ptr,  # (S, F)
+    gu_ptr,  # (S, 2F)
+    w_ptr,  # (S,)
+    bias_ptr,  # (E, 2F)
+    ids_ptr,  # (S,)
+    dgu_ptr,  # (S, 2F)
+    a_ptr,  # (S, F)
+    dw_ptr,  # (S,)
+    S,
+    E,
+    F,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NEED_A: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    o_s = (tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
+    m_s = o_s < S
+    b_w = tl.load(w_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
+    b_dw = tl.zeros((BLOCK_S,), dtype=tl.float32)
+    for first in range(0, F, BLOCK_F):
+        o_f = (first + tl.arange(0, BLOCK_F))[None, :]
+        m = m_s & (o_f < F)
+        b_gate, b_up, o_gate, o_up = _gate_up(
+            gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED, HAS_BIAS
+        )
+        b_da = tl.load(da_ptr + o_s * F + o_f, mask=m, other=0.0).to(tl.float32)
+        b_act, b_dgate, b_dup = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
+        b_dw += tl.sum(b_act * b_da, axis=1)
+        b_da *= b_w
+        row = dgu_ptr + o_s * (2 * F)
+        tl.store(row + o_gate, (b_da * b_dgate).to(dgu_ptr.dtype.element_ty), mask=m)
+        tl.store(row + o_up, (b_da * b_dup).to(dgu_ptr.dtype.element_ty), mask=m)
+        if NEED_A:
+            tl.store(a_ptr + o_s * F + o_f, (b_act * b_w).to(a_ptr.dtype.element_ty), mask=m)
+    tl.store(dw_ptr + o_s, b_dw[:, None], mask=m_s)
+
+
+@triton.jit
+def expert_combine_kernel(
+    z_ptr,  # (S, D)
+    at_ptr,  # (N, K)
+    y_ptr,  # (N, D)
+    D,
+    K,
+    n_blocks_d,
+    BLOCK_D: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    i_n = i // n_blocks_d
+    o_d = i % n_blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    m = o_d < D
+    b_y = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for k in range(K):
+        i_s = tl.load(at_ptr + i_n * K + k).to(tl.int64)
+        o_z = i_s * D + o_d  # negative where the row is another rank's
+        b_y += tl.load(z_ptr + o_z, mask=m & (o_z >= 0), other=0.0).to(tl.float32)
+    tl.store(y_ptr + i_n * D + o_d, b_y.to(y_ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def expert_sums_kernel(
+    out_ptr,  # (E, M, N)
+    a_ptr,  # (S, M)
+    b_ptr,  # (S, N)
+    offs_ptr,  # (E,)
+    M,
+    N,
+    n_blocks_m,
+    n_blocks_n,
+    FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    i_e = i // (n_blocks_m * n_blocks_n)
+    i_m, i_n = i // n_blocks_n % n_blocks_m, i % n_blocks_n
+    o_m, o_n = i_m * BLOCK_M + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_m, m_n = o_m < M, o_n < N
+    start = tl.where(i_e > 0, tl.load(offs_ptr + tl.maximum(i_e - 1, 0)), 0)
+    end = tl.load(offs_ptr + i_e)
+    b_sum = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(start, end, BLOCK_S):
+        o_s = (first + tl.arange(0, BLOCK_S)).to(tl.int64)
+        m_s = o_s < end
+        b_a = tl.load(a_ptr + o_s[None, :] * M + o_m[:, None], mask=m_m[:, None] & m_s[None, :],
+                      other=0.0)  # fmt: skip
+        b_b = tl.load(b_ptr + o_s[:, None] * N + o_n[None, :], mask=m_s[:, None] & m_n[None, :],
+                      other=0.0)  # fmt: skip
+        b_sum = tl.dot(b_a, b_b, b_sum, input_precision=PRECISION)
+    p_out = out_ptr + (i_e * M + o_m[:, None]) * N + o_n[None, :]
+    m = m_m[:, None] & m_n[None, :]
+    if not FIRST:
+        if start == end:
+            return
+        b_sum += tl.load(p_out, mask=m, other=0.0)
+    tl.store(p_out, b_sum, mask=m)
+
+
+def _kind(gu, bias, activation, interleaved) -> dict:
+    F = gu.shape[1] // 2
+    block_f = min(512, next_power_of_2(F))
+    block_s = max(1, min(1024 // block_f, next_power_of_2(len(gu))))
+    return dict(
+        ACTIVATION=activation, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
+        BLOCK_S=block_s, BLOCK_F=block_f,
+    )  # fmt: skip
+
+
+def expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
+    """gu: [S, 2F] contiguous. Returns act(gate + b, up + b) * w [S, F], of gu's dtype."""
+    S, F = len(gu), gu.shape[1] // 2
+    a, kind = gu.new_empty(S, F), _kind(gu, bias, activation, interleaved)
+    n = cdiv(F, kind["BLOCK_F"])
+    bias, E = (gu, 1) if bias is None else (bias.contiguous(), len(bias))
+    launch(
+        expert_act_kernel, (cdiv(S, kind["BLOCK_S"]) * n,),
+        (gu.contiguous(), w, bias, ids, a, S, E, F, n, alpha, limit), kind, num_warps=4,
+    )  # fmt: skip
+    return a
+
+
+def expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a):
+    """Returns dgu [S, 2F], the activation times w [S, F] (empty unless need_a), dw [S] float32."""
+    S, F = len(gu), gu.shape[1] // 2
+    kind = _kind(gu, bias, activation, interleaved)
+    dgu, a = torch.empty_like(gu), gu.new_empty((S, F) if need_a else 0)
+    dw = gu.new_empty(S, dtype=torch.float32)
+    bias, E = (gu, 1) if bias is None else (bias.contiguous(), len(bias))
+    launch(
+        expert_act_bwd_kernel, (cdiv(S, kind["BLOCK_S"]),),
+        (da.contiguous(), gu, w, bias, ids, dgu, a, dw, S, E, F, alpha, limit),
+        kind | {"NEED_A": need_a}, num_warps=4,
+    )  # fmt: skip
+    return dgu, a, dw
+
+
+def expert_combine(z, inverse):
+    """The sum [N, D] of each token's rows of z [S, D]; -1 in inverse [N, K] is no row."""
+    (N, K), D = inverse.shape, z.shape[1]
+    y, block = z.new_empty(N, D), min(2048, next_power_of_2(D))
+    n = cdiv(D, block)
+    launch(
+        expert_combine_kernel, (N * n,), (z.contiguous(), inverse.contiguous(), y, D, K, n),
+        dict(BLOCK_D=block), num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def expert_sums(out, a, b, offs, first):
+    """Adds a^T b over each expert's rows to out [E, M, N], in float32; `first` overwrites."""
+    E, M, N = out.shape
+    blocks = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_S=32 if a.dtype == torch.float32 else 64)
+    m, n = cdiv(M, blocks["BLOCK_M"]), cdiv(N, blocks["BLOCK_N"])
+    precision = "ieee" if a.dtype == torch.float32 else "tf32"
+    launch(
+        expert_sums_kernel, (E * m * n,), (out, a.contiguous(), b.contiguous(), offs, M, N, m, n),
+        dict(FIRST=first, PRECISION=precision, **blocks), num_warps=8, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,350 @@
+"""A mixture of experts: each token through the gated MLPs that its router chose, weighted and summed.
+
+Legend: N tokens, K experts a token, S = N*K routed rows sorted by their expert, E experts, D hidden,
+F intermediate, r rank of an adapter. offs_E: the end of each expert's rows.
+
+    a = act(x W1^T + b1) * w        y = sum over K of (a W2^T + w b2)
+The routing weight comes before W2: its gradient is then <act, da>, and the output of W2 is not
+needed in backward. b2 joins as a product of the routing weights [N, E] with b2 [E, D].
+
+A row whose expert is E or more belongs to another rank (expert parallelism): it stands behind
+offs_E[-1], where products write nothing, and `inverse_NK` has -1 for it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfpatch.compat import applying, grouped_mm, is_fake
+from hfpatch.ops._library import KERNEL_DTYPES, define, use_kernel, wide_dtype
+from hfpatch.ops.swiglu import _act, _dgate
+
+CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How experts lie in memory, and what they compute.
+
+    activation: of swiglu.ACTIVATIONS' values, or CLAMPED with alpha and limit. interleaved: gate and
+    up alternate in the columns of W1. transposed: weights are [E, in, out], else [E, out, in].
+    """
+
+    activation: str
+    alpha: float = 0.0
+    limit: float = 0.0
+    interleaved: bool = False
+    transposed: bool = False
+
+
+# --- products by expert ---------------------------------------------------------------------------
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether a grouped matmul takes this layout: one stride of 1, the others of whole 16 bytes."""
+    strides = sorted(x.stride())
+    return strides[0] == 1 and not any(s * x.element_size() % 16 for s in strides[1:])
+
+
+def _in_groups(a: Tensor, b: Tensor) -> bool:
+    """Whether one kernel serves all experts; else a loop over them (CPU, float64, odd widths)."""
+    able = a.dtype in KERNEL_DTYPES and grouped_mm() is not None and _aligned(a)
+    if not (able and _aligned(b)):
+        return False
+    return is_fake(a) or a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0)
+
+
+def _parts(offs_E: Tensor):
+    """(expert, first row, last row) of each expert. Waits for the device."""
+    ends = offs_E.tolist()
+    return zip(range(len(ends)), [0, *ends], ends)
+
+
+def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
+    """[S, O]: each row times its expert's matrix."""
+    if _in_groups(x_SI, w_EIO):
+        return grouped_mm()(x_SI, w_EIO, offs=offs_E)
+    y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
+    for e, a, b in _parts(offs_E):
+        torch.mm(x_SI[a:b], w_EIO[e], out=y_SO[a:b])
+    return y_SO
+
+
+def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
+    """[E, M, N]: a^T b over the rows of each expert, zero where it has none."""
+    if _in_groups(a_SM.t(), b_SN):
+        return grouped_mm()(a_SM.t(), b_SN, offs=offs_E)
+    return torch.stack([a_SM[a:b].t() @ b_SN[a:b] for _, a, b in _parts(offs_E)])
+
+
+def _expert_sums(out, a_SM, b_SN, offs_E, first):
+    if is_fake(out):
+        return
+    if use_kernel(out, a_SM, b_SN):
+        from hfpatch.kernels import experts as kernels
+
+        return kernels.expert_sums(out, a_SM, b_SN, offs_E, first)
+    for e, a, b in _parts(offs_E):
+        wide = a_SM[a:b].t().to(out.dtype), b_SN[a:b].to(out.dtype)
+        out[e].addmm_(*wide, beta=0 if first else 1)
+
+
+# Adds a^T b over each expert's rows to out [E, M, N] in float32; `first` overwrites it instead.
+EXPERT_SUMS = define(
+    "expert_sums(Tensor(a!) out, Tensor a, Tensor b, Tensor offs, bool first) -> ()",
+    _expert_sums,
+    lambda out, a, b, offs, first: None,
+)
+
+
+# --- gate, activation and routing weight in one pass ----------------------------------------------
+
+
+def _gate_up(gu, bias, ids, interleaved):
+    """gate and up [S, F] in the wide dtype, the bias of each row's expert added."""
+    gu = gu.to(wide_dtype(gu.dtype))
+    if bias is not None:
+        gu = gu + bias.to(gu.dtype)[ids.clamp(max=bias.shape[0] - 1)]
+    return (gu[:, ::2], gu[:, 1::2]) if interleaved else gu.chunk(2, dim=-1)
+
+
+def _joined(gate, up, interleaved):
+    return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), -1)
+
+
+def _acted(gate, up, activation, alpha, limit):
+    if activation != CLAMPED:
+        return _act(gate, activation) * up
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
+    if use_kernel(gu, w, bias) and gu.numel():
+        from hfpatch.kernels import experts as kernels
+
+        return kernels.expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved)
+    gate, up = _gate_up(gu, bias, ids, interleaved)
+    return (_acted(gate, up, activation, alpha, limit) * w.to(gate.dtype)[:, None]).to(gu.dtype)
+
+
+EXPERT_ACT = define(
+    "expert_act(Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, float alpha, "
+    "float limit, bool interleaved) -> Tensor",
+    _expert_act,
+    lambda gu, w, *_: gu.new_empty(gu.shape[0], gu.shape[1] // 2),
+)
+
+
+def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a):
+    if use_kernel(da, gu, w, bias) and gu.numel():
+        from hfpatch.kernels import experts as kernels
+
+        return kernels.expert_act_bwd(
+            da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a
+        )
+    gate, up = _gate_up(gu, bias, ids, interleaved)
+    da, w_S1 = da.to(gate.dtype), w.to(gate.dtype)[:, None]
+    act = _acted(gate, up, activation, alpha, limit)
+    dw, dact = (act * da).sum(-1), da * w_S1
+    if activation != CLAMPED:
+        dgate, dup = _dgate(dact * up, gate, activation), dact * _act(gate, activation)
+    else:
+        low, mid = gate.clamp(max=limit), up.clamp(-limit, limit)
+        s = torch.sigmoid(alpha * low)
+        dgate = dact * (mid + 1) * (s + alpha * low * s * (1 - s)) * (gate <= limit)
+        dup = dact * low * s * (up.abs() <= limit)
+    a = (act * w_S1).to(gu.dtype) if need_a else gu.new_empty(0)
+    return _joined(dgate, dup, interleaved).to(gu.dtype), a, dw
+
+
+# dgu [S, 2F], the activation times w [S, F] where need_a, and dw [S] in the wide dtype.
+EXPERT_ACT_BACK = define(
+    "expert_act_bwd(Tensor da, Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, "
+    "float alpha, float limit, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
+    _expert_act_bwd,
+    lambda da, gu, *rest: (
+        torch.empty_like(gu),
+        da.new_empty(da.shape if rest[-1] else 0),
+        da.new_empty(da.shape[0], dtype=wide_dtype(gu.dtype)),
+    ),
+)
+
+
+# --- back to tokens -------------------------------------------------------------------------------
+
+
+def _expert_combine(z, inverse):
+    if use_kernel(z) and z.numel():
+        from hfpatch.kernels import experts as kernels
+
+        return kernels.expert_combine(z, inverse)
+    y = z.new_zeros(inverse.shape[0], z.shape[1], dtype=wide_dtype(z.dtype))
+    for at in inverse.unbind(1):
+        y += torch.where(at[:, None] < 0, 0, z[at.clamp(min=0)])
+    return y.to(z.dtype)
+
+
+# The sum [N, D] of each token's rows of z [S, D], in float32 and rounded once.
+EXPERT_COMBINE = define(
+    "expert_combine(Tensor z, Tensor inverse) -> Tensor",
+    _expert_combine,
+    lambda z, inverse: z.new_empty(inverse.shape[0], z.shape[1]),
+)
+
+
+# --- the whole of it ------------------------------------------------------------------------------
+
+
+def _sorted(ids_NK: Tensor, experts: int) -> tuple:
+    """(ids_S, perm_S, inverse_NK, offs_E) of rows sorted by expert."""
+    ids_S, perm_S = torch.sort(ids_NK.flatten(), stable=True)
+    inverse = torch.empty_like(perm_S)
+    inverse[perm_S] = torch.arange(len(perm_S), device=perm_S.device)
+    inverse = torch.where(ids_NK < experts, inverse.view_as(ids_NK), -1)
+    each = torch.arange(experts, device=ids_S.device, dtype=ids_S.dtype)
+    return ids_S, perm_S, inverse, torch.searchsorted(ids_S, each, right=True).int()
+
+
+def _routed(ids_NK: Tensor, w_NK: Tensor, b2_ED: Tensor) -> Tensor:
+    """The routing weights as a matrix [N, E]."""
+    E = b2_ED.shape[0]
+    found = b2_ED.new_zeros(len(ids_NK), E + 1)
+    return found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))[:, :E]
+
+
+def _up(x, w_EOI, adapter, offs):
+    """x W^T, and x A^T where there is an adapter; both [S, ...]."""
+    y = product(x, w_EOI.transpose(1, 2), offs)
+    if adapter is None:
+        return y, None
+    low = product(x, adapter[0].transpose(1, 2), offs)
+    return y.add_(product(low, adapter[1].transpose(1, 2), offs)), low
+
+
+def _down(dy, w_EOI, adapter, offs):
+    """The gradients of x, and of x A^T."""
+    dx = product(dy, w_EOI, offs)
+    if adapter is None:
+        return dx, None
+    dlow = product(dy, adapter[1], offs)
+    return dx.add_(product(dlow, adapter[0], offs)), dlow
+
+
+class _Experts(torch.autograd.Function):
+    """See `experts`."""
+
+    @staticmethod
+    def forward(ctx, x, w, ids, w1, w2, b1, b2, a1, z1, a2, z2, layout, adds, value):
+        ids_S, perm, inverse, offs = _sorted(ids, w1.shape[0])
+        token, w_S = perm // ids.shape[1], w.flatten()[perm]
+        one, two = _views(layout, w1, w2)
+        xs = x[token]
+        gu, low = _up(xs, one, None if a1 is None else (a1, z1), offs)
+        ctx.layout, ctx.adds = layout, adds
+        keep_x = any(ctx.needs_input_grad[i] for i in (3, 7, 8))
+        ctx.save_for_backward(
+            w, ids, ids_S, w_S, token, inverse, offs, xs if keep_x else None, gu, low,
+            w1, w2, b1, b2, a1, z1, a2, z2,
+        )  # fmt: skip
+        if value is not None:
+            return x.new_full((x.shape[1],), value).expand(x.shape)
+        del xs
+        a = EXPERT_ACT(gu, w_S, b1, ids_S, *_kind(layout))
+        del gu
+        y, _ = _up(a, two, None if a2 is None else (a2, z2), offs)
+        y = EXPERT_COMBINE(y, inverse)
+        return y if b2 is None else y.addmm_(_routed(ids, w, b2), b2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        w, ids, ids_S, w_S, token, inverse, offs, xs, gu, low1, w1, w2, b1, b2, *lora = (
+            ctx.saved_tensors
+        )
+        a1, z1, a2, z2 = lora
+        need, grads = ctx.needs_input_grad, [None] * 14
+        train1, train2 = need[7] or need[8], need[9] or need[10]
+        (one, two), layout = _views(ctx.layout, w1, w2), ctx.layout
+        first, second = (None if a is None else (a, z) for a, z in ((a1, z1), (a2, z2)))
+        dys = dy[token]
+        da, dlow = _down(dys, two, second, offs)
+        dgu, a, dw_S = EXPERT_ACT_BACK(da, gu, w_S, b1, ids_S, *_kind(layout), need[4] or train2)
+        del da, gu
+        grads[4] = _weight_gradient(need[4], layout, dys, a, offs, ctx.adds[1])
+        if train2:
+            low2 = product(a, a2.transpose(1, 2), offs)
+            grads[9], grads[10] = products(dlow, a, offs), products(dys, low2, offs)
+        del dys, a
+        grads[3] = _weight_gradient(need[3], layout, dgu, xs, offs, ctx.adds[0])
+        grads[5] = _sums(dgu, offs) if need[5] else None
+        if need[0] or train1:
+            dxs, dlow = _down(dgu, one, first, offs)
+            grads[0] = EXPERT_COMBINE(dxs, inverse) if need[0] else None
+        if train1:
+            grads[7], grads[8] = products(dlow, xs, offs), products(dgu, low1, offs)
+        if need[1]:
+            dw = torch.where(inverse < 0, 0, dw_S[inverse.clamp(min=0)])
+            if b2 is not None:
+                dR = (dy @ b2.t()).to(dw.dtype)
+                dR = dR.gather(1, ids.clamp(max=b2.shape[0] - 1))
+                dw += torch.where(inverse < 0, 0, dR)
+            grads[1] = dw.to(w.dtype)
+        grads[6] = _routed(ids, w, b2).t() @ dy if need[6] else None
+        return tuple(grads)
+
+
+def _views(layout: Layout, *weights):
+    """The weights as [E, out, in]."""
+    return [w.transpose(1, 2) if layout.transposed else w for w in weights]
+
+
+def _kind(layout: Layout) -> tuple:
+    return layout.activation, layout.alpha, layout.limit, layout.interleaved
+
+
+def _sums(x_SM: Tensor, offs_E: Tensor) -> Tensor:
+    """[E, M]: the sum of each expert's rows; by a product, which takes them in groups."""
+    return products(x_SM, x_SM.new_ones(len(x_SM), 8), offs_E)[:, :, 0]
+
+
+def _weight_gradient(needed: bool, layout: Layout, dy, x, offs, add):
+    """In the weight's layout; None where `add` takes it."""
+    pair = (x, dy) if layout.transposed else (dy, x)
+    if not needed or add is not None:
+        return add(*pair, offs) if needed else None
+    return products(*pair, offs)
+
+
+_experts = applying(_Experts)
+
+
+def experts(
+    x_ND: Tensor, ids_NK: Tensor, w_NK: Tensor, w1: Tensor, w2: Tensor, *, layout: Layout,
+    b1: Tensor | None = None, b2: Tensor | None = None, first: tuple = (None, None),
+    second: tuple = (None, None), adds: tuple = (None, None), value: float | None = None,
+) -> Tensor:  # fmt: skip
+    """[N, D], of x's dtype. It has one derivative.
+
+    Args:
+        x_ND, w1, w2, b1, b2: of one dtype; w1 [E, 2F, D], w2 [E, D, F], or as the layout says.
+        ids_NK, w_NK: the experts of each token, all different, and their routing weights.
+        first, second: adapters of w1 and w2, A [E, r, in] and B [E, out, r], scaled; of x's dtype.
+        adds: of w1 and w2, what takes (a_SM, b_SN, offs_E) in place of a gradient a^T b.
+        value: return this constant, in place of values that nobody reads; gradients stay.
+    """
+    return _experts(x_ND, w_NK, ids_NK, w1, w2, b1, b2, *first, *second, layout, adds, value)
+
+
+def experts_ref(x_ND, ids_NK, w_NK, w1, w2, *, layout, b1=None, b2=None) -> Tensor:
+    """experts in plain torch, expert by expert, with any number of derivatives."""
+    y = torch.zeros_like(x_ND)
+    one, two = _views(layout, w1, w2)
+    for e in range(len(w1)):
+        token, k = torch.where(ids_NK == e)
+        gu = x_ND[token] @ one[e].t() + (0 if b1 is None else b1[e])
+        gate, up = _gate_up(gu, None, None, layout.interleaved)
+        a = _acted(gate, up, layout.activation, layout.alpha, layout.limit).to(gu.dtype)
+        out = a @ two[e].t() + (0 if b2 is None else b2[e])
+        y = y.index_add(0, token, (out * w_NK[token, k, None]).to(y.dtype))
+    return y

@@ -1,0 +1,114 @@
+"""Fused experts of any family, run by ops/experts.py.
+
+transformers asks a table which function runs a class of experts; ours is in it under the name that
+configs carry while our attention does (context/current.py), so it is met inside of what expert
+parallelism or an adapter puts around. Experts whose activation or form is not known here, and
+configs that name another backend (deepgemm, sonicmoe, batched_mm), keep their own.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import (
+    STANDARD_EXPERTS,
+    forward_hooks,
+    gate_of,
+    hooks_on_all,
+    is_fused_experts,
+    other_hooks,
+    register_experts,
+)
+from hfpatch.context.current import current, experts_as_named, named_experts
+from hfpatch.ops._library import KERNEL_DTYPES
+from hfpatch.ops.experts import CLAMPED, Layout, experts
+from hfpatch.ops.swiglu import ACTIVATIONS, _act
+from hfpatch.parts.quantised import is_packed
+
+_known: dict = {}  # (class, settings) of an activation's module -> its name, None where unknown
+_SWIGLU_OF_GPT_OSS = "GptOssExperts._apply_gate"
+_GATED = "_default_apply_gate"
+
+
+def _activation(act: nn.Module) -> str | None:
+    """The name of what this module computes, found on a few numbers."""
+    key = type(act), repr(act)
+    if key not in _known:
+        x = torch.linspace(-6, 6, 49, dtype=torch.float64)
+        with torch.no_grad():
+            same = (n for n in ACTIVATIONS.values() if torch.allclose(act(x), _act(x, n), 1e-12))
+            _known[key] = next(same, None)
+    return _known[key]
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether this weight has a matrix an expert, of a dtype that products take."""
+    if is_packed(module, name):  # to look at it would write it out
+        return True
+    weight = getattr(module, name, None)
+    plain = isinstance(weight, Tensor) and not hasattr(weight, "placements")
+    return plain and weight.dim() == 3 and weight.dtype in (*KERNEL_DTYPES, torch.float64)
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """What fused experts compute, None where ops/experts.py has no form of it."""
+    plain = all(_takes(module, name) for name in ("gate_up_proj", "down_proj"))
+    if not plain or not module.has_gate or module.has_post_expert_norm or hooks_on_all():
+        return None
+    gate = gate_of(module)
+    where = {"interleaved": not module.is_concatenated, "transposed": module.is_transposed}
+    if gate.__qualname__ == _SWIGLU_OF_GPT_OSS:
+        return Layout(CLAMPED, module.alpha, module.limit, **where)
+    act = getattr(module, "act_fn", None)
+    if gate.__qualname__ != _GATED or not isinstance(act, nn.Module) or where["interleaved"]:
+        return None
+    watched = forward_hooks(act) or other_hooks(act) or "forward" in vars(act)
+    name = None if watched else _activation(act)
+    return name and Layout(name, **where)
+
+
+def can_run(module: nn.Module | None) -> bool:
+    """Whether these are fused experts that run here, with no forward of their own."""
+    return (
+        is_fused_experts(module)
+        and "forward" not in vars(module)
+        and named_experts(module.config) in STANDARD_EXPERTS
+        and layout_of(module) is not None
+    )
+
+
+def pairs(modules, taken, **settings) -> list:
+    """(module, forward) of the fused experts among `modules`, but for those in `taken`."""
+    return [(m, partial(run, m, **settings)) for m in modules if id(m) not in taken and can_run(m)]
+
+
+def run(
+    module: nn.Module,
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+    *, value: float | None = None,
+    adding=None, weight_of=getattr,
+) -> Tensor:  # fmt: skip
+    """The experts' forward. value: see ops.experts. adding: WeightGradients.adding. weight_of:
+    (module, name) -> a weight, which may be quantised.
+    """
+    layout = layout_of(module)
+    if layout is None:
+        return experts_as_named(module, hidden_states, top_k_index, top_k_weights)
+    w1, w2 = weight_of(module, "gate_up_proj"), weight_of(module, "down_proj")
+    biases = {}
+    if module.has_bias:
+        biases = {"b1": module.gate_up_proj_bias, "b2": module.down_proj_bias}
+    factors = {
+        name: tuple(x.to(w1.dtype) for x in pair) for name, pair in (current.factors or {}).items()
+    }
+    adds = [adding and w.requires_grad and adding(w) or None for w in (w1, w2)]
+    y = experts(
+        hidden_states.to(w1.dtype), top_k_index, top_k_weights, w1, w2, layout=layout, **biases,
+        first=factors.get("gate_up_proj", (None, None)),
+        second=factors.get("down_proj", (None, None)), adds=tuple(adds), value=value,
+    )  # fmt: skip
+    return y.to(hidden_states.dtype)
+
+
+register_experts(run)

@@ -1,0 +1,199 @@
+"""LoRA on fused experts: layers in tiles, gradients of stock, and no adapted weight."""
+
+import copy
+
+import families
+import peft
+import pytest
+import torch
+from torch import nn
+
+import hfpatch
+from hfpatch.budget.policy import Policy
+from hfpatch.lab.models import config_of
+from hfpatch.lab.simulate.rivals import build
+from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.layer.traced import Traced
+from tests import tiny
+from tests.layer.test_peft import assert_as_good
+
+BY_NAME = {"target_modules": ["q_proj", "v_proj"],
+           "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}  # fmt: skip
+ALL = {"target_modules": "all-linear", "use_rslora": True}
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    """Adapters that change something: PEFT's are zero in one factor."""
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.1)
+    return model
+
+
+def adapted(family: str, settings: dict, dtype=torch.float32) -> nn.Module:
+    made = families.small_model(family, dtype)
+    return randomised(peft.get_peft_model(made, peft.LoraConfig(r=4, lora_alpha=6, **settings)))
+
+
+def batch() -> dict:
+    ids = torch.randint(1, 60, (2, 24), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """How many tiles went behind attention."""
+    ran, post = [], Traced.post
+
+    def counted(self, *args, **kwargs):
+        ran.append(self)
+        return post(self, *args, **kwargs)
+
+    monkeypatch.setattr(Traced, "post", counted)
+    return ran
+
+
+# gpt-oss stores its experts the other way round and has biases; Mixtral and GLM are told by their
+# routers and shared experts.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family, settings", [
+    ("qwen3_moe", BY_NAME), ("gpt_oss", BY_NAME), ("qwen3_moe", ALL), ("mixtral", ALL),
+    ("glm4_moe", ALL),
+])  # fmt: skip
+def test_every_gradient_is_that_of_stock_in_tiles(family, settings, tiles):
+    stock = adapted(family, settings)
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
+    assert "whole" not in str(report)
+    tiles.clear()  # those of the small instance
+    got = tiny.step(ours, batch())
+    ran = len(tiles)
+    assert_as_good(got, tiny.step(stock, batch()), tiny.step(tiny.exact(stock), batch()))
+    layers = len([m for m in ours.modules() if "_hfpatch_index" in vars(m)])
+    assert ran == 2 * 6 * layers  # six tiles, forward and backward
+
+
+def test_the_adapted_weight_is_never_made(monkeypatch):
+    """Not in training; a wrapper that runs whole makes it, as PEFT does."""
+    made, wrapper = [], peft.tuners.lora.layer.ParamWrapper
+    real = wrapper.get_delta_factors
+    monkeypatch.setattr(
+        wrapper, "get_delta_factors", lambda self, name: made.append(name) or real(self, name)
+    )
+    ours = tiny.patched(adapted("qwen3_moe", BY_NAME))
+    tiny.step(ours, batch())
+    assert not made
+    hfpatch.undo(ours)
+    tiny.step(ours, batch())
+    assert made
+
+
+def test_undo_gives_back_peft_s_forward():
+    stock = adapted("qwen3_moe", BY_NAME)
+    ours = tiny.patched(stock)
+    tiny.step(ours, batch())
+    hfpatch.undo(ours)
+    theirs, plain = tiny.step(ours, batch()), tiny.step(stock, batch())
+    assert all(torch.equal(theirs[n], plain[n]) for n in plain)
+    assert ours.config._experts_implementation == stock.config._experts_implementation
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_several_adapters_and_ranks_that_no_eight_divides(dtype):
+    """Their sum, beside each other in one product; exact in float64 too, which has no grouped one."""
+    stock = families.small_model("qwen3_moe", dtype)
+    settings = dict(target_parameters=BY_NAME["target_parameters"], target_modules=["q_proj"])
+    stock = peft.get_peft_model(stock, peft.LoraConfig(r=3, **settings), adapter_name="a")
+    stock.add_adapter("b", peft.LoraConfig(r=5, use_rslora=True, **settings))
+    stock.base_model.set_adapter(["a", "b"])
+    randomised(stock)
+    ours = tiny.patched(stock)
+    got, plain = tiny.step(ours, batch()), tiny.step(stock, batch())
+    assert len([n for n in got if "experts" in n]) == 2 * 2 * 4
+    if dtype == torch.float32:
+        assert_as_good(got, plain, tiny.step(tiny.exact(stock), batch()))
+    for name, value in plain.items():  # rotations are float32 in both
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_switched_off_between_passes():
+    """Backward runs with the adapters that forward had; one merged meanwhile is refused."""
+    stock = adapted("qwen3_moe", BY_NAME)
+    ours, plain = tiny.patched(stock), tiny.step(stock, batch())
+    loss = ours(**batch()).loss
+    ours.base_model.disable_adapter_layers()
+    loss.backward()
+    ours.base_model.enable_adapter_layers()
+    for name, p in ours.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, plain[name], rtol=1e-3, atol=1e-6)
+    with ours.disable_adapter(), stock.disable_adapter():
+        assert torch.allclose(ours(**batch()).loss, stock(**batch()).loss)
+    loss = ours(**batch()).loss
+    ours.merge_adapter()
+    with pytest.raises(RuntimeError, match="was merged with an adapter before its backward"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_frozen_experts_wait_on_the_host():
+    stock = adapted("qwen3_moe", BY_NAME)
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=8, frozen_weights="host"))
+    assert_as_good(*(tiny.step(m, batch()) for m in (ours, stock, tiny.exact(stock))))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_of_four_bits_are_dequantised_once_a_phase(tiles, monkeypatch):
+    bnb = pytest.importorskip("bitsandbytes")
+    from bitsandbytes.nn import parametrize
+
+    def packed(model):
+        for module in list(model.modules()):
+            if type(module).__name__ == "Qwen3MoeExperts":
+                for name in ("gate_up_proj", "down_proj"):
+                    parametrize.replace_parameter_4bit(module, name, quant_type="nf4")
+        return model
+
+    assert bnb
+    stock = packed(families.small_model("qwen3_moe", torch.float32))
+    stock = randomised(peft.get_peft_model(stock, peft.LoraConfig(r=4, **BY_NAME)))
+    ours = copy.deepcopy(stock)
+    report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=8))
+    assert "whole" not in str(report)
+    plain = tiny.step(stock, batch())
+    tiles.clear()
+    count, real = [], parametrize.F.dequantize_4bit
+    monkeypatch.setattr(
+        parametrize.F, "dequantize_4bit", lambda *args: count.append(1) or real(*args)
+    )
+    got = tiny.step(ours, batch())
+    layers = len([m for m in ours.modules() if "_hfpatch_index" in vars(m)])
+    assert len(tiles) == 2 * 6 * layers
+    for name in plain:
+        torch.testing.assert_close(got[name], plain[name], rtol=1e-3, atol=1e-6)
+    assert len(count) == 2 * 2 * layers  # two weights, forward and backward
+
+
+def test_dora_on_experts_is_refused_by_peft():
+    with pytest.raises(ValueError, match="does not work with use_dora"):
+        adapted("qwen3_moe", BY_NAME | {"use_dora": True})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_memory_of_adapted_experts_at_true_size():
+    """Qwen3-30B-A3B's layers, rank 16, 32,768 tokens: 1.4 GiB beyond parameters and gradients; 3.7
+    where PEFT makes the adapted weight. Attention's forward runs once a layer.
+    """
+    config = config_of("Qwen/Qwen3-30B-A3B")[1] | {"num_hidden_layers": 2}
+    with torch.device("meta"):
+        settings = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"],
+                                   target_parameters=BY_NAME["target_parameters"])  # fmt: skip
+        model = peft.get_peft_model(build(config), settings, autocast_adapter_dtype=False)
+    hfpatch.apply(model)
+    found = simulate(model, 1, 32768, policy=Policy(offload="host", tile=4096))
+    assert found.whole == {} and found.attention_calls["forward"] == 2
+    assert found.beyond_bytes <= 2.0 * 2**30

@@ -1,0 +1,134 @@
+"""Experts against float64: every gradient, with tokens and weights as routers give them and not."""
+
+import pytest
+import torch
+from numerics import assert_close
+from oracle import DEVICE, FP64, INTERPRET, randn
+
+from hfpatch.ops import experts as op
+from hfpatch.ops.experts import CLAMPED, Layout, experts, experts_ref
+
+SILU = Layout("silu")
+OSS = Layout(CLAMPED, 1.702, 1.5, interleaved=True, transposed=True)
+E, D, F, N, K = 5, 16, 24, 11, 2
+
+
+def routes(kind: str) -> torch.Tensor:
+    """[N, K] ids. spread: an expert has no token; one: all tokens go to the same; other rank: some
+    go to experts that are not here."""
+    g = torch.Generator().manual_seed(3)
+    ids = torch.stack([torch.randperm(E - 1, generator=g)[:K] for _ in range(N)])
+    if kind == "one":
+        ids = torch.tensor([[2, 4]]).repeat(N, 1)
+    elif kind == "other rank":
+        ids[::3, 1] = E
+        ids[1] = E
+    return ids.to(DEVICE)
+
+
+def given(layout: Layout, dtype, bias: bool) -> dict:
+    one, two = (E, D, 2 * F), (E, F, D)
+    if not layout.transposed:
+        one, two = (E, 2 * F, D), (E, D, F)
+    made = {"x": (N, D), "w": (N, K), "w1": one, "w2": two}
+    made |= {"b1": (E, 2 * F), "b2": (E, D)} if bias else {}
+    # scale 2 reaches the clamps
+    return {
+        n: randn(*shape, dtype=dtype, seed=i, scale=2.0 if n == "x" else 0.5).requires_grad_()
+        for i, (n, shape) in enumerate(made.items())
+    }
+
+
+def gradients(run, values: dict, ids, layout) -> dict:
+    more = {n: v for n, v in values.items() if n not in ("x", "w", "w1", "w2")}
+    y = run(values["x"], ids, values["w"], values["w1"], values["w2"], layout=layout, **more)
+    dy = randn(*y.shape, dtype=y.dtype, seed=9)
+    return {"y": y.detach()} | dict(zip(values, torch.autograd.grad(y, list(values.values()), dy)))
+
+
+def doubled(values: dict) -> dict:
+    return {n: v.detach().double().requires_grad_() for n, v in values.items()}
+
+
+@pytest.mark.parametrize("kind", ["spread", "one", "other rank"])
+@pytest.mark.parametrize("layout, bias", [(SILU, False), (OSS, True), (Layout("gelu_tanh"), False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP64])
+def test_values_and_every_gradient(dtype, layout, bias, kind):
+    values, ids = given(layout, dtype, bias), routes(kind)
+    exact = gradients(experts_ref, doubled(values), ids, layout)
+    plain, got = (
+        gradients(experts_ref, values, ids, layout),
+        gradients(experts, values, ids, layout),
+    )
+    for name in exact:
+        if dtype == FP64:
+            torch.testing.assert_close(got[name], exact[name], rtol=1e-12, atol=1e-12)
+        else:
+            assert_close(got[name], plain[name], exact[name], name)
+
+
+@pytest.mark.parametrize("layout", [SILU, OSS])
+def test_adapters_are_those_of_the_adapted_weight(layout):
+    values, ids = given(layout, FP64, False), routes("spread")
+    r = 8
+    factors = [randn(*shape, dtype=FP64, seed=20 + i).requires_grad_() for i, shape in
+               enumerate([(E, r, D), (E, 2 * F, r), (E, r, F), (E, D, r)])]  # fmt: skip
+
+    def adapted(x, ids, w, w1, w2, *, layout):
+        deltas = (factors[1] @ factors[0], factors[3] @ factors[2])
+        turned = [d.transpose(1, 2) if layout.transposed else d for d in deltas]
+        return experts_ref(x, ids, w, w1 + turned[0], w2 + turned[1], layout=layout)
+
+    def beside(*args, layout):
+        return experts(*args, layout=layout, first=factors[:2], second=factors[2:])
+
+    found = []
+    for run in (beside, adapted):
+        y = run(*(values[n] if n != "ids" else ids for n in ("x", "ids", "w", "w1", "w2")),
+                layout=layout)  # fmt: skip
+        wanted = [*values.values(), *factors]
+        found.append([y, *torch.autograd.grad(y, wanted, randn(N, D, dtype=FP64, seed=9))])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_without_values_and_summed_outside():
+    """In backward: the output is a constant, and weights' gradients go to who adds them up."""
+    values, ids = given(SILU, FP64, False), routes("spread")
+    whole = gradients(experts, values, ids, SILU)
+    sums = [torch.empty_like(values[n]) for n in ("w1", "w2")]
+
+    def add(out):
+        calls = []
+
+        def take(a, b, offs):
+            op.EXPERT_SUMS(out, a, b, offs, not calls)
+            calls.append(1)
+
+        return take
+
+    adds = tuple(map(add, sums))
+    for a, b in ((0, 4), (4, N)):  # two tiles
+        y = experts(values["x"][a:b], ids[a:b], values["w"][a:b], values["w1"], values["w2"],
+                    layout=SILU, adds=adds, value=3.0)  # fmt: skip
+        assert (y == 3).all() and y.stride(0) == 0
+        dy = randn(N, D, dtype=FP64, seed=9)[a:b]
+        dx, dw = torch.autograd.grad(y, [values["x"], values["w"]], dy)
+        torch.testing.assert_close(dx[a:b], whole["x"][a:b], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dw[a:b], whole["w"][a:b], rtol=1e-12, atol=1e-12)
+    for name, total in zip(("w1", "w2"), sums):
+        torch.testing.assert_close(total, whole[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_products_by_expert(dtype):
+    """Over two tiles, in float32: of an expert with many rows, with one, with none."""
+    if INTERPRET and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bfloat16 as if it were integers")
+    M, N, offs = 40, 24, torch.tensor([70, 71, 71], dtype=torch.int32, device=DEVICE)
+    a, b = randn(71, M, dtype=dtype), randn(71, N, dtype=dtype, seed=1)
+    out = torch.full((3, M, N), torch.nan, device=DEVICE)
+    for first in (True, False):
+        op.EXPERT_SUMS(out, a, b, offs, first)
+    exact = 2 * op.products(a.double(), b.double(), offs)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
