@@ -4,7 +4,7 @@
 #   bash scripts/test.sh --all      also the long grids, then the suite under other transformers versions, and under the oldest
 #                                   Python, torch and transformers of setup.cfg (own environments; PYTHON_OLDEST names the Python)
 #   bash scripts/test.sh --hosts    tests/hosts alone: each trainer that hfpatch works in, in an environment of its own, by pip
-#                                   (HFPATCH_HOSTS="lightning ms_swift" names some of them)
+#                                   (HFPATCH_HOSTS="lightning ms_swift" names some; HFPATCH_BARE=0 uses the torch that is here)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
 #   HFPATCH_TEST_WORKERS=1          how many processes share the tests without a GPU (as many as there are cores, up to four)
 case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
@@ -17,7 +17,7 @@ declare -A HOSTS=(
     [llamafactory]=llamafactory [axolotl]=axolotl
 )
 if [ "${1:-}" = "--hosts" ]; then
-    export HFPATCH_BARE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false DS_ACCELERATOR=cpu
+    export HFPATCH_BARE=${HFPATCH_BARE:-1} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false DS_ACCELERATOR=cpu
     status=0
     for name in ${HFPATCH_HOSTS:-"${!HOSTS[@]}"}; do
         (
