@@ -42,14 +42,14 @@ def load(room: Room, learnt: dict) -> None:
 
 def key(model, args, shape: tuple) -> dict:
     """What an entry was learnt for. shape: (sequences, tokens) of the batch."""
-    from hfpatch.layer.runtime import _rounded
+    from hfpatch.layer.policies import rounded
 
     cuda = torch.device(args.device).type == "cuda"
     return {
         "model": getattr(getattr(model, "config", None), "_name_or_path", "")
         or type(model).__name__,
         "card": torch.cuda.get_device_name(args.device) if cuda else str(args.device),
-        "batch": shape[0], "tokens": _rounded(shape[1]), "ranks": args.world_size,
+        "batch": shape[0], "tokens": rounded(shape[1]), "ranks": args.world_size,
         "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "as loaded",
     }  # fmt: skip
 
