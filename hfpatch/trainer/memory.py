@@ -43,11 +43,6 @@ def load(room: Room, learnt: dict) -> None:
 
 def key(model, args, shape: tuple) -> dict:
     """What an entry was learnt for. shape: (sequences, tokens) of the batch."""
-<<<<<<< HEAD
-=======
-    from hfpatch.layer.policies import rounded
-
->>>>>>> trainers
     cuda = torch.device(args.device).type == "cuda"
     return {
         "model": getattr(getattr(model, "config", None), "_name_or_path", "")
