@@ -109,8 +109,8 @@ def forward_moment(
     """
     shape = z.shape
     inner, beside, tile_D = inner_bytes(z, layer, t), 0, t * shape.hidden_size * z.s
-    if shape.is_sparse(layer):  # gathered, given by the experts, weighted
-        beside = 3 * shape.experts_per_token * tile_D + (5 * inner if shape.expert_bias else 0)
+    if shape.is_sparse(layer):  # gathered, and given by the experts
+        beside = 2 * shape.experts_per_token * tile_D
     # An adapter's output, the same scaled and the base's stand beside each other where the sum is
     # made.
     wide = z.g // z.s

@@ -310,7 +310,6 @@ class Policy:
     stream_attention: attention's backward fetches out and dout per group of KV heads, in place of
         holding them whole.
     tile: tokens a tile.
-    time_tile: tokens a tile of mixers that run through time; 0: as `tile`.
     park: a layer's input gradient waits with its checkpoints during attention's backward.
     plain: how many of the last layers keep everything that autograd saves; nothing in them runs
     again.
@@ -324,6 +323,7 @@ class Policy:
     dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not once a tile.
     loss_bytes: workspace of the loss; it sets for how many tokens logits exist at a time.
     wide: attention's backward takes all heads in one launch: more scratch, fewer waits at its end.
+    time_tile: tokens a tile of mixers that run through time; 0: as `tile`.
     """
 
     offload: str = "host"
@@ -331,7 +331,6 @@ class Policy:
     save_attention: bool = True
     stream_attention: bool = False
     tile: int = 8192
-    time_tile: int = 0
     plain: int = 0
     keep: tuple = ()
     park: bool = False
@@ -341,6 +340,7 @@ class Policy:
     dense: bool = False
     wide: bool = False
     loss_bytes: int = LOSS_WORKSPACE
+    time_tile: int = 0
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
         """The policy of one tiled layer: without attention outputs where the layer makes them

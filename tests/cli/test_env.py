@@ -173,7 +173,8 @@ def test_a_missing_file_is_one_sentence(capsys):
     assert main(["env", "no-such.yaml"]) == 2
     assert (
         capsys.readouterr().err
-        == "hfpatch: a config file was expected, no-such.yaml is none; check the path.\n"
+        == "hfpatch: a config file was expected, no-such.yaml is none; check the path; "
+        "more: docs/reference/errors.md.\n"
     )
 
 

@@ -200,6 +200,7 @@ def test_settings_reach_the_policy(tmp_path):
         "dense": False,
         "wide": True,
         "loss_bytes": 2 << 30,
+        "time_tile": 0,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
@@ -625,6 +626,7 @@ def test_a_few_layers_tell_all(policy, monkeypatch):
               "num_attention_heads": 4, "head_dim": 16,
               "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256,
               "pad_token_id": None}  # fmt: skip
+    values = simulated._Values(values)
     layers = simulated._layers(build(values))
     counted = simulated.Counted.of(build(values), layers)
     assert simulated.depths(layers) == (3, 5, 2, 2) and simulated.depths(layers, every=3)[:3] == (
