@@ -91,6 +91,8 @@ def start(arguments, limit: float, surprise: float, monkeypatch) -> Allocator:
 
 
 def test_a_run_that_ran_out_fits_when_it_starts_again(arguments, monkeypatch, tmp_path):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # `hfpatch train` sets it
+        monkeypatch.delenv(name, raising=False)
     sizes = {"limit": 10.0, "surprise": 4.6}
     with pytest.raises(torch.OutOfMemoryError) as raised:
         start(arguments, **sizes, monkeypatch=monkeypatch)
