@@ -10,12 +10,8 @@ import hfpatch
 from hfpatch.ops import experts as op
 from hfpatch.parts import experts
 from tests import tiny
+from tests.layer.test_adapted_experts import batch
 from tests.layer.test_peft import assert_as_good
-
-
-def batch() -> dict:
-    ids = torch.randint(1, 60, (2, 24), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids.clone()}
 
 
 @pytest.fixture
