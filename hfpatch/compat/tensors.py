@@ -167,22 +167,6 @@ def below_autograd():
         return None
 
 
-def applying(function):
-    """An autograd function's `apply` without torch.func's check of each argument.
-
-    That is the base class's `apply`. While a transform is active, or where torch has other names,
-    it is the function's own.
-    """
-    active, plain = (
-        getattr(torch._C, "_are_functorch_transforms_active", None),
-        super(torch.autograd.Function, function),
-    )
-    if active is None or not hasattr(plain, "apply"):
-        return function.apply
-    plain = plain.apply
-    return lambda *args: function.apply(*args) if active() else plain(*args)
-
-
 def backward_from(outputs: tuple, grads: tuple) -> None:
     """torch.autograd.backward with a gradient for each output, without its checks: those take
     longer than a small graph."""

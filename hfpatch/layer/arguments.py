@@ -62,15 +62,15 @@ def takes_by_name(args, kwargs: dict) -> bool:
     """Whether a block takes all that matters of these by name: no other values come, and nothing
     wants a gradient.
     """
-    for name, x in (*enumerate(args), *kwargs.items()):
-        if isinstance(x, Tensor):
-            if x.requires_grad:
-                return False
-            if name not in _OF_A_BLOCK and x.dim() and x.is_floating_point():
-                return False
-        elif x.__class__ not in _WITHOUT_GRADIENTS and _may_want((x,)):
-            if any(getattr(leaf, "requires_grad", False) for leaf in pytree().tree_leaves(x)):
-                return False
+    for name, given in (*enumerate(args), *kwargs.items()):
+        for x in given if given.__class__ in (tuple, list) else (given,):
+            if isinstance(x, Tensor):
+                values = name not in _OF_A_BLOCK and x.dim() and x.is_floating_point()
+                if x.requires_grad or values:
+                    return False
+            elif x.__class__ not in _WITHOUT_GRADIENTS:
+                if any(getattr(leaf, "requires_grad", False) for leaf in pytree().tree_leaves(x)):
+                    return False
     return True
 
 

@@ -103,14 +103,14 @@ class Backward:
         call, parts, need_x, dx = self.call, self.call.parts, self.need_x, None
         if need_x and not self.single:
             dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
-        dy_tiles = [None if d is None else call.cut(d) for d in (dy, *call.dextras)]
+        dy_tiles = list(map(call.cut, (dy, *call.dextras)))
         for index, x_t, out_t, known in self._tiles():
             a, b = call.bounds[index]
             x_t = known["mid"][0] if x_t is None else x_t
             if self.outs is not None:
                 out_t = self.outs if self.single else [o[:, a:b] for o in self.outs]
             out_t = call.attention.join(out_t)
-            dys = [None if d is None else next(d) for d in dy_tiles]
+            dys = list(map(next, dy_tiles))
             dx_t, douts_t = parts.after_backward(x_t, out_t, a, b, dys, known, need_x, self.weights)
             if self.single:
                 self.dx, self.douts = dx_t, douts_t
@@ -201,7 +201,7 @@ class Backward:
             tile_of_dx = one_ahead(
                 lambda i: call.transfers.fetch([(parked, *call.bounds[i], None)]), len(call.bounds)
             )
-        dx, grads = self.dx, [call.cut(g) for g in self.qkv]
+        dx, grads = self.dx, list(map(call.cut, self.qkv))
         for index, x_t, _, _ in self._tiles():
             a, b = call.bounds[index]
             if parked is not None:
@@ -209,7 +209,7 @@ class Backward:
             back = self.back
             if back is None:
                 back = parts.before_again(x_t, a, b, self.need_x, self.weights, dead=True)[1]
-            dx_t = back([next(g) for g in grads], self.dsinks if index == 0 else None)
+            dx_t = back(list(map(next, grads)), self.dsinks if index == 0 else None)
             if self.single:
                 self.dx = dx_t if dx is None else dx if dx_t is None else dx.add_(dx_t)
             elif dx_t is not None:

@@ -114,7 +114,7 @@ class LayerCall(Kept):
         whole, x_tiles, out_tiles = None, self.cut(x_BTD), [self.cut(o) for o in outs]
         for a, b in self.parts.phase(self.bounds):
             noted = dict.fromkeys(self.keep_inside) if noting else None
-            outs_t = self.attention.join([next(o) for o in out_tiles])
+            outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
                 self.save_inside(noted, room)
@@ -148,8 +148,8 @@ class LayerCall(Kept):
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in qkv]  # attention hides these copies
             outs, lses = self.attend(qkv, now=where == "again")
-            # its own graph's outputs are not what is kept
-            left = [qkv[i].detach() for i in self.parts.places]
+            # of a graph of its own: what later layers take must not hold it
+            left = [qkv[i] for i in self.parts.places] if self.parts.places else ()
             del qkv
             if where == "again" or (alone and self.policy.save_attention):
                 save = self.transfers.save if where == "tier" else self.for_now
@@ -168,7 +168,7 @@ class LayerCall(Kept):
         if self.parts.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
-        return [*whole, *left]
+        return [*whole, *map(Tensor.detach, left)]
 
     def _can_go_by_group(self) -> bool:
         """Whether what has heads can wait in the tier: nobody wants it whole."""

@@ -21,20 +21,17 @@ class Chain:
     """
 
     def __init__(self):
-        self._private: dict[type, tuple] = {}
+        self._private: dict[type, tuple] = {}  # private_holders, by the class of hidden states
         self._last = (lambda: None,) * 2  # the call that came last, and what it gave
         self.last_held = None
-
-    def private(self, x: Tensor) -> tuple:
-        kind = type(x)
-        if kind not in self._private:
-            self._private[kind] = private_holders(x)
-        return self._private[kind]
 
     def link(self, call: LayerCall, x: Tensor) -> None:
         """Notes which call came before this one, where x is that one's output; every > 1 forms its
         segments here.
         """
+        if type(x) not in self._private:
+            self._private[type(x)] = private_holders(x)
+        call.private = self._private[type(x)]
         call.queue = self.queues[x.device, call.policy.offload]
         before = self._before(x)
         if before is not None:

@@ -19,10 +19,11 @@ from hfpatch.compat import (
     hooks_on_all,
     other_hooks,
     submodule,
+    watched,
     watched_by_user,
 )
 from hfpatch.context.class_code import as_asked
-from hfpatch.context.classes import other_forward, package_of, replaced_forward
+from hfpatch.context.classes import CALL, other_forward, package_of, replaced_forward
 from hfpatch.layer.adapters import look as look_at_adapters
 from hfpatch.layer.places import strange
 from hfpatch.layer.strangers import stranger_in
@@ -40,8 +41,11 @@ class Condition:
 
     Attributes:
         answers: the layer's traits, for which this was found.
+        inside: the modules in the layer, itself left out.
         reason: why every call runs whole; None where nothing stands in the way.
         now: why every call of the forward under way runs whole, or None.
+        calls_as_made: no hook on every module, and no other Module.__call__, sees modules run in the
+            forward under way.
         unknown: the module that nobody tried, and what it is; None where there is none.
         adapter: what an adapter has that tiles would change, or None.
         draws: whether adapters may draw random numbers.
@@ -58,6 +62,7 @@ class Condition:
     answers: LayerTraits
     reason: str | None = None
     now: str | None = None
+    calls_as_made: bool = True
     unknown: str | None = None
     adapter: str | None = None
     draws: bool = False
@@ -68,14 +73,13 @@ class Condition:
     places: object = None
     read: tuple | None = None
     leaves: bool = False
+    inside: list[nn.Module] = field(init=False)
+
+    def __post_init__(self):
+        self.inside = self.snapshot.inside
 
     def __reduce__(self):  # a copy of the layer looks for itself
         return type(None), ()
-
-    @property
-    def inside(self) -> list[nn.Module]:
-        """The modules in the layer, itself left out."""
-        return self.snapshot.inside
 
 
 def look(layer: nn.Module) -> Condition:
@@ -84,6 +88,7 @@ def look(layer: nn.Module) -> Condition:
     if known is None or known.answers is not traits or not known.snapshot.holds(layer):
         known = layer._hfpatch_condition = _condition_of(layer)
     known.now = known.reason or _why_now(layer, known)
+    known.calls_as_made = nn.Linear.__call__ is CALL and not watched(())
     return known
 
 

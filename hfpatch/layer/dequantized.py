@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import applying
 from hfpatch.parts.quantised import dense_of, holds_packed, is_packed, is_written_out
 from hfpatch.parts.unread import can_go_without
 
@@ -33,7 +32,7 @@ class _Product(torch.autograd.Function):
         return dy @ ctx.make(dy.dtype), None, None
 
 
-_product = applying(_Product)
+_product = _Product.apply
 
 
 def _forward(module: nn.Linear, make, input: Tensor) -> Tensor:

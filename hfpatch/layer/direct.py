@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfpatch.compat import autocast_dtype, is_fake, ops_are_seen, parameters_of, watched
-from hfpatch.context.classes import CALL, LINEAR
+from hfpatch.context.classes import LINEAR
 from hfpatch.layer.arguments import takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.ops._library import IMPLEMENTATIONS
@@ -96,7 +96,8 @@ class Direct(Block):
     is freed after its last use.
     """
 
-    by_hand, leaves, mixers, places, autocast = True, False, (), (), (None, True)
+    by_hand, leaves, mixers, places, autocast, wanted = True, False, (), (), (None, True), ()
+    phase = staticmethod(iter)  # nothing is set up around the tiles of a pass
     layer = modules = condition = batch = traits = None  # of one call
 
     def __init__(self, layer: nn.Module):
@@ -114,12 +115,6 @@ class Direct(Block):
     def keepable(self, names, device: str) -> tuple[str, ...]:
         return tuple(names)
 
-    def wanted(self) -> list[Tensor]:
-        return []
-
-    def phase(self, tiles):
-        return tiles
-
     def again(self, weights, several: bool):
         return nullcontext(())
 
@@ -132,15 +127,17 @@ class Direct(Block):
 
         Where it is not, the modules are called, and raise their own errors.
         """
-        weights = [own.get("weight") for _, own in (*self.linears_before, *self.linears_after)]
-        if [w for w in weights if w.__class__ not in _PLAIN and not is_fake(w)]:
-            return False
-        gate, up = weights[4].shape, weights[5].shape
-        norms = [norm.own.get("weight") for norm in (self.first, self.second, *self.of_heads)]
+        for _, own in (*self.linears_before, *self.linears_after):
+            weight = own.get("weight")
+            if weight.__class__ not in _PLAIN and not is_fake(weight):
+                return False
+        gate, up = (own["weight"].shape for _, own in self.linears_after[1:3])
         widths = (gate[1], gate[1], self.head_dim, self.head_dim)
-        return gate == up and not [
-            1 for w, n in zip(norms, widths) if w is not None and w.shape != (n,)
-        ]
+        for norm, width in zip((self.first, self.second, *self.of_heads), widths):
+            weight = norm.own.get("weight")
+            if weight is not None and weight.shape != (width,):
+                return False
+        return gate == up
 
     def _angles(self, a: int, b: int) -> tuple[Tensor, Tensor]:
         if (a, b) not in self.angles:
@@ -164,9 +161,8 @@ class Direct(Block):
         B, t, D = h.shape
         h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
         if not dead or self.of_heads:
-            q, k = [
-                F.linear(h_ND, w, b).view(B, t, -1, self.head_dim) for w, b in ((wq, bq), (wk, bk))
-            ]
+            q = F.linear(h_ND, wq, bq).view(B, t, -1, self.head_dim)
+            k = F.linear(h_ND, wk, bk).view(B, t, -1, self.head_dim)
             if self.of_heads:
                 of_heads = [
                     (x, *op.norm(x, *norm.read())) for norm, x in zip(self.of_heads, (q, k))
@@ -346,7 +342,7 @@ def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Dir
         x: the layer's input [B, T, D].
         condition: layer.condition.Condition, which keeps what depends on the layer's modules alone.
     """
-    if autocast_dtype(x.device.type) is not None or watched(()) or nn.Linear.__call__ is not CALL:
+    if not condition.calls_as_made or autocast_dtype(x.device.type) is not None:
         return None
     found = condition.direct
     if found is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import applying, autocast_dtype, is_fake, keeps_graph
+from hfpatch.compat import autocast_dtype, is_fake, keeps_graph
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import dequantized
@@ -63,9 +63,6 @@ class LayerFunction(torch.autograd.Function):
         return None, dx, *grads
 
 
-_apply = applying(LayerFunction)
-
-
 def parts_of(
     layer: nn.Module,
     x: Tensor,
@@ -120,11 +117,11 @@ def tiled_layer(
         called=not parts.by_hand,
         condition=parts.condition,
     )
-    tensors = parts.wanted() + then.wanted()
+    tensors = [*parts.wanted, *then.wanted()]
     call = LayerCall(
         layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
         shards=runtime.shards if policy.every == 1 else None,
-        mixes=bool(parts.traits.mixing), attention=attention_for(parts.batch.sequence, policy),
+        mixes=bool(parts.condition.mixing), attention=attention_for(parts.batch.sequence, policy),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         # there where this length was trained before
@@ -134,17 +131,16 @@ def tiled_layer(
     if policy.keep:
         _keep(call, policy, runtime)
     call.shape, call.dtype = x.shape, x.dtype
-    call.private = runtime.private(x)
     runtime.link(call, x)
     if parts.by_hand:
-        outputs = _apply(call, x, *tensors)
+        outputs = LayerFunction.apply(call, x, *tensors)
         runtime.linked(call, outputs[0])
         return list(outputs)
     # Whether a layer draws random numbers (dropout, noise before a router) is found out by what it
     # leaves behind, once: from then on its tiles note where the generators stood.
     real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
     watched = Generators(x.device) if real and not parts.random else None
-    outputs = _apply(call, x, *tensors)
+    outputs = LayerFunction.apply(call, x, *tensors)
     drew = watched is not None and watched.drew()
     if drew:
         parts.random = parts.condition.draws = True

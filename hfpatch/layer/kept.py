@@ -6,7 +6,7 @@ and return tile by tile. All of it lies where the policy says (store/transfers.p
 """
 
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -104,11 +104,14 @@ class Kept:
 
     # -- passes over the tiles ---------------------------------------------------------------------
     def cut(self, x, bounds=None):
-        """x[:, a:b] of each tile, in order. x: [B, T, ...]; bounds: other ones, of a part of it.
+        """x[:, a:b] of each tile, in order. x: [B, T, ...], or None, whose tiles are None; bounds:
+        other ones, of a part of it.
 
         A tensor is cut in one call, for a view costs the host as much as an op; what lies in the
         tier by groups of heads is asked for tile by tile.
         """
+        if x is None:
+            return repeat(None)
         if not isinstance(x, Tensor):
             return (x[:, a:b] for a, b in self.bounds)
         if len(self.bounds) == 1:
@@ -148,7 +151,7 @@ class Kept:
             found.append(tile)
         return found
 
-    def _request(self, tile: list[tuple]) -> list[tuple]:
+    def destinations(self, tile: list[tuple]) -> list[tuple]:
         """A tile's pieces for Transfers.fetch, as its turn has come: not before is there memory
         for whole attention outputs.
         """
@@ -175,7 +178,7 @@ class Kept:
         if not self.queue.is_for(self):
             self.prefetch()
         for one in self.passes[1:]:
-            self._push(one)
+            self.queue.push(self, one.pieces)
 
     def prefetch(self) -> None:
         """Queues this call's first pass, so that its first tiles are under way before its backward
@@ -188,10 +191,7 @@ class Kept:
             nbytes = max(nbytes, one.slot_bytes)
         self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes)
         self.out_buffers = None  # those of a backward that was cut short may still be read
-        self._push(self.passes[0])
-
-    def _push(self, one: Pass) -> None:
-        self.queue.push(self, [partial(self._request, tile) for tile in one.pieces])
+        self.queue.push(self, self.passes[0].pieces)
 
     def tiles(self, one: Pass):
         """Yields (index, x tile or None, out tiles, what is kept inside) of one pass; a tile's
@@ -199,13 +199,14 @@ class Kept:
         """
         with_x, with_outs, stays = "x" in one.names, "out" in one.names, self.x.resident
         of_x = None if self.shards is None else self.shards.bounds(self.bounds)
-        x_tiles = self.cut(self.x.tensor(), of_x) if stays and with_x else None
-        here = [o for o in self.outs if o.resident] if with_outs else []
-        here = [self.cut(o.tensor()) for o in here]
+        x_tiles, here = self.cut(self.x.tensor(), of_x) if stays and with_x else None, []
+        for out in self.outs if with_outs else ():
+            if out.resident:
+                here.append(self.cut(out.tensor()))
         for index, (a, b) in enumerate(self.bounds):
             ticket = None if stays else self.queue.next()
             tensors = [] if ticket is None else list(ticket.wait())
-            x, known, outs = None, {}, [next(cut) for cut in here]
+            x, known, outs = None, {}, list(map(next, here))
             if with_x:
                 x = next(x_tiles) if stays else tensors.pop(0)
                 x = x if self.shards is None else self.shards.whole(x, b - a)

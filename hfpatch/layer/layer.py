@@ -31,7 +31,7 @@ from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
 
-_RECORDED_INSIDE = ("router_logits",)  # recorded per token by modules behind the attention
+_RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
 
 
 class UntiledLayer:
@@ -202,7 +202,7 @@ class TiledLayer(UntiledLayer):
 
     def _in_tiles(self, r: Request, policy) -> object:
         session, lists = self._hfpatch_session, collected_now()
-        records = tuple(key for key in lists if key in _RECORDED_INSIDE)
+        records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
         parts = parts_of(
             self, r.x, r.args, own, r.batch, r.condition, records=records, collected=bool(lists),

@@ -41,6 +41,7 @@ class LayerParts(Protocol):
         places: of keys and values that later layers take, in what `before` gives; leaves: whether
             there may be some.
         autocast: its dtype in forward, and whether it cached casts.
+        wanted: the arguments beside the hidden states that want a gradient.
     """
 
     layer: nn.Module
@@ -54,6 +55,7 @@ class LayerParts(Protocol):
     places: list[int]
     leaves: bool
     autocast: tuple
+    wanted: list[Tensor]
 
     def before(self, x: Tensor, a: int, b: int) -> list[Tensor]:
         """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs
@@ -78,12 +80,9 @@ class LayerParts(Protocol):
         """
 
     def again(self, weights, several: bool):
-        """Context of a backward, which gives the gradients of `wanted()`, complete at its end.
+        """Context of a backward, which gives the gradients of `wanted`, complete at its end.
         several: whether there is more than one tile.
         """
-
-    def wanted(self) -> list[Tensor]:
-        """The arguments beside the hidden states that want a gradient."""
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
         """Those of budget.policy.KEEPABLE that spare this layer something."""

@@ -216,10 +216,6 @@ class StreamedWeights:
                     device.synchronize(ticket.ready)
                 with torch.inference_mode(False):
                     packed.rest()
-                # At rest the caller may write to them. The copy came a layer ahead, so the device
-                # still has a layer to run.
-                if ticket is not None:
-                    device.synchronize(ticket.ready)
 
     def _fetch(self, index: int) -> Ticket:
         """A layer's weights on their way into a slot: the one that was asked for longest ago."""

@@ -223,6 +223,7 @@ class Traced:
         return self.block
 
     # -- LayerParts --------------------------------------------------------------------------------
+    @property
     def wanted(self) -> list[Tensor]:
         """The arguments that want a gradient."""
         return self.arguments.wanted()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hfpatch.compat import applying, below_autograd
+from hfpatch.compat import below_autograd
 
 LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -116,7 +116,7 @@ def _autograd_impl(op, impl, backward, setup_context):
         "forward": staticmethod(forward),
         "backward": staticmethod(lambda ctx, *g: (*backward(ctx, *g), None)),
     }
-    apply = applying(type(op.name().replace("::", "_"), (torch.autograd.Function,), members))
+    apply = type(op.name().replace("::", "_"), (torch.autograd.Function,), members).apply
 
     def autograd_impl(keyset, *args):
         if torch.is_grad_enabled():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfpatch.compat import applying, grouped_mm, is_fake
+from hfpatch.compat import grouped_mm, is_fake
 from hfpatch.ops._library import KERNEL_DTYPES, define, use_kernel, wide_dtype
 from hfpatch.ops.swiglu import _act, _dgate
 
@@ -316,7 +316,7 @@ def _weight_gradient(needed: bool, layout: Layout, dy, x, offs, add):
     return products(*pair, offs)
 
 
-_experts = applying(_Experts)
+_experts = _Experts.apply
 
 
 def experts(

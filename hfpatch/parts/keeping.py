@@ -12,8 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hfpatch.compat import applying
-
 
 class _Here(threading.local):
     noted, known = {}, {}
@@ -53,7 +51,7 @@ class _InPlaceOf(torch.autograd.Function):
         return None, *(dy if wanted else None for wanted in ctx.needs_input_grad[1:])
 
 
-_in_place_of = applying(_InPlaceOf)
+_in_place_of = _InPlaceOf.apply
 
 
 def known_value(name: str) -> tuple[Tensor, ...] | None:

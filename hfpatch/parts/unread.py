@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import applying, autocast_dtype, is_fake, modules_in, submodule
+from hfpatch.compat import autocast_dtype, is_fake, modules_in, submodule
 from hfpatch.context.classes import LINEAR, forwards_for_now, other_forward, package_of
 from hfpatch.ops.rope import ROPE
 from hfpatch.parts import experts
@@ -67,7 +67,7 @@ class _Valueless(torch.autograd.Function):
         )
 
 
-_without_value = applying(_Valueless)
+_without_value = _Valueless.apply
 
 
 class _AddingUp(torch.autograd.Function):
@@ -84,7 +84,7 @@ class _AddingUp(torch.autograd.Function):
         return *gradients_of_linear(dy, *ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.add), None
 
 
-_adding_up = applying(_AddingUp)
+_adding_up = _AddingUp.apply
 
 
 def _valueless_forward(
@@ -124,7 +124,7 @@ class DeadRotation(torch.autograd.Function):
         return *ROPE(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None, None
 
 
-rotation_without_values = applying(DeadRotation)
+rotation_without_values = DeadRotation.apply
 
 
 def is_dead(x: Tensor) -> bool:

@@ -17,13 +17,11 @@ from torch import Tensor
 from hfpatch.store.device import Block, Device
 
 
+@dataclass(eq=False)
 class Loan:
     """The right to use `thing`; it ends with this object."""
 
-    __slots__ = ("thing", "__weakref__")
-
-    def __init__(self, thing):
-        self.thing = thing
+    thing: object
 
 
 class Shelf:
@@ -105,11 +103,7 @@ class Area:
         self.low = min(self.low, at)
 
 
-ALIGNED = 64  # bytes; where a piece of host memory starts
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
+ALIGNED = 64  # bytes; a piece of host memory has a multiple of it
 
 
 class HostPool:
@@ -155,7 +149,7 @@ class HostPool:
         """A loan of a Piece of at least nbytes, out of a new block of that size where there is no
         room.
         """
-        nbytes = _aligned(nbytes)
+        nbytes += -nbytes % ALIGNED
         for low in (None, 0):  # then between what is taken
             for area in self.areas:
                 loan = area.take(nbytes, low)
@@ -168,9 +162,10 @@ class HostPool:
 
         most: bytes up to which more than that may be held, for lengths to come.
         """
-        wanted = sum(_aligned(nbytes) * count for nbytes, count in sizes.items())
+        aligned = [(nbytes + -nbytes % ALIGNED, count) for nbytes, count in sizes.items()]
+        wanted = sum(nbytes * count for nbytes, count in aligned)
         # No piece lies in two blocks, so the end of each but the last may stay empty.
-        lost = max(0, len(self.areas) - 1) * max(map(_aligned, sizes), default=0)
+        lost = max(0, len(self.areas) - 1) * max(aligned, default=(0,))[0]
         if wanted <= self.bytes_free - lost:
             return
         more = 2 * self.bytes_held

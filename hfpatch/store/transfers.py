@@ -149,7 +149,9 @@ class Transfers:
         self.pool = HostPool(self.device)
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
         self.to_host, self.to_device = self.device.stream(), self.device.stream()
-        self.unsettled: list[tuple[Tensor, object]] = []
+        # (source, its version, its stream) of the copies since the last settle(), and their bytes
+        self.unsettled: list[tuple[Tensor, int, object]] = []
+        self.unsettled_bytes = 0
         # (sources, their bytes, event of their copies), the oldest first
         self.copied: deque = deque()
 
@@ -180,6 +182,7 @@ class Transfers:
         # Detached: a source that outlives its layer must not hold a graph.
         device, x = self.device, x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
+        self.unsettled_bytes += x.untyped_storage().nbytes()
         # Also for whoever read the block before: a ticket ends with its stream waiting for it.
         device.wait(device.mark(), self.to_host)
         b = a + x.shape[1]
@@ -202,14 +205,6 @@ class Transfers:
         nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
         return block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
 
-    @property
-    def unsettled_bytes(self) -> int:
-        """Bytes of the sources whose copies were started since the last settle()."""
-        nbytes = 0
-        for x, _, _ in self.unsettled:
-            nbytes += x.untyped_storage().nbytes()
-        return nbytes
-
     def settle(self, under_way: int = 0, room: int = 0) -> None:
         """Releases the sources of copies, the oldest first; their streams wait for the copies
         before that.
@@ -219,9 +214,9 @@ class Transfers:
         written to while it stayed.
         """
         if self.unsettled:
-            nbytes, sources = self.unsettled_bytes, list(self.unsettled)
-            self.copied.append((sources, nbytes, self.device.mark(self.to_host)))
-            self.unsettled.clear()
+            copied = self.device.mark(self.to_host)
+            self.copied.append((self.unsettled, self.unsettled_bytes, copied))
+            self.unsettled, self.unsettled_bytes = [], 0
         held, streams, written_to = 0, set(), False
         for _, nbytes, _ in self.copied:
             held += nbytes
@@ -322,11 +317,11 @@ class Ring:
         if self.serves(count, nbytes):
             return
         self.drop_ring()
-        device, buffers = self.transfers.device, []
+        device = self.transfers.device
         for _ in range(count):
-            buffers.append(torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device))
-        made, self.stream = device.mark(), device.current()
-        self.slots = [Slot(buffer, made) for buffer in buffers]
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.transfers.on_device)
+            self.slots.append(Slot(buffer, device.mark()))
+        self.stream = device.current()
         self.free += self.slots
 
 
@@ -355,18 +350,19 @@ class FetchQueue(Ring):
             self.drop_ring()
             self.task = task
 
-    def push(self, owner, requests) -> None:
-        """requests: one function a tile, returning the pieces for Transfers.fetch when its turn has
-        come.
+    def push(self, owner, tiles: list) -> None:
+        """Queues the pieces of each tile; owner.destinations(pieces) gives those for Transfers.fetch
+        when a tile's turn has come.
         """
-        for request in requests:
-            self.pending.append((owner, request))
+        for pieces in tiles:
+            self.pending.append((owner, pieces))
         self._fill()
 
     def _fill(self) -> None:
         while self.pending and self.free:
-            owner, request = self.pending[0]
-            ticket = self.transfers.fetch(request(), self.free.popleft(), self.free)
+            owner, pieces = self.pending[0]
+            pieces = owner.destinations(pieces)
+            ticket = self.transfers.fetch(pieces, self.free.popleft(), self.free)
             self.under_way.append((owner, ticket))
             self.pending.popleft()
 
@@ -374,12 +370,14 @@ class FetchQueue(Ring):
         """Whether the owner, whose turn it is, has something here. What others have goes: one who
         was promised the next turn, where graphs that two threads made take turns in one pass.
         """
-        if any(o is not owner for o, _ in (*self.under_way, *self.pending)):
-            self.under_way, self.pending = (
-                deque(item for item in queue if item[0] is owner)
-                for queue in (self.under_way, self.pending)
-            )
-            self._fill()
+        for one, _ in (*self.under_way, *self.pending):
+            if one is not owner:
+                self.under_way, self.pending = (
+                    deque(item for item in queue if item[0] is owner)
+                    for queue in (self.under_way, self.pending)
+                )
+                self._fill()
+                break
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:

@@ -135,15 +135,15 @@ def test_queue_keeps_as_many_under_way_as_there_are_slots(tier, tmp_path):
     queue = FetchQueue(transfers)
     queue.make_ring(3, 1024)
     tiles = [(a, a + 4) for a in range(0, 40, 4)]
-    first, second = object(), object()
-    queue.push(first, [lambda a=a, b=b: [(saved, a, b, None)] for a, b in tiles])
-    queue.push(second, [lambda: [(saved, 0, 2, None)]])
+    first, second = (SimpleNamespace(destinations=list) for _ in range(2))
+    queue.push(first, [[(saved, a, b, None)] for a, b in tiles])
+    queue.push(second, [[(saved, 0, 2, None)]])
     assert len(queue.under_way) == 3
     for a, b in tiles:
         ticket = queue.next()
         assert torch.equal(ticket.wait()[0], x[:, a:b])
         queue.release(ticket)
-    queue.push(first, [lambda: [(saved, 4, 6, None)]])
+    queue.push(first, [[(saved, 4, 6, None)]])
     assert queue.is_for(first), "what second was promised goes"
     assert torch.equal(queue.next().wait()[0], x[:, 4:6]) and not queue.is_for(second)
     assert len(queue.free) == 3
