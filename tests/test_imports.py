@@ -27,6 +27,8 @@ ROWS = (
     ("layer",),
     ("decoder",),
     ("loss",),
+    ("notes",),
+    ("swaps",),
     ("patch",),
     ("lab",),
     ("planner",),
@@ -35,7 +37,7 @@ ROWS = (
     ("run", "__main__"),
 )
 # knows nothing of the neighbours in the rows below
-CORE = tuple(name for row in ROWS[:13] for name in row)
+CORE = tuple(name for row in ROWS[:15] for name in row)
 TRITON = ("kernels", "lab.targets", "lab.simulate.liger")  # the last stands in for Liger's kernels
 TRANSFORMERS = (
     "compat",

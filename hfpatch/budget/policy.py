@@ -100,35 +100,32 @@ class Checkpointing:
     aim: str = "fastest"
 
     def __post_init__(self):
-        if not isinstance(self.offload, (str, os.PathLike)) or not str(self.offload):
-            raise ValueError(
-                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {self.offload!r} '
-                "came; "
-                'pass "host" for pinned memory.'
-            )
         # no shell expands it in Python, in a file or behind a `=`
-        if str(self.offload).startswith("~"):
+        if isinstance(self.offload, (str, os.PathLike)) and str(self.offload).startswith("~"):
             object.__setattr__(self, "offload", os.path.expanduser(self.offload))
-        if (
-            self.offload not in PLACES
-            and os.sep not in str(self.offload)
-            and not os.path.isdir(self.offload)
-        ):
+        self._check_offload()
+        self._check_numbers()
+        self._check_names()
+        if self.keep != "auto":
+            object.__setattr__(self, "keep", tuple(self.keep))  # a list has no hash
+
+    def _check_offload(self) -> None:
+        place, fix = self.offload, None
+        if not isinstance(place, (str, os.PathLike)) or not str(place):
+            came, fix = repr(place), 'pass "host" for pinned memory'
+        elif place in PLACES or os.path.isdir(place):
+            return
+        elif os.path.exists(place) and os.sep in str(place):
+            came = f"the file {str(place)!r}"
+            fix = "name a directory, which is made where there is none"
+        elif os.sep not in str(place):
+            came, fix = repr(str(place)), f'write a directory as a path, for example "./{place}"'
+        if fix:
             raise ValueError(
-                'hfpatch: offload must be "auto", "gpu", "host" or a directory, '
-                f"{str(self.offload)!r} came; "
-                f'write a directory as a path, for example "./{self.offload}".'
+                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {came} came; {fix}.'
             )
-        if (
-            self.offload not in PLACES
-            and os.path.exists(self.offload)
-            and not os.path.isdir(self.offload)
-        ):
-            raise ValueError(
-                'hfpatch: offload must be "auto", "gpu", "host" or a directory, the file '
-                f"{str(self.offload)!r} came; "
-                "name a directory, which is made where there is none."
-            )
+
+    def _check_numbers(self) -> None:
         for name, wanted in (
             ("every", "a positive number of layers"), ("tile", "a positive number of tokens"),
             ("plain", "a number of layers"),
@@ -145,6 +142,8 @@ class Checkpointing:
                 f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} '
                 'came; leave it "auto".'
             )
+
+    def _check_names(self) -> None:
         keep = self.keep
         listed = isinstance(keep, (tuple, list)) and all(name in KEEPABLE for name in keep)
         if keep != "auto" and not listed:
@@ -152,8 +151,6 @@ class Checkpointing:
                 f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} '
                 'came; leave it "auto".'
             )
-        if keep != "auto":
-            object.__setattr__(self, "keep", tuple(keep))  # a list has no hash
         if self.frozen_weights not in WEIGHTS:
             raise ValueError(
                 f"hfpatch: frozen_weights must be one of {', '.join(WEIGHTS)}, "
@@ -346,11 +343,7 @@ class Policy:
         """The policy of one tiled layer: without attention outputs where the layer makes them
         again."""
         runs_again = index >= num_layers - self.plain - self.again
-        return (
-            replace(self, save_attention=self.save_attention and not runs_again, again=0)
-            if self.again
-            else self
-        )
+        return replace(self, save_attention=self.save_attention and not runs_again, again=0)
 
 
 _NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}

@@ -16,7 +16,10 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 def cache_name(arguments) -> str | None:
     """The name under which `arguments` (keywords, or a model's output) have a cache, be it None."""
-    return next((name for name in CACHE_NAMES if name in arguments), None)
+    for name in CACHE_NAMES:
+        if name in arguments:
+            return name
+    return None
 
 
 def cache_in(arguments):

@@ -134,23 +134,23 @@ class Snapshot:
         self.made_of, self.names, self.hooks = self._read(layer)
 
     def _read(self, layer: nn.Module) -> tuple[list, list, list]:
-        modules = [layer, *self.inside]
-        tables = [m.__dict__ for m in modules]
-        kinds = [m.__class__ for m in modules]
-        made_of = [child for m in modules for child in modules_of(m).values()]
-        made_of += kinds + [_code_of(forward_in(own)) for own in tables if "forward" in own]
-        for kind in dict.fromkeys(kinds):
+        made_of, names, hooks, kinds = [], [], [], {}
+        for module in (layer, *self.inside):
+            own, kind = module.__dict__, module.__class__
+            made_of += modules_of(module).values()
+            made_of.append(kind)
+            kinds[kind] = None
+            if "forward" in own:
+                made_of.append(_code_of(forward_in(own)))
+            names += parameters_of(module)
+            names += buffers_of(module)
+            for name in _ALL_HOOKS:
+                if name in own and own[name]:
+                    hooks += map(id, own[name].values())
+        for kind in kinds:
             file = sys.modules.get(kind.__module__)  # whose rotation some libraries replace
             made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
             made_of.append(getattr(file, "apply_rotary_pos_emb", None))
-        names = [n for m in modules for table in (parameters_of(m), buffers_of(m)) for n in table]
-        hooks = [
-            id(h)
-            for own in tables
-            for n in _ALL_HOOKS
-            if n in own and own[n]
-            for h in own[n].values()
-        ]
         return made_of, names, hooks
 
     def holds(self, layer: nn.Module) -> bool:
@@ -296,11 +296,14 @@ def watched(modules: list[nn.Module]) -> bool:
     """Whether anything hooks one of these modules, or all modules of the process: a user, an
     engine, torch.
     """
-    # Asked at every layer: without a call where there are none.
-    found = [n for n in _ON_ALL if n in _EVERYWHERE and _EVERYWHERE[n]]
-    return bool(
-        found or [n for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]]
-    )
+    for name in _ON_ALL:
+        if _EVERYWHERE.get(name):
+            return True
+    for module in modules:
+        for name in _ALL_HOOKS:
+            if module.__dict__.get(name):
+                return True
+    return False
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:

@@ -155,43 +155,16 @@ def find_rows(
         return Rows(_from_bounds(every, B, T, device) if packed else None)
     given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
     where = device if given else torch.device("cpu")  # what is known here waits for no device
-    inside = (
-        torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
-        if packed
-        else None
-    )
+    inside = None
+    if packed:
+        inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
+    counted = attention_mask is not None or cached or not padding
 
     def find(*_):
-        """Where documents start, which tokens are visible, [B*T] each; whether keys are hidden, and
-        some tokens blind. Runs beside the layers, on what came with the batch.
-        """
-        starts_BT = torch.zeros(B, T, dtype=torch.bool, device=where)
-        starts_BT[:, 0] = True
-        if packed:
-            starts_BT.view(-1)[inside.to(where)] = True
-        elif position_ids is not None:
-            visible_BT = None if attention_mask is None else attention_mask.bool()
-            counted = visible_BT is not None or cached or not padding
-            starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
-        hidden = blind = torch.zeros((), dtype=torch.bool, device=where)
-        seen_BT = torch.ones_like(starts_BT) if attention_mask is None else attention_mask.bool()
-        if attention_mask is not None and padding:
-            left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
-            # Before the first visible token nobody is seen, and behind the last one nobody is
-            #     asked: rows of their own.
-            starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
-            starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
-            hidden = holes_BT.any()
-            blind = (left_BT if idle_BT is None else left_BT & ~idle_BT).any()
-        if chunk is not None:
-            at = torch.arange(T, device=where)
-            index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
-            if position_ids is not None and not packed and not counted:
-                # Where transformers found documents, it counts as their positions do, which may
-                # begin anywhere.
-                index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
-            starts_BT |= index_BT % chunk == 0
-        return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), hidden[None], blind[None]])
+        # Runs beside the layers, on what came with the batch.
+        return _marks(
+            B, T, where, attention_mask, position_ids, inside, chunk, idle_BT, padding, counted
+        )
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()
     if found is None:  # without values every row is one document
@@ -202,6 +175,44 @@ def find_rows(
     documents = _from_bounds(_bounds(starts_N), B, T, device)
     alone = padding and not found[-2:].any() and not seen_N.all()
     return Rows(documents, hidden_BT, blind_BT, _bounds(starts_N[seen_N]) if alone else None)
+
+
+def _marks(
+    B: int, T: int, device, attention_mask: Tensor | None, position_ids: Tensor | None,
+    inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, padding: bool, counted: bool,
+) -> Tensor:  # fmt: skip
+    """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether keys are hidden,
+    and whether some tokens are blind.
+
+    inside: where documents start among the flattened tokens, where offsets say so; the rest as in
+    find_rows and _document_starts.
+    """
+    starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+    starts_BT[:, 0] = True
+    if inside is not None:
+        starts_BT.view(-1)[inside.to(device)] = True
+    elif position_ids is not None:
+        visible_BT = None if attention_mask is None else attention_mask.bool()
+        starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
+    hidden = blind = torch.zeros((), dtype=torch.bool, device=device)
+    seen_BT = torch.ones_like(starts_BT) if attention_mask is None else attention_mask.bool()
+    if attention_mask is not None and padding:
+        left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
+        # Before the first visible token nobody is seen, and behind the last one nobody is asked:
+        # rows of their own.
+        starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
+        starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
+        hidden = holes_BT.any()
+        blind = (left_BT if idle_BT is None else left_BT & ~idle_BT).any()
+    if chunk is not None:
+        at = torch.arange(T, device=device)
+        index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
+        if position_ids is not None and inside is None and not counted:
+            # Where transformers found documents, it counts as their positions do, which may begin
+            # anywhere.
+            index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
+        starts_BT |= index_BT % chunk == 0
+    return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), hidden[None], blind[None]])
 
 
 def _bounds(starts_N: Tensor) -> tuple[int, ...]:

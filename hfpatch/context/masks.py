@@ -257,20 +257,27 @@ for _operator in _OPERATORS:
     setattr(Mask, f"__{_operator}__", _as_tensor(f"__{_operator}__"))
 
 
-def _held(function):
-    """The code of a closure, whose method it is, and what it and those it holds were made with, as
-    a flat list.
+def _structure(function, tensors: list) -> list:
+    """The code of a closure, the owner of a method, and what it and those it holds were made with,
+    flat. Tensors go to `tensors`; their class stands for them.
     """
+    if isinstance(function, Tensor):
+        tensors.append(function)
+        return [Tensor]
     if isinstance(function, (tuple, list)):
-        return [len(function), *(x for held in function for x in _held(held))]
-    if not (callable(function) and hasattr(function, "__code__")):
+        found, held = [len(function)], function
+    elif callable(function) and hasattr(function, "__code__"):
+        found, held = [function.__code__, getattr(function, "__self__", None)], []
+        for cell in function.__closure__ or ():
+            held.append(cell.cell_contents)
+        held += function.__defaults__ or ()
+        for item in (function.__kwdefaults__ or {}).items():
+            held += item
+    else:
         return [function]
-    cells = tuple(c.cell_contents for c in function.__closure__ or ())
-    defaults = (
-        *(function.__defaults__ or ()),
-        *(x for item in (function.__kwdefaults__ or {}).items() for x in item),
-    )
-    return [function.__code__, getattr(function, "__self__", None), *_held(cells), *_held(defaults)]
+    for one in held:
+        found += _structure(one, tensors)
+    return found
 
 
 def _unpadded(function):
@@ -321,14 +328,13 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
     """The kind of a mask closure, from what it answers; closures of a structure seen before are
     known.
     """
+    tensors: list[Tensor] = []
     try:
-        held = _held(function)
-        key = *(Tensor if isinstance(x, Tensor) else x for x in held), local, T
+        key = *_structure(function, tensors), local, T
         if key in _kinds:
             return _kinds[key]
     except (TypeError, ValueError):  # what has no hash, an empty cell
         return None
-    tensors = [x for x in held if isinstance(x, Tensor)]
     has_tensor, simulated = bool(tensors), any(map(is_fake, tensors))
     with _asking:
         try:

@@ -112,24 +112,7 @@ def scaled_config(config, n_layers: int, at=None):
         if isinstance(getattr(small, name, None), int):
             setattr(small, name, 0)
     for rope in _rope_tables(small):
-        if "original_max_position_embeddings" in rope:
-            rope["original_max_position_embeddings"] = SIZES["original_max_position_embeddings"]
-        for name in ("short_factor", "long_factor"):
-            if name in rope:  # one a rotated pair
-                rope[name] = rope[name][: SIZES["head_dim"] // 2]
-        if latent and "partial_rotary_factor" in rope:
-            rope["partial_rotary_factor"] = 1.0
-        if not any(isinstance(inner, dict) for inner in rope.values()):
-            # Rotated pairs by height, width and time, the first two equal (ERNIE). Models without
-            # images do not read it.
-            width = (
-                _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
-            )
-            share = (
-                rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
-            )
-            pairs = int(width * share) // 2
-            rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
+        _scale_rotation(small, rope, latent)
     by_layer = config.to_dict().get("per_layer_config")
     if by_layer:  # sizes of single layers that differ from the config
         given = {int(i): values for i, values in by_layer.items()}
@@ -139,6 +122,26 @@ def scaled_config(config, n_layers: int, at=None):
     name_attention(small, "eager")
     run_experts_plainly(small)
     return small
+
+
+def _scale_rotation(small, rope: dict, latent: bool) -> None:
+    """Changes a table of the rotation's settings to the sizes above. latent: head_dim is the rotated
+    part alone.
+    """
+    if "original_max_position_embeddings" in rope:
+        rope["original_max_position_embeddings"] = SIZES["original_max_position_embeddings"]
+    for name in ("short_factor", "long_factor"):
+        if name in rope:  # one a rotated pair
+            rope[name] = rope[name][: SIZES["head_dim"] // 2]
+    if latent and "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = 1.0
+    if not any(isinstance(inner, dict) for inner in rope.values()):
+        # Rotated pairs by height, width and time, the first two equal (ERNIE). Models without
+        # images do not read it.
+        width = _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
+        share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
+        pairs = int(width * share) // 2
+        rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
 
 
 def _scaled_override(values: dict, config) -> dict:

@@ -91,14 +91,12 @@ def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRo
 def _serves(stack, given: Given, batch: Batch, kwargs: dict) -> bool:
     """Whether the packed row of such a forward gives the same, whatever its padding."""
     traits, positions = stack._hfpatch_traits, kwargs.get("position_ids")
+    padded = traits.unpads and given.rows_mask is not None and given.idle_BT is not None
+    if not padded or given.offsets is not None or batch.sequence or batch.weights:
+        return False
     others = pytree().tree_leaves([x for name, x in kwargs.items() if name not in _BY_TOKEN])
     return (
-        traits.unpads
-        and given.rows_mask is not None
-        and given.idle_BT is not None
-        and given.offsets is None
-        and (given.tiled or not traits.mixers)  # transformers' mixers do not isolate documents
-        and not (batch.sequence or batch.weights)
+        (given.tiled or not traits.mixers)  # transformers' mixers do not isolate documents
         and (positions is None or positions.dim() > 1 and positions.shape[-1] == given.T)
         and not any(isinstance(x, Tensor) and x.numel() > 1 for x in others)
         and not asks_for_hidden_states(stack, kwargs)

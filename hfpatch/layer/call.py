@@ -111,7 +111,7 @@ class LayerCall(Kept):
         """
         # The layer's own x, q, k, v, out and lse live until its end anyway.
         room = self.runtime.spare + self.transfers.unsettled_bytes if noting else 0
-        whole, x_tiles, out_tiles = None, self.cut(x_BTD), [self.cut(o) for o in outs]
+        whole, x_tiles, out_tiles = None, self.cut(x_BTD), list(map(self.cut, outs))
         for a, b in self.parts.phase(self.bounds):
             noted = dict.fromkeys(self.keep_inside) if noting else None
             outs_t = self.attention.join(list(map(next, out_tiles)))

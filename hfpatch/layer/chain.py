@@ -22,7 +22,8 @@ class Chain:
 
     def __init__(self):
         self._private: dict[type, tuple] = {}  # private_holders, by the class of hidden states
-        self._last = (lambda: None,) * 2  # the call that came last, and what it gave
+        # the call that came last, and what it gave, as weak references
+        self.last_call = (lambda: None,) * 2
         self.last_held = None
 
     def link(self, call: LayerCall, x: Tensor) -> None:
@@ -43,7 +44,7 @@ class Chain:
     def _before(self, x: Tensor) -> LayerCall | None:
         """The call that came last, where it gave x."""
         # which comes as a view where the hidden states are streams
-        last, y = self._last[0], self._last[1]()
+        last, y = self.last_call[0], self.last_call[1]()
         as_given = (
             y is x
             or y is not None
@@ -52,9 +53,6 @@ class Chain:
             and same_memory(y, x)
         )
         return last() if as_given else None
-
-    def linked(self, call: LayerCall, y: Tensor) -> None:
-        self._last = weakref.ref(call), weakref.ref(y)
 
     def ran_plain(self, layer: nn.Module, policy: Policy, x: Tensor, y) -> None:
         """A layer that keeps everything gave y. Behind the last one no copy's source stays. In

@@ -131,7 +131,10 @@ class Direct(Block):
             weight = own.get("weight")
             if weight.__class__ not in _PLAIN and not is_fake(weight):
                 return False
-        gate, up = (own["weight"].shape for _, own in self.linears_after[1:3])
+        gate, up = (
+            self.linears_after[1][1]["weight"].shape,
+            self.linears_after[2][1]["weight"].shape,
+        )
         widths = (gate[1], gate[1], self.head_dim, self.head_dim)
         for norm, width in zip((self.first, self.second, *self.of_heads), widths):
             weight = norm.own.get("weight")

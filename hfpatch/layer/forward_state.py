@@ -231,13 +231,13 @@ class AsThen:
         self.there = None if found.known is None else there
         tensors = there[: len(found.places)]
         self.counts: list[int | None] = versions(tensors)
-        self.trained = [t.requires_grad for t in tensors]
-        self.tensors = [None if p.gathered else t for p, t in zip(found.places, tensors)]
-        moves = streamed and not all(self.trained)
-        self.storages = [
-            None if t is None or moves and not trained else storage_of(t)
-            for t, trained in zip(self.tensors, self.trained)
-        ]
+        self.trained, self.tensors, self.storages = [], [], []
+        for place, tensor in zip(found.places, tensors):
+            trained = tensor.requires_grad
+            moves = place.gathered or streamed and not trained
+            self.trained.append(trained)
+            self.tensors.append(None if place.gathered else tensor)
+            self.storages.append(None if moves else storage_of(tensor))
 
     def wanted(self) -> list[Tensor]:
         """Its tensors that want a gradient, in the order of the places."""

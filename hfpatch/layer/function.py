@@ -2,18 +2,21 @@
 those of layer/call.py.
 """
 
+import sys
+import weakref
+
 import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import autocast_dtype, is_fake, keeps_graph
+from hfpatch.compat import autocast_dtype, holders, is_fake, keeps_graph
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import dequantized
 from hfpatch.layer.direct import direct_of
 from hfpatch.layer.forward_state import AsThen
 from hfpatch.layer.parts import LayerParts
-from hfpatch.layer.privacy import holders, is_private
+from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.traced import Traced
 from hfpatch.ops._library import refuse_a_batch
@@ -51,7 +54,7 @@ class LayerFunction(torch.autograd.Function):
         call.dextras, call.dleft = dextras[:n], dextras[n:]
         try:
             # on a line of its own, as in _Probe: an argument list holds a reference too
-            held = holders(dy)
+            held = sys.getrefcount(dy), *holders(dy)
             private = is_private(dy, held, call.private)
             with call.runtime.turn:
                 dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
@@ -109,7 +112,8 @@ def tiled_layer(
     is kept. again: what the first run found out about the layer is known.
     """
     layer = parts.layer
-    policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
+    if policy.again:
+        policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
     then = AsThen(
         layer,
         parts.modules,
@@ -132,26 +136,22 @@ def tiled_layer(
         _keep(call, policy, runtime)
     call.shape, call.dtype = x.shape, x.dtype
     runtime.link(call, x)
-    if parts.by_hand:
-        outputs = LayerFunction.apply(call, x, *tensors)
-        runtime.linked(call, outputs[0])
-        return list(outputs)
     # Whether a layer draws random numbers (dropout, noise before a router) is found out by what it
     # leaves behind, once: from then on its tiles note where the generators stood.
     real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(x.device) if real and not parts.random else None
+    watched = Generators(x.device) if real and not (parts.by_hand or parts.random) else None
     outputs = LayerFunction.apply(call, x, *tensors)
     drew = watched is not None and watched.drew()
     if drew:
         parts.random = parts.condition.draws = True
         watched.put_back()
     # Autograd has noted the types that the layer's own weights had before it cast them.
-    cast = then.ran()
+    cast = not parts.by_hand and then.ran()
     if drew or (cast and not again):
         parts.start_anew()
         del call, outputs  # what the first run holds goes before the second one
         return tiled_layer(runtime, policy, parts, x, again=True)
-    runtime.linked(call, outputs[0])
+    runtime.last_call = weakref.ref(call), weakref.ref(outputs[0])
     return list(outputs)
 
 

@@ -192,19 +192,11 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 
-def find_mixers(
-    layer: nn.Module, run, x_BTD: Tensor, known: set
-) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Names of the smallest modules without which run(x), the layer with its attention answered,
-    mixes no tokens, and of those among them that return a pair (Lightning attention, its state)
-    whose second is not read.
-
-    None where there are no such modules, each called once on [B, T, D] and answering alike. x_BTD:
-    one row; known: ids of the layer's other arguments.
+def _calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
+    """(args, kwargs, output) of each call of a module inside the layer while run(x) runs, by its
+    name.
     """
-    tokens, calls = x_BTD.shape[1], {}
-    if not _mixes(run, (x_BTD,), {}, tokens, known):
-        return (), ()
+    calls: dict[str, list[tuple]] = {}
     names = {id(m): n for n, m in layer.named_modules() if n}
 
     def note(module, args, kwargs, out):
@@ -218,6 +210,23 @@ def find_mixers(
     finally:
         for handle in handles:
             handle.remove()
+    return calls
+
+
+def find_mixers(
+    layer: nn.Module, run, x_BTD: Tensor, known: set
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Names of the smallest modules without which run(x), the layer with its attention answered,
+    mixes no tokens, and of those among them that return a pair (Lightning attention, its state)
+    whose second is not read.
+
+    None where there are no such modules, each called once on [B, T, D] and answering alike. x_BTD:
+    one row; known: ids of the layer's other arguments.
+    """
+    tokens = x_BTD.shape[1]
+    if not _mixes(run, (x_BTD,), {}, tokens, known):
+        return (), ()
+    calls = _calls_in(layer, run, x_BTD)
 
     def constant(name, args, kwargs):
         out = calls[name][0][2]

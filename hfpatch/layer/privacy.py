@@ -17,12 +17,6 @@ from torch import Tensor
 from hfpatch import compat
 
 
-def holders(grad: Tensor) -> tuple[int, int, int]:
-    """References to this tensor in Python, in C++, and to its storage."""
-    # Where PyTorch has no counts, no gradient counts as private: it is copied, never overwritten.
-    return sys.getrefcount(grad), *compat.holders(grad)
-
-
 class _Probe(torch.autograd.Function):
     """Notes the holders of a private gradient, from where LayerFunction.backward receives one."""
 
@@ -33,12 +27,15 @@ class _Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, *_):
-        ctx.seen.append(holders(dy))
+        held = sys.getrefcount(dy), *compat.holders(dy)
+        ctx.seen.append(held)
         return dy.clone(), None
 
 
 def private_holders(like: Tensor) -> tuple[int, int, int]:
-    """`holders` of a gradient that only the autograd engine holds, for tensors of this kind."""
+    """References to a gradient that only the autograd engine holds, for tensors of this kind: in
+    Python, in C++, and to its storage.
+    """
     seen: list = []
     with torch.enable_grad(), compat.autocast(like.device.type, enabled=False):
         x = torch.ones(2, device=like.device).requires_grad_()
@@ -50,7 +47,9 @@ def private_holders(like: Tensor) -> tuple[int, int, int]:
 def is_private(grad: Tensor, held: tuple, private: tuple) -> bool:
     """Whether nobody but this backward can see the gradient's memory.
 
-    held: holders(grad), called in a statement of its own: an argument list holds a reference too.
+    held: sys.getrefcount(grad) and compat.holders(grad), in a statement of its own: an argument list
+    holds a reference too. Where PyTorch has no counts, no gradient counts as private: it is copied,
+    never overwritten. private: private_holders.
     """
     whole = (
         grad.is_contiguous()

@@ -10,7 +10,7 @@ layers that run tile by tile may be differentiated: those leave no graph behind.
 Adapters and trained parameters stay on the device, as do embeddings and head.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -153,14 +153,14 @@ class StreamedWeights:
             )
 
     # -- bringing them to the device ---------------------------------------------------------------
+    @contextmanager
     def forward(self, layer: nn.Module, device: torch.device):
         """Context in which a layer's weights are on the device, for a forward; the next layer's are
         under way.
         """
-        return self._forward(layer, device) if self.on else nullcontext()
-
-    @contextmanager
-    def _forward(self, layer: nn.Module, device: torch.device):
+        if not self.on:
+            yield
+            return
         index = layer._hfpatch_index
         with self.lock:
             self.pack([layer], device)
@@ -169,19 +169,18 @@ class StreamedWeights:
             with self._on_device(index, index + 1, index + 1):
                 yield
 
+    @contextmanager
     def again(self, layer: nn.Module, then: nn.Module | None):
         """The same in backward. then: whose turn it is next."""
-        return self._again(layer, then) if self.on else nullcontext()
-
-    @contextmanager
-    def _again(self, layer: nn.Module, then: nn.Module | None):
+        if not self.on:
+            yield
+            return
         with self.lock:
             packed = self.packed.get(layer._hfpatch_index)
             if self.packed and (packed is None or packed.given_others()):
                 raise edited(f"a weight of a {type(layer).__name__}", REPLACED)
-            with self._on_device(
-                layer._hfpatch_index, None if then is None else then._hfpatch_index
-            ):
+            following = None if then is None else then._hfpatch_index
+            with self._on_device(layer._hfpatch_index, following):
                 yield
 
     @contextmanager

@@ -195,11 +195,10 @@ def sweep(
     rows = max(bounds[0][1], bounds[-1][1] - bounds[-1][0]) if bounds else 0
     buffer_CV = hidden_ND.new_empty(rows, width, dtype=dtype)[:, :vocab_size]
     dx_ND = dw = db_V = None
-    if need_dx and overwrite:
-        dx_ND = hidden_ND
-    elif need_dx:
-        make = hidden_ND.new_empty if order is None and bounds else hidden_ND.new_zeros
-        dx_ND = make(hidden_ND.shape)
+    if need_dx:
+        written = order is None and bounds  # every row of it
+        make = torch.empty_like if written else torch.zeros_like
+        dx_ND = hidden_ND if overwrite else make(hidden_ND, memory_format=torch.contiguous_format)
     if needs[1]:
         dw = WeightGrad(weight_VD, dtype, len(bounds), opts.workspace_bytes // 16)
     if needs[2]:
@@ -219,14 +218,9 @@ def sweep(
             dw.add(logits_CV, hidden_CD)
         if db_V is not None:
             db_V += logits_CV.sum(0, dtype=wide)
-        if not need_dx:
-            continue
-        if order is not None:
-            dx_ND.index_copy_(0, index_C, (logits_CV @ weight_work_VD).to(dx_ND.dtype))
-        elif dx_ND.dtype == dtype:
-            torch.mm(logits_CV, weight_work_VD, out=dx_ND[start:end])
-        else:
-            dx_ND[start:end] = logits_CV @ weight_work_VD
+        if need_dx:
+            where = slice(start, end) if index_C is None else index_C
+            _write_product(dx_ND, where, logits_CV, weight_work_VD)
     if overwrite and order is not None:
         dx_ND.index_fill_(0, order[count:], 0)
     logits_CV = buffer_CV = hidden_CD = weight_work_VD = None
@@ -234,6 +228,18 @@ def sweep(
         opts.shard.reduce_(dx_ND, dist.ReduceOp.SUM)
     db_V = None if db_V is None else db_V.to(bias_V.dtype)
     return dx_ND, None if dw is None else dw.finish(), db_V
+
+
+def _write_product(
+    dx_ND: Tensor, where: "slice | Tensor", logits_CV: Tensor, weight_VD: Tensor
+) -> None:
+    """Rows `where` of dX, from the gradient of their logits."""
+    if isinstance(where, Tensor):
+        dx_ND.index_copy_(0, where, (logits_CV @ weight_VD).to(dx_ND.dtype))
+    elif dx_ND.dtype == weight_VD.dtype:
+        torch.mm(logits_CV, weight_VD, out=dx_ND[where])
+    else:
+        dx_ND[where] = logits_CV @ weight_VD
 
 
 def divisor(

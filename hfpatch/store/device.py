@@ -274,10 +274,13 @@ def beside(compute, *inputs: Tensor) -> list[Tensor]:
 
 
 def _arrivals(inputs, device: Device) -> list:
-    noted = [vars(x).get("_hfpatch_arrived") for x in inputs]
-    if any(note is None or note[1] != version(x) for note, x in zip(noted, inputs)):
-        return [device.mark()]
-    return [event for event, _ in noted]
+    events = []
+    for x in inputs:
+        event, written = vars(x).get("_hfpatch_arrived") or (None, None)
+        if written != version(x):
+            return [device.mark()]
+        events.append(event)
+    return events
 
 
 def mark_batch_ready(batch) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from hfpatch.compat import graph_task, version
 from hfpatch.store.device import Device, device_for
 from hfpatch.store.disk import DiskDirectory, File, Read
-from hfpatch.store.pool import HostPool, Loan, Piece
+from hfpatch.store.pool import HostPool, Loan
 
 WRITTEN_TO = (
     "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
@@ -199,12 +199,6 @@ class Transfers:
                         flat, non_blocking=device.pins
                     )
 
-    @staticmethod
-    def _rows(saved: Saved, block: Piece) -> Tensor:
-        """A piece's bytes as the tensor that is saved in it."""
-        nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
-        return block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
-
     def settle(self, under_way: int = 0, room: int = 0) -> None:
         """Releases the sources of copies, the oldest first; their streams wait for the copies
         before that.
@@ -273,7 +267,8 @@ class Transfers:
         ticket.copying = True
         with device.on(self.to_device), torch.no_grad():
             for saved, a, b, destination in copies:
-                source = self._rows(saved, saved.block.thing)
+                nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
+                source = saved.block.thing.bytes[:nbytes].view(saved.dtype).view(saved.shape)
                 # One contiguous copy a batch row: a strided copy between host and device would go
                 #     through a temporary.
                 for row in range(saved.shape[0]):

@@ -157,7 +157,7 @@ def test_adapters_keep_what_still_spares_them_something():
         torch.manual_seed(3)
         loss = model(input_ids=tokens(), labels=tokens()).loss
         if keep == "auto":
-            kept = model.base_model.model.model._hfpatch_session._last[0]().keep
+            kept = model.base_model.model.model._hfpatch_session.last_call[0]().keep
             assert kept == ("qkv", "gate_up")
         loss.backward()
         found.append(gradients(model))

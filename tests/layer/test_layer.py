@@ -707,11 +707,11 @@ def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monk
     forwards.clear()
     hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
     session, calls = model.model.layers[0]._hfpatch_session, []
-    linked = session.linked
+    link = session.link
     monkeypatch.setattr(
         session,
-        "linked",
-        lambda call, y: calls.append(call.policy.save_attention) or linked(call, y),
+        "link",
+        lambda call, x: calls.append(call.policy.save_attention) or link(call, x),
     )
     model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
     assert calls == [True, True, False]

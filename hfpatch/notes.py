@@ -1,0 +1,98 @@
+"""What the report says: what was swapped, how the layers run, and what one long sequence takes."""
+
+from collections import Counter
+
+from torch import nn
+
+from hfpatch.budget.choice import choose
+from hfpatch.budget.formula import ModelShape, step_memory
+from hfpatch.budget.policy import Checkpointing
+from hfpatch.decoder.find import Decoder
+from hfpatch.layer.condition import look
+from hfpatch.layer.freeze_base import widened
+from hfpatch.report import Report
+
+_DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range of each input
+
+
+def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:
+    """Adds to the report what was swapped, by class, and the reasons of what was not."""
+    names = Counter(type(m).__name__ for m in done)
+    report.swaps += [(option, name, n) for name, n in names.items()]
+    for (name, reason), n in left.items():
+        report.details.append(f"{option}: {n} x {name} left as they are: {reason}.")
+    if left and not done:
+        report.skipped.append((option, left.most_common(1)[0][0][1]))
+    elif left:
+        (name, reason), _ = left.most_common(1)[0]
+        report.skipped.append((option, f"{name}: {reason}"))
+    elif not done:
+        report.skipped.append((option, "none in this model"))
+
+
+def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> None:
+    """What the report says of the layers."""
+    stack, layers, notes = decoder.stack, decoder.layers, report.notes
+    whole = Counter(reason for layer in layers if (reason := look(layer).reason))
+    for reason, n in whole.items():
+        notes.append(
+            f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}."
+        )
+    notes += _mixer_notes(layers, found.answers)
+    where = "chosen at the first step" if settings.offload == "auto" else settings.offload
+    notes.append(
+        f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
+        "of them is replaced."
+    )
+    if settings.frozen_weights == "host":
+        notes.append(
+            "frozen weights of the layers stay in host memory and come to the device a layer "
+            "ahead of their use."
+        )
+    wide = widened(decoder.stack if decoder.causal is None else decoder.causal)
+    if wide:
+        notes.append(
+            f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, "
+            "so residual stream and host memory are twice as large "
+            "(prepare_model_for_kbit_training): call hfpatch.freeze_base(model) in its place."
+        )
+    ranged = [n for n, m in stack.named_modules() if type(m).__module__.startswith(_DYNAMIC)]
+    if ranged:
+        notes.append(
+            f"{len(ranged)} modules ({ranged[0]}, ...) quantise what they are given by its range, "
+            "which is each tile's own: values differ from those of whole sequences by a step of "
+            "that quantisation; tile as long as the sequence for the same."
+        )
+    if shape is not None and not whole and not shape.whole_because:
+        itemsize = next(stack.parameters()).element_size()
+        notes.append(_memory_note(stack.config, shape, settings, itemsize))
+    dropout = getattr(stack.config, "attention_dropout", 0.0)
+    if dropout:
+        notes.append(
+            f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
+            "of tile by tile."
+        )
+
+
+def _mixer_notes(layers, answers) -> list[str]:
+    """How the modules run that mix tokens beside attention, a line for each way."""
+    found = Counter()
+    for layer, traits in zip(layers, answers):
+        for name in traits.mixers if traits.reason is None else ():
+            kind = type(layer.get_submodule(name)).__name__
+            found[kind, traits.in_time(name)] += 1
+    return [f"{n} {kind}s, which mix tokens, {in_time}." for (kind, in_time), n in found.items()]
+
+
+def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: int) -> str:
+    """What the closed form expects of one long sequence on a GPU with the host memory it asks
+    for.
+    """
+    tokens = min(config.max_position_embeddings, 131072)
+    policy = choose(settings, shape, batch=1, tokens=tokens, itemsize=itemsize)
+    memory = step_memory(shape, policy, batch=1, tokens=tokens, itemsize=itemsize)
+    return (
+        f"expected for one sequence of {tokens:,} tokens on a GPU: {memory.beyond / 2**30:.2f} "
+        "GiB beyond parameters and "
+        f"gradients, {memory.host / 2**30:.2f} GiB of host memory (see `hfpatch plan`)."
+    )

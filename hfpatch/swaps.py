@@ -1,0 +1,190 @@
+"""Which modules of a model get which class: fused parts, the loss, the stack and its layers, towers.
+
+`apply` (patch.py) calls these in order. Each writes into the report what it swapped and what it left
+as it is.
+"""
+
+import weakref
+from collections import Counter
+from dataclasses import replace
+
+from torch import nn
+
+from hfpatch import notes
+from hfpatch.budget.formula import ModelShape
+from hfpatch.compat import Turn, gather_as_one, modules_of, names_attention, not_for_ddp
+from hfpatch.context.classes import is_mixed, replaced_forward, swap
+from hfpatch.decoder.batch import StackTraits
+from hfpatch.decoder.find import Decoder
+from hfpatch.decoder.stack import OurAttention
+from hfpatch.layer.layer import TiledLayer, UntiledLayer
+from hfpatch.layer.runtime import LayerRuntime, Waiting
+from hfpatch.layer.tower import Tower, TowerBlock, find_towers
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
+from hfpatch.loss.head import fuse, head_name, why_whole_logits
+from hfpatch.loss.log_probs import TrlHead
+from hfpatch.parts import parts
+from hfpatch.parts.embedding import FreeEmbedding, FusedEmbedding, ScaledEmbedding
+from hfpatch.parts.quantised import as_trained
+from hfpatch.report import Report
+
+# How the names of modules end that a part may stand for, and what finds it.
+PARTS = {
+    "rms_norm": ("Norm", parts.norm_part),
+    "mlp": ("MLP", parts.mlp_part),
+    "rope": ("Attention", parts.rope_part),
+}
+
+
+def fuse_parts(decoder: Decoder, option: str, report: Report) -> None:
+    ending, part_of = PARTS[option]
+    done, left = [], Counter()
+    for module in decoder.stack.modules():
+        if not type(module).__name__.endswith(ending) or is_mixed(module):
+            continue
+        found = part_of(module)
+        if isinstance(found, str):
+            left[type(module).__name__, found] += 1
+            continue
+        part, attributes = found
+        swap(module, part)
+        vars(module).update(attributes)
+        done.append(module)
+    notes.count(report, option, done, left)
+
+
+def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
+    model = decoder.causal
+    name = None if model is None else head_name(model)
+    trl = None if model is None else TrlHead.of(vars(model).get("forward"))
+    if model is None or trl is None and "forward" in vars(model):
+        why = "no head with labels in this model" if model is None else replaced_forward(model)
+        report.skipped.append(("loss", why))
+        return
+    if trl is not None:
+        del model.forward
+        report.notes.append(
+            "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies "
+            "without logits."
+        )
+    for outer in (model, *(m for m in decoder.around if "forward" not in vars(m))):
+        holder = next(path for path, m in outer.named_modules() if m is model)
+        swap(outer, FusedCausalLM)
+        outer._hfpatch_holder, outer._hfpatch_head_name = holder, name
+        outer._hfpatch_norm_path = decoder.norm_path and f"{holder}.{decoder.norm_path}".lstrip(".")
+        outer._hfpatch_logits = logits
+    model._hfpatch_trl = trl
+    reason = why_whole_logits(model, model._hfpatch_head())
+    if reason:  # asked again in each call: an adapter may come off the head
+        report.skipped.append(("loss", f"{reason}: the loss runs through whole logits"))
+    else:
+        report.swaps.append(("loss", type(outer).__name__, 1))
+
+
+def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:
+    """The stack gets our attention, and its layers run tile by tile where that is exact."""
+    stack, layers, skipped = decoder.stack, decoder.layers, report.skipped
+    if "forward" in vars(stack):
+        skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
+        return
+    if not found.ours and found.alone and found.apart:
+        skipped.append(("checkpointing", found.alone))
+        return
+    configs = _configs(decoder)
+    _patch_stack(decoder, found, configs, report)
+    if settings == "off" or found.alone:
+        skipped.append(("checkpointing", "not asked for" if settings == "off" else found.alone))
+        for layer, answer in zip(layers, found.answers):
+            _swap_layer(layer, UntiledLayer, answer, found.places, configs)
+        return
+    for layer in layers:
+        if "forward" in vars(layer):
+            skipped.append(("checkpointing", f"{type(layer).__name__}: {replaced_forward(layer)}"))
+            return
+    shape = as_trained(_shape(stack.config), layers[0])
+    session = LayerRuntime(settings, shape, len(layers), turn)
+    session.owner = weakref.ref(decoder.causal or stack)
+    stack._hfpatch_session = session
+    not_for_ddp(session.owner(), Waiting(session))
+    names = Counter(type(layer).__name__ for layer in layers)
+    for index, (layer, answer) in enumerate(zip(layers, found.answers)):
+        if isinstance(layer, TiledLayer):  # one that runs again later in the same forward
+            continue
+        layer._hfpatch_index, layer._hfpatch_session = index, session
+        _swap_layer(layer, TiledLayer, answer, found.places, configs)
+        gather_as_one(layer, True)
+    if hasattr(stack, "embed_tokens"):
+        fuse(stack.embed_tokens, nn.Embedding, FusedEmbedding)
+        # A family's own scales its output; a plain one is left here where another library replaced
+        # its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps its class.
+        rest = stack.embed_tokens
+        if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
+            swap(rest, FreeEmbedding if type(rest) is nn.Embedding else ScaledEmbedding)
+    report.swaps += [("checkpointing", name, n) for name, n in names.items()]
+    notes.note_layers(decoder, settings, found, shape, report)
+
+
+def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, report) -> None:
+    """Blocks of images and sound: checkpointed whole. Only beside layers that are ours."""
+    if not isinstance(decoder.layers[0], TiledLayer):
+        return
+    for name, lists in find_towers(model, decoder.stack).items():
+        swap(model.get_submodule(name), Tower)
+        for blocks in lists:
+            runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), None, len(blocks), turn)
+            for block in blocks:
+                swap(block, TowerBlock)
+                block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
+        report.notes.append(
+            f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
+            "without a graph where nothing in it is trained."
+        )
+
+
+def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> None:
+    """Our class for the stack, and for a model around it that must hand positions on."""
+    stack, causal = decoder.stack, decoder.causal
+    swap(stack, OurAttention)
+    mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
+    stack._hfpatch_configs = configs
+    # Ranks that send tokens to each other's experts run equally many tiles.
+    asked = getattr((causal or stack).config, "distributed_config", None)
+    unpads = found.unpads and (getattr(asked, "ep_size", None) or 1) == 1
+    stack._hfpatch_traits = StackTraits(
+        found.ours, mixers, mixers and found.across, found.apart, unpads
+    )
+    if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
+        # A model between the two may make a cache.
+        if mixers or not found.apart or stack not in causal.children():
+            swap(causal, TellsPositions)
+    if not found.apart:
+        report.notes.append(
+            "rows that hold several documents are refused: its layers were not seen to keep them "
+            "apart."
+        )
+
+
+def _swap_layer(
+    layer: nn.Module, part: type, answers: LayerTraits, places: frozenset, configs: tuple
+) -> None:
+    if not is_mixed(layer):
+        swap(layer, part)
+        layer._hfpatch_configs, layer._hfpatch_traits, layer._hfpatch_places = (
+            configs,
+            answers,
+            places,
+        )
+
+
+def _configs(decoder: Decoder) -> tuple:
+    """The configs that the stack and what is in it read, each once."""
+    configs = (getattr(m, "config", None) for m in decoder.stack.modules())
+    return tuple({id(c): c for c in configs if names_attention(c)}.values())
+
+
+def _shape(config) -> ModelShape | None:
+    try:
+        return ModelShape.from_config(config)
+    except Exception:  # a config whose sizes differ from layer to layer raises one of its own
+        return None
