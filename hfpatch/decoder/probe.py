@@ -39,14 +39,8 @@ class _Counting:
     """
 
     def __init__(self, value: float = float("nan")):
-        self.modules, self.inputs, self.independent, self.reasons, self.value = (
-            [],
-            [],
-            True,
-            [],
-            value,
-        )
-        self.softcap = None
+        self.modules, self.inputs, self.reasons = [], [], []
+        self.independent, self.value, self.softcap = True, value, None
 
     def __call__(self, asked: Asked) -> Tensor:
         inputs = (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)
@@ -233,13 +227,8 @@ class _Probe:
     """Runs `pre` and `post` of one layer and compares gradients bit for bit."""
 
     def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
-        self.layer, self.forward, self.x, self.batch, self.configs = (
-            layer,
-            forward,
-            x_BTD,
-            batch,
-            configs,
-        )
+        self.layer, self.forward, self.configs = layer, forward, configs
+        self.x, self.batch = x_BTD, batch
         self.arguments = Arguments(args, of_its_own(kwargs), *x_BTD.shape[:2])
         self.known = known
         self.T = x_BTD.shape[1]
@@ -257,14 +246,8 @@ class _Probe:
 
     def _ask(self, arguments=None, **known) -> Traced:
         answers = replace(self.known, **known)
-        return Traced(
-            self.layer,
-            arguments or self.arguments,
-            answers,
-            self.configs,
-            self.batch,
-            forward=self.forward,
-        )
+        given = arguments or self.arguments
+        return Traced(self.layer, given, answers, self.configs, self.batch, forward=self.forward)
 
     def _gradients(self, run) -> list[Tensor | None]:
         x = self.x.clone().requires_grad_()

@@ -232,10 +232,6 @@ class Policies:
                 "them to pin host memory."
             )
 
-    def is_plain(self, layer: nn.Module, policy: Policy) -> bool:
-        """Whether this is one of the last layers, which keep everything."""
-        return layer._hfpatch_index >= self.n_layers - policy.plain
-
     def _chosen(
         self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group
     ) -> Policy:
@@ -346,11 +342,9 @@ class Policies:
 
     def _shared(self) -> ModelShape:
         """The model's shape for the ranks that share the rows under way."""
-        return (
-            self.shape
-            if self.sequence is None
-            else dataclasses.replace(self.shape, ranks=self.sequence.size)
-        )
+        if self.sequence is None:
+            return self.shape
+        return dataclasses.replace(self.shape, ranks=self.sequence.size)
 
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
         """Deterministic attention backward at long lengths: its scratch is said before the step,

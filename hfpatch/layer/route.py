@@ -121,8 +121,9 @@ def _tiled(r: Request) -> Tiled | Stock:
     layer, session = r.layer, r.layer._hfpatch_session
     able = partial(keepable, layer, layer._hfpatch_traits, KEEPABLE, r.x.device.type)
     policy = session.policy(layer, r.x, r.batch.sequence, able=able)
-    keeps_everything = torch.is_grad_enabled() and session.is_plain(layer, policy)
-    return Stock(keeps=policy) if keeps_everything else Tiled(policy)
+    # one of the last layers, which keep everything
+    plain = layer._hfpatch_index >= session.n_layers - policy.plain
+    return Stock(keeps=policy) if plain and torch.is_grad_enabled() else Tiled(policy)
 
 
 def _whole(r: Request, reason: str) -> Whole | Stock:
@@ -146,6 +147,6 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
         session.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
         return Stock(KEEPS)
     policy = session.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None
-    if policy is not None and session.is_plain(layer, policy):
+    if policy is not None and layer._hfpatch_index >= session.n_layers - policy.plain:
         return Stock(reason)
     return Whole(reason, policy)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfpatch.lab.profile import record
+from hfpatch.lab.profile import owners, record
 
 CPU = torch.profiler.ProfilerActivity.CPU
 
@@ -45,7 +45,7 @@ def owned():
             with record.phase("backward"):
                 loss.backward()
     events = record.Events(profiler)
-    blocks, phases, end = record.allocations(events, "cpu", [], [], head="second")
+    blocks, phases, end = owners.allocations(events, "cpu", [], [], head="second")
     return blocks, phases, end
 
 
@@ -125,5 +125,5 @@ def test_an_address_used_again_is_not_the_checkpoint():
             return 40
 
     living = {7: (Node(), 100, None), 8: (Node(), 100, None)}
-    record._mark(Calls(), living, {7: ("checkpoints", "model.layers.0"), 8: "gradients"})
+    owners._mark(Calls(), living, {7: ("checkpoints", "model.layers.0"), 8: "gradients"})
     assert living[7][2] is None and living[8][2] == "gradients"

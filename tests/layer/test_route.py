@@ -12,20 +12,19 @@ from hfpatch.layer.route import KEEPS, NOT_NOW, RULES, Request, Stock, Tiled, Wh
 from hfpatch.layer.traits import LayerTraits
 
 B, T, D = 2, 4, 8
-ALL = object()  # a policy by which this layer is one of the last, which keep everything
+ALL = Policy(plain=1)  # by which the only layer is one of the last, which keep everything
 
 
 class Session:
     """What `route` asks of a layer's session."""
+
+    n_layers = 1
 
     def __init__(self):
         self.lines, self.policy_is = [], Policy()
 
     def policy(self, layer, x, sequence=None, whole=False, able=None):
         return self.policy_is
-
-    def is_plain(self, layer, policy):
-        return policy is ALL
 
     def tell(self, line):
         self.lines.append(line)
@@ -39,7 +38,7 @@ def call(training=True, policy=None, traits=(), settled=None, adapter=None, caus
     known = LayerTraits(attention=("self_attn",), looked=True, **dict(traits))
     layer = SimpleNamespace(
         training=training, _hfpatch_session=session, _hfpatch_traits=known,
-        gradient_checkpointing=False,
+        gradient_checkpointing=False, _hfpatch_index=0,
     )  # fmt: skip
     condition = SimpleNamespace(now=settled, mixing=[attn], head_dim=8, adapter=adapter)
     x = changes.get("x", torch.zeros(B, T, D))

@@ -1,5 +1,5 @@
-"""From torch.profiler's events to allocations with owners: module, phase, operator, Python line,
-category.
+"""What torch.profiler recorded of a step: markers around modules and phases, and its events by thread.
+(owners.py makes allocations of them.)
 
 The profiler's event tree holds every allocation and free of PyTorch's allocators, CPU or CUDA.
 Forward hooks leave a marker around each module's call, so the innermost marker around an allocation
@@ -16,21 +16,10 @@ from unittest import mock
 import torch
 from torch.profiler import record_function
 
-from hfpatch.lab.profile.timeline import NOWHERE, Allocation
 from hfpatch.lab.simulate.follow import module_calls
 from hfpatch.store import device
 
 MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"
-# Frames that say nothing about who asked for the memory.
-SKIPPED = (
-    "torch/",
-    "contextlib.py",
-    "threading.py",
-    "<",
-    "functools.py",
-    "accelerate/",
-    "transformers/utils/",
-)
 
 
 def phase(name: str):
@@ -178,7 +167,7 @@ class Events:
                     self.phases.append(
                         ("torch optimizer", start, start + node.duration_time_ns, node.start_tid)
                     )
-                elif fields.sequence_number >= 0 and not _is_backward(node):
+                elif fields.sequence_number >= 0 and not is_backward(node):
                     self.ops[node.start_tid, fields.sequence_number].append(node)
         self.allocations.sort(key=lambda n: n.start_time_ns)
         for found in self.ops.values():
@@ -210,7 +199,7 @@ class Events:
         """The operator of the forward that made the autograd node around this event, or None
         outside a backward.
         """
-        around = [n for n in _above(node) if n.typed[0].name == "TorchOp" and _is_backward(n)]
+        around = [n for n in above(node) if n.typed[0].name == "TorchOp" and is_backward(n)]
         if not around:
             return None
         # A backward inside a backward (a tiled layer's own) runs and counts on its own thread.
@@ -259,13 +248,13 @@ class Events:
         return self.module_at(forward) if forward is not None else None
 
 
-def _above(node):
+def above(node):
     """The events around this one, the innermost first."""
     while (node := node.parent) is not None:
         yield node
 
 
-def _is_backward(node) -> bool:
+def is_backward(node) -> bool:
     return (
         node.name.startswith("autograd::engine::evaluate_function")
         or node.typed[1].scope.name == "BACKWARD_FUNCTION"
@@ -274,156 +263,3 @@ def _is_backward(node) -> bool:
 
 def _same_node(a, b) -> bool:
     return a.typed[1].sequence_number == b.typed[1].sequence_number
-
-
-def operator(node) -> str:
-    """The innermost operator around an event: 'aten::mm', 'hfpatch::swiglu', or '' for plain
-    Python.
-    """
-    backward = ""
-    for parent in _above(node):
-        if parent.typed[0].name == "TorchOp":
-            if not _is_backward(parent) and not parent.name.startswith("hfpatch."):
-                return (
-                    parent.name
-                    if parent.name not in ("aten::empty", "aten::empty_strided")
-                    else _maker(parent)
-                )
-            backward = backward or parent.name.removeprefix("autograd::engine::evaluate_function: ")
-    return backward
-
-
-def _maker(node) -> str:
-    """aten::empty is asked for by the operator around it."""
-    for parent in _above(node):
-        if parent.typed[0].name != "TorchOp":
-            break
-        if parent.name.startswith(("aten::", "hfpatch::")) and not parent.name.startswith(
-            "aten::empty"
-        ):
-            return parent.name
-    return node.name
-
-
-def line(events: Events, node) -> str:
-    """'transformers/models/llama/modeling_llama.py:64': the innermost frame that is not plumbing,
-    or ''.
-
-    In a backward, where the only frame around is the training loop's, the line of the forward.
-    """
-    for parent in _above(node):
-        if parent.typed[0].name in ("PyCall", "PyCCall"):
-            frame = parent.typed[1].caller
-            if (
-                not frame.file_name.startswith(SKIPPED)
-                and "hfpatch/profiling" not in frame.file_name
-            ):
-                return f"{frame.file_name}:{frame.line_number}"
-        elif parent.typed[0].name == "TorchOp" and _is_backward(parent):
-            forward = events.forward_of(node)
-            return line(events, forward) if forward is not None else ""
-    return ""
-
-
-def allocations(events: Events, device_type: str, preexisting, marks, head: str = "lm_head"):
-    """Every block of the device's allocator as an Allocation, times in seconds from the first
-    phase, and the phases.
-
-    preexisting: (data_ptr, bytes, category) alive before the recording; marks: (phase name,
-    {data_ptr: category}) taken at the end of a phase: a block alive there with that address is what
-    the mark says it is; a category may be a pair (category, module): only a block older than that
-    module's first call is meant; head: the output projection's module name, whose blocks, and those
-    of the modules that hold it, are the loss's.
-    """
-    zero = (
-        events.phases[0][1]
-        if events.phases
-        else (events.allocations[0].start_time_ns if events.allocations else 0)
-    )
-    ends = {name: end for name, _, end, _ in events.phases}
-    forward_end = ends.get("forward")
-    checks = [(ends[name], pointers) for name, pointers in marks if name in ends]
-    living = {pointer: (None, count, category) for pointer, count, category in preexisting}
-    done, final = [], 0
-
-    def close(entry, died):
-        node, count, category = entry
-        done.append(_owned(events, node, count, category, died, zero, forward_end, head))
-
-    for node in events.allocations:
-        fields = node.typed[1]
-        if fields.device.type != device_type:
-            continue
-        final = max(final, node.start_time_ns)
-        while checks and node.start_time_ns > checks[0][0]:
-            _mark(events, living, checks.pop(0)[1])
-        if fields.alloc_size > 0:
-            if fields.ptr in living:  # freed where the profiler did not look
-                close(living.pop(fields.ptr), node.start_time_ns)
-            living[fields.ptr] = (node, fields.alloc_size, None)
-        elif fields.ptr in living:
-            close(living.pop(fields.ptr), node.start_time_ns)
-    for _, pointers in checks:
-        _mark(events, living, pointers)
-    for entry in living.values():
-        close(entry, None)
-    last = max([final, *ends.values()], default=final)
-    phases = [
-        [name, (start - zero) / 1e9, (end - zero) / 1e9] for name, start, end, _ in events.phases
-    ]
-    return done, phases, (last - zero) / 1e9
-
-
-def _mark(events, living, pointers):
-    for pointer, category in pointers.items():
-        if pointer not in living:
-            continue
-        node, count, known = living[pointer]
-        if isinstance(category, tuple):
-            category, module = category
-            if node is not None and node.start_time_ns > events.first_call(module):
-                continue  # the address was used again
-        living[pointer] = (node, count, known or category)
-
-
-def _owned(events, node, count, category, died, zero, forward_end, head) -> Allocation:
-    """One Allocation: who asked for it, and what it is for."""
-    died_s = None if died is None else (died - zero) / 1e9
-    if node is None:
-        return Allocation(count, min(0.0, died_s or 0.0), died_s, category, "", "before the step")
-    born = node.start_time_ns
-    module, phase_name = events.module_at(node), events.phase_at(born)
-    if category is None:
-        forward_long = (
-            phase_name == "forward"
-            and forward_end is not None
-            and (died is None or died > forward_end)
-        )
-        if events.on_host(born):
-            category = "host"
-        elif phase_name == "optimizer":
-            category = "working set"
-        elif module is not None and holds(head, module):
-            category = "loss"
-        elif forward_long:
-            category = "activations"
-        else:
-            category = "working set" if phase_name else "other"
-    where = line(events, node)
-    return Allocation(
-        count,
-        (born - zero) / 1e9,
-        died_s,
-        category,
-        NOWHERE if module is None else module,
-        phase_name,
-        operator(node),
-        where,
-    )
-
-
-def holds(head: str, module: str) -> bool:
-    """The head itself, a part of it (an adapter), or what holds it: the causal LM, whose forward
-    calls the loss.
-    """
-    return module == "" or (head + ".").startswith(module + ".") or module.startswith(head + ".")

@@ -11,8 +11,9 @@ from hfpatch.budget.choice import choose
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.profile.options import Options, words_of
+from hfpatch.lab.profile.owners import holds
 from hfpatch.lab.profile.planned import planned
-from hfpatch.lab.profile.record import holds, is_layer
+from hfpatch.lab.profile.record import is_layer
 from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
 from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
 from hfpatch.lab.simulate import liger
@@ -79,23 +80,27 @@ def simulated_run(options: Options) -> Run:
     )
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
-    # From the forward to the last block that a step takes or lets go: what follows is the
-    #     simulation's own clearing up.
-    blocks = found.ledger.blocks
+    return _measured(run, found.ledger, inputs, head_name(model), type(model).__name__)
+
+
+def _measured(run: Run, ledger, inputs: set, head: str, root: str) -> Run:
+    """The run with its phases and blocks, from the forward to the last block that a step takes or
+    lets go: what follows is the simulation's own clearing up.
+
+    inputs: ids of the blocks that layers were given; head, root: as in _owned.
+    """
+    blocks = ledger.blocks
     passing = [
         b.died for b in blocks if b.died and b.phase != "setup" and b.category not in LASTING
     ]
     end = max([b.born + 1 for b in blocks] + passing, default=0)
-    phases = found.ledger.phases
+    phases = ledger.phases
     zero = phases[0][0]
     borders = [*(start for start, _ in phases), end]
     run.phases = [
         [name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(phases)
     ]
-    forward_end = borders[1]
-    head = head_name(model)
-    root = type(model).__name__
-    owned = [_owned(block, inputs, forward_end, head, root) for block in blocks]
+    owned = [_owned(block, inputs, borders[1], head, root) for block in blocks]
     return measure(run, [_within(a, zero, end) for a in owned], end - zero)
 
 

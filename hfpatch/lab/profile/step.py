@@ -20,6 +20,7 @@ from hfpatch.lab.models import config_of
 from hfpatch.lab.profile import record
 from hfpatch.lab.profile.families import by_family, copy_wait
 from hfpatch.lab.profile.options import Options
+from hfpatch.lab.profile.owners import allocations
 from hfpatch.lab.profile.timeline import Run, measure, versions
 from hfpatch.lab.simulate.rivals import config_class
 
@@ -95,6 +96,24 @@ def make_batch(vocab_size: int, options: Options, device) -> dict:
     return {"input_ids": ids, "labels": ids}
 
 
+def _new_run(options: Options, device) -> Run:
+    run = Run(
+        impl=options.impl, seq_len=options.seq_len, batch=options.batch, device=_device_name(device)
+    )
+    ours = options.impl == "hfpatch"
+    run.setup = {
+        "model": options.model,
+        "dtype": str(options.torch_dtype).removeprefix("torch."),
+        "optimizer": options.optimizer,
+        "gradient_checkpointing": None if ours else options.gradient_checkpointing,
+        "checkpointing": options.checkpointing if ours else None,
+        "warmup": options.warmup,
+        "steps": options.steps,
+    }
+    run.versions = software()
+    return run
+
+
 def record_run(
     model,
     optimizer,
@@ -112,48 +131,9 @@ def record_run(
         snapshot.
     """
     device = batch["input_ids"].device
-    run = Run(
-        impl=options.impl, seq_len=options.seq_len, batch=options.batch, device=_device_name(device)
-    )
-    run.setup = {
-        "model": options.model,
-        "dtype": str(options.torch_dtype).removeprefix("torch."),
-        "optimizer": options.optimizer,
-        "gradient_checkpointing": options.gradient_checkpointing
-        if options.impl != "hfpatch"
-        else None,
-        "checkpointing": options.checkpointing if options.impl == "hfpatch" else None,
-        "warmup": options.warmup,
-        "steps": options.steps,
-    }
-    run.versions = software()
-    backward = backward or (lambda loss: loss.backward())
-    marks: list = []
-
-    def step(marked=False):
-        with record.phase("forward"):
-            # the output object is not kept: it would hold the logits through the backward
-            loss = model(**batch).loss
-        if marked:
-            marks.append(("forward", inputs))
-        with record.phase("backward"):
-            backward(loss)
-        del loss
-        if marked:
-            marks.append(("backward", dict.fromkeys(_pointers(_gradients(model)), "gradients")))
-        if optimizer is not None:
-            with record.phase("optimizer"):
-                optimizer.step()
-            if marked:
-                marks.append(
-                    ("optimizer", dict.fromkeys(_pointers(_states(optimizer)), "optimizer"))
-                )
-            optimizer.zero_grad(set_to_none=True)
-        else:
-            model.zero_grad(set_to_none=True)
-
-    inputs: dict = {}
-    profiler = None
+    run = _new_run(options, device)
+    step = Step(model, optimizer, batch, backward or (lambda loss: loss.backward()))
+    profiler, recorded = _profiler(device, options), False
     stack = contextlib.ExitStack()
     held = stack.enter_context(record.host_buffers())
     try:
@@ -163,22 +143,14 @@ def record_run(
         progress("recorded step")
         before = _preexisting(model, optimizer, batch, device, held)
         _start_history(device)
-        with record.module_markers(model) as inputs:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            profiler = torch.profiler.profile(
-                activities=activities,
-                profile_memory=True,
-                with_stack=options.stacks,
-                record_shapes=False,
-            )
+        with record.module_markers(model) as step.inputs:
             profiler.start()
             try:
                 step(marked=True)
                 _synchronize(device)
             finally:
                 profiler.stop()
+                recorded = True
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)
@@ -201,24 +173,71 @@ def record_run(
         run.memory["pinned_host_peak_bytes"] = run.memory.get("pinned_host_peak_bytes", 0) + sum(
             held.values()
         )
-    if profiler is not None:
+    if recorded:
         progress("reading the events")
-        _read(profiler, run, device, before, marks, head_name(model))
+        _read(profiler, run, device, before, step.marks, head_name(model))
         if main and options.trace:
             _write_trace(profiler, options, run)
+    _note_load(run, device)
+    run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return run
+
+
+class Step:
+    """One training step, in phases. Of a marked one `marks` notes what its gradients and optimizer
+    states are, and `inputs` what its layers were given (record.module_markers).
+    """
+
+    def __init__(self, model, optimizer, batch: dict, backward: Callable):
+        self.model, self.optimizer, self.batch, self.backward = model, optimizer, batch, backward
+        self.marks: list = []
+        self.inputs: dict = {}
+
+    def __call__(self, marked: bool = False) -> None:
+        with record.phase("forward"):
+            # the output object is not kept: it would hold the logits through the backward
+            loss = self.model(**self.batch).loss
+        if marked:
+            self.marks.append(("forward", self.inputs))
+        with record.phase("backward"):
+            self.backward(loss)
+        del loss
+        if marked:
+            self._mark("backward", _gradients(self.model), "gradients")
+        if self.optimizer is None:
+            self.model.zero_grad(set_to_none=True)
+            return
+        with record.phase("optimizer"):
+            self.optimizer.step()
+        if marked:
+            self._mark("optimizer", _states(self.optimizer), "optimizer")
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _mark(self, phase: str, tensors, category: str) -> None:
+        self.marks.append((phase, dict.fromkeys(_pointers(tensors), category)))
+
+
+def _profiler(device, options: Options) -> torch.profiler.profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(
+        activities=activities, profile_memory=True, with_stack=options.stacks, record_shapes=False
+    )
+
+
+def _note_load(run: Run, device) -> None:
     load, cpus = os.getloadavg()[0], os.cpu_count() or 1
     if device.type == "cpu" and load > 1.5 * cpus:
         run.notes.append(
             f"The machine was busy (load {load:.1f} on {cpus} CPUs): its seconds say little, its "
             "bytes hold."
         )
-    run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return run
 
 
 def _read(profiler, run, device, before, marks, head):
     events = record.Events(profiler)
-    blocks, run.phases, end = record.allocations(events, device.type, before, marks, head)
+    blocks, run.phases, end = allocations(events, device.type, before, marks, head)
     measure(run, blocks, end)
     if device.type == "cuda":
         kernels = record.kernels(profiler)
