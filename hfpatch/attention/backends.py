@@ -78,6 +78,8 @@ def _cudnn_backward(dout, q, k, v, out, lse, state, scale):
     )
 
 
+# One row a backend; a trial times those of CANDIDATES. attention.py says which kernel serves
+# documents, windows and soft caps.
 BACKENDS = {
     "cpu": (_cpu_forward, _cpu_backward),
     "flash": (_flash_forward, _flash_backward),
@@ -85,6 +87,11 @@ BACKENDS = {
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "efficient": (efficient_forward, efficient_backward),
 }
+CANDIDATES = (
+    "flash",
+    "cudnn",
+    "fa3",
+)  # the results of the first that runs are the others' reference
 
 
 @lru_cache(maxsize=16)
@@ -154,7 +161,7 @@ def tried(
     """Times every backend on this CUDA device, and prints one line.
 
     Forward takes all heads, backward one of `groups` groups of them at a time. A backend that
-    raises, or that differs from FA2 by more than rounding, is left out.
+    raises, or that differs from the first that runs by more than rounding, is left out.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for a trial. Raised because the result is
@@ -163,7 +170,7 @@ def tried(
     seconds, new_length, left_out, expected = {}, {}, {}, None
     inputs = _trial_inputs(device, dtype, n_heads, n_kv_heads, head_dim, tokens)
     other = [x[:, :, : tokens - 8] for x in inputs]
-    for name in ("flash", "cudnn", "fa3"):
+    for name in CANDIDATES:
         try:
             got = _timed(name, inputs, groups)[1]  # this one loads or compiles
             took = min(_timed(name, inputs, groups)[0] for _ in range(2))

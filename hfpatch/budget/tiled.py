@@ -1,4 +1,4 @@
-"""Moments of hfpatch's tiled layers (the phases A to D of layer/call.py), and what they keep on the
+"""Moments of hfpatch's tiled layers (the phases A to D of layer/backward.py), and what they keep on the
 host. Standard library only; sizes.py explains the names of sizes.
 """
 

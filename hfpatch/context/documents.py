@@ -50,15 +50,17 @@ def _restarts(positions_BT: Tensor) -> Tensor:
     step_BT = positions_BT[:, 1:] - positions_BT[:, :-1]
     least_B1 = positions_BT.amin(1, keepdim=True)
     repeats, at_least = step_BT == 0, positions_BT[:, 1:] == least_B1
-    counted_B1 = ~(repeats & ~at_least).any(1, keepdim=True) & (positions_BT != least_B1).any(
+    whole_steps_B1 = ~(repeats & ~at_least).any(1, keepdim=True) & (positions_BT != least_B1).any(
         1, keepdim=True
     )
-    return (step_BT < 0) | (repeats & at_least & counted_B1)
+    return (step_BT < 0) | (repeats & at_least & whole_steps_B1)
 
 
-def _document_starts(positions_BT: Tensor, visible_BT: Tensor | None, counted: bool) -> Tensor:
-    """[B, T-1] of bool. counted: whether a mask or a cache stands beside the positions."""
-    if not counted:
+def _document_starts(
+    positions_BT: Tensor, visible_BT: Tensor | None, beside_a_mask: bool
+) -> Tensor:
+    """[B, T-1] of bool. beside_a_mask: whether a mask or a cache stands beside the positions."""
+    if not beside_a_mask:
         return positions_BT[:, 1:] != positions_BT[:, :-1] + 1
     if visible_BT is None:
         return _restarts(positions_BT)
@@ -158,12 +160,21 @@ def find_rows(
     inside = None
     if packed:
         inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
-    counted = attention_mask is not None or cached or not padding
+    beside_a_mask = attention_mask is not None or cached or not padding
 
     def find(*_):
         # Runs beside the layers, on what came with the batch.
         return _marks(
-            B, T, where, attention_mask, position_ids, inside, chunk, idle_BT, padding, counted
+            B,
+            T,
+            where,
+            attention_mask,
+            position_ids,
+            inside,
+            chunk,
+            idle_BT,
+            padding,
+            beside_a_mask,
         )
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()
@@ -179,7 +190,7 @@ def find_rows(
 
 def _marks(
     B: int, T: int, device, attention_mask: Tensor | None, position_ids: Tensor | None,
-    inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, padding: bool, counted: bool,
+    inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, padding: bool, beside_a_mask: bool,
 ) -> Tensor:  # fmt: skip
     """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether keys are hidden,
     and whether some tokens are blind.
@@ -193,7 +204,7 @@ def _marks(
         starts_BT.view(-1)[inside.to(device)] = True
     elif position_ids is not None:
         visible_BT = None if attention_mask is None else attention_mask.bool()
-        starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, counted)
+        starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, beside_a_mask)
     hidden = blind = torch.zeros((), dtype=torch.bool, device=device)
     seen_BT = torch.ones_like(starts_BT) if attention_mask is None else attention_mask.bool()
     if attention_mask is not None and padding:
@@ -207,7 +218,7 @@ def _marks(
     if chunk is not None:
         at = torch.arange(T, device=device)
         index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
-        if position_ids is not None and inside is None and not counted:
+        if position_ids is not None and inside is None and not beside_a_mask:
             # Where transformers found documents, it counts as their positions do, which may begin
             # anywhere.
             index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)

@@ -4,7 +4,8 @@
                          tile and dout, which go into whole buffers
     B  before_again      q, k, v again, tile by tile, without a graph
     C  attend_backward   attention backward over whole rows, per group of KV heads where memory is
-                         short; dq goes over q, dk over k, dv over v
+                         short; dq goes over q, dk over k, dv over v (with one group the kernel's own results take
+       their places, and q, k, v go)
     D  before_backward   each tile: `before` again with its graph; from dq, dk, dv comes the rest of
                          dx
 
@@ -16,7 +17,8 @@ What lives when, beside what the forward kept (kept.py):
     C     -           whole        whole     become dq, dk, dv     whole        whole
     D     by tiles    added to     -         dq, dk, dv            -            -
 
-x comes from the store once a phase. Attention outputs that lie in the store fill whole buffers as
+x comes from the store three times, in A, B and D: not in A where "mid" is kept, not in B where "qkv"
+is. Attention outputs that lie in the store fill whole buffers as
 their tiles come in A; where the policy streams them they come by tiles in A, and again by groups of
 heads in C. dx is dy's own memory where nobody else sees that (privacy.py); where the policy says so
 it waits in the store in C ("park").

@@ -1,7 +1,7 @@
 """The common block (norm, attention, norm, MLP) without the layer's own forward around it.
 
 Calls the layer's modules in the same order and gives the same bits as the traced layer
-(layer/parts.py). The residual is added inside the second norm's kernel.
+(layer/traced.py). The residual is added inside the second norm's kernel.
 
 Blocks with plain weights take layer/direct.py instead. This form serves adapters, quantised
 weights, engines' hooks inside a layer, and autocast. Tracing the layer there instead costs, for

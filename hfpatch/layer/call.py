@@ -1,6 +1,6 @@
 """One forward of a decoder layer in tiles, and all that its backward needs.
 
-Tile by tile everywhere but in attention, whose forward never runs twice:
+Tile by tile everywhere but in attention, whose forward runs once where its outputs are kept:
 
     qkv  = [parts.before(x_t) for x_t in tiles of x]            q, k, v of all tokens
     outs = attention(qkv)                                       whole rows; qkv goes

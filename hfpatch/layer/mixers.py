@@ -40,7 +40,7 @@ def standing_in(layer: nn.Module, names, answer, paired=()):
 class Mixer:
     """One call of a mixer over whole rows. leaves, spec: its flattened arguments; at: which of them
     is its input [B, T, D]; axes: the token axis of each; B: rows of the batch; configs, batch: as
-    asking.our_attention has them; bounds: where documents start and end in the flattened B*T
+    context.current.our_attention has them; bounds: where documents start and end in the flattened B*T
     tokens, None where every row is one.
     """
 

@@ -1,5 +1,5 @@
 """Where modules stand in a layer, beside where they stood in the small instance: of others nobody
-knows what they do to tokens.
+knows what they do to tokens. (strangers.py asks whose code they run.)
 """
 
 import re

@@ -22,7 +22,9 @@ from hfpatch.layer.adapters import TOLD
 from hfpatch.layer.condition import Condition
 from hfpatch.layer.parts import keepable
 
-NOT_NOW = "not now"  # a reason that no user asks for: generation, evaluation, empty rows
+# The stack gave no description of this batch (generation, evaluation, a mask of the caller's own).
+# Where that matters it has told the user why.
+NOT_DESCRIBED = "not described"
 KEEPS = "keys and values come with the batch, or are to be kept (prefix tuning, use_cache=True)"
 
 
@@ -64,7 +66,9 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """As transformers has it: nothing is kept for it, or, under the policy `keeps`, everything."""
+    """As transformers has it, with nothing of ours around the layer: no gradient comes, a KV cache
+    or an adapter forbids tiles, or the policy `keeps` says that the layer keeps everything.
+    """
 
     reason: str | None = None
     keeps: Policy | None = None
@@ -73,7 +77,7 @@ class Stock:
 def _not_described(r: Request) -> str | None:
     b = r.batch
     described = b is not None and not b.weights and r.x.dim() == 3 and r.x.numel()
-    return None if described and cache_of(r.args, r.kwargs) is None else NOT_NOW
+    return None if described and cache_of(r.args, r.kwargs) is None else NOT_DESCRIBED
 
 
 def _in_this_forward(r: Request) -> str | None:
@@ -140,7 +144,7 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
             f"{kind}s run whole and keep everything: an adapter in it has {r.condition.adapter}."
         )
         return Stock(reason)
-    if reason not in (NOT_NOW, layer._hfpatch_traits.reason):  # the report has the latter
+    if reason not in (NOT_DESCRIBED, layer._hfpatch_traits.reason):  # the report has the latter
         session.tell(f"{kind}s run whole, their inputs offloaded: {reason}.")
     # asked for by the caller; running the layer again would write its keys twice
     if cache_of(r.args, r.kwargs) is not None:

@@ -4,8 +4,10 @@ says so.
 A module is known where its class and the code that it runs are of the layer's own package
 (transformers, or a model's own files), or of a library in `LIBRARIES`. Any other may mix tokens,
 count its calls or keep what it is given; a layer that runs whole calls it as transformers' own
-checkpointing does. Hooks of the user's own inside a layer have the same effect (layer/layer.py),
-but are looked for at each call, as they come and go.
+checkpointing does. Hooks of the user's own inside a layer have the same effect (condition.py).
+
+This file asks whose code a module runs; places.py asks whether the small instance had such a module
+in that place. Either one makes the layer run whole.
 """
 
 import copy

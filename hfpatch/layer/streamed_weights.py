@@ -45,7 +45,9 @@ class StreamedWeights:
         self.transfers: Transfers | None = None
         self.ring: Ring | None = None
         self.tickets: dict[int, Ticket] = {}  # what the slots hold, the older one first
-        self.promised: int | None = None  # what comes next, where nothing is done in between
+        # The layer whose weights are in a slot for the forward that comes next. Any other forward
+        # drops the slots: at rest weights may have been written to.
+        self.promised: int | None = None
         # slots, and where parameters lie, are one thread's for the time of a layer
         self.lock = lock()
 

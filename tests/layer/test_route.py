@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache
 
 from hfpatch.budget.policy import Policy
 from hfpatch.context.masks import Batch, Mask
-from hfpatch.layer.route import KEEPS, NOT_NOW, RULES, Request, Stock, Tiled, Whole, route
+from hfpatch.layer.route import KEEPS, NOT_DESCRIBED, RULES, Request, Stock, Tiled, Whole, route
 from hfpatch.layer.traits import LayerTraits
 
 B, T, D = 2, 4, 8
@@ -80,16 +80,16 @@ TABLE = {
         {"mask": Mask(described()), "causal": False}, Whole, "attention that is not causal", "not"
     ),
     "an encoder's states": ({"kwargs": ENCODER}, Whole, "it attends to an encoder's states", "to"),
-    "transformers' own attention": ({"batch": None}, Whole, NOT_NOW, None),
-    "probabilities": ({"batch": described(weights=True)}, Whole, NOT_NOW, None),
-    "an input of another shape": ({"x": torch.zeros(B, D)}, Whole, NOT_NOW, None),
-    "no tokens": ({"x": torch.zeros(B, 0, D)}, Stock, NOT_NOW, None),
+    "transformers' own attention": ({"batch": None}, Whole, NOT_DESCRIBED, None),
+    "probabilities": ({"batch": described(weights=True)}, Whole, NOT_DESCRIBED, None),
+    "an input of another shape": ({"x": torch.zeros(B, D)}, Whole, NOT_DESCRIBED, None),
+    "no tokens": ({"x": torch.zeros(B, 0, D)}, Stock, NOT_DESCRIBED, None),
     "output_attentions": (
-        {"batch": None, "kwargs": {"output_attentions": True}}, Stock, NOT_NOW, None
+        {"batch": None, "kwargs": {"output_attentions": True}}, Stock, NOT_DESCRIBED, None
     ),
     "a cache": ({"kwargs": {"cache": DynamicCache()}}, Stock, KEEPS, "run whole"),
     "a cache by place": ({"args": (None, DynamicCache())}, Stock, KEEPS, "run whole"),
-    "evaluation, whole": ({"training": False, "batch": None}, Stock, NOT_NOW, None),
+    "evaluation, whole": ({"training": False, "batch": None}, Stock, NOT_DESCRIBED, None),
     "an adapter told by the model's forward": (
         {"settled": "an adapter", "adapter": "a task for each row"},
         Stock, "an adapter", "keep everything"
