@@ -66,6 +66,8 @@ ENTRIES = {
     "15_streamed": (["--bases", "bf16"], ["base", "weights", "step_s", "loss"]),
     "17_changes": ([], ["check", "backend", "share", "again", "pinned_gib", "apart", "policy"]),
     "18_timeline": ([], ["clock_s", "exposed_share", "clock_exposed_s", "idle_s", "policy"]),
+    "19_experts": ([], ["fwd_ms", "bwd_ms", "tflop_s", "err_out", "err_grad"]),
+    "20_families": ([], ["what", "kernels", "step_s", "tokens_s", "loss", "policy"]),
     "14_sequence": ([], ["step_s", "tokens_s", "plan_step_s", "loss"]),
 }
 # they start programs that import everything again

@@ -19,9 +19,20 @@ def config_of(preset: str, changes: dict, tokens: int = 0):
 
 def made(preset: str, changes: dict, device, dtype: torch.dtype, tokens: int = 0) -> nn.Module:
     """The model in training mode. Its weights are made on the device: on a host 8B take minutes."""
+    return _model(config_of(preset, changes, tokens), device, dtype)
+
+
+def made_of(values: dict, device, dtype: torch.dtype) -> nn.Module:
+    """The same from the values of a configuration, model_type among them."""
+    from transformers import AutoConfig
+
+    values = {"use_cache": False} | values
+    return _model(AutoConfig.for_model(values.pop("model_type"), **values), device, dtype)
+
+
+def _model(config, device, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    config = config_of(preset, changes, tokens)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

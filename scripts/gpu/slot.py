@@ -67,6 +67,8 @@ LONGEST = "layers run tokens fits step_s peak_gib error"
 TILES = "what tokens tier tile step_s pin_s_per_gib to_host_gb_s error"
 ATTENTION = "backend tokens group fwd_tflop_s bwd_tflop_s new_length_ms chosen"
 CHANGES = "check backend what tokens passed share where step_s pinned_gib apart error"
+FAMILIES = "what impl kernels tokens step_s tokens_s peak_gib loss error"
+EXPERTS = "model impl tokens both_ms tflop_s err_out err_grad"
 TIMELINE = "tokens layers step_s clock_s step_ratio exposed_share idle_s error"
 PLAN = "entry tokens gpu_off host_off seconds_off right"
 PARTS = {
@@ -89,7 +91,9 @@ PARTS = {
         Job("18_timeline", "--tokens 8192 131072 --layers 8 2", 45, TIMELINE, spare=True),
         Job("17_changes", "--checks lengths", 60, CHANGES, spare=True),
         Job("04_attention", "--tokens 131072 32768", 55, ATTENTION, spare=True),
-        *(Job(name, "--small", 30) for name in ("11_learning", "03_models", "01a_tests")),
+        *(Job(name, "--small", 30) for name in (
+            "19_experts", "20_families", "11_learning", "03_models", "01a_tests",
+        )),
     ],
     2: [
         Job("05_step_128k", "--layers 32 16 --steps 1", 250, FULL),
@@ -120,6 +124,10 @@ PARTS = {
             "--tokens 4096 16384 --warmup 1 --steps 2 --tiers auto --rivals liger trl", 100, STEP),
         Job("07_short_steps", "--layers 8 --tokens 8192 32768 --tiers host gpu --rivals", 60,
             "tier tokens step_s overhead"),
+        # What people fine-tune most, on a card for the first time.
+        Job("20_families", "--only hybrid float8 bf16", 110, FAMILIES, spare=True),
+        Job("19_experts", "--tokens 8192", 45, EXPERTS, spare=True),
+        Job("20_families", "--only experts", 60, FAMILIES, spare=True),
         Job("18_timeline", "--tokens 8192 16384 131072 --layers 32 32 8", 110, TIMELINE, spare=True),
         Job("10_plan", "--results {work}", 15, PLAN),
         Job("08_longest", "--layers 4 --run 1 --tokens 786432", 80, LONGEST, spare=True),

@@ -7,6 +7,8 @@ says so. A case is a dict:
     impl            "stock" | "liger" | "trl" | "hfpatch"
     tokens          of one sequence; batch is 1
     layers, preset, changes   the model: a preset with so many layers, and changes to its config
+    config          the model, in place of a preset: the values of a configuration, model_type too
+    fp8             products of the layers in float8 by this recipe of torchao
     checkpointing   hfpatch: "auto" or the fields of hfpatch.Checkpointing; others: "plain" | "offload" | "off" | "selective":
                     offload under TRL's selective checkpointing, which does not run attention again.
                     trl: TRL's fused head, always selective
@@ -38,7 +40,7 @@ import common
 import torch
 
 from hfpatch.budget.shape import ModelShape
-from hfpatch.lab.made import config_of, made
+from hfpatch.lab.made import config_of, made, made_of
 from hfpatch.lab.recorded import recorded
 from hfpatch.lab.watch import GradWatch, HostWatch, owned_bytes, pinned_gib, policy_of
 
@@ -52,7 +54,15 @@ def changed(case) -> tuple[str, dict]:
 
 
 def build(case, device, dtype=torch.bfloat16):
-    model = made(*changed(case), device, dtype, case["tokens"])
+    if case.get("config"):
+        values = case["config"] | changed(case)[1]
+        model = made_of(values, device, dtype)
+    else:
+        model = made(*changed(case), device, dtype, case["tokens"])
+    if case.get("fp8"):
+        from hfpatch.trainer.float8 import convert
+
+        convert(model, case["fp8"])
     return adapted(model, case["lora"], case.get("base", "4bit")) if case.get("lora") else model
 
 
@@ -202,7 +212,10 @@ def measure(model, case, device, found: dict | None = None, note=lambda: None) -
     may end.
     """
     found = {} if found is None else found
-    shape = ModelShape.from_config(model.config)
+    try:
+        shape = ModelShape.from_config(model.config)
+    except ValueError:  # layers that no closed form knows: no count of their FLOPs
+        shape = None
     # Random tokens; every one a label.
     ids = torch.randint(3, model.config.vocab_size, (1, case["tokens"]), device=device)
     batch = {"input_ids": ids, "labels": ids}
@@ -251,7 +264,9 @@ def measure(model, case, device, found: dict | None = None, note=lambda: None) -
             "tokens_s": case["tokens"] / seconds[best],
             # A frozen base takes no weight gradients: the field's count of FLOPs does not describe
             #     it.
-            "mfu": None if case.get("lora") else mfu_of(shape, case["tokens"], seconds[best]),
+            "mfu": None
+            if case.get("lora") or case.get("fp8") or shape is None
+            else mfu_of(shape, case["tokens"], seconds[best]),
             "loss": loss.item(),
             "policy": policy_of(model),
             "pinned_gib": pinned_gib(model),
@@ -298,7 +313,8 @@ def _run(cases: list[dict], write, under_way) -> None:
                 result |= floor(shape, case["tokens"], device, case.get("small", False))
                 under_way(result)
                 common.clean()
-            wanted = [case.get(k) for k in ("impl", "preset", "layers", "changes", "lora", "base")]
+            parts = ("impl", "preset", "config", "layers", "changes", "lora", "base", "fp8")
+            wanted = [case.get(k) for k in parts]
             if model is None or made != wanted:
                 model, made = None, wanted
                 common.clean()
@@ -391,6 +407,8 @@ def small(sheet, cases: list[dict]) -> list[dict]:
         if isinstance(kept, dict):
             case = {**case, "checkpointing": kept | {"tile": 16}}  # three tiles
         family = {"preset": "llama-tiny", "changes": {"vocab_size": 128}}
+        if "config" in case:
+            family = {"config": case["config"] | TINY | case["tiny"]}
         if "preset" in case:  # the same family, its sizes shrunk
             family = {"preset": case["preset"], "changes": {**case.get("changes", {}), **TINY}}
         case = {
