@@ -2,7 +2,8 @@
 # Makes the environment and runs the whole test suite:
 #   bash scripts/test.sh            plain on this machine's devices, then the kernels under Triton's interpreter
 #   bash scripts/test.sh --all      also the long grids, then the suite under other transformers versions, and under the oldest
-#                                   Python, torch and transformers of setup.cfg (own environments; PYTHON_OLDEST names the Python)
+#                                   Python, torch and transformers of setup.cfg (own environments; PYTHON_OLDEST names the Python),
+#                                   and the GPU queue under the versions of its machine
 #   bash scripts/test.sh --hosts    tests/hosts alone: each trainer that hfpatch works in, in an environment of its own, by pip
 #                                   (HFPATCH_HOSTS="lightning ms_swift" names some; HFPATCH_BARE=0 uses the torch that is here)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
@@ -73,14 +74,22 @@ if [ $# -eq 0 ] && python -c 'import triton' 2>/dev/null; then
     run "kernels under the interpreter" env TRITON_INTERPRET=1 python -m pytest -q "${WORKERS[@]}" tests/ops tests/kernels "${ALL[@]}"
 fi
 if [ ${#ALL[@]} -gt 0 ]; then
-    suite_with() { # suite_with "transformers==..." in the environment of HFPATCH_VENV
+    suite_with() { # suite_with "transformers==..." [ARGS of pytest] in the environment of HFPATCH_VENV
+        local version=$1
+        shift
         # With all that hfpatch needs in one breath: an older transformers wants older companions.
-        make_env test && python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[test]" "$1" && shared_out &&
-            run "$1, $(python --version), $(cat "$HFPATCH_KEEP")" python -m pytest -q "${WORKERS[@]}" --ignore=tests/kernels && exit $status
+        make_env test && python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[test]" "$version" && shared_out &&
+            run "$version, $(python --version), $(cat "$HFPATCH_KEEP")" python -m pytest -q "${WORKERS[@]}" --ignore=tests/kernels "$@" &&
+            exit $status
     }
     for version in 5.17 5.22; do
         (HFPATCH_VENV=$HFPATCH_ROOT/.venv-transformers-$version && suite_with "transformers==$version.*") || status=1
     done
+    # What the GPU queue was written for, a machine without a network: scripts/gpu/README.md.
+    (
+        export HFPATCH_BARE=1 HFPATCH_TORCH='torch==2.11.*' HFPATCH_VENV=$HFPATCH_ROOT/.venv-gpu-queue
+        make_env test && python -m pip install -q 'triton==3.6.*' && suite_with 'transformers==5.17.*' tests/test_gpu_queue.py --all
+    ) || status=1
     PYTHON_OLDEST=${PYTHON_OLDEST:-python3.10}
     if "$PYTHON_OLDEST" --version 2>/dev/null; then
         (
