@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import hfpatch
-from hfpatch.cli import env as doctor
+from hfpatch.cli.env_problems import SUPPORTED
 from hfpatch.cli.main import main
 from hfpatch.lab.device import tree_hash
 
@@ -121,11 +121,11 @@ def test_the_oldest_versions_are_those_of_the_metadata(setup):
     needs = setup["options"]["install_requires"].split()
     assert needs == ["torch>=2.11", "transformers>=5.0,<6"]
     assert hfpatch.OLDEST == {"torch": (2, 11), "transformers": (5, 0)}
-    assert doctor.SUPPORTED["torch"][0] == (2, 11) and doctor.SUPPORTED["transformers"] == (
+    assert SUPPORTED["torch"][0] == (2, 11) and SUPPORTED["transformers"] == (
         (5, 0),
         (6,),
     )
-    assert setup["options"]["python_requires"] == ">=3.10" and doctor.SUPPORTED["python"][0] == (
+    assert setup["options"]["python_requires"] == ">=3.10" and SUPPORTED["python"][0] == (
         3,
         10,
     )

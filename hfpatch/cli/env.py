@@ -13,44 +13,23 @@ import resource
 import shutil
 import subprocess
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from hfpatch import OLDEST
 from hfpatch.budget.free import cores, host_free, host_limit
 from hfpatch.budget.hardware import GiB
 from hfpatch.budget.limits import flag, parse_length
 from hfpatch.budget.locks import left_builds
 from hfpatch.budget.nodes import gpu_node
+from hfpatch.cli.env_problems import NO_GPU, problems
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.timeline import size, versions
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl",
             "peft",
             "torchao", "flash-attn", "datasets")  # fmt: skip
-# name -> (first version that works, first that does not): setup.cfg's bounds, and Python's own.
-SUPPORTED = {
-    "python": ((3, 10), None),
-    "torch": (OLDEST["torch"], None),
-    "transformers": (OLDEST["transformers"], (6,)),
-}
 ACCELERATE_CONFIG = "accelerate/default_config.yaml"
 SECRET = re.compile(r"(^|_)(token|api_key|password|secret)$", re.IGNORECASE)
-TRUE = ("1", "true", "yes", "on")
-
-
-NO_GPU = (
-    "none that torch can use: hfpatch plan, profile and the tests work, training runs as plain "
-    "PyTorch on the CPU, right and slow; fused kernels and copies beside compute need a GPU"
-)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What would go wrong, and what to do about it: one sentence each."""
-
-    what: str
-    fix: str
 
 
 def add_arguments(parser) -> None:
@@ -243,29 +222,6 @@ def _configs(files) -> dict:
     return found
 
 
-def _numbers(version: str) -> tuple:
-    """'2.13.0+cpu' -> (2, 13, 0)."""
-    parts = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
-
-
-def _flat(values: dict, prefix="") -> dict:
-    """Nested dicts to one, 'fsdp_config.fsdp_version' -> 2."""
-    out = {}
-    for key, value in values.items():
-        out |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return out
-
-
 def _without_secrets(values: dict) -> dict:
     """A config as it may be shown: tokens and keys hidden."""
     return {
@@ -276,173 +232,6 @@ def _without_secrets(values: dict) -> dict:
         else value
         for key, value in values.items()
     }
-
-
-def _set(value) -> bool:
-    return str(value).lower() in TRUE
-
-
-def problems(facts: dict) -> list[Problem]:
-    """What would go wrong on a machine of these facts (as `gather` returns them)."""
-    return [
-        *_version_problems(facts),
-        *_device_problems(facts),
-        *_limit_problems(facts),
-        *_config_problems(facts),
-    ]
-
-
-def _version_problems(facts):
-    for name, (first, beyond) in SUPPORTED.items():
-        version = facts["versions"].get(name)
-        wanted = f">={'.'.join(map(str, first))}" + (f",<{beyond[0]}" if beyond else "")
-        if version is None:
-            yield Problem(f"{name} is not installed.", f"pip install '{name}{wanted}'")
-        elif _numbers(version) < first or (beyond and _numbers(version) >= beyond):
-            fix = (
-                f"pip install '{name}{wanted}'" if name != "python" else "use Python 3.10 or newer"
-            )
-            yield Problem(f"{name} {version} is not supported, {wanted} is.", fix)
-    if facts["gpus"] and facts["versions"].get("triton") is None:
-        yield Problem(
-            "There is a GPU and no triton: the fused kernels cannot run.", "pip install triton"
-        )
-    elif facts["gpus"] and not facts["builds"]["compiler"]:
-        what = "There is no C compiler, with which Triton makes the code that starts a kernel."
-        yield Problem(what, "apt-get install gcc, or export CC=/path/to/one")
-    elif facts["gpus"] and not facts["builds"]["python_headers"]:
-        what = (
-            "Python's headers (Python.h) are missing, with which Triton makes the code that "
-            "starts a kernel."
-        )
-        yield Problem(what, "apt-get install python3-dev, of the version that runs this")
-
-
-def _device_problems(facts):
-    environment, gpus = facts["environment"], facts["gpus"]
-    if facts["drivers"] and not gpus:
-        name, driver = facts["drivers"][0]["name"], facts["drivers"][0]["driver"]
-        if facts["torch_cuda"] is None:
-            what = (
-                f"torch {facts['versions'].get('torch')} is built for the CPU alone, beside a "
-                f"{name}."
-            )
-            yield Problem(
-                what,
-                "install the CUDA build of the same version: see https://pytorch.org/get-started",
-            )
-        elif "CUDA_VISIBLE_DEVICES" in environment:
-            what = (
-                "torch sees no GPU: CUDA_VISIBLE_DEVICES is "
-                f"{environment['CUDA_VISIBLE_DEVICES']!r}."
-            )
-            yield Problem(what, "unset it, or name a GPU that is there")
-        else:
-            what = (
-                f"torch is built for CUDA {facts['torch_cuda']} and driver {driver} gives it no "
-                "GPU."
-            )
-            yield Problem(what, "update the driver, or install a torch built for an older CUDA")
-    for gpu in gpus:
-        if tuple(gpu["capability"]) < (8, 0):
-            what = (
-                f"{gpu['name']} (compute capability "
-                f"{gpu['capability'][0]}.{gpu['capability'][1]}) has no bfloat16."
-            )
-            yield Problem(
-                what, "use an Ampere GPU (A100, RTX 30) or newer, or float16 with a loss scaler"
-            )
-    if gpus and _set(environment.get("TRITON_INTERPRET")):
-        yield Problem(
-            "TRITON_INTERPRET is set: kernels run in Python, thousands of times slower.",
-            "unset TRITON_INTERPRET",
-        )
-    if gpus and _set(environment.get("CUDA_LAUNCH_BLOCKING")):
-        yield Problem(
-            "CUDA_LAUNCH_BLOCKING is set: no copy overlaps with compute.",
-            "unset CUDA_LAUNCH_BLOCKING",
-        )
-    if gpus and _set(environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING")):
-        what = "PYTORCH_NO_CUDA_MEMORY_CACHING is set: every allocation waits for the GPU."
-        yield Problem(what, "unset PYTORCH_NO_CUDA_MEMORY_CACHING")
-    settings = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get(
-        "PYTORCH_CUDA_ALLOC_CONF", ""
-    )
-    if gpus and "expandable_segments" not in settings:
-        what = "Without expandable segments the allocator fragments at long sequences."
-        yield Problem(
-            what, "export PYTORCH_ALLOC_CONF=expandable_segments:True (hfpatch train does)"
-        )
-
-
-def _limit_problems(facts):
-    limits, gpus = facts["limits"], facts["gpus"]
-    if (
-        limits["container_bytes"] is not None
-        and limits["container_bytes"] < 0.5 * limits["host_bytes"]
-    ):
-        share, whole = limits["container_bytes"] / GiB, limits["host_bytes"] / GiB
-        what = (
-            f"The container may use {share:.0f} of the machine's {whole:.0f} GiB: offloaded "
-            "memory counts against it."
-        )
-        yield Problem(
-            what,
-            "start it with more (docker run --memory), or pass hfpatch plan --host-ram that much",
-        )
-    for lock in facts.get("left_builds", ()):
-        what = (
-            f"{lock} is left from a build of a C++ extension that was killed: DeepSpeed waits for "
-            "it for ever."
-        )
-        yield Problem(what, f"rm {lock}")
-    if (
-        len(gpus) > 1
-        and limits["shared_memory_bytes"] is not None
-        and limits["shared_memory_bytes"] < GiB
-    ):
-        what = (
-            f"/dev/shm has {limits['shared_memory_bytes'] >> 20} MiB: NCCL and data workers of "
-            "several GPUs need more."
-        )
-        yield Problem(what, "start the container with --shm-size=16g or --ipc=host")
-    if (
-        facts["versions"].get("deepspeed")
-        and limits["locked_bytes"] is not None
-        and limits["locked_bytes"] < GiB
-        and gpus
-    ):
-        what = (
-            f"ulimit -l is {limits['locked_bytes'] >> 10} KiB: DeepSpeed's NVMe offload cannot "
-            "lock its buffers."
-        )
-        yield Problem(what, "ulimit -l unlimited, or docker run --ulimit memlock=-1")
-
-
-def _config_problems(facts):
-    where = {path: _flat(values) for path, values in facts["configs"].items()}
-    where["the environment"] = facts["environment"]
-    for path, values in where.items():
-        for key, value in values.items():
-            name = key.rpartition(".")[2].lower()
-            if name in ("fsdp_activation_checkpointing", "activation_checkpointing") and _set(
-                value
-            ):
-                what = (
-                    f"{path} turns on FSDP's own activation checkpointing ({key}), which goes "
-                    "around hfpatch's."
-                )
-                yield Problem(
-                    what, f"set {key} to false; hfpatch.apply(model) checkpoints the layers"
-                )
-            if name == "use_liger_kernel" and _set(value):
-                what = f"{path} sets {key}: it would replace what hfpatch replaced."
-                yield Problem(what, f"set {key} to false; hfpatch brings its own kernels")
-            if name == "fsdp_version" and str(value) == "1":
-                yield Problem(
-                    f"{path} asks for FSDP1, which transformers calls deprecated.",
-                    f"set {key} to 2",
-                )
 
 
 def show(facts, found) -> None:

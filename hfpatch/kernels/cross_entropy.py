@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
+from hfpatch.kernels._launch import launch, next_power_of_2
 
 MAX_BLOCK = 8192
 LONG_ROW = 96 << 10  # bytes
-SCALE_BLOCK = 4096
 
 
 @triton.jit
@@ -267,21 +266,6 @@ def cross_entropy_bwd_kernel(
         tl.store(p_out + start + o_v, b_d.to(out_ptr.dtype.element_ty), mask=m_v)
 
 
-@triton.jit
-def scale_kernel(
-    x_ptr,  # (N,), multiplied in place
-    factor_ptr,  # (), float32
-    N,
-    BLOCK: tl.constexpr,
-):
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        m_n = o_n < N
-        b_x = tl.load(x_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        tl.store(x_ptr + o_n, (b_x * factor).to(x_ptr.dtype.element_ty), mask=m_n)
-
-
 def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
     """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two,
     never below 128.
@@ -398,15 +382,3 @@ def cross_entropy_bwd(
     )
     args += (rows_KN.stride(0), ignore_index, inner, outer)
     launch(cross_entropy_bwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)
-
-
-def scale_(x: Tensor, factor: Tensor) -> None:
-    """x *= factor in place. x: contiguous. factor: a float32 scalar on the device.
-
-    Where factor is 1, x is neither read nor written.
-    """
-    if x.numel():
-        args = (x, factor, x.numel())
-        launch(
-            scale_kernel, (cdiv(x.numel(), SCALE_BLOCK),), args, {"BLOCK": SCALE_BLOCK}, num_warps=8
-        )

@@ -196,7 +196,7 @@ def _chunk_bwd(logits_CV, *args) -> None:
 
 def _scale(x: Tensor, factor: Tensor) -> None:
     if use_kernel(x) and x.is_contiguous():
-        from hfpatch.kernels.cross_entropy import scale_
+        from hfpatch.kernels.scale import scale_
 
         scale_(x, factor)
     else:

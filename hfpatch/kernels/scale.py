@@ -1,0 +1,36 @@
+"""A tensor times one number on the device, in place."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hfpatch.kernels._launch import cdiv, launch
+
+SCALE_BLOCK = 4096
+
+
+@triton.jit
+def scale_kernel(
+    x_ptr,  # (N,), multiplied in place
+    factor_ptr,  # (), float32
+    N,
+    BLOCK: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        m_n = o_n < N
+        b_x = tl.load(x_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+        tl.store(x_ptr + o_n, (b_x * factor).to(x_ptr.dtype.element_ty), mask=m_n)
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor in place. x: contiguous. factor: a float32 scalar on the device.
+
+    Where factor is 1, x is neither read nor written.
+    """
+    if x.numel():
+        args = (x, factor, x.numel())
+        launch(
+            scale_kernel, (cdiv(x.numel(), SCALE_BLOCK),), args, {"BLOCK": SCALE_BLOCK}, num_warps=8
+        )

@@ -1,0 +1,237 @@
+"""Which kernels lab/targets.py compiles: each row calls a launcher with tensors on the meta device,
+at a real shape.
+
+A new kernel adds its rows to ROWS.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from hfpatch.kernels import cross_entropy, experts, rms_norm, rope, scale, swiglu
+
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
+NAMES |= {torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64"}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+I32, I64 = torch.int32, torch.int64
+
+
+class Row(NamedTuple):
+    """One compilation.
+
+    call: a launcher with its arguments. variant, shape: labels for the table.
+    """
+
+    variant: str
+    dtype: str
+    shape: str
+    call: Callable[[], object]
+    short: bool = False  # also in the quick test
+
+
+def meta(*shape: int, dtype=BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# What families do: (name, weight, offset, rstd rounded, x_hat rounded), as ops/rms_norm.py has it.
+NORMS = (
+    ("", True, 0.0, False, True),
+    (" gemma", True, 1.0, False, False),
+    (" olmo2", True, 0.0, False, False),
+    (" no weight", False, 0.0, True, True),
+)
+
+
+def _rms_norm_rows():
+    # Hidden sizes of Llama 3.2 1B and 3B, 8B, Llama 2 13B, 70B, 405B; 128 is a norm over one head
+    # (Qwen3).
+    for D in (128, 2048, 3072, 4096, 5120, 8192, 16384):
+        for x_dtype, w_dtype in ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)):
+            if D != 4096 and x_dtype != BF16:
+                continue
+            x, w, rstd = (
+                meta(8192, D, dtype=x_dtype),
+                meta(D, dtype=w_dtype),
+                meta(8192, dtype=FP32),
+            )
+            label, short = NAMES[x_dtype], D == 4096 and x_dtype is w_dtype is BF16
+            if x_dtype != w_dtype:
+                label += "+" + NAMES[w_dtype]
+            for order, has_weight, offset, round_rstd, round_x_hat in (
+                NORMS if D == 4096 else NORMS[:1]
+            ):
+                if order in (" olmo2", " no weight") and not short:
+                    continue
+                y_dtype = torch.promote_types(x_dtype, w_dtype) if round_x_hat else x_dtype
+                dy, weight = meta(8192, D, dtype=y_dtype), w if has_weight else None
+                options = offset, round_rstd, x_dtype if round_x_hat else FP32, y_dtype
+                for residual in (None, x):
+                    name = ("rms_norm" if residual is None else "add_rms_norm") + order
+                    yield Row(
+                        f"{name} fwd",
+                        label,
+                        f"[*,{D}]",
+                        lambda x=x, r=residual, w=weight, o=options: rms_norm.rms_norm_fwd(
+                            x, r, w, 1e-6, *o
+                        ),
+                        short,
+                    )
+                    yield Row(
+                        f"{name} bwd",
+                        label,
+                        f"[*,{D}]",
+                        lambda dy=dy, s=residual, x=x, w=weight, r=rstd, o=offset: (
+                            rms_norm.rms_norm_bwd(dy, s, x, w, r, o, True, w is not None)
+                        ),
+                        short,
+                    )
+
+
+def _swiglu_rows():
+    for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+        for dtype in (BF16, FP16, FP32):
+            whole, both = meta(8192, 14336, dtype=dtype), meta(8192, 28672, dtype=dtype)
+            for layout, gate, up in (("", whole, whole), (" halves", *both.chunk(2, -1))):
+                shape, short = f"[*,14336]{layout}", dtype == BF16 and activation == "silu"
+                yield Row(
+                    f"{activation} fwd",
+                    NAMES[dtype],
+                    shape,
+                    lambda g=gate, u=up, a=activation, d=dtype: swiglu.swiglu_fwd(g, u, a, d),
+                    short,
+                )
+                yield Row(
+                    f"{activation} bwd",
+                    NAMES[dtype],
+                    shape,
+                    lambda y=whole, g=gate, u=up, a=activation: swiglu.swiglu_bwd(
+                        y, g, u, a, True, True
+                    ),
+                    short,
+                )
+
+
+def _experts_rows():
+    # Qwen3-30B-A3B's experts and gpt-oss-20b's, 4,096 tokens.
+    for name, E, K, D, F, bias in (("silu", 128, 8, 2048, 768, False),
+                                   ("clamped", 32, 4, 2880, 2880, True)):  # fmt: skip
+        for dtype in (BF16, FP32):
+            S, short, label = 4096 * K, dtype == BF16, NAMES[dtype]
+            gu, a, z = (meta(S, n, dtype=dtype) for n in (2 * F, F, D))
+            ids, at, offs = meta(S, dtype=I64), meta(4096, K, dtype=I64), meta(E, dtype=I32)
+            b, w = meta(E, 2 * F, dtype=dtype) if bias else None, meta(S, dtype=dtype)
+            kind, out = (name, 1.702, 7.0, bias), meta(E, D, F, dtype=FP32)
+            calls = {
+                "act": partial(experts.expert_act, gu, w, b, ids, *kind),
+                "act bwd": partial(experts.expert_act_bwd, a, gu, w, b, ids, *kind, True),
+                "combine": partial(experts.expert_combine, z, at),
+                "sums": partial(experts.expert_sums, out, z, a, offs, False),
+            }
+            for part, call in calls.items():
+                yield Row(f"experts {name} {part}", label, f"[{S},{F}]", call, short)
+
+
+def _rope_rows():
+    # Heads of 8B, 70B, 405B (128) and of Llama 3.2 1B (64); a projection's view [B, T, H, E] and a
+    # contiguous q.
+    for heads, kv_heads, width in ((32, 8, 128), (64, 8, 128), (128, 8, 128), (32, 8, 64)):
+        for dtype in (BF16, FP16, FP32) if heads == 32 and width == 128 else (BF16,):
+            cos = meta(1, 8192, width, dtype=dtype)
+            for layout in ("BTHE", "BHTE"):
+                if layout == "BTHE":
+                    qk = [
+                        meta(1, 8192, h, width, dtype=dtype).transpose(1, 2)
+                        for h in (heads, kv_heads)
+                    ]
+                else:
+                    qk = [meta(1, h, 8192, width, dtype=dtype) for h in (heads, kv_heads)]
+                for transpose in (False, True):
+                    yield Row(
+                        "rope bwd" if transpose else "rope fwd",
+                        NAMES[dtype],
+                        f"{heads}+{kv_heads} x {width} {layout}",
+                        lambda qk=qk, c=cos, t=transpose: rope.rope(qk, qk, c, c, t),
+                        dtype == BF16 and heads == 32 and width == 128,
+                    )
+
+
+def _cross_entropy_rows():
+    # Vocabularies of Llama 3 and Llama 2. Each kind: its name, (inner, outer), smoothing, z-loss,
+    # factors of the backward.
+    cap = (1 / 30.0, 30.0)
+    kinds = (
+        ("", (0.0, 1.0), 0.0, 0.0, 3),
+        (" smoothing softcap z", cap, 0.1, 1e-4, 4),
+        (" weights", cap, 0.1, 1e-4, 4),
+    )
+    fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
+    for V in (128256, 32000):
+        for dtype in (BF16, FP16, FP32):
+            x, y, scalar = (
+                meta(4096, V, dtype=dtype),
+                meta(4096, dtype=torch.int64),
+                meta(dtype=FP32),
+            )
+            row, lse, stats, best = (
+                meta(4096, dtype=FP32),
+                meta(2, 4096, dtype=FP32),
+                meta(3, 4096, dtype=FP32),
+                meta(4096, dtype=torch.int32),
+            )
+            name, shape, short = NAMES[dtype], f"V={V}", dtype == BF16 and V == 128256
+            for kind, z, smoothing, z_loss, K in kinds:
+                b, weight = (
+                    best if kind else None,
+                    meta(V, dtype=FP32) if kind == " weights" else None,
+                )
+                for grad in (True, False):
+                    call = partial(
+                        fwd,
+                        x,
+                        y,
+                        scalar,
+                        weight,
+                        row,
+                        lse,
+                        b,
+                        None,
+                        -100,
+                        smoothing,
+                        *z,
+                        z_loss,
+                        grad,
+                    )
+                    yield Row(
+                        f"{'loss+grad' if grad else 'loss'}{kind}",
+                        name,
+                        shape,
+                        call,
+                        short and grad,
+                    )
+                call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *z)
+                yield Row(f"loss bwd{kind}", name, shape, call, short)
+            for kind, z in (("", (0.0, 1.0)), (" softcap", cap)):
+                call = partial(
+                    fwd, x, y, scalar, None, row, lse, best, stats, -100, 0.0, *z, 0.0, False
+                )
+                yield Row(f"log prob{kind}", name, shape, call, short)
+                call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *z)
+                yield Row(f"log prob bwd{kind}", name, shape, call, short)
+    for dtype in (BF16, FP16, FP32):
+        yield Row(
+            "scale",
+            NAMES[dtype],
+            "[128256,4096]",
+            lambda d=dtype: scale.scale_(meta(128256, 4096, dtype=d), meta(dtype=FP32)),
+        )
+
+
+ROWS = (_rms_norm_rows, _swiglu_rows, _experts_rows, _rope_rows, _cross_entropy_rows)
