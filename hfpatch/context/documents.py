@@ -6,7 +6,7 @@ is not its predecessor plus 1 (transformers' rule for sdpa). Beside a 2D mask or
 transformers looks at the mask alone, a document starts where the positions of the visible tokens
 restart: jumps (PoSE), fractions (interpolation) and repeats start none, so those equal
 transformers; packed rows stay isolated, where transformers lets their documents see each other. A
-masked token hides itself as a key and nothing else.
+masked token is seen by nobody; before a row's first visible token it also sees nobody.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,8 @@
                          tile and dout, which go into whole buffers
     B  before_again      q, k, v again, tile by tile, without a graph
     C  attend_backward   attention backward over whole rows, per group of KV heads where memory is
-                         short; dq goes over q, dk over k, dv over v (with one group the kernel's own results take
-       their places, and q, k, v go)
+                         short; dq goes over q, dk over k, dv over v; with one group the kernel's own results replace
+       them, and q, k, v are freed
     D  before_backward   each tile: `before` again with its graph; from dq, dk, dv comes the rest of
                          dx
 

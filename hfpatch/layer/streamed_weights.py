@@ -45,9 +45,9 @@ class StreamedWeights:
         self.transfers: Transfers | None = None
         self.ring: Ring | None = None
         self.tickets: dict[int, Ticket] = {}  # what the slots hold, the older one first
-        # The layer whose weights are in a slot for the forward that comes next. Any other forward
-        # drops the slots: at rest weights may have been written to.
-        self.promised: int | None = None
+        # The layer that the forward before prefetched. A slot serves that one alone; before any other
+        # all slots are copied anew, so that what was written to weights at rest counts.
+        self.prefetched: int | None = None
         # slots, and where parameters lie, are one thread's for the time of a layer
         self.lock = lock()
 
@@ -166,7 +166,7 @@ class StreamedWeights:
         index = layer._hfpatch_index
         with self.lock:
             self.pack([layer], device)
-            if self.promised != index:
+            if self.prefetched != index:
                 self.drop()  # at rest they may have been written to: loaded, merged
             with self._on_device(index, index + 1, index + 1):
                 yield
@@ -186,7 +186,7 @@ class StreamedWeights:
                 yield
 
     @contextmanager
-    def _on_device(self, index: int, then: int | None, promised: int | None = None):
+    def _on_device(self, index: int, then: int | None, prefetched: int | None = None):
         with self.lock:
             packed = self.packed.get(index)  # None after undo()
             if packed is None or not packed.nbytes:
@@ -205,7 +205,7 @@ class StreamedWeights:
                     packed.move_to(ticket.slot.bytes)
                     if then in self.packed and self.packed[then].nbytes:
                         self._fetch(then)
-                self.promised = promised
+                self.prefetched = prefetched
                 yield
             except BaseException:
                 self.drop()
@@ -245,7 +245,7 @@ class StreamedWeights:
         """Forgets what the slots hold."""
         while self.tickets:
             self.tickets.popitem()[1].done()
-        self.promised = None
+        self.prefetched = None
 
     def close(self) -> None:
         """Gives back slots and streams; parameters stay in host memory, which lives as long as they
