@@ -174,7 +174,7 @@ def test_a_missing_file_is_one_sentence(capsys):
     assert (
         capsys.readouterr().err
         == "hfpatch: a config file was expected, no-such.yaml is none; check the path; "
-        "more: docs/reference/errors.md.\n"
+        "more: docs/reference/errors.md#any-other.\n"
     )
 
 
