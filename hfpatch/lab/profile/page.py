@@ -135,7 +135,9 @@ def _panel(run: Run, name: str, full: int, top: float) -> str:
             )
     y = TOP + HEIGHT * (1 - run.peak_bytes / top)
     out.append(f'<line class="peak" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    out.append(f'<text x="{x0 + 4}" y="{y - 6:.1f}">peak {size(run.peak_bytes, unit_of(top))}</text>')
+    out.append(
+        f'<text x="{x0 + 4}" y="{y - 6:.1f}">peak {size(run.peak_bytes, unit_of(top))}</text>'
+    )
     out.append(
         f'<line class="axis" x1="{x0}" x2="{x0 + width}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>'
     )
