@@ -3,6 +3,7 @@
 import re
 
 PAGE = "docs/reference/errors.md"
+OTHER = "any-other"
 # anchor: words of its messages. The first row that a message fits counts.
 ANCHORS = {
     "wrapped": r"expected a model before ",
@@ -30,12 +31,9 @@ ANCHORS = {
 
 
 def page_of(message: str) -> str:
-    """The page that explains this message, at its place; the whole page where it has none of its
-    own.
-    """
+    """The place on the page that explains this message; OTHER where it has none of its own."""
     found = (name for name, words in ANCHORS.items() if re.search(words, message))
-    anchor = next(found, None)
-    return PAGE if anchor is None else f"{PAGE}#{anchor}"
+    return f"{PAGE}#{next(found, OTHER)}"
 
 
 def with_page(error: BaseException) -> None:

@@ -97,7 +97,7 @@ a layer is trusted, a small instance of the model runs stock and patched, forwar
 packed and masked. A layer that differs, or that holds a module which hfpatch does not know, runs
 whole: correct, with more memory. The report gives the reason.
 
-Ask about your own model. Nothing is downloaded but its `config.json`, if you have it in the cache:
+Ask about your own model, by a hub id whose `config.json` is in the local cache, by a path or by a preset:
 
 ```bash
 hfpatch env --model llama-3.1-8b --seq-len 32k
@@ -105,7 +105,7 @@ hfpatch env --model llama-3.1-8b --seq-len 32k
 
 ## What to expect
 
-Default configs of transformers 5.23, by `hfpatch env --families`. *Packed rows* are documents that
+Default configs of transformers 5.24, by `hfpatch env --families`. *Packed rows* are documents that
 `position_ids` tell apart, also beside an attention mask of ones. *Verdict* is the comparison of the
 small instance with stock.
 

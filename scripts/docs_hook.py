@@ -42,7 +42,7 @@ def linked(text: str, source: str, page: str, pages: dict) -> str:
         path, _, anchor = target.partition("#")
         full = (ROOT / here / path).resolve().relative_to(ROOT).as_posix()
         named = pages.get(full) or pages.get(f"{full}/README.md")
-        if named is None and full.startswith("docs/") and full.endswith(".md"):
+        if named is None and full.startswith("docs/"):
             named = full.removeprefix("docs/")
         return f"[{words}]({'../' * depth}{named}{'#' * bool(anchor)}{anchor})" if named else words
 

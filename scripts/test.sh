@@ -6,6 +6,7 @@
 #                                   and the GPU queue under the versions of its machine
 #   bash scripts/test.sh --hosts    tests/hosts alone: each trainer that hfpatch works in, in an environment of its own, by pip
 #                                   (HFPATCH_HOSTS="lightning ms_swift" names some; HFPATCH_BARE=0 uses the torch that is here)
+#   bash scripts/test.sh --docs     also every command of README and docs/, at tiny size (five minutes; alone: --docs tests/docs)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
 #   HFPATCH_TEST_WORKERS=1          how many processes share the tests without a GPU (as many as there are cores, up to four)
 case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac

@@ -794,6 +794,78 @@ def test_a_slot_goes_on_after_entries_that_fail(tmp_path, monkeypatch, capsys):
         assert "slot1/00_01_good/01_good.csv" in pack.getnames()
 
 
+def test_what_a_part_leaves_is_at_most_eight_files_of_16_mib(tmp_path, monkeypatch):
+    """However much an entry writes and prints: what is over stays out, and the next entry's table
+    still comes back.
+    """
+    folder, out = tmp_path / "entries", tmp_path / "out"
+    folder.mkdir()
+    head = (
+        "import os, pathlib, sys\n\n\ndef main(argv):\n"
+        "    out = pathlib.Path(argv[argv.index('--out') + 1])\n    out.mkdir()\n"
+    )
+    (folder / "01_much.py").write_text(
+        head + "    for i in range(8):\n"
+        "        (out / f'{i}.bin').write_bytes(os.urandom(3 << 20))\n"
+        "    (out / 'trace.json').write_bytes(os.urandom(5 << 20))\n"
+        "    print('x' * (17 << 20))\n    return 0\n"
+    )
+    (folder / "02_little.py").write_text(
+        head + "    (out / 'table.csv').write_text('a\\n1\\n')\n    return 0\n"
+    )
+    monkeypatch.setattr(slot, "FOLDER", folder)
+    jobs = [slot.Job("01_much", seconds=60), slot.Job("02_little", seconds=60)]
+    assert slot.Slot(1, jobs, out, 120).run() == 0
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert len(files) <= 8 and slot.FILE_BYTES == 16 << 20
+    assert all(path.stat().st_size < 16 << 20 for path in files), [p.stat() for p in files]
+    with tarfile.open(out / "slot1.tar.gz") as pack:
+        names = pack.getnames()
+    assert "slot1/01_02_little/table.csv" in names and "slot1/00_01_much/trace.json" not in names
+    assert len([name for name in names if name.endswith(".bin")]) == 4
+
+
+@pytest.mark.parametrize(
+    "wheel, tree, code", [(40, 10, 0), (50, 20, 1), (70, 1, 1)], ids=["fits", "together", "alone"]
+)
+def test_wheels_that_would_not_travel_are_refused(wheel, tree, code, tmp_path):
+    """MiB of wheels and of the tree, git-ignored files left out: 64 together. Sparse files, and a
+    Python that only makes such a wheel.
+    """
+    script = tmp_path / "scripts" / "gpu" / "wheels.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text((FOLDER / "wheels.sh").read_text())
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gitignore").write_text(".whl/\nbuild/\n")
+    (tmp_path / "build").mkdir()
+    for name, size in (("new.bin", tree), ("build/ignored.bin", 60)):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size << 20)
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(
+        f"#!/bin/sh\nmkdir -p .whl && truncate -s {wheel}M .whl/one-1-py3-none-any.whl\n"
+    )
+    python.chmod(0o755)
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(["bash", script, "one"], env={**os.environ, "PATH": path},
+                         capture_output=True, text=True)  # fmt: skip
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    assert "must stay below 64" in ran.stdout
+
+
+def test_the_tree_leaves_the_wheels_their_room():
+    """Those that wheels.sh names by itself weigh 13 MiB."""
+    if not (FOLDER.parents[1] / ".git").exists():
+        pytest.skip("a copy without git")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=FOLDER.parents[1], check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    paths = [FOLDER.parents[1] / name for name in listed.split("\0") if name]
+    assert sum(p.stat().st_size for p in paths if p.is_file()) < 32 << 20
+
+
 @pytest.mark.parametrize("pip", [pytest.param(True, marks=pytest.mark.long), False])
 def test_wheels_are_used_where_there_is_no_pip_too(pip, tmp_path):
     """Two of them, and a broken one that keeps neither out; in a tree of its own with an entry that

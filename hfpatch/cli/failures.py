@@ -5,6 +5,7 @@ A bug keeps its traceback without being asked: an error that is in no row below 
 """
 
 import argparse
+import difflib
 import errno
 import json
 import pickle
@@ -86,7 +87,11 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        raise ValueError(f"hfpatch: {message.rstrip('.')}; see {self.prog} --help.")
+        flag = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        names = [action.option_strings[-1] for action in self._actions if action.option_strings]
+        near = difflib.get_close_matches(flag[1], names, 1) if flag else ()
+        see = f"did you mean {near[0]}? See" if near else "see"
+        raise ValueError(f"hfpatch: {message.rstrip('.')}; {see} {self.prog} --help.")
 
 
 def guarded(command, argv, *, piped: bool = True) -> int:

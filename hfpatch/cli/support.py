@@ -97,31 +97,35 @@ def family_config(kind: str) -> dict:
     return AutoConfig.for_model(kind, **_SHOWN.get(kind, {})).to_dict()
 
 
-def table_row(support: Support) -> str:
-    """A family's line in the table of `--families`."""
+# A column of the table of `--families`, and its cell in most families.
+COLUMNS = {
+    "fused": "norms, RoPE, MLP, loss", "layers tiled": "all", "packed rows": "isolated",
+    "verdict": "agrees",
+}  # fmt: skip
+
+
+def table_row(support: Support) -> dict[str, str]:
+    """A family's cells in the table of `--families`, by column."""
     share = support.tiled / support.layers
     tiled = "all" if share == 1 else "no" if not share else f"{support.tiled} of {support.layers}"
-    return (
-        f"| {support.model} | {tiled} | {', '.join(support.fused)} | {support.packed} | "
-        f"{support.verdict} |"
-    )
-
-
-HEADER = (
-    "| family | layers tiled | fused | packed rows | verdict |\n| --- | --- | --- | --- | --- |"
-)
-USUAL = " all | norms, RoPE, MLP, loss | isolated | agrees |"  # the end of most families' rows
+    cells = (", ".join(support.fused), tiled, support.packed, support.verdict)
+    return dict(zip(COLUMNS, cells))
 
 
 def families_text(found: list[Support]) -> str:
-    """What `--families` prints: the families of the usual row by name, a table of the others."""
+    """What `--families` prints: the families of the usual row by name, and a table of the others.
+    Columns in which no family differs from the usual are left out.
+    """
     rows = {one.model: table_row(one) for one in found}
-    usual = [kind for kind, row in rows.items() if row.endswith(USUAL)]
-    others = [row for row in rows.values() if not row.endswith(USUAL)]
+    usual = [kind for kind, row in rows.items() if row == COLUMNS]
+    others = {kind: row for kind, row in rows.items() if row != COLUMNS}
+    shown = [c for c in COLUMNS if any(row[c] != COLUMNS[c] for row in others.values())]
+    lines = [["family", *shown], ["---"] * (1 + len(shown))]
+    lines += [[kind, *(row[c] for c in shown)] for kind, row in others.items()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
         "All layers run in tiles, norms, RoPE, MLP and loss are fused, packed rows are isolated, and "
-        f"the verdict agrees: {', '.join(usual)}.\n\nThe exceptions:\n\n"
-        + "\n".join([HEADER, *others])
+        f"the verdict agrees: {', '.join(usual)}.\n\nThe exceptions, by what differs:\n\n{table}"
     )
 
 

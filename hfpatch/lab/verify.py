@@ -127,6 +127,11 @@ def _batch(model: nn.Module, batch: Mapping) -> dict:
     """The batch on the model's device, with labels."""
     device = next(model.parameters()).device
     batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    if batch.get("input_ids") is None and batch.get("inputs_embeds") is None:
+        came = ", ".join(batch) or "an empty batch"
+        raise ValueError(
+            f"hfpatch: expected input_ids or inputs_embeds, {came} came; name the tokens so."
+        )
     if batch.get("labels") is None:
         if batch.get("input_ids") is None:
             raise ValueError("hfpatch: expected labels beside inputs_embeds, none came; add them.")

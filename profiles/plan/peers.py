@@ -125,18 +125,18 @@ def cells(values) -> list[str]:
     return ["-" if s is None else f"{s:.2f}" if s < 10 else f"{s:.1f}" for s in values]
 
 
-def table() -> str:
-    """Markdown: a row an implementation, planned seconds on each GPU at each length, and what is on
+def table(gpu: str) -> str:
+    """Markdown: a row an implementation, planned seconds on `gpu` at each length, and what is on
     the host at 8,192, 32,768 and 131,072 tokens.
     """
     rows, found = [], counted()
     hosts = lambda sizes: ", ".join(f"{n:.0f}" for n in sizes)  # noqa: E731
     for name, said in PEERS.items():
-        times = cells(seconds(found[name, T], gpu) for gpu in GPUS for T in LENGTHS)
+        times = cells(seconds(found[name, T], gpu) for T in LENGTHS)
         rows.append([said, *times, hosts(found[name, T]["host_gib"] for T in HOST_AT)])
-    plans = {(gpu, T): ours(T, gpu) for gpu in GPUS for T in LENGTHS}
+    plans = {T: ours(T, gpu) for T in LENGTHS}
     times = cells(p.step_seconds if p.fits else None for p in plans.values())
-    on_host = ((plans["h100", T].host_peak_bytes - PROCESS_BYTES) / GiB for T in HOST_AT)
+    on_host = ((plans[T].host_peak_bytes - PROCESS_BYTES) / GiB for T in HOST_AT)
     rows.append(["hfpatch, `auto`", *times, hosts(on_host)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -145,4 +145,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         count(sys.argv[1])
     else:
-        print(table())
+        print("\n\n".join(table(gpu) for gpu in GPUS))

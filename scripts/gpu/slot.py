@@ -137,6 +137,7 @@ PARTS = {
 }  # fmt: skip
 GRACE = 20  # seconds an entry has for its page and picture after the time in which it starts things
 SHOWN = 12  # rows of an entry that are printed
+FILE_BYTES = 16 << 20  # of one file that comes back; 8 of them at most
 
 
 def load(path: str):
@@ -351,11 +352,23 @@ class Slot:
 
     def _pack(self, work: Path) -> None:
         """All entries' files so far, in place of the last pack at once: a run cut off leaves a
-        whole one.
+        whole one. Files come back up to FILE_BYTES each: what is too much for the pack stays out,
+        and the end of a log that is too long.
         """
-        made = io.BytesIO()
+        made, room = io.BytesIO(), FILE_BYTES - (1 << 20)  # a MiB for the archive's own blocks
+
+        def plain_file(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+            nonlocal room
+            if not info.isdir() and info.size >= min(room, 4 << 20):
+                return None
+            room -= info.size
+            return info
+
         with tarfile.open(fileobj=made, mode="w:gz") as tar:
-            tar.add(work, arcname=self.name, filter=_plain_file)
+            tar.add(work, arcname=self.name, filter=plain_file)
+        with contextlib.suppress(OSError):
+            if self.log.stat().st_size > FILE_BYTES - (1 << 20):
+                os.truncate(self.log, FILE_BYTES - (1 << 20))
         fresh = self.pack.with_suffix(".new")
         try:
             fresh.write_bytes(made.getvalue())
@@ -378,10 +391,6 @@ def _end(worker: subprocess.Popen) -> None:
         except ProcessLookupError:
             return
         time.sleep(0.1)
-
-
-def _plain_file(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return info if info.isdir() or info.size < 4 << 20 else None
 
 
 def _telling(row: dict) -> list[str]:

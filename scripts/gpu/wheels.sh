@@ -23,7 +23,9 @@ if [ "$engine" -eq 0 ]; then
     DS_ACCELERATOR=cpu python3 -m pip wheel -q --no-deps --no-build-isolation -w .whl/engines deepspeed ||
         echo "hfpatch: no DeepSpeed for 16_engines: its wheel is built where torch and setuptools are installed." >&2
 fi
-size=$(du -cm $(find .whl -name '*.whl') | tail -1 | cut -f1)
-tree=$(git ls-files -z | du -cm --files0-from=- 2>/dev/null | tail -1 | cut -f1)
-echo "hfpatch: $(find .whl -name '*.whl' | wc -l) wheels, $size MB; the tree $tree MB; together they must stay below 64."
+# What travels: the wheels, and every file of the tree that git does not ignore, committed or not.
+mib() { du -cm --apparent-size --files0-from=- 2>/dev/null | tail -1 | cut -f1; }
+size=$(find .whl -type f -name '*.whl' -print0 | mib)
+tree=$(git ls-files -z --cached --others --exclude-standard | mib)
+echo "hfpatch: $(find .whl -type f -name '*.whl' | wc -l) wheels, $size MiB; the tree $tree MiB; together they must stay below 64."
 [ $((size + tree)) -lt 64 ]

@@ -3,6 +3,7 @@ command.
 """
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -42,6 +43,9 @@ def site(tmp_path_factory) -> Path:
 def test_the_site_builds_strictly(site):
     for page in ("index.html", "models/index.html", "benchmarks/plan/index.html"):
         assert (site / page).is_file()
+    notebook = json.loads((site / "prove.ipynb").read_text())
+    assert notebook["nbformat"] == 4, "the guide of `hfpatch prove` links to it"
+    assert 'href="../../prove.ipynb"' in (site / "guides/prove/index.html").read_text()
     api = (site / "reference/api/index.html").read_text()
     assert "frozen_weights" in api and "linear_cross_entropy" in api
 
@@ -59,17 +63,32 @@ def links(site: Path, page: str) -> set[str]:
     return found
 
 
+def readme_links() -> list[str]:
+    """Pages of the site that README's links into docs/ are, in their order."""
+    text = (ROOT / "README.md").read_text()
+    return re.findall(r"\]\(docs/([\w/-]+?)(?:/?index)?\.md", text)
+
+
 # (a) a Trainer script, 8B, 80 GB; (b) Axolotl's YAML, QLoRA, 24 GB; (c) eight GPUs, 1M tokens.
 @pytest.mark.parametrize("words", [
     ("hfpatch.apply(model)", "--gpu a100-80gb --host-ram 96GiB --placement gpu8bit"),
-    ("hfpatch.trainer.plugins.axolotl.HFPatchPlugin", "--gpu rtx4090 --host-ram 128GiB --lora-r 16"),
+    ("hfpatch.trainer.plugins.axolotl.HFPatchPlugin", "--gpu rtx4090 --host-ram 128GiB --lora-r 16",
+     "axolotl train config.yaml"),
     ("--seq-len 1M", "--sp_size 8", "hfpatch plan", "--gpus 8 --sp-size 8"),
 ])  # fmt: skip
-def test_a_person_finds_the_command_in_three_clicks(site, words):
-    """One page, at most three links of the text from the first one, has what this person types."""
-    seen, reached = {"."}, ["."]
+@pytest.mark.parametrize("first", ["README.md", "."])
+def test_a_person_finds_the_command_in_three_clicks(site, words, first):
+    """One page, at most three links of the text from the first one, has what this person types. The
+    first page is README in the repository, or the site's.
+    """
+    seen, reached = {first}, [first]
     for _ in range(3):
-        reached = [p for page in reached for p in links(site, page) if (site / p).is_dir()]
+        reached = [
+            p
+            for page in reached
+            for p in (readme_links() if page == "README.md" else links(site, page))
+            if (site / p).is_dir()
+        ]
         reached = [p for p in dict.fromkeys(reached) if p not in seen]
         seen |= set(reached)
         for page in reached:
@@ -132,7 +151,7 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
 
 
 @pytest.mark.long
-@pytest.mark.skipif(Version(transformers.__version__).release[:2] != (5, 23), reason="5.23's table")
+@pytest.mark.skipif(Version(transformers.__version__).release[:2] != (5, 24), reason="5.24's table")
 def test_the_models_page_is_current():
     assert (ROOT / "docs/models.md").read_text() == script("docs").models()
 

@@ -99,6 +99,9 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "env --families --json": "--families is told of alone, --json came with it",
         "env --seq-len 8k": "pass --model as well",
         f"{plan} --no-such 1": "unrecognized arguments: --no-such 1; see hfpatch plan --help",
+        f"{plan} --seqlen 4k": (
+            "unrecognized arguments: --seqlen 4k; did you mean --seq-len? See hfpatch plan --help"
+        ),
         f"{plan} --batch 0": "1 or more and 1048576 or less for --batch, 0 came",
         f"{plan} --gpus -1": "1 or more for --gpus",
         f"{plan} --seq-len 0": "a length is tokens such as 8192, 128k or 1M",

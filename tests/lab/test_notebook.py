@@ -42,7 +42,9 @@ def test_it_is_a_notebook_without_outputs(notebook):
 
 def test_it_installs_first_and_keeps_the_torch_that_is_there(notebook):
     (first, tags), *others = code(notebook)
-    assert tags == ["install"] and first == "%pip install -q hfpatch"
+    assert tags == ["install"] and first == "%pip install -q hfpatch-*.whl"
+    text = "".join(notebook["cells"][0]["source"])
+    assert "python -m build --wheel" in text, "no index has hfpatch: it comes as a wheel"
     assert not any("install" in tags or "pip" in text for text, tags in others)
 
 

@@ -126,6 +126,8 @@ def test_adapters_with_dropout():
 
 def test_what_cannot_be_compared_is_refused_with_a_sentence():
     model = tiny.llama()
+    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds, input_id came"):
+        hfpatch.verify(model, {"input_id": torch.zeros(1, 8, dtype=torch.long)})
     with pytest.raises(ValueError, match="hfpatch: expected labels beside inputs_embeds"):
         hfpatch.verify(model, {"inputs_embeds": torch.randn(1, 24, 64)})
     with pytest.raises(ValueError, match="hfpatch: expected a decoder with a list of layers"):

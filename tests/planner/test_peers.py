@@ -43,7 +43,9 @@ def test_copies_that_wait_cost_their_time():
     assert peers.seconds(hides, "h100") == peers.seconds(hides | {"host_gib": 0.0}, "h100")
 
 
-def test_the_page_has_the_planned_seconds(monkeypatch):
+@pytest.mark.parametrize("gpu, name", [("a100-80gb", "A100 80 GB"), ("h100", "H100 80 GB")])
+def test_the_page_has_the_planned_seconds(gpu, name, monkeypatch):
     monkeypatch.setattr(peers, "ours", ours)
-    for line in peers.table().splitlines():
-        assert line in PAGE, line
+    shown = PAGE.split(f"| {name}: tokens |")[1].split("</div>")[0]
+    for line in peers.table(gpu).splitlines():
+        assert line in shown, line

@@ -60,8 +60,7 @@ def ticks(top: float) -> list[float]:
     return [i * step * unit for i in range(int(top / unit / step) + 1)]
 
 
-def _tick_label(value: float) -> str:
-    unit = unit_of(value)
+def _tick_label(value: float, unit: int) -> str:
     return f"{value / unit:g} {UNITS[unit]}"
 
 
@@ -119,7 +118,7 @@ def _panel(run: Run, name: str, full: int, top: float) -> str:
         out.append(f'<line class="grid" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
         out.append(
             f'<text class="faint" x="{x0 - 8}" y="{y + 4:.1f}" '
-            f'text-anchor="end">{_tick_label(tick)}</text>'
+            f'text-anchor="end">{_tick_label(tick, unit_of(top))}</text>'
         )
     out += _areas(run, x0, width, top)
     end, start = max(run.curve[-1][0], 1e-12), min(0.0, run.curve[0][0])
@@ -136,7 +135,9 @@ def _panel(run: Run, name: str, full: int, top: float) -> str:
             )
     y = TOP + HEIGHT * (1 - run.peak_bytes / top)
     out.append(f'<line class="peak" x1="{x0}" x2="{x0 + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    out.append(f'<text x="{x0 + 4}" y="{y - 6:.1f}">peak {size(run.peak_bytes)}</text>')
+    out.append(
+        f'<text x="{x0 + 4}" y="{y - 6:.1f}">peak {size(run.peak_bytes, unit_of(top))}</text>'
+    )
     out.append(
         f'<line class="axis" x1="{x0}" x2="{x0 + width}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>'
     )

@@ -40,7 +40,7 @@ def draw(runs: list[Run], path: str) -> bool:
                 if any(layers[CATEGORIES.index(category)]):
                     shown[category] = patch
             axis.axhline(run.peak_bytes / unit, color="black", linestyle="--", linewidth=0.8)
-            axis.annotate(f"peak {size(run.peak_bytes)}", (0.02, run.peak_bytes / unit),
+            axis.annotate(f"peak {size(run.peak_bytes, unit)}", (0.02, run.peak_bytes / unit),
                           va="bottom",
                           xycoords=("axes fraction", "data"), fontsize=9)  # fmt: skip
             axis.set_ylim(0, top / unit)

@@ -246,9 +246,9 @@ def unit_of(count: float) -> int:
     return max((unit for unit in UNITS if count >= unit), default=1)
 
 
-def size(count: float) -> str:
-    """1536 -> '1.5 KiB'. Binary units, one or two decimals."""
-    unit = unit_of(abs(count))
+def size(count: float, unit: int | None = None) -> str:
+    """1536 -> '1.5 KiB'. Binary units, one or two decimals; unit: an axis's, in place of its own."""
+    unit = unit or unit_of(abs(count))
     return (
         f"{count:.0f} B"
         if unit == 1
