@@ -68,7 +68,7 @@ def assert_command_is_patched(*command, **variables) -> None:
     for before, code in (((), 0), (("env", f"PYTHONPATH={PLACES}"), 3)):
         done, out, err = execute(*run, *before, *command, **variables)
         assert done == code, err[-4000:]
-        assert ("2 x LlamaDecoderLayer" in err) == (code == 0)
+        assert ("2 x LlamaDecoderLayer" in out + err) == (code == 0), err[-4000:]
         assert ("no process of this run trained" in err) == (code == 3)
         words = re.findall(r"'loss': '?([0-9.]+)", out + err)
         found.append([float(loss) for loss in words])
