@@ -14,7 +14,7 @@ source scripts/env.sh
 # Trainers that hfpatch works in, as pip knows them: tests/hosts/test_NAME.py. Their pins choose transformers.
 declare -A HOSTS=(
     [sentence_transformers]="sentence-transformers[train]" [lightning]=lightning [ms_swift]=ms-swift
-    [llamafactory]=llamafactory [axolotl]=axolotl
+    [llamafactory]=llamafactory [axolotl]=axolotl [verl]=verl
 )
 if [ "${1:-}" = "--hosts" ]; then
     export HFPATCH_BARE=${HFPATCH_BARE:-1} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false DS_ACCELERATOR=cpu

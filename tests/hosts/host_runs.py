@@ -59,14 +59,19 @@ def assert_same_training(ours, stock) -> None:
             assert found == pytest.approx(wanted, rel=near, abs=1e-5), name
 
 
-def assert_command_is_patched(*command, **variables) -> None:
+def assert_command_is_patched(*command, places=PLACES, **variables) -> None:
     """`hfpatch run` reaches the process in which this command trains, with stock's losses.
 
     Without the hook the same command trains stock and succeeds, which `--require` reports.
+
+    Args:
+        command: it trains two steps of a model that saved_llama saved, and logs each.
+        places: its PYTHONPATH.
+        variables: of its environment.
     """
     run, found = (sys.executable, "-m", "hfpatch", "run", "--require"), []
-    for before, code in (((), 0), (("env", f"PYTHONPATH={PLACES}"), 3)):
-        done, out, err = execute(*run, *before, *command, **variables)
+    for before, code in (((), 0), (("env", f"PYTHONPATH={places}"), 3)):
+        done, out, err = execute(*run, *before, *command, PYTHONPATH=places, **variables)
         assert done == code, err[-4000:]
         assert ("2 x LlamaDecoderLayer" in out + err) == (code == 0), err[-4000:]
         assert ("no process of this run trained" in err) == (code == 3)

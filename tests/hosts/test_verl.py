@@ -33,8 +33,12 @@ def one_cpu(tmp_path_factory):
     def nothing(*_, **__):
         return 0
 
-    idle = dict.fromkeys(("memory_allocated", "memory_reserved", "empty_cache", "synchronize"), nothing)
-    module = types.SimpleNamespace(**idle, mem_get_info=lambda: (0, 1), current_device=lambda: "cpu")
+    idle = dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "empty_cache", "synchronize"), nothing
+    )
+    module = types.SimpleNamespace(
+        **idle, mem_get_info=lambda: (0, 1), current_device=lambda: "cpu"
+    )
     kind = type("PlatformCPU", (platform_cuda.PlatformCUDA,), {
         "device_name": "cpu", "device_module": module, "current_device": lambda self: "cpu",
         "empty_cache": nothing, "synchronize": nothing,
@@ -104,7 +108,9 @@ def scored(engine, **more) -> list[torch.Tensor]:
     """Log-probabilities and entropies of all tokens but the last of a row, whose next is none."""
     with engine.eval_mode():
         out = engine.infer_batch(batch_of(engine, **more), loss_function=None)["model_output"]
-    return [torch.cat([row[:-1] for row in out[name].unbind()]) for name in ("log_probs", "entropy")]
+    return [
+        torch.cat([row[:-1] for row in out[name].unbind()]) for name in ("log_probs", "entropy")
+    ]
 
 
 def trained(engine) -> list[torch.Tensor]:

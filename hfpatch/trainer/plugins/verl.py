@@ -55,9 +55,7 @@ def _refuse(engine, backend: str) -> None:
     model, ranks = engine.model_config, engine.engine_config.ulysses_sequence_parallel_size
     rival = next((name for name in RIVALS if getattr(model, name, False)), None)
     if rival is not None:
-        raise ValueError(
-            f"hfpatch: expected one implementation, model.{rival} came too; drop it."
-        )
+        raise ValueError(f"hfpatch: expected one implementation, model.{rival} came too; drop it.")
     if ranks > 1:
         raise ValueError(
             f"hfpatch: expected whole rows on each rank, ulysses_sequence_parallel_size={ranks} "
