@@ -46,6 +46,23 @@ def test_the_yaml_of_the_docs_is_accepted():
     HFPatchPlugin().pre_model_load(cfg)
 
 
+ENGINES = {
+    "fsdp2": {"fsdp_version": 2, "fsdp_config": {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True,
+        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "state_dict_type": "FULL_STATE_DICT",
+    }},
+    "deepspeed": {"deepspeed": "deepspeed_configs/zero3.json"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_yaml_with_an_engine_is_accepted(engine):
+    """As Axolotl's examples write them."""
+    from hfpatch.trainer.plugins.axolotl import HFPatchPlugin
+
+    HFPatchPlugin().pre_model_load(checked(**ENGINES[engine]))
+
+
 def test_what_is_refused():
     from hfpatch.trainer.plugins.axolotl import HFPatchPlugin
 
