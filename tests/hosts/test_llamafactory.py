@@ -60,7 +60,7 @@ def test_against_stock(tmp_path):
     host_runs.assert_same_training(ours.model, stock.model)
 
 
-@pytest.mark.parametrize("variables", [{}, {"FORCE_TORCHRUN": 1}])
+@pytest.mark.parametrize("variables", [{}, {"FORCE_TORCHRUN": 1, "NPROC_PER_NODE": 1}])
 def test_the_command_is_patched(variables, tmp_path):
     folder, data = host_runs.saved_llama(tmp_path / "model"), host_runs.alpaca_file(tmp_path)
     file = tmp_path / "train.yaml"
