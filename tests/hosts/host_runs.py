@@ -73,7 +73,8 @@ def assert_command_is_patched(*command, places=PLACES, **variables) -> None:
     for before, code in (((), 0), (("env", f"PYTHONPATH={places}"), 3)):
         done, out, err = execute(*run, *before, *command, PYTHONPATH=places, **variables)
         assert done == code, err[-4000:]
-        assert ("2 x LlamaDecoderLayer" in out + err) == (code == 0), err[-4000:]
+        said = "checkpointing 2 x LlamaDecoderLayer" in out + err  # a host may print the model too
+        assert said == (code == 0), err[-4000:]
         assert ("no process of this run trained" in err) == (code == 3)
         words = re.findall(r"'loss': '?([0-9.]+)", out + err)
         found.append([float(loss) for loss in words])
