@@ -3,11 +3,14 @@ comparison of two runs.
 """
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from trainer.workbench import PLACES, execute
 
 from hfpatch.context.classes import is_mixed
 from hfpatch.trainer import tokenizer as byte_level
@@ -45,9 +48,34 @@ def assert_tiled(model) -> None:
 
 
 def assert_same_training(ours, stock) -> None:
-    """The same weights after training, to float32's rounding."""
+    """The same trained weights, to their dtype's rounding."""
     mine, theirs = dict(ours.named_parameters()), dict(stock.named_parameters())
-    assert mine.keys() == theirs.keys()
+    assert mine.keys() == theirs.keys() and any(w.requires_grad for w in theirs.values())
     for name, weight in theirs.items():
-        assert not torch.isnan(weight).any()
-        assert mine[name].detach().cpu() == pytest.approx(weight.detach().cpu(), rel=1e-3, abs=1e-5)
+        if weight.requires_grad:
+            assert not torch.isnan(weight).any()
+            near = max(1e-3, torch.finfo(weight.dtype).eps)
+            found, wanted = (w.detach().float().cpu() for w in (mine[name], weight))
+            assert found == pytest.approx(wanted, rel=near, abs=1e-5), name
+
+
+def assert_command_is_patched(*command, places=PLACES, **variables) -> None:
+    """`hfpatch run` reaches the process in which this command trains, with stock's losses.
+
+    Without the hook the same command trains stock and succeeds, which `--require` reports.
+
+    Args:
+        command: it trains two steps of a model that saved_llama saved, and logs each.
+        places: its PYTHONPATH.
+        variables: of its environment.
+    """
+    run, found = (sys.executable, "-m", "hfpatch", "run", "--require"), []
+    for before, code in (((), 0), (("env", f"PYTHONPATH={places}"), 3)):
+        done, out, err = execute(*run, *before, *command, PYTHONPATH=places, **variables)
+        assert done == code, err[-4000:]
+        said = "checkpointing 2 x LlamaDecoderLayer" in out + err  # a host may print the model too
+        assert said == (code == 0), err[-4000:]
+        assert ("no process of this run trained" in err) == (code == 3)
+        words = re.findall(r"'loss': '?([0-9.]+)", out + err)
+        found.append([float(loss) for loss in words])
+    assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=2e-3)

@@ -1,7 +1,18 @@
-"""Axolotl's own check of its YAML, with the plugin: LoRA as the documentation shows it."""
+"""Axolotl on one CPU process: its own check of the YAML with the plugin, and its own training
+beside stock.
+"""
 
+import os
+
+import host_runs
 import pytest
+import torch
+import yaml
 
+from hfpatch.context.classes import is_mixed
+
+os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
 config = pytest.importorskip("axolotl.utils.config")
 
 YAML = {
@@ -35,6 +46,23 @@ def test_the_yaml_of_the_docs_is_accepted():
     HFPatchPlugin().pre_model_load(cfg)
 
 
+ENGINES = {
+    "fsdp2": {"fsdp_version": 2, "fsdp_config": {
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True,
+        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "state_dict_type": "FULL_STATE_DICT",
+    }},
+    "deepspeed": {"deepspeed": "deepspeed_configs/zero3.json"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_yaml_with_an_engine_is_accepted(engine):
+    """As Axolotl's examples write them."""
+    from hfpatch.trainer.plugins.axolotl import HFPatchPlugin
+
+    HFPatchPlugin().pre_model_load(checked(**ENGINES[engine]))
+
+
 def test_what_is_refused():
     from hfpatch.trainer.plugins.axolotl import HFPatchPlugin
 
@@ -42,3 +70,64 @@ def test_what_is_refused():
         checked(hfpatch={"tile_size": 8})
     with pytest.raises(ValueError, match="lora_mlp_kernel came too"):
         HFPatchPlugin().pre_model_load(checked(lora_mlp_kernel=True))
+
+
+PLUGIN = {"plugins": YAML["plugins"], "hfpatch": {"checkpointing": {"tile": 8}}}
+LORA = {"lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "lora_dropout": 0.0}
+TRAININGS = {
+    "full": {},
+    "lora": {"adapter": "lora", **LORA},
+    "qlora": {"adapter": "qlora", "load_in_4bit": True, **LORA},
+    "packed": {"sample_packing": True, "pad_to_sequence_len": True, "micro_batch_size": 1,
+               "sequence_len": 768, "num_epochs": 4},
+}  # fmt: skip
+
+
+def yaml_of(folder, data, out, **more):
+    """A file that trains four steps in float32 on a CPU."""
+    text = {
+        "base_model": str(folder), "output_dir": str(out), "dataset_prepared_path": f"{out}-rows",
+        "datasets": [{"path": str(data), "ds_type": "json", "type": "alpaca"}],
+        "sequence_len": 256, "micro_batch_size": 2, "gradient_accumulation_steps": 1,
+        "max_steps": 4, "learning_rate": 0.1, "optimizer": "sgd", "val_set_size": 0,
+        "lr_scheduler": "constant", "bf16": False, "fp16": False, "tf32": False, "seed": 1,
+        "logging_steps": 1, "save_strategy": "no", "attn_implementation": "sdpa",
+        "dataset_num_proc": 1, "num_dataset_shards_to_save": 1,
+        "special_tokens": {"pad_token": "<pad>"}, **more,
+    }  # fmt: skip
+    file = out.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(text))
+    return file
+
+
+def trained(*places, **more):
+    """(the model after the steps of a YAML, its losses)"""
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.integrations.base import PluginManager
+    from axolotl.train import train
+
+    PluginManager.get_instance().plugins.clear()  # those of an earlier YAML would stay
+    cfg = load_cfg(str(yaml_of(*places, **more)))
+    rows = load_datasets(cfg=cfg)
+    torch.manual_seed(0)  # of an adapter's first weights, which Axolotl draws before it seeds
+    model, _, trainer = train(cfg=cfg, dataset_meta=rows)
+    return model, host_runs.losses(trainer.state.log_history)
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_against_stock(kind, tmp_path):
+    folder, data = host_runs.saved_llama(tmp_path / "model"), host_runs.alpaca_file(tmp_path)
+    off = {"lora_mlp_kernel": False}  # Axolotl's own LoRA kernels, which need a GPU
+    stock, theirs = trained(folder, data, tmp_path / "stock", **TRAININGS[kind], **off)
+    ours, mine = trained(folder, data, tmp_path / "ours", **TRAININGS[kind], **PLUGIN)
+    host_runs.assert_tiled(ours)
+    assert not any(map(is_mixed, stock.modules()))
+    assert len(theirs) == 4 and mine == pytest.approx(theirs, rel=1e-4)
+    host_runs.assert_same_training(ours, stock)
+
+
+def test_the_command_is_patched(tmp_path):
+    folder, data = host_runs.saved_llama(tmp_path / "model"), host_runs.alpaca_file(tmp_path)
+    file = yaml_of(folder, data, tmp_path / "out", max_steps=2)
+    host_runs.assert_command_is_patched("axolotl", "train", file, ACCELERATE_USE_CPU="true")

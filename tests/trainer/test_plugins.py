@@ -2,6 +2,7 @@
 installed here.
 """
 
+import configparser
 import dataclasses
 import importlib
 import importlib.util
@@ -194,3 +195,130 @@ def test_a_plugin_that_tiles_no_layer_is_refused():
     ):
         plugins.apply_tiled(model, {})
     plugins.apply_tiled(model, {"checkpointing": "off"})
+
+
+VERL = {
+    "verl/__init__.py": "",
+    "verl/workers/__init__.py": "",
+    "verl/workers/engine/__init__.py": "",
+    "verl/workers/engine/base.py": """
+class EngineRegistry:
+    engines = {}
+
+    @classmethod
+    def new(cls, model_type, backend, *args, **kwargs):
+        return cls.engines[backend](*args, **kwargs)
+""",
+    "verl/models/__init__.py": "",
+    "verl/models/transformers/__init__.py": "",
+    "verl/models/transformers/dense_common.py": """
+from dataclasses import dataclass
+from transformers.utils import ModelOutput
+
+@dataclass
+class CausalLMOutputForPPO(ModelOutput):
+    log_probs: object = None
+    entropy: object = None
+""",
+}
+
+
+@pytest.fixture
+def verl_engine(monkeypatch, tmp_path):
+    """Makes an engine as verl 0.9 does, which imports the plugin before its own registry.
+
+    An engine's `_build_fsdp_module` gets the model and shards it: here it does nothing more.
+    """
+    for name, text in VERL.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    plugin = "hfpatch.trainer.plugins.verl"
+    monkeypatch.delitem(sys.modules, plugin, raising=False)
+    importlib.import_module(plugin)
+    registry = importlib.import_module("verl.workers.engine.base").EngineRegistry
+
+    class Engine:
+        def __init__(self, model_config, engine_config):
+            self.model_config, self.engine_config = model_config, engine_config
+
+        def _build_fsdp_module(self, module):
+            return module
+
+    registry.engines = {"fsdp2": Engine, "fsdp": Engine, "megatron": type("M", (Engine,), {})}
+    settings = {
+        "model_type": "language_model", "external_lib": plugin, "use_fused_kernels": True,
+        "use_liger": False, "enable_activation_offload": False,
+    }  # fmt: skip
+
+    def make(backend="fsdp2", *, ranks=1, **changes):
+        engine = types.SimpleNamespace(ulysses_sequence_parallel_size=ranks, forward_only=False)
+        model = types.SimpleNamespace(**(settings | changes))
+        return registry.new("language_model", backend, model, engine)
+
+    yield make
+    for name in [n for n in sys.modules if n.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("rolled", [True, False])
+def test_verl_scores_without_logits(verl_engine, rolled):
+    """Log-probabilities and entropies of packed rows with a temperature, and their gradients."""
+    ours, stock = tiny.exact(tiny.llama()), tiny.exact(tiny.llama())
+    assert verl_engine()._build_fsdp_module(ours) is ours
+    assert all(is_mixed(layer) for layer in ours.model.layers)
+    ids = tiny.ids(1, 24)
+    positions = torch.cat([torch.arange(15), torch.arange(9)])[None]
+    batch = {
+        "input_ids": ids,
+        "attention_mask": None,
+        "position_ids": positions,
+        "use_cache": False,
+    }
+    labels = ids.roll(-1, -1)
+    more = {"shift_labels": labels} if rolled else {}
+    out = ours(**batch, **more, temperature=0.7, return_dict=True)
+    log_p = (stock(**batch).logits / 0.7).log_softmax(-1)
+    wanted = log_p.gather(-1, labels[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+    weights = torch.linspace(-1, 1, 24, dtype=torch.float64)
+    for found, value in zip((out.log_probs, out.entropy), wanted):
+        assert found.detach().double() == pytest.approx(value.detach(), rel=1e-5)
+    for log_prob, entropy in ((out.log_probs, out.entropy), wanted):
+        ((log_prob * weights).sum() + entropy.mean()).backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), stock.parameters()):
+        assert mine.grad == pytest.approx(theirs.grad, rel=1e-4, abs=1e-6), name
+
+
+def test_verl_is_asked_by_name(verl_engine, monkeypatch):
+    """An installed hfpatch changes no training; the model's external_lib or the environment does."""
+    model = tiny.llama()
+    verl_engine(external_lib=None)._build_fsdp_module(model)
+    assert not is_mixed(model.model.layers[0])
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "another, hfpatch")
+    verl_engine(external_lib=None)._build_fsdp_module(model)
+    assert is_mixed(model.model.layers[0])
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"backend": "fsdp"}, "engine fsdp2, fsdp came"),
+        ({"backend": "megatron"}, "engine fsdp2, megatron came"),
+        ({"ranks": 2}, "ulysses_sequence_parallel_size=2 came"),
+        ({"use_liger": True}, "use_liger came too"),
+        ({"use_fused_kernels": False}, "use_fused_kernels=True, False came"),
+    ],
+)
+def test_verl_is_refused(verl_engine, settings, words):
+    with pytest.raises(ValueError, match=f"^hfpatch: expected .*{words}"):
+        verl_engine(**settings)
+
+
+def test_verl_finds_the_entry_point():
+    parser = configparser.ConfigParser()
+    parser.read(Path(__file__).parents[2] / "setup.cfg")
+    [line] = parser["options.entry_points"]["verl.plugins"].strip().splitlines()
+    assert line.split(" = ") == ["hfpatch", "hfpatch.trainer.plugins.verl"]

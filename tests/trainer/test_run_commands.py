@@ -93,15 +93,16 @@ def test_other_trainers_commands_are_patched(name, variables, tmp_path):
     assert_patched(out, 1, err)
 
 
-def test_children_without_the_hook_train_stock(tmp_path):
+@pytest.mark.parametrize("name", PLAYED)
+def test_children_without_the_hook_train_stock(name, tmp_path):
     """What these commands start would train unpatched, and succeed: alone, and where the run's
     environment carried no hook.
     """
-    places = os.pathsep.join([str(tmp_path / "site"), PLACES])
-    for where, name in (("alone", "swift"), ("no hook", "llamafactory-cli")):
+    for where in ("alone", "no hook"):
         out = tmp_path / where
         out.mkdir()
-        command = [played(tmp_path, name), "train", out]
+        places = os.pathsep.join([str(out / "site"), PLACES])
+        command = [played(out, name), "train", out]
         before = [] if where == "alone" else [*RUN, "env", f"PYTHONPATH={places}"]
         code, _, err = execute(*before, *command, PYTHONPATH=places)
         layers = {module.partition(".")[0] for report in reports(out) for module in report["layer"]}

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from workbench import ROOT, execute
+from workbench import PLACES, ROOT, execute
 
 from hfpatch.context.classes import is_mixed
 
@@ -95,6 +95,11 @@ def test_trl_command_line_is_patched(model_folder, chat_file, tmp_path, monkeypa
     assert len(stock) == 2 and [float(loss) for loss in losses.findall(out)] == pytest.approx(
         stock, rel=1e-3
     )
+    # The silent case: what the environment does not reach trains stock, and the command succeeds.
+    alone = ("env", f"PYTHONPATH={PLACES}", "trl", "sft", *arguments, "--output_dir", tmp_path)
+    code, out, err = execute(*run, *alone)
+    assert code == 3 and "no process of this run trained" in err and "hfpatch on" not in err
+    assert len(losses.findall(out)) == 2, "it did train"
 
 
 def example(name):

@@ -13,11 +13,16 @@ WATCHED = ("transformers.trainer", "accelerate.accelerator")
 
 
 class Watch:
-    """A finder of sys.meta_path: the other finders' spec of a watched module, patched once run."""
+    """A finder of sys.meta_path: the other finders' spec of a watched module, handed to `then` once
+    it ran.
+    """
+
+    def __init__(self, watched, then):
+        self.watched, self.then = watched, then
 
     def find_spec(self, name, path=None, target=None):
         """The other finders' spec of a watched module, its loader changed; None of any other."""
-        if name not in WATCHED:
+        if name not in self.watched:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         for finder in others:
@@ -32,7 +37,7 @@ class Watch:
 
         def exec_module(module):
             execute(module)
-            _patch(module)
+            self.then(module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -65,5 +70,5 @@ def _hand_on() -> None:
 if __name__ == "sitecustomize":
     # A launcher may copy PYTHONPATH alone to another machine, where there is no run.
     if "HFPATCH_RUN" in os.environ:
-        sys.meta_path.insert(0, Watch())
+        sys.meta_path.insert(0, Watch(WATCHED, _patch))
     _hand_on()

@@ -1,0 +1,118 @@
+"""hfpatch in verl: actor, reference and critic of its FSDP2 engine.
+
+    actor_rollout_ref.model.external_lib=hfpatch.trainer.plugins.verl
+    actor_rollout_ref.model.use_fused_kernels=True
+
+verl imports this file in each worker: by the model's `external_lib`, which also turns it on for
+that model, or as the entry point `hfpatch` of its group `verl.plugins`, which
+VERL_USE_EXTERNAL_PLUGINS=hfpatch turns on for all models. An installed hfpatch alone changes no
+training. The file imports nothing of verl: it waits until verl's registry of engines is there.
+"""
+
+import functools
+import os
+import sys
+
+from hfpatch.trainer.hook.sitecustomize import Watch
+
+REGISTRY = "verl.workers.engine.base"
+POLICIES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
+# verl's own ways to do what hfpatch does, in its model's config.
+RIVALS = "use_liger", "enable_activation_offload"
+
+
+def asked(model_config) -> bool:
+    """Whether this model, or all models of this process, shall train with hfpatch."""
+    named = getattr(model_config, "external_lib", None) or ()
+    named = [named] if isinstance(named, str) else list(named)
+    named += [name.strip() for policy in POLICIES for name in os.environ.get(policy, "").split(",")]
+    return not {__name__, "hfpatch"}.isdisjoint(named)
+
+
+def _patch(module) -> None:
+    """Each engine that verl makes from now on patches its model before FSDP2 shards it."""
+    registry = module.EngineRegistry
+    new = registry.new.__func__
+
+    @functools.wraps(new)
+    def patched_new(cls, model_type, backend, *args, **kwargs):
+        engine = new(cls, model_type, backend, *args, **kwargs)
+        if asked(getattr(engine, "model_config", None)):
+            _refuse(engine, backend)
+            engine._build_fsdp_module = functools.partial(_shard, engine, engine._build_fsdp_module)
+        return engine
+
+    registry.new = classmethod(patched_new)
+
+
+def _refuse(engine, backend: str) -> None:
+    """ValueError for settings under which the training would be another one, or stock."""
+    if backend != "fsdp2" or not hasattr(engine, "_build_fsdp_module"):
+        raise ValueError(
+            f"hfpatch: expected verl's engine fsdp2, {backend} came; set strategy=fsdp2, or drop "
+            "hfpatch from external_lib."
+        )
+    model, ranks = engine.model_config, engine.engine_config.ulysses_sequence_parallel_size
+    rival = next((name for name in RIVALS if getattr(model, name, False)), None)
+    if rival is not None:
+        raise ValueError(f"hfpatch: expected one implementation, model.{rival} came too; drop it.")
+    if ranks > 1:
+        raise ValueError(
+            f"hfpatch: expected whole rows on each rank, ulysses_sequence_parallel_size={ranks} "
+            "came; set it to 1."
+        )
+    if model.model_type == "language_model" and not model.use_fused_kernels:
+        raise ValueError(
+            "hfpatch: expected model.use_fused_kernels=True, False came: verl would ask for whole "
+            "logits; set it."
+        )
+
+
+def _shard(engine, build, module):
+    """verl's `_build_fsdp_module`, of a module that runs in tiles and scores without logits."""
+    from hfpatch.decoder.find import find_decoder
+    from hfpatch.trainer import marks
+    from hfpatch.trainer.plugins import apply_tiled
+
+    apply_tiled(module, dict(marks.settings().get("options", {})))
+    if engine.model_config.model_type == "language_model":
+        causal = find_decoder(module).causal
+        causal.forward = functools.partial(_scores, causal)
+    if not engine.engine_config.forward_only:
+        marks.mark(marks.TRAINED)
+    return build(module)
+
+
+def _scores(causal, *, input_ids, temperature=1.0, shift_labels=None, return_dict=True, **kwargs):
+    """What verl's fused forward returns: log-probabilities and entropies of the next tokens.
+
+    Args:
+        causal: the patched model.
+        input_ids: [B, T].
+        shift_labels: the token after each one, [B, T]; where it is None, verl's own rule: the rows
+            rolled by one.
+
+    Returns:
+        verl's CausalLMOutputForPPO; log_probs and entropy are float32 [B, T].
+    """
+    from verl.models.transformers.dense_common import CausalLMOutputForPPO
+
+    from hfpatch.loss.log_probs import TrlHead, log_probs
+
+    if shift_labels is None:
+        shift_labels = input_ids.roll(-1, -1)
+    config = causal.config.get_text_config()
+    head = TrlHead(
+        theirs=None, output=dict, outputs=("log_probs", "entropy"), temperature=float(temperature),
+        scale=1.0, softcap=getattr(config, "final_logit_softcapping", None), in_float32=False,
+        backbone=causal.base_model_prefix, text_config=config,
+    )  # fmt: skip
+    kwargs |= {"input_ids": input_ids, "shift_labels": shift_labels}
+    found = log_probs(causal, causal.get_output_embeddings(), head, kwargs)
+    return CausalLMOutputForPPO(log_probs=found["log_probs"], entropy=found["entropy"])
+
+
+if REGISTRY in sys.modules:
+    _patch(sys.modules[REGISTRY])
+else:
+    sys.meta_path.insert(0, Watch((REGISTRY,), _patch))
