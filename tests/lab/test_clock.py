@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 
 from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
 from hfpatch.budget.presets import preset_config
-from hfpatch.budget.seconds import Resident, step_time, weight_bytes
+from hfpatch.budget.seconds import Resident, step_time
 from hfpatch.budget.sequence import sent_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
