@@ -11,10 +11,14 @@ from operator import add
 
 from hfpatch.budget.cuts import tiles
 from hfpatch.budget.flops import Flops
-from hfpatch.budget.formula import ModelShape, StepMemory, spare_bytes
+from hfpatch.budget.formula import RING_SLOTS, ModelShape, StepMemory, spare_bytes
 from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.sizes import kept_columns
+
+# Bounce buffers of the disk tier (store/disk.py): bytes of one, how many there are a direction, and
+# how many of them are not for reading ahead.
+PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
 
 
 @dataclass(frozen=True)
@@ -180,6 +184,11 @@ def behind_layers(
         # where nothing may live on beside the next.
         waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
         waits += [n * max(0, tile * inside - spares[n - 1]) / to_host]
+    if policy.offload == "disk":
+        attend = attention / gpu.attention_forward / L
+        held_up, starved = files_wait(step, up, forward, attend, rates)
+        waits.append(held_up)
+        behind = max(behind, starved)
     if alone and "qkv" in policy.keep:
         again = min(policy.again, n) if policy.save_attention else n
         # Of several tiles the first one's tensors may be on the link before q, k and v.
@@ -191,3 +200,30 @@ def behind_layers(
         max(waits) + tile * inside * (p == 0) / to_host,
         max(0.0, behind) + tile * first * (p < 2) / to_gpu,
     )
+
+
+def files_wait(
+    step: Step, up: float, forward: float, attend: float, rates: tuple[float, float]
+) -> tuple[float, float]:
+    """(seconds by which forward is longer where files hold the host up, seconds for which the short
+    passes of backward wait for reading).
+
+    up: seconds of writing; forward, attend: seconds of a layer and of its attention; rates: bytes/s,
+    written and read. The host waits for a buffer before it issues more work, so as compute begins
+    what follows a save, no more than all buffers are left to write. Of several tiles the last pass
+    of a layer and the first of the next one read their inputs faster than a disk does: ahead of them
+    are the ring's slots and the buffers.
+    """
+    policy, shape, n = step.policy, step.shape, step.tiled_layers
+    twice = policy.every == 1 and (policy.save_attention or policy.keep)  # behind attention too
+    runs = (attend, forward - attend) if twice else (policy.every * forward,)
+    beyond = sum(max(0.0, run - BUFFERS * PIECE / rates[0]) for run in runs)
+    held_up = up + n / policy.every * beyond - n * forward
+    if step.count == 1:
+        return held_up, 0.0
+    again = "qkv" not in policy.keep
+    x = step.rows * step.itemsize * shape.hidden_size
+    ahead = RING_SLOTS * x // step.count + (BUFFERS - RESERVE) * PIECE
+    products = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
+    work = (again + (2 if shape.adapters else 3)) * products
+    return held_up, n * (((1 + again) * x - ahead) / rates[1] - work)

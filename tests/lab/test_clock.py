@@ -215,3 +215,22 @@ def test_rows_are_streams_and_slices_are_layers_and_phases(tmp_path):
 def test_weights_that_an_engine_moves_are_refused():
     with pytest.raises(ValueError, match="zero3-offload.* came; pass placement"):
         clock("llama-3.1-8b", seq_len=65536, placement="zero3-offload")
+
+
+@pytest.mark.parametrize(
+    "more", [{"save_attention": False}, {"save_attention": False, "every": 2}, {"keep": ("qkv",)}]
+)
+def test_files_hold_up_what_the_plan_says(more):
+    """A disk that eight GPUs share: the host waits for buffers to write from, and short passes of
+    backward for what is read.
+    """
+    config, tokens = CONFIG | {"num_hidden_layers": 12}, 32768
+    policy = Policy("disk", tile=8192, plain=2, **more)
+    gpu, shape = dataclasses.replace(GPUS["h100"], sharing=8), ModelShape.from_config(config)
+    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
+    planned = planned_step(gpu, shape, policy, tokens)
+    assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.04)
+    assert found.exposed_seconds > 0.05 * found.seconds["step"]
+    written = [s.nbytes for s in found.slices if s.stream == lab.UP]
+    taken = step_memory(shape, policy, batch=1, tokens=tokens)
+    assert sum(written) == pytest.approx(taken.host, rel=0.02)
