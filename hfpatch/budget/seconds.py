@@ -14,7 +14,7 @@ from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, ModelShape, StepM
 from hfpatch.budget.hardware import HOST_BYTES_PER_SECOND, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
-from hfpatch.budget.sequence import filled_up, sent_bytes
+from hfpatch.budget.sequence import filled_up, rounds_for, sent_bytes
 from hfpatch.budget.traffic import STOCK_LOGIT_BYTES, elementwise
 
 # Bytes an element of a weight gradient that is summed over tiles in float32. The matmul adds into
@@ -68,8 +68,9 @@ class StepTime:
     copy_wait: the part of the host copies and of an engine's gathers that computing does not hide.
     python_wait: waiting for Python to issue the work.
     optimizer: gradient norm, clipping and the optimizer's step.
-    exchange: of heads between ranks that share rows, the part that attention does not hide; of an
-        engine the first layer's gather and the last one's gradients, which nothing can hide.
+    exchange: of heads between ranks that share rows, the part that attention does not hide, and
+        the passes over memory that pack it; of an engine the first layer's gather and the last
+        one's gradients, which nothing can hide.
     """
 
     matmul: float
@@ -92,7 +93,8 @@ def tails(gpu: Gpu, shape: ModelShape, policy, batch: int, tokens: int) -> float
     """Seconds for which attention's backward launches wait for their last blocks.
 
     A block makes five products of its keys with all queries that see them. There is one launch a
-    group of heads; a layer that runs whole, or a policy with `wide`, has one for all heads.
+    group of heads; a layer that runs whole, or a policy with `wide`, has one for all heads. Where
+    ranks share rows every layer has one a round.
     """
     long = tokens * shape.ranks
 
@@ -101,8 +103,9 @@ def tails(gpu: Gpu, shape: ModelShape, policy, batch: int, tokens: int) -> float
 
     launches = seen(shape.num_layers)
     if isinstance(policy, Policy):
-        tiled = shape.num_layers - min(policy.plain, shape.num_layers)
-        launches += (head_groups(batch, tokens, shape, policy.wide) - 1) * seen(tiled)
+        plain = min(policy.plain, shape.num_layers) if shape.ranks == 1 else 0
+        groups = head_groups(batch, tokens, shape, policy.wide)
+        launches += (groups - 1) * seen(shape.num_layers - plain)
     block = 5 * BLOCK_ROWS * launches * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     return TAIL_SHARE * block * gpu.processors / gpu.attention_backward
 
@@ -271,8 +274,11 @@ def _exchange(step: Step, stays: Resident, attend: float) -> float:
     exchange = 2 * stays.gathers / shape.num_layers / gpu.peer_rate
     if shape.ranks > 1:
         forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
-        sent = sent_bytes(shape, step.rows, step.itemsize, forwards=forwards) / gpu.peer_rate
+        nbytes = sent_bytes(shape, step.rows, step.itemsize, forwards=forwards)
+        sent, rounds = nbytes / gpu.peer_rate, rounds_for(shape, step.batch, step.tokens).count
         # With stream_attention memory is short: no exchange runs beside another round's attention.
         hides = not (step.in_tiles and policy.stream_attention)
-        exchange += max(0.0, sent - attend) if hides else sent
+        # Nothing runs beside the first round's. What is sent is packed before and unpacked after.
+        exchange += max(sent / rounds, sent - attend) if hides else sent
+        exchange += 4 * nbytes / gpu.memory_rate
     return exchange

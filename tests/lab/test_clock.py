@@ -160,6 +160,18 @@ def test_exchanges_of_ranks_take_their_bytes(every):
     assert waits[0] < 0.05 * found.seconds["step"] < waits[1]
 
 
+@pytest.mark.parametrize("plain", [0, 2])
+def test_shared_rows_take_what_the_plan_says(plain):
+    """Each round is a launch with last blocks of its own, packs what it sends, and the first one's
+    exchange has nothing beside it.
+    """
+    policy = Policy("host", tile=4096, plain=plain)
+    shape = dataclasses.replace(ModelShape.from_config(CONFIG), ranks=4)
+    found = lab.clocked(model(), GPUS["h100"], policy, batch=1, seq_len=TOKENS, ranks=4)
+    planned = planned_step(GPUS["h100"], shape, policy, TOKENS)
+    assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.006)
+
+
 def test_streamed_weights_are_copies_on_the_clock():
     config = CONFIG | {"num_hidden_layers": 6}
     policy = Policy("gpu", tile=TOKENS, frozen_weights="host")
