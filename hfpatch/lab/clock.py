@@ -342,13 +342,14 @@ def clocked(
     batch: int,
     seq_len: int,
     title: str = "a step",
-    optimizer: float = 0.0,
+    optimizer=0.0,
     ranks: int = 1,
     allocator=None,
 ) -> Timeline:
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
-    optimizer: seconds of its step, which runs behind the backward. ranks: that share each row;
+    optimizer: seconds of its step, which runs behind the backward; or a function from parameters to
+    a torch optimizer, whose operations run. ranks: that share each row;
     seq_len is what this one has of it. allocator: a lab.allocator.Allocator that places what the
     step makes, a pool a stream.
     """
@@ -365,19 +366,16 @@ def clocked(
 
     rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
     with _standing_in(device), _tiles_on(made), rank:
-        found = simulate(model, batch, seq_len, policy=policy, ranks=ranks, follower=follower)
-    end, begins = device.compute.now, made[0].begins
-    zero, turn = begins["forward"], begins["backward"]
-    seconds = {
-        "forward": turn - zero,
-        "backward": end - turn,
-        "optimizer": optimizer,
-        "step": end - zero + optimizer,
-    }
-    if optimizer:
-        device.rows[COMPUTE].append(
-            Slice(COMPUTE, end, end + optimizer, "optimizer", "", "optimizer")
-        )
+        real = optimizer if callable(optimizer) else None
+        asked = {"policy": policy, "ranks": ranks, "follower": follower, "optimizer": real}
+        found = simulate(model, batch, seq_len, **asked)
+    begins, done = made[0].begins, device.compute.now
+    zero, turn, end = begins["forward"], begins["backward"], begins.get("optimizer", done)
+    if optimizer and not real:
+        done = end + optimizer
+        device.rows[COMPUTE].append(Slice(COMPUTE, end, done, "optimizer", "", "optimizer"))
+    parts = {"forward": turn - zero, "backward": end - turn, "optimizer": done - end}
+    seconds = parts | {"step": done - zero}
     slices = [s for row in device.rows.values() for s in row]
     for s in slices:
         s.start, s.end = s.start - zero, s.end - zero

@@ -26,6 +26,7 @@ from hfpatch.lab.timeline import trace_events, write_page, write_trace
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.planner.clocked import clock
+from hfpatch.planner.plan import plan
 from hfpatch.store.transfers import Transfers
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
@@ -158,6 +159,22 @@ def test_exchanges_of_ranks_take_their_bytes(every):
         assert found.busy(lab.EXCHANGES) == pytest.approx(sent / one.peer_rate, rel=0.05)
         waits.append(found.busy(lab.RANK_WAITS))
     assert waits[0] < 0.05 * found.seconds["step"] < waits[1]
+
+
+@pytest.mark.parametrize("placement", ["adamw", "adamw-fp32"])
+def test_a_real_optimizer_takes_what_the_plan_says(placement):
+    """Clipping and torch's fused AdamW run on the clock; a first step also writes zeros to both
+    states.
+    """
+    found = clock("llama-3.2-1b", seq_len=2048, placement=placement)
+    planned = plan("llama-3.2-1b", seq_len=2048, gpu="h100", placement=placement)
+    states = 2 * ModelShape.from_config(preset_config("llama-3.2-1b")).parameters
+    zeros = states * (4 if placement == "adamw-fp32" else 2) / GPUS["h100"].memory_rate
+    assert found.seconds["optimizer"] == pytest.approx(
+        planned.seconds["optimizer"] + zeros, rel=0.02
+    )
+    names = {s.name for s in found.slices if s.turn == "optimizer"}
+    assert found.planned == planned.step_seconds and names == {"optimizer"}
 
 
 @pytest.mark.parametrize("plain", [0, 2])
