@@ -196,10 +196,34 @@ def behind_layers(
             inside + shape.hidden_size * ("mid" not in policy.keep)
         )
         behind = max(behind, again * tile * waited / to_gpu)
+    if alone and policy.offload == "host" and policy.save_attention and count > 1:
+        behind = max(behind, first_tiles_wait(step, trained, products / L, fore / L, to_gpu))
     return (
         max(waits) + tile * inside * (p == 0) / to_host,
         max(0.0, behind) + tile * first * (p < 2) / to_gpu,
     )
+
+
+def first_tiles_wait(
+    step: Step, trained: int, products: float, fore: float, to_gpu: float
+) -> float:
+    """Seconds for which layers of several tiles wait, as their backward begins, for tiles of what
+    was kept: these are sent for as the last two tiles of the layer behind leave the ring, so
+    attention hides none.
+
+    trained: products of a matmul's backward; products, fore: a layer's forward, seconds of matmuls
+    and beside them; to_gpu: bytes/s.
+    """
+    policy, shape, count = step.policy, step.shape, step.count
+    qkv = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
+    leaving = (RING_SLOTS - 1) * (1 + trained) * qkv / count
+    run = (trained * (products - qkv) + fore) / count
+    tile = step.rows * step.itemsize / count / to_gpu
+    columns = sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
+    columns += shape.out_size + shape.hidden_size * ("mid" not in policy.keep)
+    last = (count * columns + count * kept_columns(shape, "qkv") * ("qkv" in policy.keep)) * tile
+    wait = max(0.0, columns * tile - leaving, last - leaving - (count - 1) * run)
+    return (step.tiled_layers - min(policy.again, step.tiled_layers)) * wait
 
 
 def files_wait(

@@ -189,6 +189,17 @@ def test_shared_rows_take_what_the_plan_says(plain):
     assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.006)
 
 
+def test_the_first_tiles_of_a_layer_s_backward_are_waited_for_as_planned():
+    """What several tiles keep inside is sent for behind attention: nothing long hides it."""
+    config, tokens = CONFIG | {"num_hidden_layers": 12}, 16384
+    policy = Policy("host", tile=4096, keep=KEEPABLE, plain=2)
+    gpu, shape = GPUS["h100"], ModelShape.from_config(config)
+    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
+    planned = planned_step(gpu, shape, policy, tokens)
+    assert found.exposed("turn")["backward",] > 0.05 * found.seconds["step"]
+    assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.03)
+
+
 def test_streamed_weights_are_copies_on_the_clock():
     config = CONFIG | {"num_hidden_layers": 6}
     policy = Policy("gpu", tile=TOKENS, frozen_weights="host")
