@@ -215,14 +215,17 @@ def first_tiles_wait(
     and beside them; to_gpu: bytes/s.
     """
     policy, shape, count = step.policy, step.shape, step.count
+    ahead = max(0, RING_SLOTS - count)  # so many have a slot while attention runs
     qkv = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
-    leaving = (RING_SLOTS - 1) * (1 + trained) * qkv / count
+    leaving = (RING_SLOTS - 1 - ahead) * (1 + trained) * qkv / count
     run = (trained * (products - qkv) + fore) / count
     tile = step.rows * step.itemsize / count / to_gpu
     columns = sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
     columns += shape.out_size + shape.hidden_size * ("mid" not in policy.keep)
-    last = (count * columns + count * kept_columns(shape, "qkv") * ("qkv" in policy.keep)) * tile
-    wait = max(0.0, columns * tile - leaving, last - leaving - (count - 1) * run)
+    # q, k and v are sent for behind the tiles that a ring has slots for
+    between = kept_columns(shape, "qkv") * ("qkv" in policy.keep and count > RING_SLOTS)
+    last = ((count - ahead) * columns + count * between) * tile - leaving - (count - 1) * run
+    wait = max(0.0, last, 0 if ahead else columns * tile - leaving)
     return (step.tiled_layers - min(policy.again, step.tiled_layers)) * wait
 
 
