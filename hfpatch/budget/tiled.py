@@ -133,9 +133,13 @@ class TiledStep:
         """The last tiled layer, and the last one whose attention runs again."""
         z, shape, n, moments = self.z, self.z.shape, self.n, []
         after = z.head_gradient + shape.over(shape.trained_of, n) * z.g
-        if not self.off or self.policy.plain:
+        # Of layers of one kind the first has as much beside more gradients; not of several kinds.
+        if not self.off or self.policy.plain or len(shape.kinds) > 1:
             saved = self.save and not self.unsaved
-            layer = _Layer(self, "last layer", n - 1, after, self.on_device, saved=saved)
+            ahead = self.single and self.kept_out > 1 and not self.policy.plain
+            layer = _Layer(
+                self, "last layer", n - 1, after, self.on_device, saved=saved, ahead=ahead
+            )
             moments += layer.moments()
         if 0 < self.unsaved < n:
             here = z.head_gradient + z.body

@@ -29,6 +29,7 @@ from hfpatch.budget.pace import attention_ramp, matmul_seconds
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.seconds import BLOCK_ROWS, TAIL_SHARE
 from hfpatch.lab.allocator import Placed
+from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.sequence import LoneRank
@@ -65,12 +66,12 @@ class ClockDevice(Device):
 
     pins = True
 
-    def __init__(self, gpu: Gpu, rates: dict[str, float], device: torch.device):
-        """rates: bytes/s of copies, by direction (UP, DOWN)."""
+    def __init__(self, gpu: Gpu, device: torch.device, drive: Drive | None = None):
+        """drive: where copies go on to and come from."""
         super().__init__(device)
-        self.gpu, self.rates, self.host = gpu, rates, 0.0
+        self.gpu, self.drive, self.host = gpu, drive, 0.0
         self.streams = [Stream(COMPUTE)]
-        self.stack, self.links = self.streams[:], dict.fromkeys(rates, 0.0)
+        self.stack, self.links = self.streams[:], dict.fromkeys((UP, DOWN), 0.0)
         self.rows: dict[str, list[Slice]] = {WAITS: []}
         self.peers = Stream(EXCHANGES)
         self.late: dict[str, float] = {}
@@ -128,17 +129,33 @@ class ClockDevice(Device):
 
     def copy(self, nbytes: int, direction: str) -> None:
         """A copy between host and device on the current stream; copies in one direction share the
-        link.
+        link. Of files it goes by the pieces that bounce buffers hold.
         """
-        stream = self.current()
-        self.host += LAUNCH_SECONDS
-        start = max(stream.now, self.host, self.links[direction])
-        stream.now = self.links[direction] = start + nbytes / self.rates[direction]
+        stream, drive = self.current(), self.drive
         if stream is not self.compute:
             stream.name = direction
-        self._note(
-            Slice(stream.name, start, stream.now, self.turn, self.place[0], "copies", nbytes)
-        )
+        for piece in (nbytes,) if drive is None else pieces(nbytes):
+            self.host += LAUNCH_SECONDS
+            ready = 0.0
+            if drive is not None and direction == UP:
+                self._held_up(drive.writable())
+            elif drive is not None:
+                ready = drive.read(self.host, piece)
+            start = max(stream.now, self.host, self.links[direction], ready)
+            stream.now = self.links[direction] = start + piece / self.gpu.link_rate
+            if drive is not None:
+                (drive.write if direction == UP else drive.landed)(stream.now, piece)
+            self._note(
+                Slice(stream.name, start, stream.now, self.turn, self.place[0], "copies", piece)
+            )
+
+    def _held_up(self, until: float) -> None:
+        """The host waits for a file, and compute, once its queue is empty, for the host."""
+        compute = self.compute
+        began, self.host = max(compute.now, self.host), max(self.host, until)
+        if until > began:
+            self._note(Slice(WAITS, began, until, self.turn, *self.place))
+            compute.now = until
 
     def exchange(self, nbytes: float) -> Event:
         """Bytes that this GPU sends to others, behind the current stream's work."""
@@ -325,20 +342,19 @@ def clocked(
     batch: int,
     seq_len: int,
     title: str = "a step",
-    optimizer: float = 0.0,
+    optimizer=0.0,
     ranks: int = 1,
     allocator=None,
 ) -> Timeline:
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
-    optimizer: seconds of its step, which runs behind the backward. ranks: that share each row;
+    optimizer: seconds of its step, which runs behind the backward; or a function from parameters to
+    a torch optimizer, whose operations run. ranks: that share each row;
     seq_len is what this one has of it. allocator: a lab.allocator.Allocator that places what the
     step makes, a pool a stream.
     """
-    rates = {UP: gpu.link_rate, DOWN: gpu.link_rate}
-    if policy.offload == "disk":
-        rates = {way: min(rates[way], rate) for way, rate in zip((UP, DOWN), gpu.disk_rates)}
-    device, made = ClockDevice(gpu, rates, torch.device("cpu")), []
+    drive = Drive(gpu.disk_rates) if policy.offload == "disk" else None
+    device, made = ClockDevice(gpu, torch.device("cpu"), drive), []
 
     def follower(**settings):
         made.append(
@@ -350,19 +366,16 @@ def clocked(
 
     rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
     with _standing_in(device), _tiles_on(made), rank:
-        found = simulate(model, batch, seq_len, policy=policy, ranks=ranks, follower=follower)
-    end, begins = device.compute.now, made[0].begins
-    zero, turn = begins["forward"], begins["backward"]
-    seconds = {
-        "forward": turn - zero,
-        "backward": end - turn,
-        "optimizer": optimizer,
-        "step": end - zero + optimizer,
-    }
-    if optimizer:
-        device.rows[COMPUTE].append(
-            Slice(COMPUTE, end, end + optimizer, "optimizer", "", "optimizer")
-        )
+        real = optimizer if callable(optimizer) else None
+        asked = {"policy": policy, "ranks": ranks, "follower": follower, "optimizer": real}
+        found = simulate(model, batch, seq_len, **asked)
+    begins, done = made[0].begins, device.compute.now
+    zero, turn, end = begins["forward"], begins["backward"], begins.get("optimizer", done)
+    if optimizer and not real:
+        done = end + optimizer
+        device.rows[COMPUTE].append(Slice(COMPUTE, end, done, "optimizer", "", "optimizer"))
+    parts = {"forward": turn - zero, "backward": end - turn, "optimizer": done - end}
+    seconds = parts | {"step": done - zero}
     slices = [s for row in device.rows.values() for s in row]
     for s in slices:
         s.start, s.end = s.start - zero, s.end - zero

@@ -14,6 +14,18 @@ from hfpatch.lab.timeline import Timeline
 from hfpatch.planner.plan import plan
 
 
+def clipped_adamw(parameters) -> torch.optim.Optimizer:
+    """torch's fused AdamW, and before its step the clipping of a Trainer."""
+    parameters = list(parameters)
+
+    def clip(*_) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    made = torch.optim.AdamW(parameters, fused=True)
+    made.register_step_pre_hook(clip)
+    return made
+
+
 def clock(
     model, *, seq_len: int, batch: int = 1, gpu="h100", host_ram=None, placement: str = "gpu8bit",
     checkpointing="auto",
@@ -22,7 +34,7 @@ def clock(
     """One planned step on the clock.
 
     Args: as of `hfpatch.plan`, whose policy is taken. placement: one that keeps all weights on the
-    GPU ("gpu8bit", "adamw"). ranks: GPUs that share each row; they are planned with FSDP, whose
+    GPU ("gpu8bit", "adamw", whose optimizer runs too). ranks: GPUs that share each row; they are planned with FSDP, whose
     gathers are not on the clock. allocator: as of lab.clock.clocked. Returns: the Timeline. Raises
     ValueError where the plan knows no tiled policy or says that it does not fit, or where an engine
     moves the weights.
@@ -34,7 +46,7 @@ def clock(
         "placement": placement,
         "checkpointing": checkpointing,
     }
-    if ranks > 1:
+    if ranks != 1:
         asked |= {"placement": "fsdp2", "gpus": ranks, "sp_size": ranks}
     found = plan(model, seq_len=seq_len, adapters=adapters, **asked)
     moved = ranks == 1 and found.placement.startswith(("zero3", "fsdp2"))
@@ -60,6 +72,8 @@ def clock(
         f"{found.model}, {batch} x {seq_len:,} tokens, {rates.name}: "
         f"{describe(policy, found.num_layers)}"
     )
+    # An optimizer in 8 bits compiles its step, which no fake tensor goes through.
+    real = found.placement in ("adamw", "adamw-fp32") and ranks == 1
     patched = prepare(build(config, dtype, adapters), "hfpatch")
     timeline = clocked(
         patched,
@@ -68,7 +82,7 @@ def clock(
         batch=batch,
         seq_len=-(-seq_len // ranks),
         title=title,
-        optimizer=found.seconds["optimizer"],
+        optimizer=clipped_adamw if real else found.seconds["optimizer"],
         ranks=ranks,
         allocator=allocator,
     )

@@ -15,12 +15,10 @@ from concurrent.futures import CancelledError, Future
 import torch
 from torch import Tensor
 
+from hfpatch.budget.copies import BUFFERS, PIECE, RESERVE
 from hfpatch.store.pool import Loan, Shelf
 
-PIECE = 64 << 20  # bytes a bounce buffer holds
 PREFIX = "hfpatch-"
-BUFFERS = 8  # bounce buffers a direction
-RESERVE = 2  # of them, not for reading ahead
 
 
 class File:

@@ -1,6 +1,7 @@
 """Clocked steps beside the plan's, as rows of a CSV.
 
 python profiles/clock/measure.py matrix profiles/clock/matrix.csv     # goes on where it stopped
+python profiles/clock/measure.py table profiles/clock/matrix.csv     # its rows, for the page
 python profiles/clock/measure.py before before.csv    # one model; PYTHONPATH names the tree
 python profiles/clock/measure.py spare profiles/clock/spare.csv
 python profiles/clock/measure.py picture llama-3.1-8b h100 16384 profiles/clock/h100-16384.png
@@ -121,6 +122,29 @@ def matrix(path: Path) -> None:
             file.flush()
 
 
+def table(path: Path) -> None:
+    """The file's rows as the page has them."""
+    names = {"llama": "Llama", "gemma": "Gemma", "gpt": "gpt", "Qwen3": "Qwen3"}
+    cards = {"h100": "H100 PCIe 5", "a100-80gb": "A100 PCIe 4", "rtx4090": "RTX 4090"}
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    for r in sorted(rows, key=lambda r: r["case"] != "matrix"):
+        first, *rest = r["model"].split("/")[-1].split("-")
+        rest = [
+            w.upper() if w[:-1].isdigit() and w[-1] == "b" and first != "gpt" else w for w in rest
+        ]
+        case = "" if r["case"] == "matrix" else f", {r['case']}"
+        cells = ["-".join([names.get(first, first), *rest]) + case, cards[r["gpu"]]]
+        cells += [r["host_gib"] or "enough", f"{int(r['tokens']):,}"]
+        if r["step_s"]:
+            cells += [r["step_s"], r["planned_s"], f"{float(r['difference_percent']):+.1f}%"]
+            cells += [f"{r['forward_exposed_s']} + {r['backward_exposed_s']}"]
+            cells += [f"{float(r['exposed_percent']):.1f}%"]
+        print(
+            "|", " | ".join(cells if r["step_s"] else [*cells, "does not fit", "", "", "", ""]), "|"
+        )
+
+
 def before(path: Path) -> None:
     """Llama-8B with all weights trained and host memory enough, of any tree that has the clock."""
     with open(path, "w") as file:
@@ -200,4 +224,6 @@ if __name__ == "__main__":
         if what == "picture":
             picture(rest[0], rest[1], int(rest[2]), Path(rest[3]))
         else:
-            {"matrix": matrix, "before": before, "spare": spare}[what](Path(rest[0]))
+            {"matrix": matrix, "table": table, "before": before, "spare": spare}[what](
+                Path(rest[0])
+            )

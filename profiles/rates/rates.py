@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from hfpatch.budget import hardware, pace, seconds
+from hfpatch.budget import hardware, pace, traffic
 from hfpatch.budget.adapters import Adapters, layer_linears
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.hardware import GPUS, Gpu
 from hfpatch.budget.presets import preset_config
-from hfpatch.budget.seconds import STOCK_FACTOR, StepTime, step_time
+from hfpatch.budget.seconds import StepTime, step_time
 from hfpatch.budget.shape import ModelShape
+from hfpatch.budget.traffic import STOCK_FACTOR
 from hfpatch.planner.placements import resident
 
 MOST = 0.15  # a miss above it is printed
@@ -29,7 +30,7 @@ AGAIN = {
     "none": (0, 0, 0), "half": (0.5, 0, 1), "layer": (0.5, 0.5, 0.5), "full": (1, 1, 1),
     "alst": (1, 1, 1),
 }  # fmt: skip
-# Automodel's experts, fused: what budget/seconds.py would count, in units of its STOCK_FACTOR.
+# Automodel's experts, fused: what budget/traffic.py would count, in units of its STOCK_FACTOR.
 _FUSED = tuple(tuple(STOCK_FACTOR * n for n in way) for way in ((3, 6), (5, 8)))
 FUSED_EXPERTS = {False: _FUSED, True: _FUSED}
 LLAMA_2_13B = {
@@ -140,7 +141,7 @@ def planned(row: Row, ratio: float | None = None) -> StepTime:
 
     def time(policy):
         counts = {} if row.code == "stock" else FUSED_EXPERTS
-        with mock.patch.dict(seconds.EXPERT_PASSES, counts):
+        with mock.patch.dict(traffic.EXPERT_PASSES, counts):
             return _time(policy)
 
     def _time(policy):

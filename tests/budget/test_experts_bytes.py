@@ -6,8 +6,8 @@ import pytest
 
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.presets import preset_config
-from hfpatch.budget.seconds import OUR_EXPERTS
 from hfpatch.budget.shape import ModelShape
+from hfpatch.budget.traffic import OUR_EXPERTS
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate

@@ -19,16 +19,13 @@ from hfpatch.budget.seconds import (
     HOST_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_TILE,
     HOST_SECONDS_PLAIN,
-    STOCK_FACTOR,
-    STOCK_LOGIT_BYTES,
     SUM_BYTES,
     SUM_BYTES_ONCE,
-    _elementwise,
-    layer_passes,
     step_time,
     tails,
 )
 from hfpatch.budget.shape import ModelShape
+from hfpatch.budget.traffic import STOCK_FACTOR, STOCK_LOGIT_BYTES, elementwise, layer_passes
 
 
 def shape_of(name, **change):
@@ -188,7 +185,7 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     shape = shape_of("llama-3.1-8b", num_hidden_layers=1)
     counted = counted_traffic(policy, tokens)
     groups = head_groups(1, tokens, shape)
-    forward, backward = (2 * n for n in _elementwise(shape, policy, tokens, tile < tokens, groups))
+    forward, backward = (2 * n for n in elementwise(shape, policy, tokens, tile < tokens, groups))
     several = tokens // tile
     sums = (SUM_BYTES * several + SUM_BYTES_ONCE) * shape.trained_of(0) if several > 1 else 0
     assert forward == pytest.approx(counted["forward"], rel=0.05)
@@ -211,7 +208,7 @@ def test_bytes_of_code_that_is_not_fused_are_those_that_are_counted(model, adapt
     one = {key: value[:1] if isinstance(value, list) else value for key, value in more.items()}
     shape = replace(shape_of(model, num_hidden_layers=1, **one), adapters=adapters)
     counted = counted_traffic(policy, tokens, model, adapters, layers=2, **more)
-    forward, backward = (2 * n for n in _elementwise(shape, policy, tokens, several=False))
+    forward, backward = (2 * n for n in elementwise(shape, policy, tokens, several=False))
     assert forward == pytest.approx(counted["forward"], rel=0.05)
     # Sums of gradients that autograd makes in place (of an adapter's input here) are not counted.
     assert 0.97 * counted["backward"] < backward < 1.1 * counted["backward"]

@@ -111,6 +111,25 @@ def test_agrees_with_the_simulator(preset, tokens, batch, policy):
     compare(preset, tokens, batch, policy)
 
 
+@pytest.mark.parametrize("policy", [
+    Policy("host", tile=8192), Policy("host", tile=2048), Policy("host", tile=8192, plain=1),
+    Policy("host", tile=8192, save_attention=False),
+])  # fmt: skip
+def test_layers_of_experts_behind_dense_ones_take_more_beyond_gradients(policy):
+    """DeepSeek's first layers are dense: beside the fewest gradients its last ones take the most,
+    which is what a second micro-step meets, whose gradients are all there.
+    """
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
+
+    config = preset_config("deepseek-ai/DeepSeek-V3") | {"num_hidden_layers": 5}
+    shape = ModelShape.from_config(config)
+    found = simulate(prepare(build(config), "hfpatch"), 1, 8192, policy=policy)
+    planned = step_memory(shape, policy, batch=1, tokens=8192)
+    most = max(m.beyond for m in planned.moments)
+    assert 0.995 * found.most_beyond_bytes < most < 1.05 * found.most_beyond_bytes
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "preset", ["llama-160m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b"]

@@ -27,6 +27,7 @@ from hfpatch.budget.choice import (
     frontier,
     reserve,
 )
+from hfpatch.budget.copies import link_bytes
 from hfpatch.budget.cuts import loss_chunk_rows, loss_workspaces, tile_bounds
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS
@@ -40,7 +41,6 @@ from hfpatch.budget.policy import (
     time_tile,
 )
 from hfpatch.budget.presets import preset_config
-from hfpatch.budget.seconds import link_bytes
 
 GiB = 2**30
 LOSSES = (512 << 20, 1 << 30, 2 << 30)  # of every model; a small one has smaller ones too

@@ -3,6 +3,7 @@ pipe.
 """
 
 import json
+import re
 import stat
 import sys
 
@@ -153,3 +154,38 @@ def test_what_goes_with_the_clock_is_refused_without_it(capfd):
         capfd, "--model", "llama-tiny", "--clock", "--trace", "t.json", "--seq-len", "64,128"
     )
     assert code != 0 and "--trace takes one length" in err
+
+
+@pytest.mark.parametrize("flags, title", [
+    (("--placement", "adamw", "--batch", 2), "2 x 512 tokens, h100: 2 layers keep everything"),
+    (("--ranks", 2), "1 x 512 tokens, h100"),
+    (("--lora-r", 4, "--base", "4bit", "--gpu", "rtx4090"), "rtx4090"),
+    (("--host-ram", "64GiB", "--checkpointing", "offload=host,plain=0,every=2"),
+     "2 keep one input in 2 on the host"),
+])  # fmt: skip
+def test_what_the_clock_is_asked_for_is_what_runs(flags, title, capfd, tmp_path):
+    code, out, err = call(
+        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", *flags, "--out", tmp_path
+    )
+    assert code == 0 and title in out, (out, err)
+    assert "the plan's closed form says" in out and "page: " in out
+
+
+# A typing mistake, a size that does not go, weights that an engine moves, a card too small.
+@pytest.mark.parametrize("flags, said", [
+    (("--gpu", "h1000"), "the known GPUs are .*'h1000' came"),
+    (("--host-ram", "many"), "'many' came"),
+    (("--placement", "zero3-offload"), "weights that stay on the GPU"),
+    (("--placement", "fastest"), "'fastest' came"),
+    (("--ranks", 0), "must be a positive"),
+    (("--ranks", -2), "must be a positive"),
+    (("--batch", 0), "batch"),
+    (("--seq-len", "0"), "a length"),
+    (("--gpu", "rtx4090", "--model", "llama-3.1-8b"), "a step that fits"),
+])  # fmt: skip
+def test_wrong_values_for_the_clock_are_one_sentence(flags, said, capfd, tmp_path):
+    code, out, err = call(
+        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", "--out", tmp_path, *flags
+    )
+    assert code != 0 and re.search(said, err) and not out, (out, err)
+    assert err.count("hfpatch: ") == 1 and "Traceback" not in err

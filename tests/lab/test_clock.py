@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 
 from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
 from hfpatch.budget.presets import preset_config
-from hfpatch.budget.seconds import Resident, step_time, weight_bytes
+from hfpatch.budget.seconds import Resident, step_time
 from hfpatch.budget.sequence import sent_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
@@ -25,6 +26,7 @@ from hfpatch.lab.timeline import trace_events, write_page, write_trace
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.planner.clocked import clock
+from hfpatch.planner.plan import plan
 from hfpatch.store.transfers import Transfers
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
@@ -159,6 +161,45 @@ def test_exchanges_of_ranks_take_their_bytes(every):
     assert waits[0] < 0.05 * found.seconds["step"] < waits[1]
 
 
+@pytest.mark.parametrize("placement", ["adamw", "adamw-fp32"])
+def test_a_real_optimizer_takes_what_the_plan_says(placement):
+    """Clipping and torch's fused AdamW run on the clock; a first step also writes zeros to both
+    states.
+    """
+    found = clock("llama-3.2-1b", seq_len=2048, placement=placement)
+    planned = plan("llama-3.2-1b", seq_len=2048, gpu="h100", placement=placement)
+    states = 2 * ModelShape.from_config(preset_config("llama-3.2-1b")).parameters
+    zeros = states * (4 if placement == "adamw-fp32" else 2) / GPUS["h100"].memory_rate
+    assert found.seconds["optimizer"] == pytest.approx(
+        planned.seconds["optimizer"] + zeros, rel=0.02
+    )
+    names = {s.name for s in found.slices if s.turn == "optimizer"}
+    assert found.planned == planned.step_seconds and names == {"optimizer"}
+
+
+@pytest.mark.parametrize("plain", [0, 2])
+def test_shared_rows_take_what_the_plan_says(plain):
+    """Each round is a launch with last blocks of its own, packs what it sends, and the first one's
+    exchange has nothing beside it.
+    """
+    policy = Policy("host", tile=4096, plain=plain)
+    shape = dataclasses.replace(ModelShape.from_config(CONFIG), ranks=4)
+    found = lab.clocked(model(), GPUS["h100"], policy, batch=1, seq_len=TOKENS, ranks=4)
+    planned = planned_step(GPUS["h100"], shape, policy, TOKENS)
+    assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.006)
+
+
+def test_the_first_tiles_of_a_layer_s_backward_are_waited_for_as_planned():
+    """What several tiles keep inside is sent for behind attention: nothing long hides it."""
+    config, tokens = CONFIG | {"num_hidden_layers": 12}, 16384
+    policy = Policy("host", tile=4096, keep=KEEPABLE, plain=2)
+    gpu, shape = GPUS["h100"], ModelShape.from_config(config)
+    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
+    planned = planned_step(gpu, shape, policy, tokens)
+    assert found.exposed("turn")["backward",] > 0.05 * found.seconds["step"]
+    assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.03)
+
+
 def test_streamed_weights_are_copies_on_the_clock():
     config = CONFIG | {"num_hidden_layers": 6}
     policy = Policy("gpu", tile=TOKENS, frozen_weights="host")
@@ -214,3 +255,22 @@ def test_rows_are_streams_and_slices_are_layers_and_phases(tmp_path):
 def test_weights_that_an_engine_moves_are_refused():
     with pytest.raises(ValueError, match="zero3-offload.* came; pass placement"):
         clock("llama-3.1-8b", seq_len=65536, placement="zero3-offload")
+
+
+@pytest.mark.parametrize(
+    "more", [{"save_attention": False}, {"save_attention": False, "every": 2}, {"keep": ("qkv",)}]
+)
+def test_files_hold_up_what_the_plan_says(more):
+    """A disk that eight GPUs share: the host waits for buffers to write from, and short passes of
+    backward for what is read.
+    """
+    config, tokens = CONFIG | {"num_hidden_layers": 12}, 32768
+    policy = Policy("disk", tile=8192, plain=2, **more)
+    gpu, shape = dataclasses.replace(GPUS["h100"], sharing=8), ModelShape.from_config(config)
+    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
+    planned = planned_step(gpu, shape, policy, tokens)
+    assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.04)
+    assert found.exposed_seconds > 0.05 * found.seconds["step"]
+    written = [s.nbytes for s in found.slices if s.stream == lab.UP]
+    taken = step_memory(shape, policy, batch=1, tokens=tokens)
+    assert sum(written) == pytest.approx(taken.host, rel=0.02)

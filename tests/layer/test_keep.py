@@ -10,9 +10,9 @@ import torch
 from tiny import gradients, largest_difference
 
 import hfpatch
+from hfpatch.budget.copies import link_bytes
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.policy import KEEPABLE, Policy
-from hfpatch.budget.seconds import link_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.layer.traced import Traced
 from hfpatch.store.transfers import Transfers

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 import hfpatch
 from hfpatch.budget.choice import reserve
+from hfpatch.budget.free import gpu_fragments
 from hfpatch.budget.hardware import GPUS, place_of
 from hfpatch.budget.presets import preset_config
 from hfpatch.context.ranks import sharded
@@ -299,6 +300,39 @@ def test_memory_in_which_backends_were_tried_is_no_step_s(told, monkeypatch, cap
     told["ooms"] = 3
     step(model)
     assert room.most is not None
+
+
+def test_what_the_allocator_held_and_could_not_use_is_left_out_of_the_next_budget(
+    told, monkeypatch
+):
+    """The most of all steps, and no less than what lies beside tensors now; a rank that must choose
+    as others do learns nothing.
+    """
+    model, held = tiny_llama(), {"unused": 3 * GiB, "fragments": 0}
+    hfpatch.apply(model)
+    for name in held:
+        monkeypatch.setattr(Told, name, lambda self, name=name: held[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    told["free"] = 40 * GiB
+    for unused, fragments, left in ((3, 0, 37), (1, 0, 37), (1, 5, 35), (4, 2, 36)):
+        held |= {"unused": unused * GiB, "fragments": fragments * GiB}
+        step(model)
+        optimizer.step()
+        assert room_of(model).bytes() == left * GiB
+    room_of(model).alone, held["unused"] = False, 9 * GiB
+    step(model)
+    optimizer.step()
+    assert room_of(model).unused == 4 * GiB
+
+
+def test_free_bytes_beside_tensors_are_fragments(monkeypatch):
+    """Of this device alone, in segments that hold something; not in those that expand."""
+    segment = {"device": 0, "total_size": 20, "allocated_size": 5, "is_expandable": False}
+    others = ({"device": 1}, {"allocated_size": 0}, {"is_expandable": True}, {"total_size": 7})
+    monkeypatch.setattr(
+        torch.cuda, "memory_snapshot", lambda: [segment, *(segment | other for other in others)]
+    )
+    assert gpu_fragments(torch.device("cuda", 0)) == 15 + 2
 
 
 def test_ranks_that_must_choose_alike_learn_nothing(told):

@@ -225,7 +225,8 @@ def test_files_are_planned_at_the_disk_s_rate(tmp_path):
     free = {name: plan("llama-3.1-8b", **RUN | {"seq_len": 65536, "gpu": "h100"},
                        checkpointing=Checkpointing(offload=place))
             for name, place in (("host", "host"), ("disk", str(tmp_path)))}  # fmt: skip
-    assert free["disk"].seconds["copy_wait"] < 0.05 * free["disk"].step_seconds
+    # the host waits for buffers, and short passes of backward for what they read
+    assert free["disk"].seconds["copy_wait"] < 0.08 * free["disk"].step_seconds
     assert free["disk"].step_seconds > free["host"].step_seconds
     assert (
         not free["disk"].policy["save_attention"]

@@ -150,6 +150,28 @@ def test_the_error_that_leaves_trainer_says_what_to_change(expandable, monkeypat
     assert "training_step" not in vars(trainer)
 
 
+def test_what_fragments_took_is_kept_beside_the_rest(arguments, monkeypatch):
+    """The next start leaves out what this one held and could not use, of its own or of the file."""
+    monkeypatch.setattr(runtime_module, "metered", lambda device: True)
+    monkeypatch.setattr(runtime_module, "Gauge", Told)
+
+    def started(unused: int) -> int:
+        model = tiny_llama()
+        hfpatch.apply(model)
+        model(tokens(), labels=tokens()).loss.backward()
+        (room,) = model.model._hfpatch_session.rooms.values()
+        room.unused = unused
+        memory.begin(model, arguments)
+        return model, room
+
+    model, room = started(3 * GiB)
+    memory.write(model, arguments, (1, 37), memory.state(room))
+    for own in (0, 2 * GiB, 5 * GiB):
+        _, room = started(own)
+        assert room.unused == max(own, 3 * GiB)
+        assert room.bytes(careful=False) <= 8 * GiB - room.unused
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1}'])
 def test_a_broken_file_is_no_entry(text, arguments, tmp_path):
     (tmp_path / memory.FILE).write_text(text)

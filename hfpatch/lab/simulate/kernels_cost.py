@@ -163,6 +163,7 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
     are, but for wide sums in these, and for views.
     """
     name = func.overloadpacket.__name__
+    outputs = outputs or _written(func, args)
     if name in _MOVE_NOTHING or not outputs or not inputs:
         return 0
     if func in ATTENTION_FORWARD or func in ATTENTION_BACKWARD:
@@ -174,6 +175,18 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
         return 0
     read = inputs[1:] if name == "copy_" else () if name in _WRITE_ALONE else inputs
     return sum(map(bytes_of, (*read, *outputs)))
+
+
+def _written(func, args) -> list:
+    """What an operation without outputs writes to: lists of tensors, of an optimizer. Fused ones
+    would write gradients where those are scaled.
+    """
+    schema, found = schema_of(func), []
+    for argument, value in zip(schema.arguments, args) if schema.is_mutable else ():
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and argument.name != "grads" and isinstance(value, (list, tuple)):
+            found += value
+    return found
 
 
 def _copied(func, x: Tensor) -> int:

@@ -1,0 +1,256 @@
+"""Bytes that a step copies between host and device, and the seconds that nothing hides.
+
+A pass's copies hide behind the work of that pass, and behind layers as far as memory has room for
+their sources. `hfpatch profile --clock` shows the same copy by copy (lab/clock.py). Standard library
+only.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from operator import add
+
+from hfpatch.budget.cuts import tiles
+from hfpatch.budget.flops import Flops
+from hfpatch.budget.formula import RING_SLOTS, ModelShape, StepMemory, spare_bytes
+from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.sizes import kept_columns
+
+# Bounce buffers of the disk tier (store/disk.py): bytes of one, how many there are a direction, and
+# how many of them are not for reading ahead.
+PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step whose seconds are asked for. gpu: with the rates of its shapes (pace.py); policy: as
+    step_memory takes it.
+    """
+
+    gpu: Gpu
+    flops: Flops
+    memory: StepMemory
+    policy: object
+    shape: ModelShape
+    batch: int
+    tokens: int
+    itemsize: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.tokens
+
+    @property
+    def in_tiles(self) -> bool:
+        return isinstance(self.policy, Policy)
+
+    @cached_property
+    def count(self) -> int:
+        """Tiles of a layer."""
+        return tiles(self.batch, self.tokens, self.policy.tile)[0] if self.in_tiles else 1
+
+    @property
+    def tiled_layers(self) -> int:
+        layers = self.shape.num_layers
+        return layers - min(self.policy.plain, layers) if self.in_tiles else 0
+
+
+def link_bytes(
+    memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int, itemsize: int = 2
+) -> tuple[int, int]:
+    """Bytes of checkpoints over the host link in one step: (to the host, back to the device).
+
+    The first go in forward, the second come in backward; the bytes that go against that direction
+    are fewer, so they hide. x comes back once for each pass over the tiles.
+    """
+    if not isinstance(policy, Policy) or not memory.host:
+        return 0, 0
+    rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
+    inputs = -(-n // policy.every) * rows * shape.hidden_size
+    kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
+    single = tiles(batch, tokens, policy.tile)[0] == 1
+    one = 0 if single or not policy.park else rows * shape.hidden_size
+    attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
+    saved = n - min(policy.again, n) if policy.save_attention and policy.every == 1 else 0
+    again = attended if saved < n else 0
+    x, lse = rows * shape.hidden_size, 4 * batch * tokens * shape.num_heads
+    # Host buffers that one running layer uses, and those of a segment that runs again.
+    passing = 0
+    if policy.by_group:
+        passing = heads + attended + again + (min(policy.every, n) - 1) * (x + attended + lse)
+    outputs = memory.host - inputs - kept - one - passing
+    # Each phase that reads x fetches it; a kept sum after attention is read in place of x.
+    passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
+    back = passes * inputs + kept + outputs
+    if policy.stream_attention and not single:
+        # Attention outputs come once for the tiles and once for the groups of heads, lse once.
+        back += outputs - saved * lse
+    if policy.every > 1:  # a segment of several layers fetches its input once more, to run again
+        back += (n // policy.every + (n % policy.every > 1)) * rows * shape.hidden_size
+    out, home = memory.host - one - passing, back + 2 * n * one
+    if policy.by_group:
+        skipped = n - -(-n // policy.every)
+        out, home = out + n * (heads + again), home + n * (2 * heads + attended + 2 * again)
+        home += skipped * (passes * x + 2 * attended + heads)
+    return out, home
+
+
+def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int]:
+    """Bytes of frozen weights that come from the host: (in forward, in backward).
+
+    Two layers' weights fit the device at once, so backward starts with the last two already there,
+    and a segment that ran again still has its last two.
+    """
+    if getattr(policy, "frozen_weights", "gpu") != "host":
+        return 0, 0
+    forward, n = shape.over(lambda i: shape.frozen_bytes_of(i, itemsize)), shape.num_layers
+    every = min(policy.every, n)
+    again = n if every == 1 else n // every * max(1, 2 * every - 2)
+    return forward, forward * max(0, again - 2) // n
+
+
+def passes_wait(
+    gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, down: tuple,
+    files: tuple = (0, 0), gathers: int = 0,
+) -> tuple[float, float, float]:  # fmt: skip
+    """(seconds by which copies exceed the work that hides them, that work in forward, in backward).
+
+    Forward is a third of the FLOPs that the mathematics needs. The copies of a pass hide behind the
+    work of that pass; the link's two directions run at once.
+
+    Args:
+        total: seconds of the whole step's work.
+        fore: seconds of forward's work outside matmuls and attention.
+        up, down: bytes (to the host, to the device), each for (forward, backward).
+        files: those of them that are (written to a disk in forward, read in backward).
+        gathers: bytes of one gather between GPUs, over links of their own or over the host's.
+    """
+    needed = (flops.model - flops.model_attention) / gpu.matmul_flops
+    forward = needed / 3 + flops.model_attention / 3 / gpu.attention_forward + fore
+    passes = forward, total - forward
+    on_link = (max(u, d) / gpu.link_rate for u, d in zip(up, down))
+    on_disk = (n / rate for n, rate in zip(files, gpu.disk_rates))
+    peers = (passes * gathers / gpu.peer_rate for passes in (1, 2))
+    on_link = map(max if gpu.peer else add, on_link, peers)
+    copies = map(max, on_link, on_disk)
+    waits = (max(0.0, copy - work) for copy, work in zip(copies, passes))
+    return sum(waits), *passes
+
+
+def behind_layers(
+    step: Step, layers: float, fore: float, copies: tuple[float, float], rates: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds of the checkpoints' copies, forward and backward, that layers do not hide: n tiled
+    ones, behind them p plain ones.
+
+    layers: seconds of all layers, both ways; fore: of their forward, beside matmuls and attention;
+    copies, rates: seconds and bytes/s, to the host and back. A layer's copies may run on beside
+    later layers as far as memory has room for their sources; in backward the tensors of a layer are
+    sent for one layer ahead, but for q, k and v, which the layer itself sends for: nothing hides
+    them where attention runs again. The head hides nothing.
+    """
+    gpu, flops, policy, shape = step.gpu, step.flops, step.policy, step.shape
+    L, n, p, rows = (
+        shape.num_layers,
+        step.tiled_layers,
+        min(policy.plain, shape.num_layers),
+        step.rows,
+    )
+    up, down = copies
+    products = (
+        2
+        * rows
+        * (L * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights))
+        / gpu.matmul_flops
+    )
+    attention = flops.model_attention / 3
+    forward = (products + attention / gpu.attention_forward + fore) / L
+    trained = 1 if shape.adapters else 2
+    plain = (trained * products + 2.5 * attention / gpu.attention_backward) / L
+    (to_host, to_gpu), waits = rates, [0.0]
+    behind = down - (layers - L * forward - p * plain) - (plain if p > 1 else 0)
+    # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
+    # that layer's first tile.
+    count, alone = step.count, policy.every == 1
+    tile, inside = (
+        rows * step.itemsize / count,
+        alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv"),
+    )
+    first = shape.hidden_size + alone * policy.save_attention * shape.out_size + inside
+    if inside or up > n * forward:
+        sizes = {"batch": step.batch, "tokens": step.tokens, "itemsize": step.itemsize}
+        spares = spare_bytes(step.memory, shape, policy, **sizes)
+        # As the last tiled layer ends, and then each plain one; and what each layer saves last,
+        # where nothing may live on beside the next.
+        waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
+        waits += [n * max(0, tile * inside - spares[n - 1]) / to_host]
+    if policy.offload == "disk":
+        attend = attention / gpu.attention_forward / L
+        held_up, starved = files_wait(step, up, forward, attend, rates)
+        waits.append(held_up)
+        behind = max(behind, starved)
+    if alone and "qkv" in policy.keep:
+        again = min(policy.again, n) if policy.save_attention else n
+        # Of several tiles the first one's tensors may be on the link before q, k and v.
+        waited = count * kept_columns(shape, "qkv") + (count > 1) * (
+            inside + shape.hidden_size * ("mid" not in policy.keep)
+        )
+        behind = max(behind, again * tile * waited / to_gpu)
+    if alone and policy.offload == "host" and policy.save_attention and count > 1:
+        behind = max(behind, first_tiles_wait(step, trained, products / L, fore / L, to_gpu))
+    return (
+        max(waits) + tile * inside * (p == 0) / to_host,
+        max(0.0, behind) + tile * first * (p < 2) / to_gpu,
+    )
+
+
+def first_tiles_wait(
+    step: Step, trained: int, products: float, fore: float, to_gpu: float
+) -> float:
+    """Seconds for which layers of several tiles wait, as their backward begins, for tiles of what
+    was kept: these are sent for as the last two tiles of the layer behind leave the ring, so
+    attention hides none.
+
+    trained: products of a matmul's backward; products, fore: a layer's forward, seconds of matmuls
+    and beside them; to_gpu: bytes/s.
+    """
+    policy, shape, count = step.policy, step.shape, step.count
+    ahead = max(0, RING_SLOTS - count)  # so many have a slot while attention runs
+    qkv = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
+    leaving = (RING_SLOTS - 1 - ahead) * (1 + trained) * qkv / count
+    run = (trained * (products - qkv) + fore) / count
+    tile = step.rows * step.itemsize / count / to_gpu
+    columns = sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
+    columns += shape.out_size + shape.hidden_size * ("mid" not in policy.keep)
+    # q, k and v are sent for behind the tiles that a ring has slots for
+    between = kept_columns(shape, "qkv") * ("qkv" in policy.keep and count > RING_SLOTS)
+    last = ((count - ahead) * columns + count * between) * tile - leaving - (count - 1) * run
+    wait = max(0.0, last, 0 if ahead else columns * tile - leaving)
+    return (step.tiled_layers - min(policy.again, step.tiled_layers)) * wait
+
+
+def files_wait(
+    step: Step, up: float, forward: float, attend: float, rates: tuple[float, float]
+) -> tuple[float, float]:
+    """(seconds by which forward is longer where files hold the host up, seconds for which the short
+    passes of backward wait for reading).
+
+    up: seconds of writing; forward, attend: seconds of a layer and of its attention; rates: bytes/s,
+    written and read. The host waits for a buffer before it issues more work, so as compute begins
+    what follows a save, no more than all buffers are left to write. Of several tiles the last pass
+    of a layer and the first of the next one read their inputs faster than a disk does: ahead of them
+    are the ring's slots and the buffers.
+    """
+    policy, shape, n = step.policy, step.shape, step.tiled_layers
+    twice = policy.every == 1 and (policy.save_attention or policy.keep)  # behind attention too
+    runs = (attend, forward - attend) if twice else (policy.every * forward,)
+    beyond = sum(max(0.0, run - BUFFERS * PIECE / rates[0]) for run in runs)
+    held_up = up + n / policy.every * beyond - n * forward
+    if step.count == 1:
+        return held_up, 0.0
+    again = "qkv" not in policy.keep
+    x = step.rows * step.itemsize * shape.hidden_size
+    ahead = RING_SLOTS * x // step.count + (BUFFERS - RESERVE) * PIECE
+    products = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
+    work = (again + (2 if shape.adapters else 3)) * products
+    return held_up, n * (((1 + again) * x - ahead) / rates[1] - work)

@@ -1,0 +1,114 @@
+"""Elements that the kernels of a step move through device memory outside matmuls and attention.
+
+The counts follow the code that moves them; seconds.py makes seconds of them. Standard library only.
+"""
+
+from hfpatch.budget.adapters import layer_linears
+from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, ModelShape
+from hfpatch.budget.policy import Policy
+
+# transformers' own layers move so many times the bytes of fused ones, and so many bytes a logit
+# (counted on their code, tests/budget/test_flops.py): norms and logits run in float32, rotation and
+# activation are not fused.
+STOCK_FACTOR, STOCK_LOGIT_BYTES = 3.2, 44
+
+
+def _turned(shape: ModelShape) -> int:
+    """Elements a token that rotating q and k (and norming them, where the model does) moves."""
+    return (4 if shape.qk_norm else 2) * (shape.q_size + shape.kv_size)
+
+
+# Elements that experts move beside their products (ops/experts.py), for each routed element of their
+# inner size and of the hidden size: forward, backward. Rows go there and come back; the activation
+# reads gate and up and writes one, its backward reads them and da and writes three.
+OUR_EXPERTS = (3, 2), (6, 2)
+# The same of transformers' grouped products, by whether experts have biases.
+EXPERT_PASSES = {False: ((5, 6.25), (13, 12.25)), True: ((24, 11), (36, 14))}
+# The same of attention with sinks and its rotation, for each element of q and k.
+SINK_PASSES = 19, 22
+
+
+def unfused_passes(shape: ModelShape, layer: int, ours: bool = True) -> tuple[float, float]:
+    """Elements a token that the code of transformers and PEFT moves beside
+    what is fused: (forward, backward). Of experts, attention with sinks, and adapters.
+    """
+    k, turned = shape.experts_per_token * shape.is_sparse(layer), shape.q_size + shape.kv_size
+    # Elements, and how often they move: an adapter's output is scaled and added, its gradient
+    # scaled, its input gradient added.
+    (fore_in, fore), (back_in, back) = OUR_EXPERTS if ours else EXPERT_PASSES[shape.expert_bias]
+    # of rows, and of the tokens beside
+    ways = (k + ours * shape.is_sparse(layer)) * shape.hidden_size
+    rows = [(k * shape.expert_size, fore_in, back_in), (ways, fore, back)]
+    rows += [(shape.sinks * turned, *SINK_PASSES)]
+    adapters = shape.adapters.chosen(layer_linears(shape, layer)) if shape.adapters else {}
+    rows += [(inner, 0, 3) for inner, _ in adapters.values()]
+    rows += [(columns, 5, 2) for _, columns in adapters.values()]
+    return sum(n * each for n, each, _ in rows), sum(n * each for n, _, each in rows)
+
+
+def unread_of_experts(shape: ModelShape, layer: int) -> int:
+    """Those of the forward that experts leave out when they run again: nobody reads their output."""
+    if shape.norm_after or not shape.is_sparse(layer):
+        return 0
+    k, D = shape.experts_per_token, shape.hidden_size
+    return OUR_EXPERTS[0][0] * k * shape.expert_size + (k + 1) * D
+
+
+def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
+    """Elements a token that a layer's fused operations move: (forward, backward)."""
+    D, turned = shape.hidden_size, _turned(shape)
+    sparse = shape.is_sparse(layer)
+    inner = shape.shared_size if sparse else shape.intermediate_size
+    # A norm reads and writes; a residual reads two and writes one, as an activation of gate and up.
+    forward = 2 * shape.norms * D + 6 * D + turned + 3 * inner
+    # Several projections read one input: adding their input gradients reads two and writes one.
+    sums = (0 if shape.joined_qkv else 2) + (shape.gated and not shape.joined and not sparse)
+    backward = 4 * shape.norms * D + 4 * D + 3 * sums * D + turned + 5 * inner
+    return forward, backward
+
+
+def passes_again(shape: ModelShape, layer: int, keep: tuple = (), several: bool = False) -> int:
+    """Elements a token that the second forward inside a layer's backward moves outside its matmuls.
+
+    keep: names of KEEPABLE. Kept q, k and v save the rotation and norm. "mid" saves nothing here:
+    its two gradients are then added in a pass of their own. several: more than one tile; the norm
+    before attention then runs twice, for q, k, v and for their gradients.
+    """
+    D, turned = shape.hidden_size, _turned(shape)
+    dead = turned if not shape.qk_norm else 0  # a rotation whose result is unread moves nothing
+    again = layer_passes(shape, layer)[0] - 3 * D * shape.last_unread(layer)
+    if "qkv" in keep:
+        return again - dead
+    return again + (2 * D + turned - dead) * several
+
+
+def elementwise(
+    shape: ModelShape, policy, rows: int, several: bool, groups: int = 1
+) -> tuple[float, float]:
+    """Elements that all layers move for `rows` tokens outside matmuls: (forward, backward).
+
+    groups: how many groups of KV heads attention's backward goes by.
+    """
+    n = shape.num_layers
+    tiled = n if policy == STOCK_CHECKPOINTING else 0
+    if isinstance(policy, Policy):
+        tiled = n - min(policy.plain, n)
+    fore, back = (shape.over(lambda i, k=k: layer_passes(shape, i)[k]) for k in (0, 1))
+    keep = policy.keep if isinstance(policy, Policy) else ()
+    back += shape.over(lambda i: passes_again(shape, i, keep, several), 0, tiled)
+    if several:
+        # Each tile's q, k and v are copied into whole buffers, their gradients out of such; y, dx
+        # and dout are copied tile by tile too.
+        whole = shape.q_size + shape.kv_size + shape.v_size
+        fore += tiled * 2 * (whole + shape.hidden_size)
+        made = 1 if "qkv" in keep else 2
+        back += tiled * 2 * (made * whole + shape.hidden_size + shape.out_size)
+    elif groups > 1:  # each group's part of out and dout is cut out of the whole
+        back += tiled * 4 * shape.out_size
+    factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
+    ours = policy not in (STOCK, STOCK_CHECKPOINTING)
+    own = [shape.over(lambda i, k=k: unfused_passes(shape, i, ours)[k]) for k in (0, 1)]
+    own[1] += shape.over(
+        lambda i: unfused_passes(shape, i)[0] - unread_of_experts(shape, i), 0, tiled
+    )
+    return rows * (factor * fore + own[0]), rows * (factor * back + own[1])
