@@ -10,6 +10,7 @@ from itertools import product
 
 from hfpatch.budget.cuts import head_groups, tiles
 from hfpatch.budget.policy import (
+    CHAIN,
     TIME_TILE_LEAST,
     Checkpointing,
     Policy,
@@ -175,5 +176,6 @@ def unplanned(
         tile=tile,
         time_tile=in_time,
         plain=settings.plain,
+        chain=0 if whole or settings.every != "auto" else CHAIN,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
     )

@@ -58,6 +58,13 @@ class LayerCall(Kept):
         super().release()
         self.parts, self.attention = None, None
 
+    def joins(self, before: "LayerCall") -> bool:
+        """Whether this one's input need not be saved, for the segment of the call before makes it
+        again.
+        """
+        # Segments end where the policy does: their inputs are kept by another one's transfers.
+        return before.policy == self.policy and before.position + 1 < self.policy.every
+
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         """Context in which autocast is as it was in forward."""

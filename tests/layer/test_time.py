@@ -382,7 +382,9 @@ def test_every_kind_of_layer_is_asked_on_a_slow_machine(monkeypatch):
     clock = iter(range(0, 10**9, 10**6))
     stock = families.small_model("lfm2_moe")  # dense layers and layers of experts
     answers = verdict.ask_model(find_decoder(stock)).answers
-    found = verdict.Verdict({i: replace(a, timed=(), untimed=()) for i, a in enumerate(answers)})
+    found = verdict.Verdict(
+        {i: replace(a, timed=(), untimed=(), carries=None) for i, a in enumerate(answers)}
+    )
     layers = list(find_decoder(stock).layers)
     monkeypatch.setattr(verdict, "list_of_layers", lambda stack: layers)
     monkeypatch.setattr(verdict, "kind_of", layers.index)

@@ -79,7 +79,8 @@ def test_frozen_weights_come_from_the_host():
         found.append(step(ours, batch(TOKENS))[2])
         calls.append(runs)
     assert_same(*found, 0.0)
-    assert calls[0] == calls[1] and max(calls[0]) == 64
+    # of which a chain would need those of all its layers at once
+    assert sorted(calls[0]) == sorted(calls[1]) and max(calls[0]) == 64
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
