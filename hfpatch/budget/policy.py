@@ -297,6 +297,17 @@ def time_tile(tile: int, hidden_size: int, free: int | None) -> int:
     return tile
 
 
+def chain_of(elements: int, free: int | None, sums: int) -> int:
+    """Consecutive layers without attention that keep one input: as many as half of the free bytes
+    hold the backward of, for a chain spares host memory and costs the device's. elements: tokens
+    of a tile times the hidden size; sums: bytes of one layer's gradients in float32; free: None
+    where unknown.
+    """
+    if free is None:
+        return CHAIN
+    return max(1, min(CHAIN, free // 2 // (sums + elements * MIXER_BYTES)))
+
+
 @dataclass(frozen=True)
 class Policy:
     """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one

@@ -10,7 +10,7 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.budget import ladder
+from hfpatch.budget import policy
 from hfpatch.decoder.find import find_decoder
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.timed import TimedCall
@@ -72,7 +72,7 @@ def test_a_chain_saves_one_input(chains, inputs):
 
 @pytest.mark.parametrize(("most", "places"), [(1, [0, 0, 0]), (2, [0, 1, 0])], ids=["alone", "two"])
 def test_as_many_layers_as_the_policy_says(most, places, chains, inputs, monkeypatch):
-    monkeypatch.setattr(ladder, "CHAIN", most)
+    monkeypatch.setattr(policy, "CHAIN", most)
     stock = families.small_model(FAMILY)
     ours = ready(stock, chains, inputs)
     compared(ours, stock, batch(TOKENS))
