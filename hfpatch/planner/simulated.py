@@ -5,14 +5,16 @@ models that no closed form describes.
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from unittest import mock
 
 import torch
 from torch import nn
 
+from hfpatch.attention import heads
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
-from hfpatch.budget.policy import TIME_TILE_LEAST, Policy, auto_tile
+from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import carries_states
@@ -25,7 +27,9 @@ from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
 from hfpatch.planner.placements import placement_named, resident
 
-STRETCHED = 2, 3  # tiles of the two lengths that stand for longer ones
+# Tiles of the two lengths that stand for longer ones: in a backward of several, the first tile finds
+# no sums of gradients, the last no states.
+STRETCHED = 3, 4
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
 # of a simulated step, or one a token: no code that loops over single tokens ends within these
@@ -186,25 +190,33 @@ def depths(layers, every: int = 1, top: int = 0) -> tuple[int, int, int, int]:
     return more - period, more, (len(kinds) - more) // period, first + period
 
 
-def _moments(ledger, bottom: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(gradients, bytes beyond parameters and gradients) when those beyond are the most, and when
-    both are the most after all but `bottom` bytes of the gradients have come: the two ends of a
-    backward, between which layers of a pattern go one way.
+def _moments(ledger, bottom: int) -> tuple[dict, dict]:
+    """By operation and module, (gradients, bytes beyond parameters and gradients) when those beyond
+    are the most, and when both are the most after all but `bottom` bytes of the gradients have
+    come: the two ends of a backward, between which layers of a pattern go one way.
     """
-    alive = [
-        (delta, ledger.blocks[i].category)
-        for i, delta in ledger.events
-        if not ledger.blocks[i].host
-    ]
-    alive = [(delta, kind == "gradients") for delta, kind in alive if kind != "parameters"]
-    enough = sum(delta for delta, gradient in alive if gradient) - bottom
+    alive = [(delta, ledger.blocks[i]) for i, delta in ledger.events if not ledger.blocks[i].host]
+    alive = [(delta, block) for delta, block in alive if block.category != "parameters"]
+    enough = sum(delta for delta, block in alive if block.category == "gradients") - bottom
     gradients = beyond = 0
-    early = late = (0, 0)
-    for delta, gradient in alive:
+    early: dict = {}
+    late: dict = {}
+    for delta, block in alive:
+        gradient = block.category == "gradients"
         gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
-        early = max(early, (gradients, beyond), key=lambda m: m[1])
-        late = max(late, (gradients, beyond), key=sum) if gradients >= enough else late
+        if delta > 0:
+            at, now = f"{block.op} in {_layer_of(block.module)}", (gradients, beyond)
+            early[at] = max(early.get(at, (0, 0)), now, key=lambda m: m[1])
+            late[at] = max(late.get(at, (0, 0)), now, key=sum) if gradients >= enough else (0, 0)
     return early, late
+
+
+def _layer_of(module: str) -> str:
+    """model.layers.3 of model.layers.3.mlp.up_proj: of what stands lower, the module that was
+    called last is no sign in a backward.
+    """
+    names = module.split(".")
+    return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
 
 
 def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
@@ -253,20 +265,14 @@ def _step(
     less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
     early, late = _moments(found.ledger, low)
-    moments = (
-        Moment(
-            "simulated, of the highest total",
-            late[0] + counted.trained_bytes - gradients,
-            layer=late[1],
-        ),
-        Moment(
-            "simulated, of the most activations",
-            early[0],
-            layer=onward(lambda s: s.most_beyond_bytes),
-        ),
-    )
+    further = onward(lambda s: s.most_beyond_bytes) - found.most_beyond_bytes
+    missing = counted.trained_bytes - gradients
+    moments = [
+        Moment(f"{at}, at the end", g + missing, layer=b) for at, (g, b) in late.items() if b
+    ]
+    moments += [Moment(at, g, layer=b + further) for at, (g, b) in early.items()]
     memory = StepMemory(
-        counted.nbytes, counted.trained_bytes, moments, onward(lambda s: s.host_peak_bytes)
+        counted.nbytes, counted.trained_bytes, tuple(moments), onward(lambda s: s.host_peak_bytes)
     )
     matmul = onward(lambda s: sum(s.flops["matmul"].values()))
     forward, backward = (
@@ -280,21 +286,31 @@ def _step(
 
 
 def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
-    """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several
-    tiles, FLOPs by tokens and their square. For models whose mixers loop over the tokens.
+    """step(tokens) by what two shorter lengths take: the bytes at each operation grow by a line once
+    there are several tiles, FLOPs by tokens and their square. For models whose mixers loop over the
+    tokens.
     """
     one, two = (n * tile for n in STRETCHED)
-    (a, fa, _), (b, fb, whole) = step(one), step(two)
+    # attention goes by as many groups of heads as at the length that is meant
+    groups = partial(_groups_at, tokens, heads.heads_per_group)
+    with mock.patch.object(heads, "heads_per_group", groups):
+        (a, fa, _), (b, fb, whole) = step(one), step(two)
     line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
 
     def curve(x, y):
         square = (y / two - x / one) / (two - one)
         return (x / one - square * one) * tokens + square * tokens**2
 
-    pairs = zip(a.moments, b.moments, strict=True)
-    moments = tuple(replace(n, layer=line(m.layer, n.layer)) for m, n in pairs)
+    shorter = {m.name: m.layer for m in a.moments}
+    moments = tuple(
+        replace(m, layer=line(shorter.get(m.name, m.layer), m.layer)) for m in b.moments
+    )
     flops = Flops(*(curve(x, y) for x, y in zip(vars(fa).values(), vars(fb).values())))
     return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole
+
+
+def _groups_at(tokens: int, width, B: int, T: int, H: int, K: int) -> int:
+    return width(B, tokens, H, K)
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
@@ -310,7 +326,7 @@ def _layers(model: nn.Module) -> nn.ModuleList:
     return list_of_layers(decoder.stack)
 
 
-def _policy(asked, tokens: int) -> Policy:
+def _policy(asked, tokens: int, states: bool) -> Policy:
     """What was asked for, with inputs and attention outputs on the host where it leaves that
     open.
     """
@@ -325,8 +341,9 @@ def _policy(asked, tokens: int) -> Policy:
         )
     chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
-    if asked.tile == "auto":  # the least that a step takes, whatever is free
-        chosen["time_tile"] = min(chosen["tile"], TIME_TILE_LEAST)
+    if states and asked.tile == "auto":  # the least that a step takes, whatever is free
+        chosen["tile"] = TIME_TILE_LEAST
+    chosen["chain"] = int(states and asked.every == "auto")
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 
@@ -430,13 +447,25 @@ def _tile(policy) -> int:
 def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     """The plan at one length, by the first of the named placements under which it fits."""
     run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
-    policy = (
-        run.checkpointing
-        if run.checkpointing in WHOLE
-        else _policy(run.checkpointing, run.batch * run.seq_len)
-    )
-    tile = _tile(policy)
-    slow = counted.carries_states and run.seq_len > 4 * tile
+    asked = run.checkpointing
+    if asked in WHOLE:
+        return _under(config, run, names, asked)
+    policy = _policy(asked, run.batch * run.seq_len, counted.carries_states)
+    most = replace(policy, by_group=True, stream_attention=policy.save_attention)
+    sparing = counted.carries_states and policy.offload == "host" and run.ranks == 1
+    found = _under(config, run, names, most if sparing and asked.aim == "least" else policy)
+    if found.fits or not sparing:
+        return found
+    short = found.host_usable_bytes is not None and found.host_peak_bytes > found.host_usable_bytes
+    if short and asked.every == "auto":
+        most = replace(most, chain=CHAIN)
+    return _under(config, run, names, most)
+
+
+def _under(config: _Values, run: Run, names: list, policy) -> Plan:
+    """The same under one policy, or the word for layers that run whole."""
+    counted, tile = run.shape, _tile(policy)
+    slow = counted.carries_states and run.seq_len > STRETCHED[1] * tile
     stepped = (
         replace(policy, offload="host") if run.on_disk else policy
     )  # where bytes that leave the device are counted

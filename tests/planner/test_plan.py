@@ -668,7 +668,7 @@ def test_a_long_step_is_told_by_two_shorter_ones():
         lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096
     )
     wanted, their_flops, _ = step(131072)
-    assert found == wanted and whole == {"a reason": 2} and asked == [8192, 12288]
+    assert found == wanted and whole == {"a reason": 2} and asked == [12288, 16384]
     assert vars(flops) == pytest.approx(vars(their_flops), rel=1e-9)
 
 
