@@ -28,7 +28,7 @@ from hfpatch.layer.call import LayerCall
 from hfpatch.layer.condition import has_hooks
 from hfpatch.layer.forward_state import AsThen
 from hfpatch.layer.mixers import Mixer
-from hfpatch.layer.time_tiles import TimeTiles
+from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
@@ -208,8 +208,9 @@ def in_time(parts, policy: Policy, runtime, x: Tensor, then: AsThen) -> dict | N
     tile = policy.time_tile or policy.tile
     time = mixer.time = TimeTiles(carries, tile, rng=parts.rng if parts.random else None)
     B, T = x.shape[:2]
-    if len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B:
-        return None  # of short documents
+    short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
+    if short or tile < chunk_of(layer):
+        return None  # documents, or tiles, are shorter than those of mixers
     # An engine gathers one layer's weights at a time; hooks may give outputs another reader.
     gathered = runtime.weights.on or any(place.gathered for place in then.found.places)
     alone = gathered or has_hooks(layer)

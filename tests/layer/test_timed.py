@@ -3,6 +3,8 @@
 test_time.py holds.
 """
 
+import copy
+
 import families
 import pytest
 import tiny
@@ -215,3 +217,37 @@ def test_weights_written_to_before_backward_are_noticed():
             find_decoder(ours).layers[index].mlp.up_proj.weight.add_(1)
         with pytest.raises(RuntimeError, match="expected the weights that forward used"):
             loss.backward()
+
+
+def operations(model, tokens: int) -> int:
+    """How many operations a step dispatches; a fused one of ours counts as one, as it launches one
+    kernel.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            views = torch.Tag.view_copy in op.tags or op.is_view
+            self.count += not views
+            return op(*args, **(kwargs or {}))
+
+    given = {name: rows[:1] for name, rows in batch(tokens).items()}
+    step(model, given)  # what is found out once
+    with Counting() as counted:
+        step(model, given)
+    return counted.count
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_tile_launches_no_more_than_a_row_of_its_length(most, monkeypatch):
+    """Under transformers' checkpointing, forward and backward."""
+    monkeypatch.setattr(policy, "CHAIN", most)
+    stock = families.small_model(FAMILY).float()
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=256))
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    tile = operations(ours, 1024) - operations(ours, 768)
+    row = operations(stock, 256)
+    assert 0 < tile <= row
