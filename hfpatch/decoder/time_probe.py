@@ -106,6 +106,8 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     close = CLOSE[x.dtype]
     if not apart <= close:
         return f"in tiles it differs from whole rows ({what}: {apart:.0e})"
+    if not name and any(isinstance(x, Tensor) for x in mixer.parts.beside or ()):
+        return "it returns tensors beside its output"
     for key in keys if name else ():  # a layer's states are those of its mixer, which was asked
         lost = _apart(run(_Losing(*place, state=key))[0], out)[0]
         unread = _apart(run(_Losing(*place, gradient=key))[1], grads)[0]
