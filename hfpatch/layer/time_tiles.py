@@ -175,18 +175,3 @@ class TimeTiles:
             return {key: x.view(n) for key, x, n in zip(entry, ticket.wait(), shapes)}
 
         return states
-
-
-def go_in_time(call, again: bool) -> None:
-    """Before the mixers of a layer's call run: those that can go through time.
-
-    call: layer.call.LayerCall; again: this is its backward, or that of a segment.
-    """
-    timed = dict(call.parts.traits.timed)
-    saves = again or call.queue is not None and call.policy.save_attention
-    for name, mixer in zip(call.parts.traits.mixers, call.parts.mixers):
-        if name in timed and (again or mixer.time is None):
-            transfers = call.queue.transfers if saves and call.queue is not None else None
-            rng = call.parts.rng if call.parts.random else None
-            tile = call.policy.time_tile or call.policy.tile
-            mixer.time = TimeTiles(timed[name], tile, transfers, again, rng)

@@ -29,6 +29,7 @@ from hfpatch.layer.condition import has_hooks
 from hfpatch.layer.forward_state import AsThen
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
+from hfpatch.layer.time_trial import tokens_tried, why_not_here
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
@@ -196,6 +197,18 @@ class TimedCall(LayerCall):
         return dy, grads
 
 
+def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
+    """time_trial.why_not_here of the layer's mixer, which is given what the layer makes of the first
+    tokens.
+    """
+    ((name, argument),) = parts.traits.timed
+    end = min(x_BTD.shape[1], tokens_tried(parts.layer.get_submodule(name)))
+    devices = [x_BTD.device] * x_BTD.is_cuda
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        given = parts.pre(x_BTD[:, :end].detach(), 0, end)
+    return why_not_here(parts.mixers[0], argument, given[-1], runtime)
+
+
 def in_time(parts, policy: Policy, runtime, x: Tensor, then: AsThen) -> dict | None:
     """The fields of a TimedCall, where this call of a layer may be one; None else."""
     layer, carries = parts.layer, parts.traits.carries
@@ -211,6 +224,8 @@ def in_time(parts, policy: Policy, runtime, x: Tensor, then: AsThen) -> dict | N
     short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
     if short or tile < chunk_of(layer):
         return None  # documents, or tiles, are shorter than those of mixers
+    if carries and time.cuts(mixer, T) and _why_not_here(parts, x, runtime) is not None:
+        return None
     # An engine gathers one layer's weights at a time; hooks may give outputs another reader.
     gathered = runtime.weights.on or any(place.gathered for place in then.found.places)
     alone = gathered or has_hooks(layer)
