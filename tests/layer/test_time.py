@@ -15,6 +15,7 @@ from numerics import lifted
 import hfpatch
 from hfpatch.budget import ladder, policy
 from hfpatch.decoder.find import find_decoder
+from hfpatch.layer import time_trial
 from hfpatch.layer.time_tiles import TimeTiles
 from hfpatch.store.transfers import Transfers
 from tests.decoder.test_families import batch, step
@@ -29,6 +30,14 @@ MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "mamba2", "zam
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 TIMED = DELTA + KEYED + MAMBA2 + CONVOLUTIONS
 SHORT = ("qwen3_5_text", "falcon_h1", "lfm2")
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch):
+    """Mixers are not tried once more here, which the lengths of their runs would show:
+    test_scans.py does that.
+    """
+    monkeypatch.setattr(time_trial, "_tried", lambda *given: None)
 
 
 def names(short=SHORT):

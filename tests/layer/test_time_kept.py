@@ -14,7 +14,15 @@ from torch.nn import functional as F
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from tests.decoder.test_families import batch, step
-from tests.layer.test_time import TILE, TOKENS, UNFUSED, assert_same, lengths, timed_mixers
+from tests.layer.test_time import (
+    TILE,
+    TOKENS,
+    UNFUSED,
+    assert_same,
+    lengths,
+    timed_mixers,
+    tried,  # noqa: F401
+)
 
 pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
 
