@@ -186,7 +186,7 @@ def unplanned(
         save_attention=save and not whole,
         tile=tile,
         time_tile=in_time,
-        plain=settings.plain,
+        plain=0 if settings.plain == "auto" else settings.plain,
         by_group=several,
         stream_attention=several and save,
         chain=0 if whole or settings.every != "auto" else chain,
