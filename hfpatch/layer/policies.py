@@ -19,7 +19,6 @@ from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.formula import ModelShape, spare_bytes, step_memory
 from hfpatch.budget.hardware import Gpu, at_place, place_of
 from hfpatch.budget.host_blocks import host_blocks
-from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import (
     KEEPABLE,
@@ -31,7 +30,7 @@ from hfpatch.budget.policy import (
 )
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
-from hfpatch.layer.room import Gauge, Room
+from hfpatch.layer.room import Gauge, Room, without_shape
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.parts.quantised import as_trained
 from hfpatch.report import say
@@ -263,7 +262,7 @@ class Policies:
         """
         settings, room = self._settings(x, whole, sharded), self.room_of(x.device)
         if self.shape is None:
-            return self._unplanned(settings, B * T, whole, x, room and room.bytes())
+            return without_shape(self, settings, B * T, whole, x, room and room.bytes())
         # An engine that shards weights gathers two layers' and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
         free, gpu = self._free(room, gathered, x.device, group)
@@ -284,18 +283,6 @@ class Policies:
             chosen = describe(option.policy, self.shape.num_layers)
             say(f"{B} x {T:,} tokens: {chosen}; {option.line(free[0])}{takes}.")
         return option.policy
-
-    def _unplanned(
-        self, settings: Checkpointing, rows: int, whole: bool, x: Tensor, free: int | None
-    ) -> Policy:
-        """unplanned(), with what one layer's gradients take, and whether the host is short."""
-        owner, width, host = self.owner(), x.shape[-1], self._host_free()
-        trained = [p.numel() for p in owner.parameters() if p.requires_grad] if owner else []
-        # input and attention output of each layer
-        wanted = 2 * self.n_layers * rows * width * x.element_size()
-        short = settings.offload in ("auto", "host") and host is not None and wanted > host
-        sums = 4 * sum(trained) // self.n_layers
-        return unplanned(settings, rows, whole, width, free, sums, short)
 
     def _settings(self, x: Tensor, whole: bool, sharded: bool) -> Checkpointing:
         """The user's settings, with what this device, engine or layer leaves no choice about."""

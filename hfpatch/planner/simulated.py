@@ -2,15 +2,12 @@
 models that no closed form describes.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from unittest import mock
 
 import torch
 from torch import nn
 
-from hfpatch.attention import heads
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
@@ -19,17 +16,14 @@ from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import carries_states
 from hfpatch.decoder.find import find_decoder, list_of_layers
-from hfpatch.decoder.small_instance import kind_of
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.adapters import PACKED
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
+from hfpatch.planner.fewer import STRETCHED, depths, moments_of, stretched
 from hfpatch.planner.placements import placement_named, resident
 
-# Tiles of the two lengths that stand for longer ones: in a backward of several, the first tile finds
-# no sums of gradients, the last no states.
-STRETCHED = 3, 4
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
 # of a simulated step, or one a token: no code that loops over single tokens ends within these
@@ -158,67 +152,6 @@ def _trained_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
-def _pattern(kinds: list) -> tuple[int, int]:
-    """(first, period): from the first layer on, each is as the one `period` layers before it."""
-    n = len(kinds)
-    ways = (
-        (first, period)
-        for period in range(1, n + 1)
-        for first in range(n)
-        if kinds[first : n - period] == kinds[first + period :]
-    )
-    return min(ways, key=lambda way: way[0] + 2 * way[1])
-
-
-def depths(layers, every: int = 1, top: int = 0) -> tuple[int, int, int, int]:
-    """(fewer, more, times, bottom) of a stack's layers: a step of all of them takes what one of
-    `more` takes and, `times` over, what it takes beyond one of `fewer`, since layers of a pattern
-    take the same each. bottom: its lowest layers, which hold one of each kind. All layers, and 0
-    times, where too few repeat. every: layers a checkpoint; top: the last layers, of which the
-    policy says something else, and which stand on the rest in whole periods.
-    """
-    kinds = [(kind_of(m), [(n, p.shape) for n, p in m.named_parameters()]) for m in layers]
-    first, period = _pattern(kinds)
-    period = math.lcm(period, every)
-    more = (
-        first
-        + (len(kinds) - first) % period
-        + period * (max(2, -(-4 // period)) + -(-top // period))
-    )
-    if more >= len(kinds):
-        return 0, len(kinds), 0, first + period
-    return more - period, more, (len(kinds) - more) // period, first + period
-
-
-def _moments(ledger, bottom: int) -> tuple[dict, dict]:
-    """By operation and module, (gradients, bytes beyond parameters and gradients) when those beyond
-    are the most, and when both are the most after all but `bottom` bytes of the gradients have
-    come: the two ends of a backward, between which layers of a pattern go one way.
-    """
-    alive = [(delta, ledger.blocks[i]) for i, delta in ledger.events if not ledger.blocks[i].host]
-    alive = [(delta, block) for delta, block in alive if block.category != "parameters"]
-    enough = sum(delta for delta, block in alive if block.category == "gradients") - bottom
-    gradients = beyond = 0
-    early: dict = {}
-    late: dict = {}
-    for delta, block in alive:
-        gradient = block.category == "gradients"
-        gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
-        if delta > 0:
-            at, now = f"{block.op} in {_layer_of(block.module)}", (gradients, beyond)
-            early[at] = max(early.get(at, (0, 0)), now, key=lambda m: m[1])
-            late[at] = max(late.get(at, (0, 0)), now, key=sum) if gradients >= enough else (0, 0)
-    return early, late
-
-
-def _layer_of(module: str) -> str:
-    """model.layers.3 of model.layers.3.mlp.up_proj: of what stands lower, the module that was
-    called last is no sign in a backward.
-    """
-    names = module.split(".")
-    return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
-
-
 def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
     """A simulated step of a stock model under a Policy, or under the word for layers that run
     whole.
@@ -264,7 +197,7 @@ def _step(
     found = _run(model, batch, seq_len, policy, counted)
     less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
-    early, late = _moments(found.ledger, low)
+    early, late = moments_of(found.ledger, low)
     further = onward(lambda s: s.most_beyond_bytes) - found.most_beyond_bytes
     missing = counted.trained_bytes - gradients
     moments = [
@@ -283,34 +216,6 @@ def _step(
     whole = {reason: onward(lambda s: s.whole.get(reason, 0)) for reason in found.whole}  # noqa: B023
     moved = (onward(lambda s: s.ledger.traffic.get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
     return memory, Flops(matmul, forward, backward, sum(least), least[1], *moved), whole
-
-
-def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
-    """step(tokens) by what two shorter lengths take: the bytes at each operation grow by a line once
-    there are several tiles, FLOPs by tokens and their square. For models whose mixers loop over the
-    tokens.
-    """
-    one, two = (n * tile for n in STRETCHED)
-    # attention goes by as many groups of heads as at the length that is meant
-    groups = partial(_groups_at, tokens, heads.heads_per_group)
-    with mock.patch.object(heads, "heads_per_group", groups):
-        (a, fa, _), (b, fb, whole) = step(one), step(two)
-    line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
-
-    def curve(x, y):
-        square = (y / two - x / one) / (two - one)
-        return (x / one - square * one) * tokens + square * tokens**2
-
-    shorter = {m.name: m.layer for m in a.moments}
-    moments = tuple(
-        replace(m, layer=line(shorter.get(m.name, m.layer), m.layer)) for m in b.moments
-    )
-    flops = Flops(*(curve(x, y) for x, y in zip(vars(fa).values(), vars(fb).values())))
-    return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole
-
-
-def _groups_at(tokens: int, width, B: int, T: int, H: int, K: int) -> int:
-    return width(B, tokens, H, K)
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
@@ -437,7 +342,7 @@ def _longest(at, first: Plan) -> Plan | None:
 def _taken(config: _Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
     """What a step takes, as `_step` has it; slow: by two shorter ones."""
     step = partial(_step, config, counted, batch, policy=policy)
-    return _stretched(step, seq_len, _tile(policy)) if slow else step(seq_len)
+    return stretched(step, seq_len, _tile(policy)) if slow else step(seq_len)
 
 
 def _tile(policy) -> int:

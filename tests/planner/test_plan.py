@@ -651,7 +651,7 @@ def test_a_long_step_is_told_by_two_shorter_ones():
     """As mixers' are, whose plain code loops over tokens: bytes by a line, FLOPs with the square
     that attention adds.
     """
-    from hfpatch.planner.simulated import _stretched
+    from hfpatch.planner.fewer import stretched
 
     def step(tokens):
         moments = (
@@ -664,7 +664,7 @@ def test_a_long_step_is_told_by_two_shorter_ones():
         return StepMemory(1000, 900, moments, 3 * tokens), flops, {"a reason": 2}
 
     asked = []
-    found, flops, whole = _stretched(
+    found, flops, whole = stretched(
         lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096
     )
     wanted, their_flops, _ = step(131072)
