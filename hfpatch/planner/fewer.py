@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 from hfpatch.attention import heads
@@ -82,10 +81,7 @@ def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
     tokens.
     """
     one, two = (n * tile for n in STRETCHED)
-    # attention goes by as many groups of heads as at the length that is meant
-    groups = partial(_groups_at, tokens, heads.heads_per_group)
-    with mock.patch.object(heads, "heads_per_group", groups):
-        (a, fa, _), (b, fb, whole) = step(one), step(two)
+    (a, fa, _), (b, fb, whole) = step(one), step(two)
     line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
 
     def curve(x, y):
@@ -100,5 +96,11 @@ def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
     return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole
 
 
-def _groups_at(tokens: int, width, B: int, T: int, H: int, K: int) -> int:
-    return width(B, tokens, H, K)
+def groups_of_width(width: int | None):
+    """Within, attention goes by groups of so many KV heads, as at the length that is meant."""
+    stock = heads.heads_per_group
+
+    def of(B: int, T: int, H: int, K: int) -> int:
+        return stock(B, T, H, K) if width is None or K % width else width
+
+    return mock.patch.object(heads, "heads_per_group", of)

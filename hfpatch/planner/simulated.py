@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
@@ -21,7 +22,7 @@ from hfpatch.lab.simulate.adapters import PACKED
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
-from hfpatch.planner.fewer import STRETCHED, depths, moments_of, stretched
+from hfpatch.planner.fewer import STRETCHED, depths, groups_of_width, moments_of, stretched
 from hfpatch.planner.placements import placement_named, resident
 
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
@@ -178,10 +179,10 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
 
 @lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays, lengths in none of it
 def _step(
-    config: "_Values", counted: Counted, batch: int, seq_len: int, policy
+    config: "_Values", counted: Counted, batch: int, seq_len: int, policy, width=None
 ) -> tuple[StepMemory, Flops, dict]:
     """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
-    whole, and how many.
+    whole, and how many. width: KV heads of a group in attention, None where as many as it has.
     """
     adapters = counted.adapters
     fewer, more, times, bottom = depths(_layers(build(config)), getattr(policy, "every", 1))
@@ -194,8 +195,9 @@ def _step(
     model = cut(more)
     gradients = _trained_bytes(model)
     low = _trained_bytes(_layers(model)[:bottom]) + _trained_bytes(model.get_input_embeddings())
-    found = _run(model, batch, seq_len, policy, counted)
-    less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
+    with groups_of_width(width):
+        found = _run(model, batch, seq_len, policy, counted)
+        less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
     early, late = moments_of(found.ledger, low)
     further = onward(lambda s: s.most_beyond_bytes) - found.most_beyond_bytes
@@ -341,7 +343,9 @@ def _longest(at, first: Plan) -> Plan | None:
 
 def _taken(config: _Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
     """What a step takes, as `_step` has it; slow: by two shorter ones."""
-    step = partial(_step, config, counted, batch, policy=policy)
+    heads = counted.num_heads, counted.num_kv_heads
+    width = heads_per_group(batch, seq_len, *heads) if slow else None
+    step = partial(_step, config, counted, batch, policy=policy, width=width)
     return stretched(step, seq_len, _tile(policy)) if slow else step(seq_len)
 
 

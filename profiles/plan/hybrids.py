@@ -23,9 +23,10 @@ LENGTHS = 8192, 32768
 def row(family: str, tokens: int, word: str) -> str:
     """word: "least", or "before", which is least without chains and without heads on the host."""
     config, layers = family_config(family), LAYERS[family]
-    of_layers = config["num_hidden_layers"]
-    cut = {k: v[:layers] for k, v in config.items() if isinstance(v, list) and len(v) == of_layers}
-    model = build(config | cut | {"num_hidden_layers": layers}, torch.bfloat16)
+    if of_layers := config.get("num_hidden_layers"):  # Nemotron-H's default has one of each kind
+        lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == of_layers}
+        config |= {k: v[:layers] for k, v in lists.items()} | {"num_hidden_layers": layers}
+    model = build(config, torch.bfloat16)
     settings = Checkpointing(offload="host", aim="least")
     policy = unplanned(settings, tokens, False, config["hidden_size"], None)
     if word == "before":

@@ -935,5 +935,5 @@ def test_longer_lengths_of_a_hybrid_simulate_nothing_more(monkeypatch):
     found = plan(config, seq_len=2048, checkpointing=tiles)
     monkeypatch.setattr(simulated, "simulate", refuse)
     longer = plan(config, seq_len=4096, checkpointing=tiles)
-    assert "512 and 768 tokens" in found.why and longer.why == found.why
+    assert "768 and 1,024 tokens" in found.why and longer.why == found.why
     assert longer.host_peak_bytes > found.host_peak_bytes
