@@ -14,6 +14,7 @@ from hfpatch.budget.policy import (
     Checkpointing,
     Policy,
     auto_tile,
+    chain_of,
     time_tile,
 )
 from hfpatch.budget.shape import ModelShape
@@ -150,10 +151,19 @@ def _intervals(num_layers: int) -> list[int]:
 
 
 def unplanned(
-    settings: Checkpointing, rows: int, whole: bool, width: int, free: int | None
+    settings: Checkpointing,
+    rows: int,
+    whole: bool,
+    width: int,
+    free: int | None,
+    sums: int = 0,
+    short: bool = False,
 ) -> Policy:
     """The policy of layers whose sizes no closed form describes: all that is worth keeping goes to
-    the host. width: of hidden states; free: bytes on the device, None where unknown.
+    the host.
+
+    width: of hidden states; free: bytes on the device, None where unknown; sums: bytes of one
+    layer's gradients in float32; short: the host has no room for the input of every layer.
     """
     tier = settings.offload
     if settings.directory:
@@ -162,18 +172,23 @@ def unplanned(
         tier = "host"
     every = 1 if whole or settings.every == "auto" else settings.every
     save = every == 1 if settings.save_attention == "auto" else settings.save_attention
-    tile, in_time = settings.tile, 0
-    if tile == "auto" and settings.aim == "least":
+    tile, in_time, least = settings.tile, 0, settings.aim == "least"
+    if tile == "auto" and least:
         tile = TIME_TILE_LEAST
     elif tile == "auto":
         tile = auto_tile(rows)
-        in_time = time_tile(tile, width, free)
+        in_time = TIME_TILE_LEAST if short else time_tile(tile, width, free)
+    several = least and rows > tile and tier != "gpu" and not whole
+    chain = 1 if least and not short else chain_of((in_time or tile) * width, free, sums)
     return Policy(
         offload=tier,
         every=every,
         save_attention=save and not whole,
         tile=tile,
         time_tile=in_time,
-        plain=settings.plain,
+        plain=0 if settings.plain == "auto" else settings.plain,
+        by_group=several,
+        stream_attention=several and save,
+        chain=0 if whole or settings.every != "auto" else chain,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
     )

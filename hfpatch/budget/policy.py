@@ -20,6 +20,7 @@ AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
 TIME_TILE_LEAST = 2048  # a multiple of every known rule's chunk (64, of Mamba 2 up to 256)
+CHAIN = 8  # layers without attention that keep one input, at most
 # Of what a mixer's backward holds, a token and hidden channel: the most of the families that we
 # simulate, Granite 4 in plain code, takes 450; kernels take far less.
 MIXER_BYTES = 512
@@ -296,6 +297,17 @@ def time_tile(tile: int, hidden_size: int, free: int | None) -> int:
     return tile
 
 
+def chain_of(elements: int, free: int | None, sums: int) -> int:
+    """Consecutive layers without attention that keep one input: as many as half of the free bytes
+    hold the backward of, for a chain spares host memory and costs the device's. elements: tokens
+    of a tile times the hidden size; sums: bytes of one layer's gradients in float32; free: None
+    where unknown.
+    """
+    if free is None:
+        return CHAIN
+    return max(1, min(CHAIN, free // 2 // (sums + elements * MIXER_BYTES)))
+
+
 @dataclass(frozen=True)
 class Policy:
     """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one
@@ -321,6 +333,8 @@ class Policy:
     loss_bytes: workspace of the loss; it sets for how many tokens logits exist at a time.
     wide: attention's backward takes all heads in one launch: more scratch, fewer waits at its end.
     time_tile: tokens a tile of mixers that run through time; 0: as `tile`.
+    chain: the most consecutive layers without attention that keep one input and run backward tile by
+        tile together (layer/timed.py); 0: they run as the others do.
     """
 
     offload: str = "host"
@@ -338,6 +352,7 @@ class Policy:
     wide: bool = False
     loss_bytes: int = LOSS_WORKSPACE
     time_tile: int = 0
+    chain: int = 0
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
         """The policy of one tiled layer: without attention outputs where the layer makes them

@@ -9,9 +9,11 @@ import torch
 
 from hfpatch.budget.choice import choose
 from hfpatch.budget.formula import ModelShape
+from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.limits import flag, parse_length, parse_word
 from hfpatch.budget.policy import KEEPABLE, Checkpointing, Policy, auto_tile, parse_checkpointing
 from hfpatch.budget.presets import MODELS, PRESETS
+from hfpatch.budget.shape import UnknownFamily
 from hfpatch.cli.flags import add_checkpointing, checkpointing_of
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.rivals import IMPLEMENTATIONS, build, prepare
@@ -48,9 +50,16 @@ def main(args) -> int:
 
     config = config_of(args.model)[1]
     if args.layers:
-        config = config | {"num_hidden_layers": args.layers}
+        n = config.get("num_hidden_layers")
+        lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == n}
+        config = config | {k: v[: args.layers] for k, v in lists.items()}
+        config["num_hidden_layers"] = args.layers
     settings = _settings(args)
-    policy = _policy(args, settings, ModelShape.from_config(config))
+    try:
+        shape = ModelShape.from_config(config)
+    except UnknownFamily:  # it is what the simulator is for
+        shape = None
+    policy = _policy(args, settings, shape, config.get("hidden_size", 0))
     started = time.perf_counter()
     impl = "hfpatch-off" if settings == "off" else args.impl
     model = prepare(build(config, getattr(torch, args.dtype)), impl)
@@ -90,7 +99,7 @@ def _settings(args) -> Checkpointing | str | None:
     return parse_checkpointing(words) if words else None
 
 
-def _policy(args, settings, shape: ModelShape) -> Policy:
+def _policy(args, settings, shape: ModelShape | None, width: int) -> Policy:
     """What --checkpointing and --policy say; where they say nothing, every layer's input and
     attention output on the host.
     """
@@ -115,6 +124,9 @@ def _policy(args, settings, shape: ModelShape) -> Policy:
             raise ValueError(
                 f"hfpatch: --policy {name}= takes {takes}, {value!r} came; write such a value."
             )
+    if isinstance(settings, Checkpointing) and shape is None:
+        rows = args.batch * args.seq_len
+        return replace(unplanned(settings, rows, False, width, None), **fields)
     if isinstance(settings, Checkpointing):
         return replace(choose(settings, shape, batch=args.batch, tokens=args.seq_len), **fields)
     fields.setdefault("tile", auto_tile(args.batch * args.seq_len))

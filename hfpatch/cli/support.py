@@ -21,15 +21,24 @@ FAMILIES = (
     "cohere2", "stablelm", "starcoder2", "seed_oss", "deepseek_v3", "llama4_text", "ernie4_5",
     "ernie4_5_moe", "gpt_neox",
     "gemma4_text", "qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "granitemoehybrid",
-    "nemotron_h", "minimax",
+    "nemotron_h", "minimax", "qwen3_5_moe_text", "qwen4_exp_text", "glm5_next", "olmo_hybrid",
+    "kimi_linear", "bailing_hybrid", "bamba", "mamba2", "zamba2", "lfm2_moe", "lfm3",
     "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "gemma3", "llama4",
 )  # fmt: skip
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
 # What a default config lacks to show what the family does.
 _SHOWN = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
     "mistral": {"sliding_window": 4096},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 64,
+    },
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
 }
 

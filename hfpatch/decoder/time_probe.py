@@ -19,6 +19,7 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
+from hfpatch.layer.timed import LayerAsMixer
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.store.transfers import Transfers
@@ -46,18 +47,28 @@ class _Losing(TimeTiles):
 
 def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> LayerTraits:
     """The traits with those mixers that run in tiles through time, and the others' reasons."""
-    if traits.reason is not None or not traits.mixers or traits.attends:
+    if traits.reason is not None or traits.attends or not traits.looked:
         return traits
+    if not traits.mixing:
+        return replace(traits, carries="")
     found = {name: _why_whole(stack, layer, traits, name) for name in traits.mixers}
     named = {name: state_argument(layer.get_submodule(name)) for name in traits.mixers}
-    return replace(
+    traits = replace(
         traits,
         timed=tuple((name, named[name]) for name, reason in found.items() if reason is None),
         untimed=tuple((name, reason) for name, reason in found.items() if reason is not None),
     )
+    alone = not traits.attention and len(traits.timed) == 1 and not traits.untimed
+    argument = state_argument(layer)
+    if not alone or argument is None or _why_whole(stack, layer, traits, "") is not None:
+        return traits
+    return replace(traits, carries=argument)
 
 
 def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
+    """Why a mixer of a layer, or the layer itself (""), does not run in tiles; None where it
+    does.
+    """
     module = layer.get_submodule(name)
     argument = state_argument(module)
     if argument is None:
@@ -95,7 +106,9 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     close = CLOSE[x.dtype]
     if not apart <= close:
         return f"in tiles it differs from whole rows ({what}: {apart:.0e})"
-    for key in keys:
+    if not name and any(isinstance(x, Tensor) for x in mixer.parts.beside or ()):
+        return "it returns tensors beside its output"
+    for key in keys if name else ():  # a layer's states are those of its mixer, which was asked
         lost = _apart(run(_Losing(*place, state=key))[0], out)[0]
         unread = _apart(run(_Losing(*place, gradient=key))[1], grads)[0]
         if not min(lost, unread) >= VISIBLE * close:
@@ -112,6 +125,8 @@ def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple
     )
     with torch.no_grad(), our_attention((stack.config,), batch):
         parts = ask.pre(x.detach(), 0, tokens)
+    if not name:
+        return LayerAsMixer.of(ask), x.detach()
     at = traits.mixers.index(name)
     return ask.mixers[at], parts[3 * len(traits.attention) + at].detach()
 

@@ -153,6 +153,10 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         found.unpads = found.ours and found.apart and not late() and expected.unpads(found)
         found.across = not _keeps_apart(stack)
         _ask_in_time(stack, found)
+        if any(a.carries is not None for a in found.answers.values()):
+            # its stack may read hidden states between layers, where a chain has no gradient of them
+            if expected.differs(found, every="auto") is not None:
+                found.answers = {k: replace(a, carries=None) for k, a in found.answers.items()}
         return found
 
 
@@ -181,8 +185,9 @@ def _ask_in_time(stack: nn.Module, found: Verdict) -> None:
     for layer in list_of_layers(stack):
         kind = kind_of(layer)
         traits = found.answers.get(kind)  # None for a layer that keeps states of the runs before
-        if traits and traits.mixers and traits.reason is None and not traits.timed + traits.untimed:
-            asked += 1
+        asked_before = traits and (traits.timed + traits.untimed or traits.carries is not None)
+        if traits and traits.looked and traits.reason is None and not asked_before:
+            asked += bool(traits.mixers)
             found.answers[kind] = (
                 replace(traits, untimed=tuple((name, TOO_MANY) for name in traits.mixers))
                 if asked > KINDS_IN_TIME
@@ -290,9 +295,11 @@ class _Expected:
         close = (got[~idle_BT] - wanted).norm() <= CLOSE * wanted.norm()
         return bool(close) and not got[idle_BT].any()
 
-    def differs(self, found: Verdict) -> str | None:
-        """How a stack with these traits differs from transformers, or None."""
-        ours = _patched(self.stack, found)
+    def differs(self, found: Verdict, every: int | str = 1) -> str | None:
+        """How a stack with these traits differs from transformers, or None. every: "auto" has its
+        layers without attention run as chains.
+        """
+        ours = _patched(self.stack, found, every)
         for name, (_, batch) in self.batches.items():
             if name == "packed" and not found.ours:
                 continue  # transformers' attention runs; there is nothing of ours to compare
@@ -333,14 +340,14 @@ def _keeps_apart(stack: nn.Module) -> bool:
     return bool((x - y).norm() <= CLOSE * y.norm())
 
 
-def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
+def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
     session = LayerRuntime(
-        Checkpointing(offload="gpu", every=1, save_attention=True, tile=TILE), None, len(layers)
+        Checkpointing(offload="gpu", every=every, save_attention=True, tile=TILE), None, len(layers)
     )
     ours._hfpatch_configs, ours._hfpatch_session = configs, session
     ours._hfpatch_traits = StackTraits(found.ours)

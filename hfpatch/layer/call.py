@@ -28,7 +28,7 @@ from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import AsInForward, AsThen
 from hfpatch.layer.kept import Kept
 from hfpatch.layer.parts import LayerParts
-from hfpatch.layer.time_tiles import go_in_time
+from hfpatch.layer.time_trial import go_in_time
 from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
 
@@ -58,6 +58,13 @@ class LayerCall(Kept):
         super().release()
         self.parts, self.attention = None, None
 
+    def joins(self, before: "LayerCall") -> bool:
+        """Whether this one's input need not be saved, for the segment of the call before makes it
+        again.
+        """
+        # Segments end where the policy does: their inputs are kept by another one's transfers.
+        return before.policy == self.policy and before.position + 1 < self.policy.every
+
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         """Context in which autocast is as it was in forward."""
@@ -74,7 +81,7 @@ class LayerCall(Kept):
         run = partial(self.attention.forward, parts.asked, parts.mixers, qkv, keep=again)
         if not parts.mixers:
             return run()
-        go_in_time(self, again or now)
+        go_in_time(self, again or now, qkv[3 * len(parts.asked) :])
         return parts.replayed("attend", 0, self.device, run)
 
     def before(self, tiles) -> list[Tensor]:

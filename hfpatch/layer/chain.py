@@ -37,8 +37,7 @@ class Chain:
         before = self._before(x)
         if before is not None:
             call.previous = weakref.ref(before)
-            # Segments end where the policy does: their inputs are kept by another one's transfers.
-            if before.policy == call.policy and before.position + 1 < call.policy.every:
+            if (call.policy.every > 1 or call.policy.chain > 1) and call.joins(before):
                 call.earlier, call.position = before, before.position + 1
 
     def _before(self, x: Tensor) -> LayerCall | None:

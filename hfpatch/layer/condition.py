@@ -188,7 +188,7 @@ def _why_not_inside(layer: nn.Module, traits: LayerTraits, mixing: list[nn.Modul
             return f"a {kind.__module__}.{kind.__name__} in it"
     for name in {n for path in traits.mixing for n in _ancestors(path)}:
         module = submodule(layer, name)
-        if _has_hooks(module):
+        if has_hooks(module):
             return f"hooks on {name}"
         if other_forward(module):
             return f"{name}: {replaced_forward(module)}"
@@ -201,7 +201,7 @@ def _ancestors(path: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether somebody watches this module, but for what a tiled call serves otherwise:
     transformers' recorders, and accelerate's hooks under context parallelism, which take away a
     mask.

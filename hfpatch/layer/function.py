@@ -18,6 +18,7 @@ from hfpatch.layer.forward_state import AsThen
 from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
+from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
 from hfpatch.ops._library import refuse_a_batch
 from hfpatch.parallel.exchange import attention_for
@@ -121,11 +122,14 @@ def tiled_layer(
         called=not parts.by_hand,
         condition=parts.condition,
     )
-    tensors = [*parts.wanted, *then.wanted()]
-    call = LayerCall(
+    tensors, timed = [*parts.wanted, *then.wanted()], None
+    if policy.chain and parts.traits.carries is not None:
+        timed = in_time(parts, policy, runtime, x, then)
+    call = (LayerCall if timed is None else TimedCall)(
         layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
         shards=runtime.shards if policy.every == 1 else None,
         mixes=bool(parts.condition.mixing), attention=attention_for(parts.batch.sequence, policy),
+        **(timed or {}),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         # there where this length was trained before

@@ -90,11 +90,14 @@ class Mixer:
         args, kwargs = pytree().tree_unflatten(leaves, self.spec)
         if parted:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
-        if states is not None:
+        if states is not None and self.time.argument:
             kwargs[self.time.argument] = states
         with our_attention(self.configs, batch):  # which may run inside
-            out = self.module(*args, **kwargs)
+            out = self._run(args, kwargs)
         return out[0] if isinstance(out, tuple) else out
+
+    def _run(self, args: tuple, kwargs: dict):
+        return self.module(*args, **kwargs)
 
     def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
         """[B, T, D]. keep: backward comes soon and walks the graph that is made here."""

@@ -19,7 +19,6 @@ from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.formula import ModelShape, spare_bytes, step_memory
 from hfpatch.budget.hardware import Gpu, at_place, place_of
 from hfpatch.budget.host_blocks import host_blocks
-from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import (
     KEEPABLE,
@@ -31,7 +30,7 @@ from hfpatch.budget.policy import (
 )
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
-from hfpatch.layer.room import Gauge, Room
+from hfpatch.layer.room import Gauge, Room, without_shape
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.parts.quantised import as_trained
 from hfpatch.report import say
@@ -263,7 +262,7 @@ class Policies:
         """
         settings, room = self._settings(x, whole, sharded), self.room_of(x.device)
         if self.shape is None:
-            return unplanned(settings, B * T, whole, x.shape[-1], room and room.bytes())
+            return without_shape(self, settings, B * T, whole, x, room and room.bytes())
         # An engine that shards weights gathers two layers' and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
         free, gpu = self._free(room, gathered, x.device, group)

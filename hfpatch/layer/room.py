@@ -19,6 +19,8 @@ from hfpatch.attention.backends import trial_peaks, trials_without_room
 from hfpatch.budget.choice import reserve
 from hfpatch.budget.free import gpu_fragments, gpu_free, to_come
 from hfpatch.budget.hardware import Gpu, gpu_named
+from hfpatch.budget.ladder import unplanned
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import is_shard
 
 ROOMS = weakref.WeakSet()
@@ -183,3 +185,19 @@ class Room:
         self.step = None
         learnt, self.learnt = self.learnt, None
         return learnt
+
+
+def without_shape(runtime, settings: Checkpointing, rows: int, whole: bool, x, free: int | None):
+    """The policy of layers that no closed form describes, with what one layer's gradients take and
+    whether the host is short.
+
+    runtime: layer.runtime.LayerRuntime; x: [B, T, D]; free: bytes on the device, None where unknown.
+    """
+    owner, width, host = runtime.owner(), x.shape[-1], runtime._host_free()
+    trained = [p.numel() for p in owner.parameters() if p.requires_grad] if owner else []
+    # input and attention output of each layer
+    wanted = 2 * runtime.n_layers * rows * width * x.element_size()
+    short = settings.offload in ("auto", "host") and host is not None and wanted > host
+    return unplanned(
+        settings, rows, whole, width, free, 4 * sum(trained) // runtime.n_layers, short
+    )

@@ -27,6 +27,7 @@ class LayerRuntime(Policies, Chain):
     Attributes:
         told: lines that the user has read.
         draws: layers, by index and mode, that were seen to draw random numbers.
+        tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
         turn: the model's lock.
     """
@@ -42,6 +43,7 @@ class LayerRuntime(Policies, Chain):
         Chain.__init__(self)
         self.told: set[str] = set()
         self.draws: set[tuple] = set()
+        self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
         told_of_forks(self)

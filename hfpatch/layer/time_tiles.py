@@ -29,8 +29,8 @@ UNDER_WAY = 4
 
 def chunk_of(module: nn.Module) -> int:
     """Tiles of this mixer are multiples of this many tokens."""
-    own = getattr(module, "chunk_size", None)
-    return math.lcm(CHUNK, own) if isinstance(own, int) and own > 0 else CHUNK
+    own = (getattr(inner, "chunk_size", None) for inner in module.modules())
+    return math.lcm(CHUNK, *(size for size in own if isinstance(size, int) and size > 0))
 
 
 def cut_document(start: int, end: int, tile: int) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ class TimeTiles:
     """How one call of a mixer goes through time.
 
     Attributes:
-        argument: the mixer's argument that takes its states.
+        argument: the mixer's argument that takes its states, "" where it has none.
         tile: tokens a tile over all rows.
         transfers: where first states wait for backward; None where nobody will ask for them.
         here: they stay on the device, for backward comes next.
@@ -95,25 +95,28 @@ class TimeTiles:
         return out
 
     def backward(self, mixer, x_BTD: Tensor, dout_BTD: Tensor, into_BTD: Tensor) -> None:
-        """The input's gradient into `into`, which may be x; weights get theirs by autograd."""
-        pieces, dafter = self.pieces(mixer, x_BTD.shape[1]), {}
-        ahead = self._fetch(len(pieces) - 1)
+        """The input's gradient into `into`, which may be x or dout, None where nobody wants it;
+        weights get theirs by autograd.
+        """
+        pieces, dafter = self.pieces(mixer, dout_BTD.shape[1]), {}
+        ahead = self._fetch(len(pieces) - 1, pieces, x_BTD)
         for index in range(len(pieces) - 1, -1, -1):
-            rows, a, b, begins = pieces[index]
-            before, ahead = ahead(), self._fetch(index - 1)
+            rows, a, b, _ = pieces[index]
+            (x, before), ahead = ahead(), self._fetch(index - 1, pieces, x_BTD)
             # other tiles are written beside it
-            x = x_BTD[rows, a:b].detach().clone().requires_grad_()
+            x = x.detach().clone().requires_grad_(into_BTD is not None)
             leaves = {key: state.detach().requires_grad_() for key, state in before.items()}
             with torch.enable_grad():
                 out, after = self._run(mixer, x, (rows, a, b), index, leaves)
-            ends = [(out, dout_BTD[rows, a:b])]
+            ends = [(out, dout_BTD[rows, a:b].contiguous())]
             ends += [
                 (after[key], d)
                 for key, d in dafter.items()
                 if d is not None and after[key].requires_grad
             ]
             torch.autograd.backward(*map(list, zip(*ends)))
-            into_BTD[rows, a:b] = x.grad
+            if into_BTD is not None:
+                into_BTD[rows, a:b] = x.grad
             dafter = self._handed_back({key: leaf.grad for key, leaf in leaves.items()})
             del x, leaves, out, after, ends, before
 
@@ -153,9 +156,16 @@ class TimeTiles:
             kept[key] = rooms[key], len(self.entries), state.shape
         self.entries.append(kept)
 
-    def _fetch(self, index: int):
+    def _fetch(self, index: int, pieces: list, x_BTD: Tensor):
+        """A function giving tile `index` of x, and the states that it begins with; None of none."""
+        if index < 0:
+            return None
+        (rows, a, b, _), states = pieces[index], self.first_states(index)
+        return lambda: (x_BTD[rows, a:b], states())
+
+    def first_states(self, index: int):
         """A function giving the states of tile `index`, which are under way meanwhile."""
-        entry = self.entries[index] if index >= 0 else {}
+        entry = self.entries[index]
         if not entry:
             return dict
         ticket = self.transfers.fetch([(s, n, n + 1, None) for s, n, _ in entry.values()])
@@ -165,18 +175,3 @@ class TimeTiles:
             return {key: x.view(n) for key, x, n in zip(entry, ticket.wait(), shapes)}
 
         return states
-
-
-def go_in_time(call, again: bool) -> None:
-    """Before the mixers of a layer's call run: those that can go through time.
-
-    call: layer.call.LayerCall; again: this is its backward, or that of a segment.
-    """
-    timed = dict(call.parts.traits.timed)
-    saves = again or call.queue is not None and call.policy.save_attention
-    for name, mixer in zip(call.parts.traits.mixers, call.parts.mixers):
-        if name in timed and (again or mixer.time is None):
-            transfers = call.queue.transfers if saves and call.queue is not None else None
-            rng = call.parts.rng if call.parts.random else None
-            tile = call.policy.time_tile or call.policy.tile
-            mixer.time = TimeTiles(timed[name], tile, transfers, again, rng)

@@ -216,6 +216,17 @@ class Traced:
         with asking(role), self._answered(role):
             return self._forward(x_BtD, a, b)
 
+    def run(self, args: tuple, kwargs: dict, unread: bool):
+        """What the layer returns, of a tile whose mixers have their states among these arguments.
+        unread: gradients come next, and nobody reads its values.
+        """
+        names = self.traits.dead_post if unread else self.traits.unread
+        nobody_reads = self._idle(names, args[0].device.type, True)
+        with without_values(nobody_reads) if nobody_reads else nullcontext():
+            y = (self.forward or self.layer.stock_forward)(*args, **kwargs)
+        self.beside = None if isinstance(y, Tensor) else y[1:]
+        return y
+
     def _block(self) -> Block:
         if self.block is None:
             self.block = Block(self.layer).of_call(self.arguments.kwargs)

@@ -20,6 +20,8 @@ class LayerTraits:
         paired: those mixers that return a pair whose second value is unread.
         timed: (name, argument that takes its states) of each mixer that runs in tiles through time.
         untimed: (name, reason) of each that does not.
+        carries: where the layer has no attention and runs in tiles through time itself
+            (timed.py), its argument that takes states, "" of a layer without; None where not.
         block: the layer is norm, attention, norm, MLP, as in layer/block.py.
         dead_post: names of modules whose output values no gradient reads when `post` runs again in
             the backward.
@@ -36,6 +38,7 @@ class LayerTraits:
     paired: tuple[str, ...] = ()
     timed: tuple[tuple[str, str], ...] = ()
     untimed: tuple[tuple[str, str], ...] = ()
+    carries: str | None = None
     block: bool = False
     dead_post: tuple[str, ...] = ()
     dead_pre: tuple[str, ...] = ()

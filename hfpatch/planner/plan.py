@@ -396,7 +396,8 @@ def resolved(model, *, seq_len: int, adapters: Adapters | None = None, **asked) 
 @cache
 def _say_simulated(what: str) -> None:
     print(
-        f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, for minutes.",
+        f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, "
+        "for half a minute or more.",
         file=sys.stderr,
     )
 

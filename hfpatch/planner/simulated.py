@@ -2,7 +2,6 @@
 models that no closed form describes.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -10,22 +9,22 @@ import torch
 from torch import nn
 
 from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
-from hfpatch.budget.policy import TIME_TILE_LEAST, Policy, auto_tile
+from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import carries_states
 from hfpatch.decoder.find import find_decoder, list_of_layers
-from hfpatch.decoder.small_instance import kind_of
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.adapters import PACKED
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
+from hfpatch.planner.fewer import STRETCHED, depths, groups_of_width, moments_of, stretched
 from hfpatch.planner.placements import placement_named, resident
 
-STRETCHED = 2, 3  # tiles of the two lengths that stand for longer ones
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
 # of a simulated step, or one a token: no code that loops over single tokens ends within these
@@ -154,59 +153,6 @@ def _trained_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
 
 
-def _pattern(kinds: list) -> tuple[int, int]:
-    """(first, period): from the first layer on, each is as the one `period` layers before it."""
-    n = len(kinds)
-    ways = (
-        (first, period)
-        for period in range(1, n + 1)
-        for first in range(n)
-        if kinds[first : n - period] == kinds[first + period :]
-    )
-    return min(ways, key=lambda way: way[0] + 2 * way[1])
-
-
-def depths(layers, every: int = 1, top: int = 0) -> tuple[int, int, int, int]:
-    """(fewer, more, times, bottom) of a stack's layers: a step of all of them takes what one of
-    `more` takes and, `times` over, what it takes beyond one of `fewer`, since layers of a pattern
-    take the same each. bottom: its lowest layers, which hold one of each kind. All layers, and 0
-    times, where too few repeat. every: layers a checkpoint; top: the last layers, of which the
-    policy says something else, and which stand on the rest in whole periods.
-    """
-    kinds = [(kind_of(m), [(n, p.shape) for n, p in m.named_parameters()]) for m in layers]
-    first, period = _pattern(kinds)
-    period = math.lcm(period, every)
-    more = (
-        first
-        + (len(kinds) - first) % period
-        + period * (max(2, -(-4 // period)) + -(-top // period))
-    )
-    if more >= len(kinds):
-        return 0, len(kinds), 0, first + period
-    return more - period, more, (len(kinds) - more) // period, first + period
-
-
-def _moments(ledger, bottom: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(gradients, bytes beyond parameters and gradients) when those beyond are the most, and when
-    both are the most after all but `bottom` bytes of the gradients have come: the two ends of a
-    backward, between which layers of a pattern go one way.
-    """
-    alive = [
-        (delta, ledger.blocks[i].category)
-        for i, delta in ledger.events
-        if not ledger.blocks[i].host
-    ]
-    alive = [(delta, kind == "gradients") for delta, kind in alive if kind != "parameters"]
-    enough = sum(delta for delta, gradient in alive if gradient) - bottom
-    gradients = beyond = 0
-    early = late = (0, 0)
-    for delta, gradient in alive:
-        gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
-        early = max(early, (gradients, beyond), key=lambda m: m[1])
-        late = max(late, (gradients, beyond), key=sum) if gradients >= enough else late
-    return early, late
-
-
 def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
     """A simulated step of a stock model under a Policy, or under the word for layers that run
     whole.
@@ -233,10 +179,10 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
 
 @lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays, lengths in none of it
 def _step(
-    config: "_Values", counted: Counted, batch: int, seq_len: int, policy
+    config: "_Values", counted: Counted, batch: int, seq_len: int, policy, width=None
 ) -> tuple[StepMemory, Flops, dict]:
     """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
-    whole, and how many.
+    whole, and how many. width: KV heads of a group in attention, None where as many as it has.
     """
     adapters = counted.adapters
     fewer, more, times, bottom = depths(_layers(build(config)), getattr(policy, "every", 1))
@@ -249,24 +195,19 @@ def _step(
     model = cut(more)
     gradients = _trained_bytes(model)
     low = _trained_bytes(_layers(model)[:bottom]) + _trained_bytes(model.get_input_embeddings())
-    found = _run(model, batch, seq_len, policy, counted)
-    less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
+    with groups_of_width(width):
+        found = _run(model, batch, seq_len, policy, counted)
+        less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
     onward = lambda read: read(found) + times * (read(found) - read(less))  # noqa: E731
-    early, late = _moments(found.ledger, low)
-    moments = (
-        Moment(
-            "simulated, of the highest total",
-            late[0] + counted.trained_bytes - gradients,
-            layer=late[1],
-        ),
-        Moment(
-            "simulated, of the most activations",
-            early[0],
-            layer=onward(lambda s: s.most_beyond_bytes),
-        ),
-    )
+    early, late = moments_of(found.ledger, low)
+    further = onward(lambda s: s.most_beyond_bytes) - found.most_beyond_bytes
+    missing = counted.trained_bytes - gradients
+    moments = [
+        Moment(f"{at}, at the end", g + missing, layer=b) for at, (g, b) in late.items() if b
+    ]
+    moments += [Moment(at, g, layer=b + further) for at, (g, b) in early.items()]
     memory = StepMemory(
-        counted.nbytes, counted.trained_bytes, moments, onward(lambda s: s.host_peak_bytes)
+        counted.nbytes, counted.trained_bytes, tuple(moments), onward(lambda s: s.host_peak_bytes)
     )
     matmul = onward(lambda s: sum(s.flops["matmul"].values()))
     forward, backward = (
@@ -277,24 +218,6 @@ def _step(
     whole = {reason: onward(lambda s: s.whole.get(reason, 0)) for reason in found.whole}  # noqa: B023
     moved = (onward(lambda s: s.ledger.traffic.get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
     return memory, Flops(matmul, forward, backward, sum(least), least[1], *moved), whole
-
-
-def _stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
-    """step(tokens) by what two shorter lengths take: bytes grow by a line once there are several
-    tiles, FLOPs by tokens and their square. For models whose mixers loop over the tokens.
-    """
-    one, two = (n * tile for n in STRETCHED)
-    (a, fa, _), (b, fb, whole) = step(one), step(two)
-    line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
-
-    def curve(x, y):
-        square = (y / two - x / one) / (two - one)
-        return (x / one - square * one) * tokens + square * tokens**2
-
-    pairs = zip(a.moments, b.moments, strict=True)
-    moments = tuple(replace(n, layer=line(m.layer, n.layer)) for m, n in pairs)
-    flops = Flops(*(curve(x, y) for x, y in zip(vars(fa).values(), vars(fb).values())))
-    return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole
 
 
 def _layers(model: nn.Module) -> nn.ModuleList:
@@ -310,7 +233,7 @@ def _layers(model: nn.Module) -> nn.ModuleList:
     return list_of_layers(decoder.stack)
 
 
-def _policy(asked, tokens: int) -> Policy:
+def _policy(asked, tokens: int, states: bool) -> Policy:
     """What was asked for, with inputs and attention outputs on the host where it leaves that
     open.
     """
@@ -325,8 +248,9 @@ def _policy(asked, tokens: int) -> Policy:
         )
     chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
-    if asked.tile == "auto":  # the least that a step takes, whatever is free
-        chosen["time_tile"] = min(chosen["tile"], TIME_TILE_LEAST)
+    if states and asked.tile == "auto":  # the least that a step takes, whatever is free
+        chosen["tile"] = TIME_TILE_LEAST
+    chosen["chain"] = int(states and asked.every == "auto")
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 
@@ -419,8 +343,10 @@ def _longest(at, first: Plan) -> Plan | None:
 
 def _taken(config: _Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
     """What a step takes, as `_step` has it; slow: by two shorter ones."""
-    step = partial(_step, config, counted, batch, policy=policy)
-    return _stretched(step, seq_len, _tile(policy)) if slow else step(seq_len)
+    heads = counted.num_heads, counted.num_kv_heads
+    width = heads_per_group(batch, seq_len, *heads) if slow else None
+    step = partial(_step, config, counted, batch, policy=policy, width=width)
+    return stretched(step, seq_len, _tile(policy)) if slow else step(seq_len)
 
 
 def _tile(policy) -> int:
@@ -430,13 +356,25 @@ def _tile(policy) -> int:
 def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     """The plan at one length, by the first of the named placements under which it fits."""
     run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
-    policy = (
-        run.checkpointing
-        if run.checkpointing in WHOLE
-        else _policy(run.checkpointing, run.batch * run.seq_len)
-    )
-    tile = _tile(policy)
-    slow = counted.carries_states and run.seq_len > 4 * tile
+    asked = run.checkpointing
+    if asked in WHOLE:
+        return _under(config, run, names, asked)
+    policy = _policy(asked, run.batch * run.seq_len, counted.carries_states)
+    most = replace(policy, by_group=True, stream_attention=policy.save_attention)
+    sparing = counted.carries_states and policy.offload == "host" and run.ranks == 1
+    found = _under(config, run, names, most if sparing and asked.aim == "least" else policy)
+    if found.fits or not sparing:
+        return found
+    short = found.host_usable_bytes is not None and found.host_peak_bytes > found.host_usable_bytes
+    if short and asked.every == "auto":
+        most = replace(most, chain=CHAIN)
+    return _under(config, run, names, most)
+
+
+def _under(config: _Values, run: Run, names: list, policy) -> Plan:
+    """The same under one policy, or the word for layers that run whole."""
+    counted, tile = run.shape, _tile(policy)
+    slow = counted.carries_states and run.seq_len > STRETCHED[1] * tile
     stepped = (
         replace(policy, offload="host") if run.on_disk else policy
     )  # where bytes that leave the device are counted

@@ -15,6 +15,7 @@ from numerics import lifted
 import hfpatch
 from hfpatch.budget import ladder, policy
 from hfpatch.decoder.find import find_decoder
+from hfpatch.layer import time_trial
 from hfpatch.layer.time_tiles import TimeTiles
 from hfpatch.store.transfers import Transfers
 from tests.decoder.test_families import batch, step
@@ -29,6 +30,14 @@ MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "mamba2", "zam
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 TIMED = DELTA + KEYED + MAMBA2 + CONVOLUTIONS
 SHORT = ("qwen3_5_text", "falcon_h1", "lfm2")
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch):
+    """Mixers are not tried once more here, which the lengths of their runs would show:
+    test_scans.py does that.
+    """
+    monkeypatch.setattr(time_trial, "_tried", lambda *given: None)
 
 
 def names(short=SHORT):
@@ -382,7 +391,9 @@ def test_every_kind_of_layer_is_asked_on_a_slow_machine(monkeypatch):
     clock = iter(range(0, 10**9, 10**6))
     stock = families.small_model("lfm2_moe")  # dense layers and layers of experts
     answers = verdict.ask_model(find_decoder(stock)).answers
-    found = verdict.Verdict({i: replace(a, timed=(), untimed=()) for i, a in enumerate(answers)})
+    found = verdict.Verdict(
+        {i: replace(a, timed=(), untimed=(), carries=None) for i, a in enumerate(answers)}
+    )
     layers = list(find_decoder(stock).layers)
     monkeypatch.setattr(verdict, "list_of_layers", lambda stack: layers)
     monkeypatch.setattr(verdict, "kind_of", layers.index)

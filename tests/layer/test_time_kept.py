@@ -14,7 +14,15 @@ from torch.nn import functional as F
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from tests.decoder.test_families import batch, step
-from tests.layer.test_time import TILE, TOKENS, UNFUSED, assert_same, lengths, timed_mixers
+from tests.layer.test_time import (
+    TILE,
+    TOKENS,
+    UNFUSED,
+    assert_same,
+    lengths,
+    timed_mixers,
+    tried,  # noqa: F401
+)
 
 pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
 
@@ -79,7 +87,8 @@ def test_frozen_weights_come_from_the_host():
         found.append(step(ours, batch(TOKENS))[2])
         calls.append(runs)
     assert_same(*found, 0.0)
-    assert calls[0] == calls[1] and max(calls[0]) == 64
+    # of which a chain would need those of all its layers at once
+    assert sorted(calls[0]) == sorted(calls[1]) and max(calls[0]) == 64
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])

@@ -652,7 +652,7 @@ def test_a_long_step_is_told_by_two_shorter_ones():
     """As mixers' are, whose plain code loops over tokens: bytes by a line, FLOPs with the square
     that attention adds.
     """
-    from hfpatch.planner.simulated import _stretched
+    from hfpatch.planner.fewer import stretched
 
     def step(tokens):
         moments = (
@@ -665,11 +665,11 @@ def test_a_long_step_is_told_by_two_shorter_ones():
         return StepMemory(1000, 900, moments, 3 * tokens), flops, {"a reason": 2}
 
     asked = []
-    found, flops, whole = _stretched(
+    found, flops, whole = stretched(
         lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096
     )
     wanted, their_flops, _ = step(131072)
-    assert found == wanted and whole == {"a reason": 2} and asked == [8192, 12288]
+    assert found == wanted and whole == {"a reason": 2} and asked == [12288, 16384]
     assert vars(flops) == pytest.approx(vars(their_flops), rel=1e-9)
 
 
@@ -936,5 +936,5 @@ def test_longer_lengths_of_a_hybrid_simulate_nothing_more(monkeypatch):
     found = plan(config, seq_len=2048, checkpointing=tiles)
     monkeypatch.setattr(simulated, "simulate", refuse)
     longer = plan(config, seq_len=4096, checkpointing=tiles)
-    assert "512 and 768 tokens" in found.why and longer.why == found.why
+    assert "768 and 1,024 tokens" in found.why and longer.why == found.why
     assert longer.host_peak_bytes > found.host_peak_bytes

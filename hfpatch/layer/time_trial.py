@@ -1,0 +1,115 @@
+"""Whether a mixer runs in tiles through time with what computes it here.
+
+decoder/time_probe.py tried transformers' plain code on a small instance. On a device a package's
+kernels stand in its place (flash-linear-attention, mamba_ssm, causal_conv1d), of some version, and
+one that drops a state says nothing. So the mixer itself is tried once a class, device and dtype, on
+the first tokens that it is given: in two tiles it must agree with one, output and gradient, to a few
+steps of rounding, or come much closer than it does where a state between them, or its gradient, is
+lost.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch.compat import States, is_fake
+from hfpatch.layer.time_tiles import TimeTiles, chunk_of
+
+ODD = 5  # tokens beyond two chunks
+CLOSE = 4  # steps of rounding of the dtype, of a result's norm
+CLOSER = 4  # times as near as without the state
+
+
+def why_not_here(mixer, argument: str, x_BtD: Tensor, runtime) -> str | None:
+    """Why this mixer runs whole here, None where it may run in tiles.
+
+    argument: the one that takes its states; x_BtD: its input, of the first tokens at least;
+    runtime: layer.runtime.LayerRuntime, which remembers.
+    """
+    if x_BtD.device.type == "meta" or is_fake(x_BtD):
+        return None
+    key = type(mixer.module), x_BtD.device, x_BtD.dtype
+    if key not in runtime.tried:
+        mixer.time, devices = TimeTiles(argument, 1), [x_BtD.device] * x_BtD.is_cuda
+        modules = [(m, m.training) for m in mixer.module.modules()]
+        try:
+            for module, _ in modules:  # dropout draws otherwise in tiles
+                module.training = False
+            with torch.random.fork_rng(devices), torch.enable_grad():
+                why = _tried(mixer, x_BtD)
+        except Exception as error:  # a package's own code
+            why = f"tried in tiles here, it raised {type(error).__name__}"
+        finally:
+            mixer.time = None
+            for module, training in modules:
+                module.training = training
+        runtime.tried[key] = why
+        if why is not None:
+            runtime.tell(f"{type(mixer.module).__name__}s take all tokens at once: {why}.")
+    return runtime.tried[key]
+
+
+def tokens_tried(module: nn.Module) -> int:
+    return 2 * chunk_of(module) + ODD
+
+
+def _tried(mixer, x_BtD: Tensor) -> str | None:
+    chunk, rows = chunk_of(mixer.module), slice(0, 1)
+    end = min(x_BtD.shape[1], tokens_tried(mixer.module))
+    x = x_BtD[:1, :end].detach().requires_grad_()
+    dout = None
+
+    def run(*cuts: int, lost=None, unread=None) -> list[Tensor]:
+        """The output in tiles that end there, and its input's gradient; without one state between
+        them, or without that one's gradient.
+        """
+        nonlocal dout
+        after: dict = {}
+        outs = []
+        for a, b in zip((0, *cuts), cuts):
+            before = {key: x.detach() if key == unread else x for key, x in after.items()}
+            before |= {key: torch.zeros_like(x) for key, x in after.items() if key == lost}
+            states = States(before)
+            outs.append(mixer.call(x[:, a:b], rows, a, b, states))
+            after = states.after
+        keys[:] = after
+        out = torch.cat(outs, 1)
+        dout = torch.randn_like(out) if dout is None else dout
+        return [out.detach(), *torch.autograd.grad(out, x, dout)]
+
+    keys: list = []
+    whole = run(end)
+    out, dx = _apart(run(chunk, end), whole)
+    close, found = CLOSE * torch.finfo(x.dtype).eps, max(out, dx)
+    for key in tuple(keys) if found > close else ():
+        without = _apart(run(chunk, end, lost=key), whole)[0]
+        unread = _apart(run(chunk, end, unread=key), whole)[1]
+        if CLOSER * out > max(without, close) or CLOSER * dx > max(unread, close):
+            return f"with this device's kernels tiles differ from whole rows ({found:.0e})"
+    return None
+
+
+def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
+    """The relative differences."""
+    return [
+        ((a - b).float().norm() / b.float().norm().clamp_min(1e-30)).item()
+        for a, b in zip(ours, theirs)
+    ]
+
+
+def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
+    """Before the mixers of a layer's call run on these inputs [B, T, D]: those that can go through
+    time.
+
+    call: layer.call.LayerCall; again: this is its backward, or that of a segment.
+    """
+    timed = dict(call.parts.traits.timed)
+    saves = again or call.queue is not None and call.policy.save_attention
+    for name, mixer, x in zip(call.parts.traits.mixers, call.parts.mixers, inputs):
+        if name in timed and (again or mixer.time is None):
+            transfers = call.queue.transfers if saves and call.queue is not None else None
+            rng = call.parts.rng if call.parts.random else None
+            tile = call.policy.time_tile or call.policy.tile
+            time = TimeTiles(timed[name], tile, transfers, again, rng)
+            cuts = time.cuts(mixer, x.shape[1])
+            if not cuts or why_not_here(mixer, timed[name], x, call.runtime) is None:
+                mixer.time = time

@@ -1,0 +1,232 @@
+"""Layers without attention: tile by tile through time, as one chain, with one saved input a chain.
+
+Such a layer is itself what a mixer is (mixers.py): a tile and the states that the tile before left
+are all it needs. So nothing of it needs whole rows but what it hands on, its input and its output.
+
+    forward    layer by layer, each in tiles (time_tiles.py): hidden states of whole rows lie
+               between layers, for whoever looks at them. The first of consecutive layers saves its
+               input, all of them save the states that their tiles begin with.
+    backward   as the last layer's turn comes, tile by tile in reverse: the tile of the saved input
+               runs through all layers of the chain under autograd, and its gradient goes over dy.
+
+The layers before the last then find their weights' gradients made, and hand dy on as it is: it is
+the gradient of the chain's input already. A gradient that somebody else adds to the output of such
+a layer would be lost, and is refused.
+"""
+
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hfpatch.budget.policy import Policy
+from hfpatch.compat import pytree, version
+from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.call import LayerCall
+from hfpatch.layer.condition import has_hooks
+from hfpatch.layer.forward_state import AsThen
+from hfpatch.layer.mixers import Mixer
+from hfpatch.layer.time_tiles import TimeTiles, chunk_of
+from hfpatch.layer.time_trial import tokens_tried, why_not_here
+from hfpatch.layer.traced import Traced
+from hfpatch.layer.weight_gradients import WeightGradients
+from hfpatch.store.transfers import Saved
+
+MOST_PIECES = 2  # times as many as whole rows have, where packed documents are short
+
+
+@dataclass
+class LayerAsMixer(Mixer):
+    """One call of a layer as a mixer's. parts: layer.traced.Traced of the call; unread: nobody
+    reads the values of its output.
+    """
+
+    parts: Traced | None = None
+    unread: bool = False
+
+    @classmethod
+    def of(cls, parts: Traced) -> "LayerAsMixer":
+        given, batch = parts.arguments, parts.batch
+        leaves, spec = pytree().tree_flatten(((None, *given.args), given.kwargs))
+        axes = Arguments((None, *given.args), given.kwargs, given.B, given.T).axes
+        return cls(
+            parts.layer, leaves, spec, 0, axes, given.B, parts.configs, batch, batch.apart,
+            parts=parts,
+        )  # fmt: skip
+
+    def _run(self, args, kwargs):
+        return self.parts.run(args, kwargs, self.unread)
+
+
+class ChainTiles(TimeTiles):
+    """The tiles of a chain's backward. members: (TimeTiles, LayerAsMixer) of each layer, first to
+    last; saved: the first one's input.
+    """
+
+    def __init__(self, members: list[tuple[TimeTiles, LayerAsMixer]], saved: Saved):
+        first, _ = members[0]
+        super().__init__(first.argument, first.tile, first.transfers)
+        self.members, self.saved = members, saved
+
+    def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
+        after = {}
+        for n, (time, member) in enumerate(self.members):
+            own = {key: state for (of, key), state in before.items() if of == n}
+            x, left = time._run(member, x, piece, index, own)
+            after |= {(n, key): state for key, state in left.items()}
+        return x, after
+
+    def _fetch(self, index: int, pieces: list, _):
+        """A function giving a tile of the saved input, and the states of all layers."""
+        if index < 0:
+            return None
+        rows, a, b, _ = pieces[index]
+        ticket = self.transfers.fetch([(self.saved, a, b, None)])
+        states = [time.first_states(index) for time, _ in self.members]
+
+        def found() -> tuple[Tensor, dict]:
+            known = {
+                (n, key): state for n, get in enumerate(states) for key, state in get().items()
+            }
+            return ticket.wait()[0][rows], known
+
+        return found
+
+
+@dataclass(eq=False, kw_only=True)
+class TimedCall(LayerCall):
+    """One call of a layer without attention, in tiles through time.
+
+    Attributes:
+        mixer, time: the layer as a mixer, and how it goes through time.
+        need_x: its input wants a gradient.
+        alone: it is a chain of its own.
+        handed: (its weights' gradients, dy as it will come, how often that was written to), where
+            the last layer's backward made them.
+    """
+
+    mixer: LayerAsMixer
+    time: TimeTiles
+    need_x: bool = True
+    alone: bool = False
+    handed: tuple | None = field(default=None, repr=False)
+
+    def joins(self, before: LayerCall) -> bool:
+        """Whether this one's input need not be saved, for the call before can make it again."""
+        return (
+            isinstance(before, TimedCall)
+            and not (before.alone or self.alone)
+            and before.policy == self.policy
+            and before.position + 1 < self.policy.chain
+            and before.parts.autocast == self.parts.autocast
+            and before.time.pieces(before.mixer, self.shape[1])
+            == self.time.pieces(self.mixer, self.shape[1])
+        )
+
+    def release(self) -> None:
+        super().release()
+        self.time.entries, self.mixer = [], None
+
+    def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
+        saves = where is not None
+        if saves and self.earlier is None:
+            self.x = self.transfers.save(x_BTD)
+        self.time.transfers = self.transfers if saves else None
+        try:
+            y = self.time.forward(self.mixer, x_BTD.detach())
+        finally:
+            if self.queue is not None:
+                self.transfers.settle(room=self.runtime.spare if saves else 0)
+        if self.parts.autocast[0] is not None:
+            torch.clear_autocast_cache()
+        return [y]
+
+    # -- backward ----------------------------------------------------------------------------------
+    def prefetch(self) -> None:
+        """Its tiles are sent for as its backward begins."""
+
+    def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
+        if self.handed is not None:
+            return self._hand_on(dy_BTD, retain)
+        members, call = [self], self
+        while call.earlier is not None:
+            call = call.earlier
+            members.insert(0, call)
+        before = None if call.previous is None else call.previous()
+        self.queue.begin()
+        several = self.mixer.several(self.shape[1])
+        dx = dy_BTD if private else dy_BTD.contiguous().clone()
+        with ExitStack() as around:
+            turn = None if before is None else before.first_again.layer
+            around.enter_context(self.runtime.weights.again(self.layer, turn))
+            around.enter_context(self._autocast())
+            sums = [WeightGradients(member.then, several) for member in members]
+            for member, weights in zip(members, sums):
+                around.enter_context(weights)
+                around.enter_context(member.parts.again(weights, several))
+                member.mixer.unread = member is self
+            tiles = ChainTiles([(m.time, m.mixer) for m in members], call.x)
+            tiles.backward(self.mixer, None, dx, dx if call.need_x else None)
+            for weights in sums:
+                weights.round()
+        gradients = [weights.handed_over() for weights in sums]
+        for member, grads in zip(members[:-1], gradients):
+            member.handed = grads, weakref.ref(dx), version(dx)
+        if before is not None and before.earlier is None:
+            before.prefetch()
+        if before is None and not self.queue.under_way:
+            self.queue.drop_ring()
+        if not retain:
+            call.x.release()
+            self.release()
+        return dx, gradients[-1]
+
+    def _hand_on(self, dy: Tensor, retain: bool) -> tuple:
+        """dy, which is the gradient of the chain's input, and what was made with it."""
+        (grads, expected, count), self.handed = self.handed, None
+        if expected() is not dy or version(dy) != count:
+            raise RuntimeError(
+                f"hfpatch: expected nobody but the next layer to read the output of a "
+                f"{type(self.layer).__name__}, another gradient of it came; "
+                "pass checkpointing=hfpatch.Checkpointing(every=1), which keeps every layer's input."
+            )
+        if not retain:
+            self.release()
+        return dy, grads
+
+
+def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
+    """time_trial.why_not_here of the layer's mixer, which is given what the layer makes of the first
+    tokens.
+    """
+    ((name, argument),) = parts.traits.timed
+    end = min(x_BTD.shape[1], tokens_tried(parts.layer.get_submodule(name)))
+    devices = [x_BTD.device] * x_BTD.is_cuda
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        given = parts.pre(x_BTD[:, :end].detach(), 0, end)
+    return why_not_here(parts.mixers[0], argument, given[-1], runtime)
+
+
+def in_time(parts, policy: Policy, runtime, x: Tensor, then: AsThen) -> dict | None:
+    """The fields of a TimedCall, where this call of a layer may be one; None else."""
+    layer, carries = parts.layer, parts.traits.carries
+    chosen = carries is not None and policy.chain > 0 and policy.every == 1
+    if not chosen or parts.collected or parts.wanted or runtime.shards:
+        return None
+    if layer._hfpatch_streams is not None or parts.batch.sequence is not None:
+        return None
+    mixer = LayerAsMixer.of(parts)
+    tile = policy.time_tile or policy.tile
+    time = mixer.time = TimeTiles(carries, tile, rng=parts.rng if parts.random else None)
+    B, T = x.shape[:2]
+    short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
+    if short or tile < chunk_of(layer):
+        return None  # documents, or tiles, are shorter than those of mixers
+    if carries and time.cuts(mixer, T) and _why_not_here(parts, x, runtime) is not None:
+        return None
+    # An engine gathers one layer's weights at a time; hooks may give outputs another reader.
+    gathered = runtime.weights.on or any(place.gathered for place in then.found.places)
+    alone = gathered or has_hooks(layer)
+    return {"mixer": mixer, "time": time, "need_x": x.requires_grad, "alone": alone}

@@ -1,0 +1,253 @@
+"""Layers without attention: tile by tile through time as one chain, with one saved input a chain
+(layer/timed.py). That their gradients are those of whole rows, in every family and way of keeping,
+test_time.py holds.
+"""
+
+import copy
+
+import families
+import pytest
+import tiny
+import torch
+from numerics import lifted
+
+import hfpatch
+from hfpatch.budget import policy
+from hfpatch.decoder.find import find_decoder
+from hfpatch.layer.layer import TiledLayer
+from hfpatch.layer.timed import TimedCall
+from hfpatch.store.transfers import Transfers
+from tests.decoder.test_families import batch, step
+from tests.layer.test_time import TOKENS, assert_same, packed, patched
+
+pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
+FAMILY = "qwen3_5_text"  # three delta nets and an attention
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """(index of the layer, its place in its chain) of each call that goes through time itself."""
+    found, run = [], TimedCall.forward
+
+    def noting(call, *args, **kwargs):
+        found.append((call.layer._hfpatch_index, call.position))
+        return run(call, *args, **kwargs)
+
+    monkeypatch.setattr(TimedCall, "forward", noting)
+    return found
+
+
+@pytest.fixture
+def inputs(monkeypatch):
+    """Shapes of the hidden states that are saved."""
+    found, save = [], Transfers.save
+
+    def noting(transfers, x):
+        found.extend([tuple(x.shape)] if x.shape == (2, TOKENS, 64) else [])
+        return save(transfers, x)
+
+    monkeypatch.setattr(Transfers, "save", noting)
+    return found
+
+
+def ready(stock, *noted: list):
+    """A patched copy; what its small instance did is not noted."""
+    ours, _ = patched(stock)
+    for found in noted:
+        found.clear()
+    return ours
+
+
+def compared(ours, stock, given, pieces=None, within=1e-12):
+    with lifted():
+        got, wanted = step(ours, given)[2], step(stock, given, pieces)[2]
+    assert_same(got, wanted, within)
+
+
+def test_a_chain_saves_one_input(chains, inputs):
+    stock = families.small_model(FAMILY)
+    ours = ready(stock, chains, inputs)
+    compared(ours, stock, batch(TOKENS))
+    assert chains == [(0, 0), (1, 1), (2, 2)]
+    assert len(inputs) == 2  # that of the chain and that of the layer with attention
+
+
+@pytest.mark.parametrize(("most", "places"), [(1, [0, 0, 0]), (2, [0, 1, 0])], ids=["alone", "two"])
+def test_as_many_layers_as_the_policy_says(most, places, chains, inputs, monkeypatch):
+    monkeypatch.setattr(policy, "CHAIN", most)
+    stock = families.small_model(FAMILY)
+    ours = ready(stock, chains, inputs)
+    compared(ours, stock, batch(TOKENS))
+    assert [place for _, place in chains] == places
+    assert len(inputs) == 1 + places.count(0)
+
+
+def test_every_1_keeps_every_input(chains, inputs):
+    stock = families.small_model(FAMILY)
+    ours, _ = patched(stock, hfpatch.Checkpointing(offload="host", tile=64, every=1))
+    chains.clear(), inputs.clear()
+    compared(ours, stock, batch(TOKENS))
+    assert not chains and len(inputs) >= 4
+
+
+def test_a_layer_without_a_mixer_is_in_the_chain(chains):
+    """Nemotron-H's layers are a mixer, an attention, an MLP or experts each."""
+    stock = families.small_model("nemotron_h")
+    ours = ready(stock, chains)
+    compared(ours, stock, batch(TOKENS))
+    assert (1, 1) in chains and (3, 0) in chains
+
+
+def test_documents_of_a_chain(chains):
+    """Cut anywhere; where most are short, layers go one by one and documents share their MLPs'
+    tiles.
+    """
+    stock = families.small_model(FAMILY)
+    ours = ready(stock, chains)
+    given, pieces = packed()
+    compared(ours, stock, given, pieces)
+    assert chains
+    chains.clear()
+    short = given | {"position_ids": (torch.arange(TOKENS) % 11)[None].repeat(2, 1)}
+    short["labels"] = short["labels"].masked_fill(short["position_ids"] == 0, -100)
+    short["num_items_in_batch"] = (short["labels"] != -100).sum()
+    spans = [(r, a, min(a + 11, TOKENS)) for r in range(2) for a in range(0, TOKENS, 11)]
+    n = {"num_items_in_batch": short["num_items_in_batch"]}
+    ones = [{k: short[k][r : r + 1, a:b] for k in ("input_ids", "labels")} | n for r, a, b in spans]
+    compared(ours, stock, short, ones)
+    assert not chains
+
+
+def test_hidden_states_are_those_of_each_layer(chains):
+    """A loss may read any of them: layers then go one by one."""
+    stock = families.small_model(FAMILY)
+    ours = ready(stock, chains)
+    found = []
+    for model in (ours, stock):
+        with lifted():
+            out = model(**batch(TOKENS), use_cache=False, output_hidden_states=True)
+            loss = out.loss + sum(h.square().mean() for h in out.hidden_states)
+            loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found, 1e-12)
+    assert not chains
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "backward"])
+def test_a_layer_with_hooks_is_no_part_of_a_longer_chain(where, chains):
+    """Its hook may hand its input or its output to another reader, or change their gradient."""
+    stock = families.small_model(FAMILY)
+    ours = ready(stock, chains)
+    given, found = batch(TOKENS), []
+    for model in (ours, stock):
+        layer, read = find_decoder(model).layers[1], []
+        if where == "before":
+            layer.register_forward_pre_hook(lambda m, args, read=read: read.append(args[0]))
+        elif where == "behind":
+            layer.register_forward_hook(lambda m, args, y, read=read: read.append(y))
+        else:
+            layer.register_full_backward_pre_hook(lambda m, dys: tuple(2 * dy for dy in dys))
+        with lifted():
+            loss = model(**given, use_cache=False).loss
+            (loss + sum(x.square().mean() for x in read)).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found, 1e-12)
+    assert [place for _, place in chains] == [0, 0, 0]
+
+
+def test_another_reader_of_an_output_inside_a_chain_is_refused(monkeypatch):
+    """One that no rule sees in forward: never another gradient in silence."""
+    ours, _ = patched(families.small_model(FAMILY))
+    outputs, call = [], TiledLayer.__call__
+
+    def noting(*args, **kwargs):
+        outputs.append(call(*args, **kwargs))
+        return outputs[-1]
+
+    monkeypatch.setattr(TiledLayer, "__call__", noting)
+    for change in (lambda y: y.square().sum(), lambda y: 0 * y.register_hook(torch.sin).id):
+        outputs.clear()
+        loss = ours(**batch(TOKENS), use_cache=False).loss
+        other = change(outputs[0])
+        with pytest.raises(RuntimeError, match=r"expected nobody but the next layer.*every=1"):
+            (loss + other).backward()
+    outputs.clear()
+    loss = ours(**batch(TOKENS), use_cache=False).loss
+    (loss + outputs[2].square().sum()).backward()  # the chain's own end may have any
+
+
+def test_frozen_layers_at_a_chains_start(chains):
+    """The gradient ends where the first trained weight is."""
+    stock = families.small_model(FAMILY)
+    stock.get_input_embeddings().requires_grad_(False)
+    layers = find_decoder(stock).layers
+    layers[0].requires_grad_(False)
+    layers[1].mlp.requires_grad_(False)
+    ours = ready(stock, chains)
+    compared(ours, stock, batch(TOKENS))
+    assert chains == [(0, 0), (1, 0), (2, 1)]
+
+
+def test_one_part_of_a_graph(chains):
+    """Gradients of some parameters alone, and then of all."""
+    stock = families.small_model(FAMILY)
+    ours = ready(stock, chains)
+    found = []
+    for model in (ours, stock):
+        with lifted():
+            loss = model(**batch(TOKENS), use_cache=False).loss
+            some = [p for n, p in model.named_parameters() if "layers.1." in n]
+            one = torch.autograd.grad(loss, some, retain_graph=True)
+            loss.backward()
+        every = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append(every | {f"one {i}": x for i, x in enumerate(one)})
+    assert_same(*found, 1e-12)
+    with pytest.raises(RuntimeError, match="one backward through this graph|second time"):
+        loss = ours(**batch(TOKENS), use_cache=False).loss
+        loss.backward()
+        loss.backward()
+
+
+def test_weights_written_to_before_backward_are_noticed():
+    """Those of any layer of a chain."""
+    for index in range(3):
+        ours, _ = patched(families.small_model(FAMILY))
+        loss = ours(**batch(TOKENS), use_cache=False).loss
+        with torch.no_grad():
+            find_decoder(ours).layers[index].mlp.up_proj.weight.add_(1)
+        with pytest.raises(RuntimeError, match="expected the weights that forward used"):
+            loss.backward()
+
+
+def operations(model, tokens: int) -> int:
+    """How many operations a step dispatches; a fused one of ours counts as one, as it launches one
+    kernel.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            views = torch.Tag.view_copy in op.tags or op.is_view
+            self.count += not views
+            return op(*args, **(kwargs or {}))
+
+    given = {name: rows[:1] for name, rows in batch(tokens).items()}
+    step(model, given)  # what is found out once
+    with Counting() as counted:
+        step(model, given)
+    return counted.count
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_tile_launches_no_more_than_a_row_of_its_length(most, monkeypatch):
+    """Under transformers' checkpointing, forward and backward."""
+    monkeypatch.setattr(policy, "CHAIN", most)
+    stock = families.small_model(FAMILY).float()
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=256))
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    tile = operations(ours, 1024) - operations(ours, 768)
+    row = operations(stock, 256)
+    assert 0 < tile <= row
