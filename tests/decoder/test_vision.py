@@ -3,17 +3,20 @@ blocks of the image's are checkpointed, the rest is transformers' own.
 """
 
 import copy
+import weakref
 
 import pytest
 import tiny
 import torch
 from test_families import assert_close, step
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.small_instance import scaled_config
+from hfpatch.layer.tower import find_towers
 from tests.layer.test_mixers import lengths
 
 IMAGE = 60
@@ -224,6 +227,46 @@ def test_a_tower_keeps_the_inputs_of_its_blocks():
     assert 0 < kept["trained", True] <= kept["trained", False] / 3
     assert kept["frozen", True] == kept["embeddings want gradients", True] == 0
     assert kept["embeddings want gradients", False] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava", "gemma3"])
+def test_inputs_of_blocks_and_of_whole_layers_leave_the_device(name):
+    """Nothing but a copy waits for backward. Gemma 3's text layers run whole beside an image; norms
+    behind Qwen3-VL's blocks keep what comes out of the first one."""
+    model, batch = small(name)
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host"))
+    stack, given = find_decoder(model).stack, []
+    ((blocks,),) = find_towers(model, stack).values()
+    for layer in (*blocks, *stack.layers):
+        layer.register_forward_pre_hook(lambda m, args: given.append(weakref.ref(args[0])))
+    out = model(**batch)
+    assert len(given) == len(blocks) + len(stack.layers)
+    assert sum(x() is not None for x in given) <= (name == "qwen3_vl")
+    out.loss.backward()
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_blocks_input_is_one_copy_each_way():
+    """Patches [N, D] have no rows: a copy for each of them would be thousands."""
+    model, batch = small("qwen3_vl")
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host"))
+    with Copies() as once:
+        model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
+    batch["pixel_values"] = batch["pixel_values"].repeat(8, 1)
+    batch["image_grid_thw"] = torch.tensor([[1, 16, 8]])
+    with Copies() as copies:
+        out = model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
+        out.pooler_output.sum().backward()
+    assert copies.made <= 2 * once.made + 8, "no more for more patches"
 
 
 def test_a_model_without_a_tower_has_none():
