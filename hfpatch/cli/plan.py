@@ -41,6 +41,8 @@ def add_arguments(parser) -> None:
         default=1,
         help="GPUs that share each sequence: Ulysses, context parallelism (1)",
     )
+    add("--images", type=int, default=0, help="images in each row, whose tower is planned too (0)")
+    add("--video-tokens", type=int, default=0, help="visual tokens of each row's videos (0)")
     add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     add(
@@ -109,7 +111,7 @@ def main(args) -> int:
     common = {
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
         "checkpointing": checkpointing_of(args), "adapters": adapters_of(args),
-        "sp_size": args.sp_size,
+        "sp_size": args.sp_size, "images": args.images, "video_tokens": args.video_tokens,
     }  # fmt: skip
     asked = under(args.optimizer, args.placement)
     if args.sweep is not None and (args.max_seq_len or args.seq_len is not None):

@@ -20,6 +20,25 @@ _TOWERS = {
 }
 
 
+LANGUAGE_TOWER = " (language tower)"  # behind the name of a model of which no other is planned
+# Sizes published with the model: those of its text and of its image tower.
+_WITH_IMAGES = {
+    "Qwen/Qwen3-VL-8B": {
+        "model_type": "qwen3_vl", "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 12288,
+            "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144,
+        },
+        "vision_config": {
+            "hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16,
+            "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
+            "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24],
+        },
+    },
+}  # fmt: skip
+
+
 def resolve(model) -> tuple[str, ModelShape, dict]:
     """(name, shape, config.json as a dict) of a model. ValueError where it is unknown or of another
     kind.
@@ -68,7 +87,7 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
     for rope in (told.get("rope_parameters"), told.get("rope_scaling")):
         if inner in _TOWERS and isinstance(rope, dict):
             rope.pop("mrope_section", None)  # text alone turns all columns by one position
-    return f"{name} (language tower)", told | {"model_type": _TOWERS.get(inner, inner)}
+    return name + LANGUAGE_TOWER, told | {"model_type": _TOWERS.get(inner, inner)}
 
 
 def config_of(model, download: bool = True) -> tuple[str, dict]:
@@ -93,6 +112,9 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return name, read_config(path)
+    known = name.removesuffix("-Instruct").removesuffix("-Thinking")
+    if known in _WITH_IMAGES:
+        return known, _WITH_IMAGES[known]
     if find_preset(name) is not None:
         values = preset_config(name)
         return values.get("_name_or_path", find_preset(name)), values

@@ -242,32 +242,32 @@ class TiledLayer(UntiledLayer):
         where mixers would mix them.
         """
         session, answers, batch = self._hfpatch_session, self._hfpatch_traits, r.batch
+        # Backward runs it again: it must not hold the request, whose hidden states wait elsewhere.
+        args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
 
         def whole(h):
-            if session.weights.on and not needs_no_gradient(self, h, r.args, r.kwargs):
+            if session.weights.on and not needs_no_gradient(self, h, args, kwargs):
                 session.weights.refuse_a_graph(self)
             apart = nullcontext()
             if answers.mixers and batch is not None and batch.apart is not None:
-                arguments = Arguments(r.args, r.kwargs, *r.x.shape[:2])
+                arguments = Arguments(args, kwargs, *sizes)
                 apart = documents_apart(
                     self, answers.mixers, arguments, self._hfpatch_configs, batch, answers.paired
                 )
             with session.weights.forward(self, h.device), apart:
-                return super(TiledLayer, self).forward(h, *r.args, **r.kwargs)
+                return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         return whole
 
     def _checkpointed(self, r: Request, policy, whole):
-        session, configs = (
-            self._hfpatch_session,
-            self._hfpatch_configs if r.batch is not None else (),
-        )
+        session, batch = self._hfpatch_session, r.batch
+        configs = self._hfpatch_configs if batch is not None else ()
         if r.kwargs.get("use_cache"):
             r.kwargs["use_cache"] = False
 
         def run(h):
             # Again in backward, when the model's forward has long gone.
-            with session.turn, our_attention(configs, r.batch):
+            with session.turn, our_attention(configs, batch):
                 return whole(h)
 
         return offloaded_checkpoint(session, policy, self, r.mask, run, r.given)

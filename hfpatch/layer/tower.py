@@ -54,9 +54,11 @@ class TowerBlock:
         if plain or needs_no_gradient(self, args, kwargs):
             return super().forward(*args, **kwargs)
 
+        rest = args[1:]  # run lives until backward, and x must not
+
         def run(x):
             with tower.turn:
-                return super(TowerBlock, self).forward(x, *args[1:], **kwargs)
+                return super(TowerBlock, self).forward(x, *rest, **kwargs)
 
         place = _place(tower, x, self._hfpatch_first)
         return offloaded_checkpoint(tower, place, self, kwargs.get("attention_mask"), run, x)

@@ -28,8 +28,9 @@ class _Held:
     """
 
     def __init__(self, transfers, x: Tensor, before):
-        self.transfers, self.before = transfers, before
-        self.saved, self.ticket = transfers.save(x), None
+        self.transfers, self.before, self.shape = transfers, before, x.shape
+        # One row of tokens, whatever its dimensions: a copy goes by rows, and towers have patches.
+        self.saved, self.ticket = transfers.save(x.flatten(0, -2)[None]), None
 
     def fetch(self):
         ticket = self.ticket
@@ -41,7 +42,7 @@ class _Held:
         return ticket
 
     def get(self) -> Tensor:
-        x = self.fetch().wait()[0]
+        x = self.fetch().wait()[0].view(self.shape)
         self.ticket = None
         before = self.before()
         if before is not None:
@@ -85,10 +86,11 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
     transfers = session.queues[x_BTD.device, policy.offload].transfers
     before, y_before = session.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
-    held: list = []
+    # torch keeps the hooks until backward, and what they close over: x must not be in it.
+    held, given = [], [x_BTD]
 
     def pack(tensor):
-        if not same_memory(tensor, x_BTD):
+        if not given or not same_memory(tensor, given[0]):
             return tensor
         kept = _Held(transfers, tensor, before)
         held.append(weakref.ref(kept))
@@ -101,6 +103,7 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             y = _checkpoint(run, layer, x_BTD)
     finally:
+        given.clear()
         transfers.settle()
     first = y if isinstance(y, Tensor) else y[0]
     session.last_held = (held[0], weakref.ref(first)) if held else None

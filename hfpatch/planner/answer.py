@@ -12,8 +12,9 @@ from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.budget.seconds import Resident
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.budget.shape import UnknownFamily
-from hfpatch.lab.models import resolve, text_config_of
+from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
 from hfpatch.planner.placements import float8_bytes, resident
+from hfpatch.planner.towers import Tower, tower_in_front
 
 # of the planned activations: a simulated step that takes more says the plan is wrong
 CONTRADICTION = 0.05
@@ -31,8 +32,9 @@ class Plan:
     weights. policy: the resolved Policy as a dict, or the word for layers that run whole. split:
     gpu_bytes["activations"] by checkpoints, layer, loss and workspace at the peak's moment.
     frontier: what more or less GPU memory makes of the step. contradicted: a simulated step takes
-    more. sp_size: GPUs that share each sequence. first_step: seconds that it takes beside its own
-    (budget/seconds.py). closed_form: False where the step was simulated for want of one.
+    more. sp_size: GPUs that share each sequence. visual_tokens: of seq_len, of images and videos.
+    first_step: seconds that it takes beside its own (budget/seconds.py). closed_form: False where
+    the step was simulated for want of one.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Plan:
     sp_size: int = 1
     closed_form: bool = True
     num_layers: int | None = None
+    visual_tokens: int = 0
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""
@@ -83,7 +86,7 @@ class Plan:
 @dataclass(frozen=True)
 class Run:
     """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share
-    rows (shape.ranks).
+    rows (shape.ranks). tower: in front of the text, where rows have images.
     """
 
     name: str
@@ -94,6 +97,7 @@ class Run:
     batch: int
     seq_len: int
     checkpointing: Checkpointing | str
+    tower: Tower | None = None
 
     @property
     def on_disk(self) -> bool:
@@ -121,9 +125,17 @@ class Run:
 
 def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
     """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one
-    placement.
+    placement; of text and its tower.
     """
-    stays = stays_of(run, placement, policy)
+    stays, tower = stays_of(run, placement, policy), run.tower
+    seconds, step_flops, model_flops = dict(vars(time)), flops.total, flops.model
+    if tower is not None:
+        asked = run.batch, run.checkpointing, bool(run.shape.adapters)
+        memory, own = tower.beside(memory, *asked), tower.flops(*asked)
+        step_flops, model_flops = step_flops + own.total, model_flops + own.model
+        seconds["image_tower"] = tower.seconds(run.gpu, *asked)
+        moved += 2 * tower.host(*asked)
+    step_seconds = sum(seconds.values())
     # Where all gradients are kept they count as they come; elsewhere the placement says what
     # stands.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
@@ -144,21 +156,24 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
         seq_len=run.seq_len * run.ranks,
         placement=placement,
         fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
-        host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=time.total,
-        tokens_per_second=run.gpus * run.batch * run.seq_len / time.total,
-        mfu=flops.model / time.total / run.gpu.data_sheet_flops,
+        host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=step_seconds,
+        tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
+        mfu=model_flops / step_seconds / run.gpu.data_sheet_flops,
         policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
-        seconds=dict(vars(time)), link_bytes=moved, flops=flops.total, rates=run.gpu.source,
+        seconds=seconds, link_bytes=moved, flops=step_flops, rates=run.gpu.source,
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
         closed_form=isinstance(run.shape, ModelShape), num_layers=run.shape.num_layers,
+        visual_tokens=0 if tower is None else tower.tokens,
     )  # fmt: skip
 
 
 def stays_of(run: Run, placement: str, policy) -> Resident:
     """placements.resident, with what casts to float8 take."""
     stays = resident(placement, run.shape, run.gpus, policy)
+    if run.tower is not None:
+        stays = run.tower.resident(stays, run.shape.parameters, bool(run.shape.adapters))
     if not run.gpu.float8:
         return stays
     more = float8_bytes(run.shape, run.batch * run.seq_len)
@@ -237,7 +252,7 @@ def settings_of(checkpointing) -> Checkpointing | str:
 
 
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
-             sp_size=1, shape=None) -> Run:  # fmt: skip
+             sp_size=1, images=0, video_tokens=0, shape=None) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong.
     shape: of a model that was counted, whose config no closed form describes.
     """
@@ -253,6 +268,13 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
             raise ValueError(
                 f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more."
             )
+    tower = tower_in_front(model, images, video_tokens, seq_len)
+    if tower is not None and sp_size > 1:
+        raise ValueError(
+            f"hfpatch: images are planned for rows that no GPUs share, --sp-size {sp_size} came; "
+            "leave one of them out."
+        )
+    name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     reason = getattr(shape, "whole_because", "")
     if gpu == "this" and (reason or shape.softcap):  # the question that a layer asks there
         from hfpatch.planner.measure import why_no_kernels
@@ -274,4 +296,4 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     else:
         row = gpu if isinstance(gpu, Gpu) else gpu_row(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
-    return Run(name, shape, row, gpus, host, batch, seq_len, checkpointing)
+    return Run(name, shape, row, gpus, host, batch, seq_len, checkpointing, tower)

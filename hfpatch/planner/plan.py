@@ -52,11 +52,16 @@ def _free(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
         if stays.gradients is None
         else stays.gradients
     )
-    gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * (stays.parameters + stays.optimizer + own)
+    held = on_host = 0
+    if run.tower is not None:
+        asked = run.batch, run.checkpointing, bool(run.shape.adapters)
+        held, on_host = run.tower.held(*asked), run.gpus * run.tower.host(*asked)
+    kept = stays.parameters + stays.optimizer + own + held
+    gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * kept
     host = (
         None
         if run.host is None
-        else run.host - (stays.host + PROCESS_BYTES * run.gpus) / HOST_SHARE
+        else run.host - (stays.host + on_host + PROCESS_BYTES * run.gpus) / HOST_SHARE
     )
     return max(0, int(gpu)), None if host is None else max(0, int(host))
 
@@ -411,7 +416,8 @@ def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
-    adapters: Adapters | None = None, progress=None, fp8: bool = False,
+    adapters: Adapters | None = None, progress=None, fp8: bool = False, images: int = 0,
+    video_tokens: int = 0,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
     GPU fits, and how long a step takes.
@@ -423,14 +429,16 @@ def plan(
     Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
     share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
     adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that
-    this search tries. fp8: products in float8. A model that no closed form describes
+    this search tries. fp8: products in float8. images, video_tokens: of each row, whose tower is
+    then planned too: trained with all weights, frozen beside adapters. A model that no closed form describes
     runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
     Raises ValueError for what is unknown or unsupported.
     """
     checkpointing = settings_of(checkpointing)
     asked = {
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,
-        "checkpointing": checkpointing, "sp_size": sp_size,
+        "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
+        "video_tokens": video_tokens,
     }  # fmt: skip
     if not isinstance(max_seq_len, bool):
         raise ValueError(

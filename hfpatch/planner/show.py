@@ -75,8 +75,9 @@ def text(plan) -> str:
     lora = plan.adapters
     trained = "" if lora is None else f", LoRA r={lora['rank']} over a {lora['base']} base"
     shared = "" if plan.sp_size == 1 else f", {plan.sp_size} GPUs a sequence"
+    seen = f" ({plan.visual_tokens:,} of them visual)" if plan.visual_tokens else ""
     lines = [
-        f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens on {times}{plan.gpu} "
+        f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens{seen} on {times}{plan.gpu} "
         f"({plan.placement}{shared}): "
         f"{verdict}",
         "",

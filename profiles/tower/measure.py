@@ -14,7 +14,7 @@ import hfpatch
 from hfpatch.budget.policy import Policy
 from hfpatch.lab.simulate.simulator import simulate
 
-SIDE = 32  # patches a side of a frame, 256 visual tokens
+SIDE = 64  # patches a side of a frame, 1,024 visual tokens
 
 
 class Loss:
@@ -59,8 +59,8 @@ def measured(tokens: int, way: str):
 
 
 def main():
-    for tokens in map(int, sys.argv[1:]):
-        for way in ("hfpatch", "checkpointing", "stock"):
+    for way in ("hfpatch", "checkpointing", "stock"):
+        for tokens in map(int, sys.argv[1:]):
             found = measured(tokens, way)
             beyond, host = found.beyond_bytes / 2**30, found.host_peak_bytes / 2**30
             print(
