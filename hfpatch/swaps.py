@@ -24,7 +24,7 @@ from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
-from hfpatch.parts import parts
+from hfpatch.parts import parts, rotation
 from hfpatch.parts.embedding import FreeEmbedding, FusedEmbedding, ScaledEmbedding
 from hfpatch.parts.quantised import as_trained
 from hfpatch.report import Report
@@ -33,7 +33,7 @@ from hfpatch.report import Report
 PARTS = {
     "rms_norm": ("Norm", parts.norm_part),
     "mlp": ("MLP", parts.mlp_part),
-    "rope": ("Attention", parts.rope_part),
+    "rope": ("Attention", rotation.rope_part),
 }
 
 

@@ -387,6 +387,8 @@ def attention_backward(
             grads = [g[..., : x.shape[3]] for g, x in zip(grads, (q, k, v))]
     if sinks_H is None:
         return tuple(grads)
-    delta_BHT = (dout_BTHE.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    # bfloat16 has float32's range: products lose bits, and none of them vanishes.
+    wide = out.dtype if out.dtype == torch.bfloat16 else lse.dtype
+    delta_BTH = (dout_BTHE.to(wide) * out.to(wide)).sum(-1, dtype=lse.dtype)
     weight = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, B, T))
-    return *grads, -(weight * delta_BHT).sum((0, 2)).to(sinks_H.dtype)
+    return *grads, -(weight * delta_BTH.transpose(1, 2)).sum((0, 2)).to(sinks_H.dtype)

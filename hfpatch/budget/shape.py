@@ -259,12 +259,7 @@ class ModelShape(Layout, Parameters):
     def is_common(self) -> bool:
         """Whether a layer is the common block (layer/block.py)."""
         other = (
-            self.parallel
-            or self.norm_after
-            or self.joined_qkv
-            or self.sinks
-            or self.kv_rank
-            or self.norms != 2
+            self.parallel or self.norm_after or self.joined_qkv or self.kv_rank or self.norms != 2
         )
         return self.block and not other
 

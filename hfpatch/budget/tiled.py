@@ -241,7 +241,8 @@ class _Layer:
         inner, tile_D, gradients = self.inner, step.tile_D, self.gradients
         if self.sparse:
             rows = experts_tile(z, self.index, step.t)
-            mlps = [(nbytes + 5 * tile_D + z.q, dw) for nbytes, dw in rows]
+            own = 4 * tile_D + z.normed if shape.is_common else 5 * tile_D + z.q
+            mlps = [(nbytes + own, dw) for nbytes, dw in rows]
         else:
             dw = mlp_weight(z, self.index)
             mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + dw)

@@ -24,34 +24,38 @@ def _turned(shape: ModelShape) -> int:
 OUR_EXPERTS = (3, 2), (6, 2)
 # The same of transformers' grouped products, by whether experts have biases.
 EXPERT_PASSES = {False: ((5, 6.25), (13, 12.25)), True: ((24, 11), (36, 14))}
-# The same of attention with sinks and its rotation, for each element of q and k.
-SINK_PASSES = 19, 22
+# The same of attention with sinks, for each element of its output: what they take of it, and the
+# sum of its product with its gradient. Neither is made again.
+SINK_PASSES = 2, 4
 
 
 def unfused_passes(shape: ModelShape, layer: int, ours: bool = True) -> tuple[float, float]:
     """Elements a token that the code of transformers and PEFT moves beside
     what is fused: (forward, backward). Of experts, attention with sinks, and adapters.
     """
-    k, turned = shape.experts_per_token * shape.is_sparse(layer), shape.q_size + shape.kv_size
+    k = shape.experts_per_token * shape.is_sparse(layer)
     # Elements, and how often they move: an adapter's output is scaled and added, its gradient
     # scaled, its input gradient added.
     (fore_in, fore), (back_in, back) = OUR_EXPERTS if ours else EXPERT_PASSES[shape.expert_bias]
     # of rows, and of the tokens beside
     ways = (k + ours * shape.is_sparse(layer)) * shape.hidden_size
     rows = [(k * shape.expert_size, fore_in, back_in), (ways, fore, back)]
-    rows += [(shape.sinks * turned, *SINK_PASSES)]
+    rows += [(shape.sinks * shape.out_size, *SINK_PASSES)]
+    rows += [(ours * shape.expert_bias * shape.is_sparse(layer) * shape.hidden_size, 1, 0)]
     adapters = shape.adapters.chosen(layer_linears(shape, layer)) if shape.adapters else {}
     rows += [(inner, 0, 3) for inner, _ in adapters.values()]
     rows += [(columns, 5, 2) for _, columns in adapters.values()]
     return sum(n * each for n, each, _ in rows), sum(n * each for n, _, each in rows)
 
 
-def unread_of_experts(shape: ModelShape, layer: int) -> int:
-    """Those of the forward that experts leave out when they run again: nobody reads their output."""
+def not_made_again(shape: ModelShape, layer: int) -> int:
+    """Those of our forward that backward leaves out: attention's share of sinks, and what nobody
+    reads of experts."""
+    sinks = SINK_PASSES[0] * shape.sinks * shape.out_size
     if shape.norm_after or not shape.is_sparse(layer):
-        return 0
+        return sinks
     k, D = shape.experts_per_token, shape.hidden_size
-    return OUR_EXPERTS[0][0] * k * shape.expert_size + (k + 1) * D
+    return sinks + OUR_EXPERTS[0][0] * k * shape.expert_size + (k + 1 + shape.expert_bias) * D
 
 
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
@@ -108,7 +112,5 @@ def elementwise(
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
     ours = policy not in (STOCK, STOCK_CHECKPOINTING)
     own = [shape.over(lambda i, k=k: unfused_passes(shape, i, ours)[k]) for k in (0, 1)]
-    own[1] += shape.over(
-        lambda i: unfused_passes(shape, i)[0] - unread_of_experts(shape, i), 0, tiled
-    )
+    own[1] += shape.over(lambda i: unfused_passes(shape, i)[0] - not_made_again(shape, i), 0, tiled)
     return rows * (factor * fore + own[0]), rows * (factor * back + own[1])

@@ -366,13 +366,14 @@ class _Probe:
             _far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec)
         )
         far = Arguments(args, kwargs, *self.x.shape[:2])
+        own, its = self._ask(block=True), self._ask()
         try:
             with torch.no_grad():
                 pairs = [
                     (self._ask(far, block=True).pre(self.x, 0, self.T),
                      self._ask(far).pre(self.x, 0, self.T)),
-                    (self._ask(block=True).pre(self.x, 0, self.T),
-                     self._ask().pre(self.x, 0, self.T)),
+                    (own.pre(self.x, 0, self.T), its.pre(self.x, 0, self.T)),
+                    ([call.sinks_H for call in own.asked], [call.sinks_H for call in its.asked]),
                     (self._ask(block=True).post(self.x, self.outs, 0, self.T),
                      self._ask().post(self.x, self.outs, 0, self.T)),
                 ]  # fmt: skip

@@ -15,7 +15,8 @@ from hfpatch.attention.attention import CAUSAL
 from hfpatch.context.class_code import rope_of
 from hfpatch.context.current import Call
 from hfpatch.parts.keeping import known_sum, note, unread_sum
-from hfpatch.parts.parts import FusedAttention, FusedRMSNorm, rotation, rotation_in
+from hfpatch.parts.parts import FusedRMSNorm
+from hfpatch.parts.rotation import FusedAttention, rotation, rotation_in
 from hfpatch.parts.unread import is_dead
 
 
@@ -51,7 +52,8 @@ class Block:
         call, mask = self.__class__.__new__(self.__class__), kwargs.get("attention_mask")
         call.__dict__ |= self.__dict__
         call.cos, call.sin = kwargs["position_embeddings"]
-        call.asked = Call(self.attn.scaling, CAUSAL if mask is None else mask.pattern(), None)
+        sinks = getattr(self.attn, "sinks", None)
+        call.asked = Call(self.attn.scaling, CAUSAL if mask is None else mask.pattern(), sinks)
         return call
 
     def pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
@@ -73,4 +75,5 @@ class Block:
             normed = norm(total)
         note("mid", total)
         last = self.mlp(normed)
+        last = last if isinstance(last, Tensor) else last[0]  # gpt-oss: with the router's weights
         return unread_sum(total, last) if is_dead(last) else total + last

@@ -24,13 +24,8 @@ from hfpatch.ops._library import IMPLEMENTATIONS
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
 from hfpatch.ops.rope import ROPE
 from hfpatch.ops.swiglu import ACTIVATIONS, SWIGLU, SWIGLU_BACK
-from hfpatch.parts.parts import (
-    FusedAttention,
-    FusedMLP,
-    FusedRMSNorm,
-    activation_as_found,
-    rotates_into_what_came,
-)
+from hfpatch.parts.parts import FusedMLP, FusedRMSNorm, activation_as_found
+from hfpatch.parts.rotation import FusedAttention, rotates_into_what_came
 
 
 class _Ops(NamedTuple):
@@ -363,6 +358,8 @@ def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Dir
     if not rotated:
         return None
     call = found.of_call(kwargs)
+    if call.asked.sinks_H is not None:  # their gradient is not written out
+        return None
     call.layer, call.modules = layer, [layer, *condition.inside]
     call.condition, call.traits = condition, condition.answers
     call.angles, call.asked = {}, [call.asked]  # angles: of each tile

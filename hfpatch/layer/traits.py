@@ -69,6 +69,5 @@ def looks_like_a_block(layer: nn.Module) -> bool:
         attn is not None
         and has(layer, ("input_layernorm", "post_attention_layernorm", "mlp"))
         and has(attn, ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"))
-        and getattr(attn, "sinks", None) is None
         and rope_of(attn) is not None
     )

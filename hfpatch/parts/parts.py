@@ -1,4 +1,4 @@
-"""Fused norms, MLPs and rotations for any family, where a probe on random input agrees.
+"""Fused norms and MLPs for any family, where a probe on random input agrees.
 
 Agreement means equal bits, or a difference of the one rounding step that fusing saves. Otherwise
 the module keeps transformers' class, and the report says why. Projections are called as modules,
@@ -6,7 +6,6 @@ never read by `.weight`, because LoRA, quantisation and engine hooks act on the 
 """
 
 import inspect
-import types
 from functools import cache
 from inspect import isroutine
 
@@ -24,12 +23,10 @@ from hfpatch.compat import (
     parameters_of,
     twin_of,
 )
-from hfpatch.context.class_code import as_asked
 from hfpatch.context.classes import replaced_forward
 from hfpatch.ops.rms_norm import CASTS
 from hfpatch.ops.swiglu import ACTIVATIONS
 from hfpatch.parts.keeping import kept
-from hfpatch.parts.unread import is_dead, rotation_without_values
 
 # --- norms ----------------------------------------------------------------------------------------
 
@@ -54,7 +51,7 @@ class FusedRMSNorm:
         return ops.add_rms_norm(hidden_states, residual, weight, eps, offset=offset, cast=cast)
 
 
-def _close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
+def close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
     """Whether values differ by at most `steps` rounding steps, of the value or of the mean
     magnitude."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
@@ -137,7 +134,7 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
         except Exception:  # a family's code may raise anything on a probe: then it is not this norm
             return False
         # In float32 implementations may differ in the order of a sum.
-        if not _close(ours, theirs, 4 if x_dtype == torch.float32 else 0 if exact else 1):
+        if not close(ours, theirs, 4 if x_dtype == torch.float32 else 0 if exact else 1):
             return False
     return True
 
@@ -247,7 +244,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         ours.__dict__["_hfpatch_activation"] = name
         try:
             with torch.no_grad():
-                if _close(ours(x), twin(x), 64):
+                if close(ours(x), twin(x), 64):
                     inside = [
                         (type(m), type(m).forward, _plain_items(m))
                         for m in _activations(mlp, part._hfpatch_gates)
@@ -257,138 +254,3 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"
-
-
-# --- rotation -------------------------------------------------------------------------------------
-
-
-class FusedAttention:
-    """An attention's own forward, with the fused op as its rotation: q and k in one launch."""
-
-    def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
-            return super().forward(*args, **kwargs)
-        forward = self._hfpatch_base.forward
-        return rotating(forward, rotation_in(forward))(self, *args, **kwargs)
-
-
-def rotation_in(forward):
-    """The `apply_rotary_pos_emb` that an attention's forward calls now.
-
-    Some libraries replace it process-wide.
-    """
-    return inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
-
-
-class _Names(dict):
-    """A file's globals with some names replaced. Other names are looked up live in the file."""
-
-    def __init__(self, file_globals: dict, own: dict):
-        super().__init__(own)
-        self.file_globals = file_globals
-
-    def __missing__(self, name):
-        return self.file_globals[name]
-
-
-# Dtypes of (q and k, angles) in families that keep float32 angles.
-_MIXED = (torch.bfloat16, torch.float32)
-
-
-def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k, cos, sin."""
-    generator = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
-    cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    return q.to(dtype), k.to(dtype), cos.to(of_angles), sin.to(of_angles)
-
-
-@cache
-def rotates_into_what_came(theirs) -> bool:
-    """Whether results keep the dtype of q and k where the angles' dtype is wider (OLMo 2)."""
-    try:
-        with torch.no_grad():
-            return theirs(*_rotation_probe(*_MIXED))[0].dtype == _MIXED[0]
-    except Exception:  # a rotation of another kind, which keeps its own code
-        return False
-
-
-@cache
-def rotation(theirs):
-    """Replaces the rotation `theirs`: the fused op where whole heads are rotated, else `theirs`
-    itself."""
-    as_given = rotates_into_what_came(theirs)
-
-    def rotate(q, k, cos, sin, *args, **kwargs):
-        plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
-        whole = plain and cos.shape[-1] == q.shape[-1]
-        if not whole or as_given and q.dtype != k.dtype:  # each keeps its own dtype
-            return theirs(q, k, cos, sin, *args, **kwargs)
-        dtype = q.dtype if as_given else None
-        if is_dead(q) and is_dead(k):
-            return rotation_without_values(q, k, cos, sin, dtype)
-        return ops.rope(q, k, cos, sin, dtype=dtype)
-
-    return rotate
-
-
-@cache
-def rotating(forward, theirs):
-    """A copy of an attention's forward in which the rotation `theirs` is replaced, inside what
-    decorates it."""
-    inner = getattr(forward, "__wrapped__", None)
-    if inner is not None:
-        return _decorated(forward, inner, rotating(inner, theirs))
-    own = {
-        "apply_rotary_pos_emb": rotation(theirs),
-        "__builtins__": forward.__globals__["__builtins__"],
-    }
-    names = _Names(forward.__globals__, own)
-    made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
-
-
-def _decorated(forward, inner, made):
-    """A copy of the function `forward`, which decorates `inner`, over `made`."""
-    cells = [types.CellType(made) if c.cell_contents is inner else c for c in forward.__closure__]
-    copied = types.FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)
-    )
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
-
-
-def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
-    """(fused class, {}) for this attention, or the reason why it keeps its class."""
-    forward = inspect.unwrap(type(attention).forward)
-    reason = replaced_forward(attention)
-    reason = reason or _rope_reason(
-        forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
-    )
-    return reason or (FusedAttention, {})
-
-
-@cache
-def _rope_reason(forward, theirs) -> str | None:
-    code = getattr(forward, "__code__", None)
-    if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
-        return "no plain apply_rotary_pos_emb in its forward"
-    for dtype, of_angles in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        _MIXED,
-    ):
-        args = _rotation_probe(dtype, of_angles)
-        try:
-            with torch.no_grad():
-                pairs = zip(rotation(theirs)(*args), theirs(*args))
-                # Stock rounds two products and their sum; fused rounds once.
-                if not all(_close(ours, his, 8) for ours, his in pairs):
-                    return "its rotation is another"
-        except Exception as error:  # a family's own code on a probe may raise anything
-            return f"its rotation takes other arguments ({type(error).__name__})"
-    return None

@@ -46,10 +46,10 @@ def simulated(preset: str, layers: int) -> tuple[Counter, int]:
 
 
 @pytest.mark.parametrize(
-    "preset, most", [("Qwen/Qwen3-30B-A3B", 6.0), ("openai/gpt-oss-20b", 11.1)]
+    "preset, most", [("Qwen/Qwen3-30B-A3B", 6.0), ("openai/gpt-oss-20b", 7.0)]
 )
 def test_bytes_of_a_layer(preset, most):
-    """Of gpt-oss, whose rotation is not fused, experts are 3 of 11 GB."""
+    """gpt-oss' angles have half the usual width, its attention has sinks."""
     (one, of_experts), (two, _) = simulated(preset, 1), simulated(preset, 2)
     layer = sum(two.values()) - sum(one.values())
     assert layer <= most * 1e9

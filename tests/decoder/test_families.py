@@ -10,7 +10,7 @@ import transformers
 from transformers.models.olmo2 import modeling_olmo2
 
 import hfpatch
-from hfpatch.parts.parts import rotation
+from hfpatch.parts.rotation import rotation
 
 SHORT = (
     "mistral",

@@ -252,7 +252,7 @@ def test_norms_between_split_projections(tmp_path):
     stock step, and after undo().
     """
     for report in torchrun("tp_families_worker.py", folder=tmp_path):
-        assert len(report["found"]) == 7
+        assert len(report["found"]) == 9
         for case, found in report["found"].items():
             for error, name in [*found["steps"], found["undone"]]:
                 assert error <= 1, f"{case}: {name} is {error:.2f} budgets away"

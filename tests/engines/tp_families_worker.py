@@ -38,6 +38,8 @@ CASES = [
     ("qwen3_5_text", TENSORS, ["tiled"], True),
     ("qwen3_moe", TENSORS, ["tiled"], False),
     ("qwen3_moe", EXPERTS, ["tiled"], True),
+    ("gpt_oss", EXPERTS, ["tiled"], False),
+    ("mixtral", EXPERTS, ["tiled"], False),
 ]
 
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import hfpatch
 from hfpatch.layer import function
 from hfpatch.layer.layer import TiledLayer
-from hfpatch.parts import parts
+from hfpatch.parts import rotation
 from tests.decoder.test_families import assert_close, batch, step
 
 
@@ -87,14 +87,14 @@ def test_gradients_stay_to_the_bit_with_fewer_products(lora, monkeypatch):
 def test_a_rotation_of_live_values_is_computed():
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4)
     cos, sin = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
-    rotate = parts.rotation(parts.rotation_in(LlamaAttention.forward))
+    rotate = rotation.rotation(rotation.rotation_in(LlamaAttention.forward))
     assert all(
-        torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), parts.ops.rope(q, k, cos, sin))
+        torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), rotation.ops.rope(q, k, cos, sin))
     )
     dead = torch.zeros(()).expand_as(q)
     assert all(
         torch.equal(a, b)
-        for a, b in zip(rotate(dead, k, cos, sin), parts.ops.rope(dead, k, cos, sin))
+        for a, b in zip(rotate(dead, k, cos, sin), rotation.ops.rope(dead, k, cos, sin))
     )
 
 
@@ -117,12 +117,14 @@ def test_a_rotation_replaced_later_is_another(monkeypatch):
     first where it is called.
     """
     forward = LlamaAttention.forward
-    first = parts.rotating(forward, parts.rotation_in(forward))
+    first = rotation.rotating(forward, rotation.rotation_in(forward))
     monkeypatch.setitem(
         inspect.unwrap(forward).__globals__,
         "apply_rotary_pos_emb",
         lambda q, k, cos, sin, half: (q * half, k * half),
     )
-    assert parts.rotating(forward, parts.rotation_in(forward)) is not first
+    assert rotation.rotating(forward, rotation.rotation_in(forward)) is not first
     q, cos = torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4)
-    assert torch.equal(parts.rotation(parts.rotation_in(forward))(q, q, cos, cos, 0.5)[0], 0.5 * q)
+    assert torch.equal(
+        rotation.rotation(rotation.rotation_in(forward))(q, q, cos, cos, 0.5)[0], 0.5 * q
+    )

@@ -1,0 +1,167 @@
+"""The fused rotation in an attention's own forward, for any family whose rotation a probe finds to be
+the same.
+"""
+
+import inspect
+import types
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from hfpatch import ops
+from hfpatch.context.class_code import as_asked
+from hfpatch.context.classes import replaced_forward
+from hfpatch.parts.parts import close
+from hfpatch.parts.unread import is_dead, rotation_without_values
+
+
+class FusedAttention:
+    """An attention's own forward, with the fused op as its rotation: q and k in one launch."""
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
+            return super().forward(*args, **kwargs)
+        forward = self._hfpatch_base.forward
+        return rotating(forward, rotation_in(forward))(self, *args, **kwargs)
+
+
+def rotation_in(forward):
+    """The `apply_rotary_pos_emb` that an attention's forward calls now.
+
+    Some libraries replace it process-wide.
+    """
+    return inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+
+
+class _Names(dict):
+    """A file's globals with some names replaced. Other names are looked up live in the file."""
+
+    def __init__(self, file_globals: dict, own: dict):
+        super().__init__(own)
+        self.file_globals = file_globals
+
+    def __missing__(self, name):
+        return self.file_globals[name]
+
+
+# Dtypes of (q and k, angles) in families that keep float32 angles.
+_MIXED = (torch.bfloat16, torch.float32)
+
+
+def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype, halves: bool) -> tuple[Tensor, ...]:
+    """q, k, cos, sin. halves: angles as gpt-oss has them, of E / 2."""
+    generator = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
+    cos, sin = (cos, sin) if halves else (_repeated(cos), _repeated(sin))
+    return q.to(dtype), k.to(dtype), cos.to(of_angles), sin.to(of_angles)
+
+
+def _repeated(angles: Tensor) -> Tensor:
+    return torch.cat((angles, angles), -1)
+
+
+@cache
+def rotates_by_halves(theirs) -> bool:
+    """Whether this rotation of whole heads takes angles of half their width (gpt-oss). Where heads
+    are rotated in part, such angles mean another thing."""
+    given = _rotation_probe(torch.float32, torch.float32, True)
+    whole = _rotation_probe(torch.float32, torch.float32, False)
+    try:
+        with torch.no_grad():
+            return all(close(a, b, 8) for a, b in zip(theirs(*given), ops.rope(*whole)))
+    except Exception:  # a rotation of another kind
+        return False
+
+
+@cache
+def rotates_into_what_came(theirs) -> bool:
+    """Whether results keep the dtype of q and k where the angles' dtype is wider (OLMo 2)."""
+    try:
+        with torch.no_grad():
+            probe = _rotation_probe(*_MIXED, rotates_by_halves(theirs))
+            return theirs(*probe)[0].dtype == _MIXED[0]
+    except Exception:  # a rotation of another kind, which keeps its own code
+        return False
+
+
+@cache
+def rotation(theirs):
+    """Replaces the rotation `theirs`: the fused op where whole heads are rotated, else `theirs`
+    itself."""
+    as_given, halves = rotates_into_what_came(theirs), rotates_by_halves(theirs)
+
+    def rotate(q, k, cos, sin, *args, **kwargs):
+        plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
+        whole = plain and cos.shape[-1] * (1 + halves) == q.shape[-1]
+        if not whole or as_given and q.dtype != k.dtype:  # each keeps its own dtype
+            return theirs(q, k, cos, sin, *args, **kwargs)
+        dtype = q.dtype if as_given else None
+        cos, sin = (_repeated(cos), _repeated(sin)) if halves else (cos, sin)
+        if is_dead(q) and is_dead(k):
+            return rotation_without_values(q, k, cos, sin, dtype)
+        return ops.rope(q, k, cos, sin, dtype=dtype)
+
+    return rotate
+
+
+@cache
+def rotating(forward, theirs):
+    """A copy of an attention's forward in which the rotation `theirs` is replaced, inside what
+    decorates it."""
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is not None:
+        return _decorated(forward, inner, rotating(inner, theirs))
+    own = {
+        "apply_rotary_pos_emb": rotation(theirs),
+        "__builtins__": forward.__globals__["__builtins__"],
+    }
+    names = _Names(forward.__globals__, own)
+    made = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _decorated(forward, inner, made):
+    """A copy of the function `forward`, which decorates `inner`, over `made`."""
+    cells = [types.CellType(made) if c.cell_contents is inner else c for c in forward.__closure__]
+    copied = types.FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
+    """(fused class, {}) for this attention, or the reason why it keeps its class."""
+    forward = inspect.unwrap(type(attention).forward)
+    reason = replaced_forward(attention)
+    reason = reason or _rope_reason(
+        forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    )
+    return reason or (FusedAttention, {})
+
+
+@cache
+def _rope_reason(forward, theirs) -> str | None:
+    code = getattr(forward, "__code__", None)
+    if code is None or theirs is None or "apply_rotary_pos_emb" not in code.co_names:
+        return "no plain apply_rotary_pos_emb in its forward"
+    for dtype, of_angles in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        _MIXED,
+    ):
+        args = _rotation_probe(dtype, of_angles, rotates_by_halves(theirs))
+        try:
+            with torch.no_grad():
+                pairs = zip(rotation(theirs)(*args), theirs(*args))
+                # Stock rounds two products and their sum; fused rounds once.
+                if not all(close(ours, his, 8) for ours, his in pairs):
+                    return "its rotation is another"
+        except Exception as error:  # a family's own code on a probe may raise anything
+            return f"its rotation takes other arguments ({type(error).__name__})"
+    return None
