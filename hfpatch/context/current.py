@@ -331,14 +331,14 @@ def named_experts(config) -> str | None:
     return experts_of(config) if entry is None else entry[3]
 
 
-def experts_as_named(module, *args) -> Tensor:
-    """The forward of fused experts as their config names it outside of ours."""
-    now = experts_of(module.config)
-    name_experts(module.config, named_experts(module.config))
+def with_experts(name: str | None, config, forward, *args) -> Tensor:
+    """forward(*args) of fused experts, whose config names this meanwhile."""
+    now = experts_of(config)
+    name_experts(config, name)
     try:
-        return type(module).forward(module, *args)
+        return forward(*args)
     finally:
-        name_experts(module.config, now)
+        name_experts(config, now)
 
 
 def standard(config) -> str | None:

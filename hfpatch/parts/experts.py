@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import (
+    OUR_EXPERTS,
     STANDARD_EXPERTS,
     forward_hooks,
     gate_of,
@@ -20,7 +21,7 @@ from hfpatch.compat import (
     other_hooks,
     register_experts,
 )
-from hfpatch.context.current import current, experts_as_named, named_experts
+from hfpatch.context.current import current, named_experts, with_experts
 from hfpatch.ops._library import KERNEL_DTYPES
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.swiglu import ACTIVATIONS, _act
@@ -79,8 +80,14 @@ def can_run(module: nn.Module | None) -> bool:
 
 
 def pairs(modules, taken, **settings) -> list:
-    """(module, forward) of the fused experts among `modules`, but for those in `taken`."""
-    return [(m, partial(run, m, **settings)) for m in modules if id(m) not in taken and can_run(m)]
+    """(module, forward) of the fused experts among `modules`, but for those in `taken`. What an
+    engine put around experts (expert parallelism) stays, and finds ours inside.
+    """
+    mine = [m for m in modules if is_fused_experts(m) and id(m) not in taken]
+    found = [(m, partial(run, m, **settings)) for m in mine if can_run(m)]
+    around = (m for m in mine if "forward" in vars(m))
+    standard = (m for m in around if named_experts(m.config) in STANDARD_EXPERTS)
+    return found + [(m, partial(with_experts, OUR_EXPERTS, m.config, m.forward)) for m in standard]
 
 
 def run(
@@ -94,7 +101,10 @@ def run(
     """
     layout = layout_of(module)
     if layout is None:
-        return experts_as_named(module, hidden_states, top_k_index, top_k_weights)
+        named, forward = named_experts(module.config), partial(type(module).forward, module)
+        return with_experts(
+            named, module.config, forward, hidden_states, top_k_index, top_k_weights
+        )
     w1, w2 = weight_of(module, "gate_up_proj"), weight_of(module, "down_proj")
     biases = {}
     if module.has_bias:

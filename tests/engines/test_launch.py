@@ -249,7 +249,7 @@ def test_tensor_parallel(single, tmp_path):
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_norms_between_split_projections(tmp_path):
     """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a
-    stock step, and after undo().
+    stock step, and after undo(). Ranks that share experts also share tokens (all-to-all).
     """
     for report in torchrun("tp_families_worker.py", folder=tmp_path):
         assert len(report["found"]) == 9
@@ -259,6 +259,9 @@ def test_norms_between_split_projections(tmp_path):
             # Two steps, forward and backward, three tiles of 8 tokens in each of two rows.
             tiles = 1 if case.endswith("one tile") else 6
             assert not found["whole"] and found["tiles"] == 2 * 2 * tiles * found["layers"], case
+            if "ep_size" in case:  # the op of experts, on this rank's own
+                assert found["op"] == found["tiles"], case
+        assert "load it without DistributedConfig(fsdp_size=)" in report["refused"]
 
 
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")

@@ -11,7 +11,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
-import numerics
+import pytest
 import torch
 import torch.distributed as dist
 from families import small_model
@@ -23,6 +23,7 @@ import hfpatch
 from hfpatch.compat import run_experts_plainly
 from hfpatch.layer.condition import look
 from hfpatch.layer.traced import Traced
+from hfpatch.parts import experts as parts
 
 TILED = hfpatch.Checkpointing(tile=8, plain=0, offload="gpu")
 WAYS = {
@@ -62,19 +63,19 @@ def load(folder: Path, shared: dict):
             folder,
             dtype=torch.float32,
             distributed_config=DistributedConfig(**shared),
-            attn_implementation="sdpa",
         ).train()
     run_experts_plainly(model.config)
     return model
 
 
 def worst(got: dict, plain: dict, exact: dict) -> tuple[float, str]:
-    """The largest error over its budget, and whose."""
+    """The largest error over twice what one process loses anywhere, of a value's size, and whose: a
+    bias of keys, which a softmax hardly reads, loses nothing by luck."""
     assert got.keys() == exact.keys()
-    return max(
-        ((got[n] - exact[n]).abs().max().item() / numerics.budget(plain[n], exact[n]), n)
-        for n in exact
-    )
+    size = {n: exact[n].abs().max().item() for n in exact}
+    error = lambda of: {n: (of[n] - exact[n]).abs().max().item() / size[n] for n in exact}  # noqa: E731
+    allowed = 2 * (max(error(plain).values()) + torch.finfo(torch.float32).eps)
+    return max((e / allowed, n) for n, e in error(got).items())
 
 
 def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: bool) -> dict:
@@ -82,9 +83,7 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
     if dist.get_rank() == 0 and not folder.exists():
         small_model(family, torch.float32).save_pretrained(folder)
     dist.barrier()
-    single = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
-    ).train()
+    single = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     run_experts_plainly(single.config)
     plain, exact = step(single), step(single.double())
     for way in ways:
@@ -94,13 +93,16 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
         hfpatch.apply(model, **WAYS[way])
         layers = [m for m in model.modules() if hasattr(m, "_hfpatch_places")]
         # A second step has what the first left behind.
-        with mock.patch.object(Traced, "post", autospec=True, side_effect=Traced.post) as tiles:
+        with (
+            mock.patch.object(Traced, "post", autospec=True, side_effect=Traced.post) as tiles,
+            mock.patch.object(parts, "experts", side_effect=parts.experts) as op,
+        ):
             steps = [worst(step(model), plain, exact) for _ in range(2)]
         whole = [look(m).reason for m in layers if look(m).reason]
         hfpatch.undo(model)
         found[way] = {"steps": steps, "undone": worst(step(model), plain, exact), "whole": whole,
                       "layers": len(layers),
-                      "tiles": tiles.call_count}  # fmt: skip
+                      "tiles": tiles.call_count, "op": op.call_count}  # fmt: skip
     return found
 
 
@@ -115,7 +117,9 @@ def main(folder: str) -> None:
             for way, row in errors(out, family, shared, ways, stock_first).items()
         }
         gc.collect()
-    common.report(out, found=found)
+    with pytest.raises(ValueError) as refused:
+        hfpatch.apply(load(out / "qwen3_moe", {"fsdp_size": 2, "ep_size": 2}))
+    common.report(out, found=found, refused=str(refused.value))
 
 
 if __name__ == "__main__":
