@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import grouped_mm, is_fake
-from hfpatch.ops._library import KERNEL_DTYPES, define, use_kernel, wide_dtype
+from hfpatch.ops._library import KERNEL_DTYPES, define, refuse, use_kernel, wide_dtype
 from hfpatch.ops.swiglu import _act, _dgate
 
 CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
@@ -332,7 +332,16 @@ def experts(
         first, second: adapters of w1 and w2, A [E, r, in] and B [E, out, r], scaled; of x's dtype.
         adds: of w1 and w2, what takes (a_SM, b_SN, offs_E) in place of a gradient a^T b.
         value: return this constant, in place of values that nobody reads; gradients stay.
+
+    Raises:
+        ValueError: for weights of other experts or sizes.
     """
+    (E, rows, D), second_shape = (tuple(w.shape) for w in _views(layout, w1, w2))
+    refuse("experts", (
+        second_shape != (E, D, rows // 2) or x_ND.shape[1] != D,
+        "experts of one shape, w1 [E,2F,D] and w2 [E,D,F] for x [N,D], {}, {} and {} came; give all "
+        "of them as many columns", (E, rows, D), second_shape, tuple(x_ND.shape),
+    ))  # fmt: skip
     return _experts(x_ND, w_NK, ids_NK, w1, w2, b1, b2, *first, *second, layout, adds, value)
 
 

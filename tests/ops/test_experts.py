@@ -14,12 +14,14 @@ E, D, F, N, K = 5, 16, 24, 11, 2
 
 
 def routes(kind: str) -> torch.Tensor:
-    """[N, K] ids. spread: an expert has no token; one: all tokens go to the same; other rank: some
-    go to experts that are not here."""
+    """[N, K] ids. spread: an expert has no token; one: all tokens go to the same; no token: none
+    came; other rank: some go to experts that are not here."""
     g = torch.Generator().manual_seed(3)
     ids = torch.stack([torch.randperm(E - 1, generator=g)[:K] for _ in range(N)])
     if kind == "one":
         ids = torch.tensor([[2, 4]]).repeat(N, 1)
+    elif kind == "no token":
+        ids = ids[:0]
     elif kind == "other rank":
         ids[::3, 1] = E
         ids[1] = E
@@ -50,11 +52,12 @@ def doubled(values: dict) -> dict:
     return {n: v.detach().double().requires_grad_() for n, v in values.items()}
 
 
-@pytest.mark.parametrize("kind", ["spread", "one", "other rank"])
+@pytest.mark.parametrize("kind", ["spread", "one", "no token", "other rank"])
 @pytest.mark.parametrize("layout, bias", [(SILU, False), (OSS, True), (Layout("gelu_tanh"), False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP64])
 def test_values_and_every_gradient(dtype, layout, bias, kind):
     values, ids = given(layout, dtype, bias), routes(kind)
+    values |= {n: values[n].detach()[: len(ids)].requires_grad_() for n in ("x", "w")}
     exact = gradients(experts_ref, doubled(values), ids, layout)
     plain, got = (
         gradients(experts_ref, values, ids, layout),
@@ -132,3 +135,13 @@ def test_sums_of_products_by_expert(dtype):
         op.EXPERT_SUMS(out, a, b, offs, first)
     exact = 2 * op.products(a.double(), b.double(), offs)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_experts_of_several_shapes_are_refused():
+    values, ids = given(SILU, FP64, False), routes("spread")
+    given_to = lambda **new: experts(ids_NK=ids, layout=SILU, **(arguments | new))  # noqa: E731
+    arguments = {"x_ND": values["x"], "w_NK": values["w"], "w1": values["w1"], "w2": values["w2"]}
+    for name, other in (("w2", values["w2"][:-1]), ("w2", values["w2"][:, :, 1:]),
+                        ("x_ND", values["x"][:, 1:])):  # fmt: skip
+        with pytest.raises(ValueError, match="hfpatch: experts expected experts of one shape, w1"):
+            given_to(**{name: other})
