@@ -17,6 +17,7 @@ from hfpatch.compat import (
     forward_hooks,
     gate_of,
     hooks_on_all,
+    is_fake,
     is_fused_experts,
     other_hooks,
     register_experts,
@@ -49,6 +50,8 @@ def _takes(module: nn.Module, name: str) -> bool:
         return True
     weight = getattr(module, name, None)
     plain = isinstance(weight, Tensor) and not hasattr(weight, "placements")
+    # torchao's tensors have no product by groups
+    plain = plain and (not hasattr(weight, "__tensor_flatten__") or is_fake(weight))
     return plain and weight.dim() == 3 and weight.dtype in (*KERNEL_DTYPES, torch.float64)
 
 

@@ -126,11 +126,15 @@ def test_adapters_switched_off_between_passes():
     """Backward runs with the adapters that forward had; one merged meanwhile is refused."""
     stock = adapted("qwen3_moe", BY_NAME)
     ours, plain = tiny.patched(stock), tiny.step(stock, batch())
+    adapters = {p for p in ours.parameters() if p.requires_grad}
     loss = ours(**batch()).loss
     ours.base_model.disable_adapter_layers()
+    for p in ours.parameters():  # PEFT freezes them meanwhile
+        p.requires_grad_(p in adapters)
     loss.backward()
     ours.base_model.enable_adapter_layers()
     got = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert len(got) == len(adapters)
     kept = lambda found: {n: found[n] for n in got}  # noqa: E731
     assert_as_good(got, kept(plain), kept(tiny.step(tiny.exact(stock), batch())))
     with ours.disable_adapter(), stock.disable_adapter():
@@ -163,14 +167,15 @@ def test_experts_of_four_bits_are_dequantised_once_a_phase(tiles, monkeypatch):
 
     assert bnb
     stock = packed(families.small_model("qwen3_moe", torch.float32))
-    dense = families.small_model("qwen3_moe", torch.float32)  # of the weights that four bits hold
-    for name, module in dense.named_modules():
-        if type(module).__name__ == "Qwen3MoeExperts":
-            for weight in ("gate_up_proj", "down_proj"):
-                getattr(module, weight).data = getattr(stock.get_submodule(name), weight)
-    stock, dense = (
-        randomised(peft.get_peft_model(m, peft.LoraConfig(r=4, **BY_NAME))) for m in (stock, dense)
-    )
+    stock = randomised(peft.get_peft_model(stock, peft.LoraConfig(r=4, **BY_NAME)))
+    dense = copy.deepcopy(stock)  # of the weights that four bits hold
+    for module in list(dense.modules()):
+        if "parametrizations" in module._modules:
+            weights = {n: getattr(module, n) for n in ("gate_up_proj", "down_proj")}
+            module.__class__ = type(module).__mro__[1]
+            del module._modules["parametrizations"]
+            for name, weight in weights.items():
+                setattr(module, name, nn.Parameter(weight, requires_grad=False))
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=8))
     assert "whole" not in str(report)
@@ -185,6 +190,32 @@ def test_experts_of_four_bits_are_dequantised_once_a_phase(tiles, monkeypatch):
     assert len(tiles) == 2 * 6 * layers
     assert_as_good(got, plain, tiny.step(tiny.exact(dense), batch()))
     assert len(count) == 2 * 2 * layers  # two weights, forward and backward
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_s_experts_run_as_they_are_named(tiles):
+    """Its tensors know no product of ours; in tiles all the same."""
+    pytest.importorskip("torchao")
+    from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, quantize_
+
+    stock = families.small_model("qwen3_moe", torch.float32).requires_grad_(False)
+    names = "re:.*experts\\.(gate_up|down)_proj"
+    quantize_(stock, FqnToConfig({names: Int8WeightOnlyConfig(version=2)}), filter_fn=None)
+    kind = type(stock.model.layers[0].mlp.experts.down_proj)
+    assert kind.__module__.startswith("torchao.")
+    stock.set_experts_implementation("eager")
+    stock = randomised(peft.get_peft_model(stock, peft.LoraConfig(r=4, target_modules=["q_proj"])))
+    ours = tiny.patched(stock)
+    tiles.clear()
+    got, plain = tiny.step(ours, batch()), tiny.step(stock, batch())
+    assert len(tiles) == 2 * 6 * 2
+    dense = copy.deepcopy(stock)
+    for module in dense.modules():
+        for name in ("gate_up_proj", "down_proj"):
+            if type(getattr(module, name, None)) is kind:
+                weight = nn.Parameter(getattr(module, name).dequantize(), requires_grad=False)
+                setattr(module, name, weight)
+    assert_as_good(got, plain, tiny.step(tiny.exact(dense), batch()))
 
 
 class Strange(nn.Module):
