@@ -34,12 +34,24 @@ def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
 
 
 @BNB
-def test_the_example_trains_adapters(run_train, tmp_path, capsys):
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # PEFT's own
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_example_trains_adapters(experts, run_train, tmp_path, capsys):
+    """experts: of a Qwen3-MoE, whose adapters join the experts' products."""
     pytest.importorskip("bitsandbytes")
     import runpy
     from pathlib import Path
 
     assert run_train("base", max_steps=1)[0] == 0
+    if experts:
+        from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 16,
+                 "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2}  # fmt: skip
+        vocabulary = AutoConfig.from_pretrained(tmp_path / "base").vocab_size
+        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, **sizes))
+        made.save_pretrained(tmp_path / "base")
     example = runpy.run_path(str(Path(__file__).parents[2] / "scripts/examples/qlora.py"))
     trainer = example["main"](str(tmp_path / "base"), json.__file__, str(tmp_path / "out"))
     assert [e["loss"] for e in trainer.state.log_history if "loss" in e][1] > 0
@@ -48,7 +60,10 @@ def test_the_example_trains_adapters(run_train, tmp_path, capsys):
         for n, t in load_file(tmp_path / "out/adapter_model.safetensors").items()
         if "lora_B" in n
     )
-    assert "float32 over" not in capsys.readouterr().out
+    assert not experts or any(".experts." in n for n, _ in trainer.model.named_parameters() if
+                              "lora_A" in n)  # fmt: skip
+    said = capsys.readouterr().out
+    assert "float32 over" not in said and "whole" not in said
 
 
 @pytest.mark.parametrize("flags, words", [
