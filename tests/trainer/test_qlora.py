@@ -34,7 +34,9 @@ def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
 
 
 @BNB
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning")  # PEFT's own
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
+)  # PEFT's own
 @pytest.mark.parametrize("experts", [False, True])
 def test_the_example_trains_adapters(experts, run_train, tmp_path, capsys):
     """experts: of a Qwen3-MoE, whose adapters join the experts' products."""
