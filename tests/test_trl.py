@@ -203,13 +203,13 @@ def heads(monkeypatch):
 
 @pytest.fixture
 def rows_without_padding(monkeypatch):
-    """How many real tokens each packed row had that ran in place of padded ones, but for those of a
-    small instance."""
+    """Of each packed row that ran in place of padded ones, but for those of a small instance: its
+    real tokens, its tokens, and those of the padded rows."""
     ran, arguments = [], PackedRow.arguments
 
     def note(row, kwargs):
         if row.T != TOKENS:
-            ran.append(row.real)
+            ran.append((row.real, len(row.at_N), row.B * row.T))
         return arguments(row, kwargs)
 
     monkeypatch.setattr(PackedRow, "arguments", note)
@@ -252,6 +252,8 @@ def test_trainer(name, order, settings, tmp_path, heads, rows_without_padding):
         return assert_same_run(got, trained(name, tmp_path / "stock", **settings))
     if name in ("DPO", "GRPO"):  # a step's rows may be of one length
         assert len(rows_without_padding) >= STEPS - 1
+        real, ran, padded = map(sum, zip(*rows_without_padding))
+        assert real <= ran <= 1.05 * real and ran < padded, "what is token-wise costs that much"
     trainer = got[0]
     policy = trainer.model.get_base_model() if settings.get("lora") else trainer.model
     models = [m for m in (policy, getattr(trainer, "ref_model", None)) if m is not None]

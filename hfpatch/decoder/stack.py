@@ -110,6 +110,14 @@ class OurAttention(KeepsSignature):
             layer = module if isinstance(module, UntiledLayer) else _wrapped(module)
             if layer is not None:
                 look(layer)
+        if (
+            kwargs.get("pixel_values") is not None
+            and "pixel_values" not in self._hfpatch_positional
+        ):
+            raise ValueError(
+                f"hfpatch: expected text for a {type(self).__name__}, which has no tower of images, "
+                "pixel_values came; leave them out, or load the model with its images."
+            )
         given, session = read_batch(self, kwargs), self._hfpatch_session
         if session is not None and session.weights.on and given is not None:
             session.weights_to_host(self, given.tokens.device)

@@ -90,6 +90,21 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
     return name + LANGUAGE_TOWER, told | {"model_type": _TOWERS.get(inner, inner)}
 
 
+def with_images(values: dict):
+    """The model of a config.json without memory; None where it is none of images and text."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if values.get("model_type") not in CONFIG_MAPPING:
+        return None
+    config = AutoConfig.for_model(**values)
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        return None
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+
+
 def config_of(model, download: bool = True) -> tuple[str, dict]:
     """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's
     cache; download: whether the hub may be asked for what the cache has not.

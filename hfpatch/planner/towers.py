@@ -17,7 +17,7 @@ from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, StepMemo
 from hfpatch.budget.moments import Moment
 from hfpatch.budget.seconds import Resident
 from hfpatch.budget.shape import ModelShape
-from hfpatch.lab.models import config_of
+from hfpatch.lab.models import config_of, with_images
 
 # Visual tokens of an image where a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of
 # a video's frame, which see each other.
@@ -171,22 +171,14 @@ def tower_in_front(model, images: int, video_tokens: int, seq_len: int) -> Tower
 
 @lru_cache(maxsize=8)
 def _tower(values: str) -> Tower | None:
-    import torch
     from torch import nn
-    from transformers import AutoConfig, AutoModelForImageTextToText
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from hfpatch.decoder.find import find_decoder
     from hfpatch.layer.tower import find_towers
 
-    values = json.loads(values)
-    if values.get("model_type") not in CONFIG_MAPPING:
+    model = with_images(json.loads(values))
+    if model is None:
         return None
-    config = AutoConfig.for_model(**values)
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
-        return None
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     decoder = find_decoder(model)
     towers = {} if decoder is None else find_towers(model, decoder.stack)
     lists = [blocks for name, lists in towers.items() if "vis" in name for blocks in lists]
@@ -210,7 +202,7 @@ def _tower(values: str) -> Tower | None:
         works=columns + (2 * gates - 1) * widest + (5 + wide) * width,
         after=tuple((m.in_features, m.out_features) for m in rest),
         parameters=sum(p.numel() for p in model.parameters() if id(p) not in kept),
-        **_patches(config),
+        **_patches(model.config),
     )  # fmt: skip
 
 

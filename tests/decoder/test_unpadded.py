@@ -167,6 +167,20 @@ def test_what_stays_padded(why, rows):
     assert not rows
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, about tensors that it traces
+@pytest.mark.parametrize("what", ["a layer", "the model"])
+def test_under_static_shapes_rows_stay_padded(what, rows):
+    """Each length would be compiled anew."""
+    stock, batch = tiny.llama(), padded(real=((0, 24), (0, 13), (0, 20)))
+    ours = tiny.patched(stock, checkpointing="off")
+    if what == "a layer":
+        ours.model.layers[1].compile(backend="eager", dynamic=False)
+    else:
+        ours.compile(backend="eager", dynamic=False)
+    tiny.assert_as_good(ours, stock, batch)
+    assert not rows
+
+
 def test_a_layer_of_the_users_own_stays_padded(rows):
     """It hands a share of each token on to the next, from row to row in a packed one."""
     stock, batch = tiny.llama(), padded(real=((0, 24), (0, 13), (0, 20)))

@@ -170,6 +170,11 @@ def test_a_cache_that_nobody_asked_for_keeps_no_layer_whole(loss):
 WAYS = ("trained", "frozen", "adapted", "checkpointed", "embeddings want gradients")
 
 
+# What makes embeddings of patches.
+CONVOLUTIONS = ("patch_embed", "patch_embedding", "patch_conv", "patch_embeddings.projection",
+                "patch_embedder.input_proj")  # fmt: skip
+
+
 def in_a_way(model, way: str):
     """The model with a tower that is trained, frozen, or frozen with adapters in it."""
     if way == "checkpointed":
@@ -179,16 +184,14 @@ def in_a_way(model, way: str):
             p.requires_grad_("vis" not in name)
     if way == "embeddings want gradients":  # as PEFT and Trainer have it beside checkpointing
         model.enable_input_require_grads()
-        conv = next(
-            m
-            for n, m in model.named_modules()
-            if n.endswith(("patch_embed", "patch_embedding", "patch_conv"))
-        )
+        conv = next(m for n, m in model.named_modules() if n.endswith(CONVOLUTIONS))
         conv.register_forward_hook(lambda module, args, out: out.requires_grad_())
     if way == "adapted":
         peft = pytest.importorskip("peft")
+        clips = any(n.endswith("q_proj.linear") for n, _ in model.named_modules())  # Gemma 4
+        names = r"q_proj\.linear" if clips else "(q_proj|qkv)"
         settings = peft.LoraConfig(
-            r=2, target_modules=r".*vis.*\.(q_proj|qkv)", init_lora_weights=False
+            r=2, target_modules=rf".*vis.*\.{names}", init_lora_weights=False
         )
         model = peft.get_peft_model(model, settings).double()
     return model
@@ -284,10 +287,13 @@ def test_a_blocks_input_is_one_copy_each_way():
 
 
 def test_a_model_without_a_tower_has_none():
-    from tests.layer.deep import tiny_llama
-
-    report = hfpatch.apply(tiny_llama())
+    """Images for it get a sentence; transformers drops them in silence."""
+    ours = tiny.llama()
+    report = hfpatch.apply(ours)
     assert not any("blocks of" in note for note in report.notes)
+    with pytest.raises(ValueError, match=r"^hfpatch: expected .* pixel_values came; .*\.$"):
+        ours(**tiny.labelled(), pixel_values=torch.zeros(2, 3, 16, 16))
+    ours(**tiny.labelled(), pixel_values=None)
 
 
 def pictures(name: str, rows: list[dict]) -> dict:
