@@ -58,7 +58,10 @@ def _takes(module: nn.Module, name: str) -> bool:
 def layout_of(module: nn.Module) -> Layout | None:
     """What fused experts compute, None where ops/experts.py has no form of it."""
     plain = all(_takes(module, name) for name in ("gate_up_proj", "down_proj"))
-    if not plain or not module.has_gate or module.has_post_expert_norm or hooks_on_all():
+    # Older versions of transformers say less of their experts: those run by their own forward.
+    told = all(hasattr(module, name) for name in ("has_gate", "is_concatenated", "is_transposed"))
+    normed = getattr(module, "has_post_expert_norm", False)
+    if not plain or not told or not module.has_gate or normed or hooks_on_all():
         return None
     gate = gate_of(module)
     where = {"interleaved": not module.is_concatenated, "transposed": module.is_transposed}
