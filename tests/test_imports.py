@@ -38,7 +38,12 @@ ROWS = (
 )
 # knows nothing of the neighbours in the rows below
 CORE = tuple(name for row in ROWS[:15] for name in row)
-TRITON = ("kernels", "lab.targets", "lab.kernel_rows", "lab.simulate.liger")  # the last stands in for Liger's kernels
+TRITON = (
+    "kernels",
+    "lab.targets",
+    "lab.kernel_rows",
+    "lab.simulate.liger",
+)  # the last stands in for Liger's kernels
 TRANSFORMERS = (
     "compat",
     "context",

@@ -12,9 +12,10 @@ from hfpatch.budget.presets import MODELS, PRESETS
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
 from hfpatch.lab.models import resolve
 from hfpatch.planner.answer import judged
+from hfpatch.planner.evaluate import placements
 from hfpatch.planner.optimizers import OPTIMIZERS
 from hfpatch.planner.placements import PLACEMENTS, resident, under
-from hfpatch.planner.plan import placements, plan, resolved
+from hfpatch.planner.plan import plan, resolved
 from hfpatch.planner.show import picture, sweep_table
 
 PAUSE = 2.0  # seconds between two lines of progress

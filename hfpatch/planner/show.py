@@ -70,13 +70,35 @@ def _points(plan) -> list[str]:
 
 def text(plan) -> str:
     """The answer in full, a screen long."""
+    lines = _answer(plan)
+    if plan.first_step:
+        lines.insert(-3, _first_step(plan))
+    if plan.simulated_beyond_bytes is not None:
+        lines.append(_simulated(plan))
+    points = _points(plan)
+    if len(points) > 1:
+        lines.append(f"frontier        the step in less or more GPU memory: {', '.join(points)}")
+    if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
+        lines.append(
+            "angles          apply(rope_float64=True): so far out, float32 angles are off by more "
+            "than bf16 rounds"
+        )
+    if plan.max_seq_len is not None:
+        lines.append(_longest(plan))
+    if not plan.fits and plan.closed_form:
+        lines += ["", _what_would_fit(plan)]
+    return "\n".join(lines)
+
+
+def _answer(plan) -> list[str]:
+    """Whether it fits, bytes, seconds, and why the policy is what it is."""
     verdict = "fits" if plan.fits else "does NOT fit"
     times = "" if plan.gpus == 1 else f"{plan.gpus} x "
     lora = plan.adapters
     trained = "" if lora is None else f", LoRA r={lora['rank']} over a {lora['base']} base"
     shared = "" if plan.sp_size == 1 else f", {plan.sp_size} GPUs a sequence"
     seen = f" ({plan.visual_tokens:,} of them visual)" if plan.visual_tokens else ""
-    lines = [
+    return [
         f"{plan.model}{trained}, {plan.batch} x {plan.seq_len:,} tokens{seen} on {times}{plan.gpu} "
         f"({plan.placement}{shared}): "
         f"{verdict}",
@@ -103,63 +125,49 @@ def text(plan) -> str:
         f"why             {plan.why}",
         f"rates           {plan.rates}",
     ]
-    if plan.first_step:
-        beside = ", ".join(
-            f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items()
-        )
-        whole = plan.step_seconds + sum(plan.first_step.values())
-        over = sum(plan.first_step.values()) - FIRST_STEP_BUDGET
+
+
+def _first_step(plan) -> str:
+    beside = ", ".join(f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.first_step.items())
+    more = sum(plan.first_step.values())
+    over, late = more - FIRST_STEP_BUDGET, ""
+    if over > 0:
         late = (
             f"; {over:.0f} s beyond the budget of a step and {FIRST_STEP_BUDGET:.0f} s, once a run"
-            if over > 0
-            else ""
         )
-        lines.insert(-3, f"first step      {whole:.1f} s: a step, {beside}{late}")
-    if plan.simulated_beyond_bytes is not None:
-        held = (
-            "contradicts the plan: believe the simulator"
-            if plan.contradicted
-            else "agrees with the closed form"
-        )
-        lines.append(
-            f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the "
-            "model on fake tensors, "
-            f"{gib(plan.gpu_bytes['activations'])} by the closed form; it {held}"
-        )
-    points = _points(plan)
-    if len(points) > 1:
-        lines.append(f"frontier        the step in less or more GPU memory: {', '.join(points)}")
-    if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
-        lines.append(
-            "angles          apply(rope_float64=True): so far out, float32 angles are off by more "
-            "than bf16 rounds"
-        )
-    if plan.max_seq_len is not None:
-        longest, *fewer = plan.longest
-        others = (
-            f"every={w['every']}: {w['seq_len']:,} with {gib(w['host_peak_bytes'])}" for w in fewer
-        )
-        lines.append(
-            "; ".join(
-                [
-                    f"longest         {plan.max_seq_len:,} tokens fit, host "
-                    f"{gib(longest['host_peak_bytes'])}",
-                    *others,
-                ]
-            )
-        )
-    if not plan.fits and plan.closed_form:
-        lines.append("")
-        rows = [
-            (s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"]))
-            for s in plan.suggestions
-        ]
-        lines.append(
-            table(rows, ("what would fit", "cost", "GPU", "host"))
-            if rows
-            else "no single change makes it fit"
-        )
-    return "\n".join(lines)
+    return f"first step      {plan.step_seconds + more:.1f} s: a step, {beside}{late}"
+
+
+def _simulated(plan) -> str:
+    held = "agrees with the closed form"
+    if plan.contradicted:
+        held = "contradicts the plan: believe the simulator"
+    return (
+        f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the "
+        "model on fake tensors, "
+        f"{gib(plan.gpu_bytes['activations'])} by the closed form; it {held}"
+    )
+
+
+def _longest(plan) -> str:
+    longest, *fewer = plan.longest
+    said = [
+        f"longest         {plan.max_seq_len:,} tokens fit, host {gib(longest['host_peak_bytes'])}"
+    ]
+    said += [
+        f"every={w['every']}: {w['seq_len']:,} with {gib(w['host_peak_bytes'])}" for w in fewer
+    ]
+    return "; ".join(said)
+
+
+def _what_would_fit(plan) -> str:
+    if not plan.suggestions:
+        return "no single change makes it fit"
+    rows = [
+        (s["change"], s["cost"], gib(s["gpu_peak_bytes"]), gib(s["host_peak_bytes"]))
+        for s in plan.suggestions
+    ]
+    return table(rows, ("what would fit", "cost", "GPU", "host"))
 
 
 def sweep_table(plans) -> str:

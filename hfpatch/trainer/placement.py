@@ -125,7 +125,7 @@ def fitting(
     from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS
     from hfpatch.budget.shape import UnknownFamily
     from hfpatch.planner.answer import make_run
-    from hfpatch.planner.plan import evaluate
+    from hfpatch.planner.evaluate import evaluate
 
     # Only memory matters here, not the speed of the GPU in this row. gpu_free has no CUDA context
     # in it, so that is added.

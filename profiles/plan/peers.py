@@ -116,7 +116,7 @@ def seconds(row: dict, gpu: str) -> float | None:
 def ours(tokens: int, gpu: str):
     """hfpatch's plan of the same step."""
     from hfpatch.planner.answer import make_run
-    from hfpatch.planner.plan import evaluate
+    from hfpatch.planner.evaluate import evaluate
 
     return evaluate(make_run(MODEL, seq_len=tokens, gpu=gpu, host_ram=HOST), PLACEMENT)
 

@@ -73,7 +73,9 @@ def test_the_backward_of_swiglu_loads_all_before_it_stores():
     """
     from hfpatch.lab import kernel_rows, targets
 
-    row = next(r for r in kernel_rows._swiglu_rows() if r.variant == "silu bwd" and r.dtype == "bf16")
+    row = next(
+        r for r in kernel_rows._swiglu_rows() if r.variant == "silu bwd" and r.dtype == "bf16"
+    )
     with targets.caught() as launches:
         row.call()
     ptx = targets.compiled(launches[0], targets.TARGETS["sm_90"]).asm["ptx"]

@@ -866,13 +866,13 @@ def test_starts_at_once():
 
 
 def test_no_placement_is_planned_behind_the_first_that_fits(monkeypatch):
-    module, planned = sys.modules["hfpatch.planner.plan"], []
+    module, planned = sys.modules["hfpatch.planner.evaluate"], []
     monkeypatch.setattr(
         module,
         "evaluate",
         lambda _, name: planned.append(name) or SimpleNamespace(fits=name == "b"),
     )
-    assert module._best(None, "abc").fits and planned == ["a", "b"]
+    assert module.best(None, "abc").fits and planned == ["a", "b"]
 
 
 def test_a_plan_is_its_caller_s_own():

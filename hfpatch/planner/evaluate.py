@@ -1,0 +1,282 @@
+"""One run under one placement, evaluated: its policy, bytes and seconds; the best placement, and the
+longest sequence that fits.
+
+Bytes come from budget/formula.py, which the layers' policy asks too; seconds from
+budget/seconds.py. No torch.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from hfpatch.budget.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.hardware import DISK
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.seconds import first_step, step_time
+from hfpatch.planner.answer import (
+    ASSUMED,
+    FLOAT8,
+    PROCESS_BYTES,
+    WHOLE,
+    Plan,
+    Run,
+    assembled,
+    stays_of,
+)
+from hfpatch.planner.placements import candidates, placement_named
+
+
+def _settings(run: Run, placement: str) -> Checkpointing:
+    """What was asked for; parameters sharded layer by layer do not allow segments of several
+    layers.
+    """
+    sharded = placement_named(placement).sharded and run.checkpointing.every == "auto"
+    return replace(run.checkpointing, every=1) if sharded else run.checkpointing
+
+
+def _free(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
+    """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is
+    taken off here, that of the step where it is admitted; gradients and optimizer states that the
+    first step makes are there already.
+    """
+    own = (
+        run.shape.trained_itemsize(itemsize) * run.shape.trained_parameters
+        if stays.gradients is None
+        else stays.gradients
+    )
+    held = on_host = 0
+    if run.tower is not None:
+        asked = run.batch, run.checkpointing, bool(run.shape.adapters)
+        held, on_host = run.tower.held(*asked), run.gpus * run.tower.host(*asked)
+    kept = stays.parameters + stays.optimizer + own + held
+    gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * kept
+    host = (
+        None
+        if run.host is None
+        else run.host - (stays.host + on_host + PROCESS_BYTES * run.gpus) / HOST_SHARE
+    )
+    return max(0, int(gpu)), None if host is None else max(0, int(host))
+
+
+@lru_cache(maxsize=2)
+def _search(*asked, **sizes) -> Search:
+    """One for the choice and the frontier: what the one has priced the other need not."""
+    return Search(*asked, **sizes)
+
+
+def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple[Search, Budget]:
+    itemsize = placement_named(placement).itemsize
+    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
+    search = _search(settings, run.shape, gpu=run.rates, **sizes)
+    return search, search.budget(*_free(run, stays, itemsize), run.gpus)
+
+
+def _policy(run: Run, placement: str, stays):
+    """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
+    if run.checkpointing in WHOLE:
+        return run.checkpointing, ""
+    settings = _settings(run, placement)
+    try:
+        search, budget = _searched(run, placement, stays, settings)
+        return search.decide(budget).policy, ""
+    except ValueError:
+        # Planned with what asks least of the host, so that the lack shown is the least.
+        search, budget = _searched(run, placement, stays, frugal(settings))
+        return search.decide(
+            replace(budget, host=None)
+        ).policy, "the host cannot hold the checkpoints"
+
+
+def frontier_of(run: Run, placement: str) -> list[dict]:
+    """Steps that a GPU with less or more memory could take: {"gpu_peak_bytes", "step_seconds",
+    "policy"}, least memory first. Empty where layers run whole.
+    """
+    if run.checkpointing in WHOLE:
+        return []
+    stays = stays_of(run, placement, run.checkpointing)
+    plans = (
+        evaluate(run, placement, o.policy)
+        for o in frontier(*_searched(run, placement, stays, _settings(run, placement)))
+    )
+    return [{k: getattr(p, k) for k in ("gpu_peak_bytes", "step_seconds", "policy")} for p in plans]
+
+
+def frugal(settings: Checkpointing) -> Checkpointing:
+    return (
+        replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
+    )
+
+
+def weights_at(run: Run, place: str) -> Run:
+    """The run with its layers' frozen weights there."""
+    return replace(run, checkpointing=replace(run.checkpointing, frozen_weights=place))
+
+
+# of a plan, its suggestions and the longest sequence, which ask for some twice
+@lru_cache(maxsize=64)
+def evaluate(run: Run, placement: str, policy=None) -> Plan:
+    """The plan under one placement, and a policy where one is given, without suggestions and
+    frontier. Frozen weights are on the host where it fits with them there alone; ranks that share
+    rows leave them where they are, as the session does.
+    """
+    stay = (
+        run.checkpointing in WHOLE
+        or run.checkpointing.frozen_weights != "auto"
+        or not run.shape.adapters
+        or run.ranks > 1
+    )
+    if policy or stay:
+        return _evaluated(run, placement, policy)
+    here = _evaluated(weights_at(run, "gpu"), placement)
+    if here.fits:
+        return here
+    there = _evaluated(weights_at(run, "host"), placement)
+    return there if _lack(there) < _lack(here) else here
+
+
+def _evaluated(run: Run, placement: str, policy=None) -> Plan:
+    stays = stays_of(run, placement, policy or run.checkpointing)
+    policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
+    sizes, itemsize = (
+        {"batch": run.batch, "tokens": run.seq_len},
+        placement_named(placement).itemsize,
+    )
+    memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
+    flops = step_flops(run.shape, policy, **sizes)
+    time, moved = step_time(
+        run.rates, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize
+    )
+    why = why_not or _why(run, policy)
+    if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
+        why += f"; {ASSUMED}"
+    why += f"; {FLOAT8}" if run.gpu.float8 else ""
+    found = assembled(run, placement, policy, why, memory, flops, time, moved)
+    return replace(
+        found,
+        first_step=first_step(
+            run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize
+        ),
+    )
+
+
+def _why(run: Run, policy) -> str:
+    """One sentence on the policy."""
+    if not isinstance(policy, Policy):
+        return "layers run whole, as asked"
+    tiled = run.shape.num_layers - policy.plain
+    if tiled <= 0:
+        return "the GPU holds all that autograd saves: nothing runs again"
+    if run.checkpointing.aim == "least":
+        reasons = ["the least memory of the GPU, as asked"]
+    elif policy.offload == "disk":
+        reasons = [f"checkpoints wait in files, as asked, on {DISK}"]
+    elif policy.offload == "gpu":
+        reasons = ["checkpoints stay on the GPU: it has room for them, or the host has none"]
+    else:
+        reasons = ["checkpoints wait in pinned host memory"]
+    if policy.every > 1 and run.checkpointing.every != "auto":
+        reasons.append(f"one layer's input in {policy.every}, as asked")
+    elif policy.every > 1:
+        reasons.append(f"the host has room for one layer's input in {policy.every}")
+    elif policy.save_attention and policy.again:
+        layers = f"{policy.again} layer{'s' * (policy.again > 1)}"
+        limit = "as many as are written in time" if run.on_disk else "as far as they fit"
+        reasons.append(f"attention outputs too {limit}, in {layers} its forward runs again")
+    elif policy.save_attention:
+        reasons.append("attention outputs too, so that its forward runs once")
+    elif run.checkpointing.save_attention is False:
+        reasons.append("attention outputs are not kept, as asked, its forward runs again")
+    else:
+        why = "would take longer to write than to make" if run.on_disk else "do not fit beside them"
+        reasons.append(f"attention outputs {why}, its forward runs again")
+    if policy.frozen_weights == "host":
+        reasons.append("frozen weights wait on the host and come a layer ahead of their use")
+    if policy.by_group:
+        reasons.append(
+            "what has heads waits beside them and comes back per KV group, the GPU being short"
+        )
+    elif policy.stream_attention:
+        reasons.append("attention outputs come back per KV group, the GPU being short")
+    return ", ".join(reasons)
+
+
+def best(run: Run, names) -> Plan:
+    """The first placement that fits, or the one that lacks the least."""
+    plans = []
+    for name in names:
+        plans.append(evaluate(run, name))
+        if plans[-1].fits:
+            return plans[-1]
+    return min(plans, key=_lack)
+
+
+def _lack(plan: Plan) -> int:
+    host = (
+        0
+        if plan.host_usable_bytes is None
+        else max(0, plan.host_peak_bytes - plan.host_usable_bytes)
+    )
+    return max(0, plan.gpu_peak_bytes - plan.gpu_usable_bytes) + host
+
+
+def longest(run: Run, names, *, step: int = 1024, progress=None) -> int:
+    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does.
+
+    progress: called with each length that is tried.
+    """
+
+    lacks: dict[int, int] = {}  # by lengths that do not fit, in steps
+    names = [*names]
+
+    def fits(steps):
+        if progress:
+            progress(steps * step * run.ranks)
+        found = best(replace(run, seq_len=steps * step), names)
+        if found.fits:  # what comes is longer still
+            del names[: names.index(found.placement)]
+        else:
+            lacks[steps] = _lack(found)
+        return found.fits
+
+    low, high, straight = 0, max(1, run.seq_len // step), True
+    while high * step <= 1 << 26 and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        guess = (low + high) // 2
+        if straight and len(lacks) > 1:  # what lacks mostly grows by a line
+            one, two = sorted(lacks)[:2]
+            more = (lacks[two] - lacks[one]) / (two - one)
+            guess = int(min(max(one - lacks[one] / more, low + 1), high - 1)) if more > 0 else guess
+        if fits(guess):
+            straight = straight and guess > low + 1
+            low = guess
+        else:
+            high = guess
+    return low * step * run.ranks
+
+
+def longest_ways(run: Run, names, progress=None) -> list[dict]:
+    """The longest sequence as asked and, where the interval was left open, with every second and
+    fourth layer's input.
+    """
+    runs = {"auto": run}
+    if (
+        run.checkpointing not in WHOLE
+        and run.checkpointing.every == "auto"
+        and not placement_named(names[0]).sharded
+    ):
+        runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
+    found = []
+    for every, way in runs.items():
+        length = longest(way, names, progress=progress)
+        host = (
+            best(replace(way, seq_len=length // run.ranks), names).host_peak_bytes if length else 0
+        )
+        found.append({"every": every, "seq_len": length, "host_peak_bytes": host})
+    return found
+
+
+def placements(run: Run, asked: str) -> list[str]:
+    """The placements that a plan tries."""
+    return candidates(asked, run.gpus, bool(run.shape.adapters), run.uneven)

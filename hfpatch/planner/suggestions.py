@@ -1,0 +1,115 @@
+"""What would make a run fit: changes one at a time."""
+
+from dataclasses import replace
+
+from hfpatch.budget.choice import HOST_SHARE
+from hfpatch.budget.formula import GiB, ModelShape
+from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.policy import Checkpointing
+from hfpatch.planner.answer import (
+    WHOLE,
+    Plan,
+    Run,
+)
+from hfpatch.planner.evaluate import best, frugal, longest, placements
+
+
+def suggestions(run: Run, plan: Plan, asked: str) -> list:
+    """The changes, one at a time, that make it fit, quickest step first; each with its cost."""
+    offers, names = Offers(plan), placements(run, asked)
+    _of_settings(run, names, plan.placement, offers)
+    _of_more_gpus(run, names, offers)
+    _of_a_larger_gpu(run, names, offers)
+    if run.host is not None:
+        _of_more_host_memory(run, names, offers)
+    length = longest(run, names)
+    if length:
+        offers.add(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
+                   f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
+    return sorted(offers.found, key=lambda s: s["step_seconds"])
+
+
+class Offers:
+    """The changes that make a planned run fit. found: a dict each, as in Plan.suggestions."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.found = plan, []
+
+    def add(self, change: str, run: Run, names: list, cost: str = "") -> bool:
+        """Whether the run so changed fits; then it is noted, at this cost or that of its step."""
+        other = best(run, names)
+        if other.fits:
+            slower = other.step_seconds / self.plan.step_seconds - 1
+            paid = cost or f"step {other.step_seconds:.1f} s ({slower:+.0%})"
+            self.found.append({
+                "change": change, "cost": paid, "step_seconds": other.step_seconds,
+                "gpu_peak_bytes": other.gpu_peak_bytes, "host_peak_bytes": other.host_peak_bytes,
+            })  # fmt: skip
+        return other.fits
+
+
+def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
+    lora = run.shape.adapters
+    if lora and lora.base != "4bit":
+        smaller = replace(run.shape, adapters=replace(lora, base="4bit"))
+        offers.add("--base 4bit", replace(run, shape=smaller), names)
+    for name in placements(run, "auto"):
+        if name != placement and name not in names:
+            offers.add(f"--placement {name}", run, [name])
+    if run.checkpointing in WHOLE or run.checkpointing != Checkpointing():
+        offers.add("--checkpointing auto", replace(run, checkpointing=Checkpointing()), names)
+    if run.checkpointing not in WHOLE and run.checkpointing.offload in ("auto", "host"):
+        disk = replace(run.checkpointing, offload="./checkpoints")
+        offers.add("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
+    if run.batch > 1:
+        offers.add(
+            "--batch 1",
+            replace(run, batch=1),
+            names,
+            f"{run.batch} accumulation steps for the same batch",
+        )
+
+
+def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
+    for gpus in (2, 4, 8):
+        wider = replace(run, gpus=gpus)
+        if gpus > run.gpus and offers.add(
+            f"--gpus {gpus}", wider, placements(wider, "auto"), f"{gpus} GPUs"
+        ):
+            break
+    for size in range(2, run.gpus + 1):
+        if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
+            part = replace(
+                run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size)
+            )
+            if not part.uneven and offers.add(f"--sp-size {size}", part, names):
+                break
+
+
+def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
+    larger = sorted(
+        (g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes),
+        key=lambda g: g.memory_bytes,
+    )
+    if (
+        larger
+        and not best(replace(run, gpu=replace(larger[-1], float8=run.gpu.float8)), names).fits
+    ):  # the host is short
+        larger = []
+    for gpu in larger:
+        if offers.add(
+            f"--gpu {gpu.name}",
+            replace(run, gpu=replace(gpu, float8=run.gpu.float8)),
+            names,
+            f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB",
+        ):
+            break
+
+
+def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
+    settings = run.checkpointing if run.checkpointing in WHOLE else frugal(run.checkpointing)
+    roomy = best(replace(run, host=None, checkpointing=settings), names)
+    if roomy.fits:
+        more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
+        larger = replace(run, host=more * GiB)
+        offers.add(f"--host-ram {more}GiB", larger, names, f"a machine with {more} GiB of memory")
