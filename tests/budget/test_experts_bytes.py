@@ -45,9 +45,7 @@ def simulated(preset: str, layers: int) -> tuple[Counter, int]:
     return Counter(ledger.traffic), ledger.of_experts
 
 
-@pytest.mark.parametrize(
-    "preset, most", [("Qwen/Qwen3-30B-A3B", 6.0), ("openai/gpt-oss-20b", 7.0)]
-)
+@pytest.mark.parametrize("preset, most", [("Qwen/Qwen3-30B-A3B", 6.0), ("openai/gpt-oss-20b", 7.0)])
 def test_bytes_of_a_layer(preset, most):
     """gpt-oss' angles have half the usual width, its attention has sinks."""
     (one, of_experts), (two, _) = simulated(preset, 1), simulated(preset, 2)
