@@ -179,7 +179,9 @@ def unplanned(
         tile = auto_tile(rows)
         in_time = TIME_TILE_LEAST if short else time_tile(tile, width, free)
     several = least and rows > tile and tier != "gpu" and not whole
-    chain = 1 if least and not short else chain_of((in_time or tile) * width, free, sums)
+    chain = 0 if least and not short else chain_of((in_time or tile) * width, free, sums)
+    # A chain of one spares two [rows, width] of 2 bytes, and has all its sums at once.
+    chain = chain or int(short or 4 * rows * width > sums)
     return Policy(
         offload=tier,
         every=every,
