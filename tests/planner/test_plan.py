@@ -201,6 +201,7 @@ def test_settings_reach_the_policy(tmp_path):
         "wide": True,
         "loss_bytes": 2 << 30,
         "time_tile": 0,
+        "chain": 0,
     }
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
