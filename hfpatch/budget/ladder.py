@@ -178,8 +178,11 @@ def unplanned(
     elif tile == "auto":
         tile = auto_tile(rows)
         in_time = TIME_TILE_LEAST if short else time_tile(tile, width, free)
-    several = least and rows > tile and tier != "gpu" and not whole
-    chain = 1 if least and not short else chain_of((in_time or tile) * width, free, sums)
+    chain = 0 if least and not short else chain_of((in_time or tile) * width, free, sums)
+    # A chain of one spares two [rows, width] of 2 bytes, and has all its sums at once.
+    chain = chain or int(short or 4 * rows * width > sums)
+    # heads of the layer that runs take less of the host than a chain spares
+    heads = least and bool(chain) and rows > tile and tier != "gpu" and not whole
     return Policy(
         offload=tier,
         every=every,
@@ -187,8 +190,8 @@ def unplanned(
         tile=tile,
         time_tile=in_time,
         plain=0 if settings.plain == "auto" else settings.plain,
-        by_group=several,
-        stream_attention=several and save,
+        by_group=heads,
+        stream_attention=heads and save,
         chain=0 if whole or settings.every != "auto" else chain,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
     )

@@ -305,7 +305,7 @@ def chain_of(elements: int, free: int | None, sums: int) -> int:
     """
     if free is None:
         return CHAIN
-    return max(1, min(CHAIN, free // 2 // (sums + elements * MIXER_BYTES)))
+    return min(CHAIN, free // 2 // (sums + elements * MIXER_BYTES))
 
 
 @dataclass(frozen=True)

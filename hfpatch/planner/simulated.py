@@ -360,6 +360,11 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     if asked in WHOLE:
         return _under(config, run, names, asked)
     policy = _policy(asked, run.batch * run.seq_len, counted.carries_states)
+    # as budget/ladder.unplanned has it: where sums of whole layers are more than a chain spares
+    if run.batch * run.seq_len * config.get("hidden_size", 0) < counted.trained_parameters // max(
+        1, counted.num_layers
+    ):
+        policy = replace(policy, chain=0)
     most = replace(policy, by_group=True, stream_attention=policy.save_attention)
     sparing = counted.carries_states and policy.offload == "host" and run.ranks == 1
     found = _under(config, run, names, most if sparing and asked.aim == "least" else policy)

@@ -13,6 +13,7 @@ import torch
 from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli.support import family_config
+from hfpatch.decoder.find import find_decoder
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
@@ -28,7 +29,9 @@ def row(family: str, tokens: int, word: str) -> str:
         config |= {k: v[:layers] for k, v in lists.items()} | {"num_hidden_layers": layers}
     model = build(config, torch.bfloat16)
     settings = Checkpointing(offload="host", aim="least")
-    policy = unplanned(settings, tokens, False, config["hidden_size"], None)
+    body = sum(p.numel() for layer in find_decoder(model).layers for p in layer.parameters())
+    sums = 4 * body // len(find_decoder(model).layers)
+    policy = unplanned(settings, tokens, False, config["hidden_size"], None, sums)
     if word == "before":
         policy = replace(policy, chain=0, by_group=False, stream_attention=False)
     found = simulate(prepare(model, "hfpatch"), 1, tokens, policy=policy)

@@ -720,6 +720,8 @@ def test_least_takes_one_layer_and_heads_in_the_tier():
     assert unplanned_for(40 * GiB, settings={"aim": "least"}, short=True).chain == 4
     one = unplanned_for(120 * GiB, 2048, settings={"aim": "least"})  # a row of one tile
     assert not one.by_group and not one.stream_attention
+    # a short row: all sums of a layer at once are more than what a chain spares
+    assert one.chain == unplanned_for(GiB, 32768).chain == 0
     here = unplanned_for(120 * GiB, settings={"aim": "least", "offload": "gpu"})
     assert not here.by_group
     every = unplanned_for(None, settings={"every": 1})
