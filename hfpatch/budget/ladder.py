@@ -191,6 +191,7 @@ def unplanned(
         time_tile=in_time,
         plain=0 if settings.plain == "auto" else settings.plain,
         by_group=heads,
+        park=heads,
         stream_attention=heads and save,
         chain=0 if whole or settings.every != "auto" else chain,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),

@@ -716,7 +716,7 @@ def test_layers_without_attention_share_an_input_as_far_as_memory_is_free():
 def test_least_takes_one_layer_and_heads_in_the_tier():
     least = unplanned_for(120 * GiB, settings={"aim": "least"})
     assert (least.chain, least.tile, least.time_tile) == (1, 2048, 0)
-    assert least.by_group and least.stream_attention
+    assert least.by_group and least.stream_attention and least.park
     assert unplanned_for(40 * GiB, settings={"aim": "least"}, short=True).chain == 4
     one = unplanned_for(120 * GiB, 2048, settings={"aim": "least"})  # a row of one tile
     assert not one.by_group and not one.stream_attention
