@@ -218,14 +218,14 @@ def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
 
 
 def undo(model: nn.Module) -> None:
-    """Hands every module its own class back and frees the session's host memory. A model never
+    """Hands every module its own class back and frees the runtime's host memory. A model never
     patched stays as it is.
 
     A reference model that a TRL trainer had patched with its policy is a model of its own:
     undo(trainer.ref_model). Raises ValueError on what is no model.
     """
     expect_module(model)
-    sessions = set()
+    runtimes = set()
     for module in model.modules():
         _unpin(module)
         if isinstance(module, OurAttention):
@@ -235,16 +235,16 @@ def undo(model: nn.Module) -> None:
         trl = vars(module).get("_hfpatch_trl")
         if trl is not None:
             vars(module)["forward"] = trl.theirs
-        session = vars(module).get("_hfpatch_session")
+        runtime = vars(module).get("_hfpatch_runtime")
         not_for_ddp(module)
-        if session is not None:
-            sessions.add(session)
+        if runtime is not None:
+            runtimes.add(runtime)
             gather_as_one(module, False)
-        sessions |= {vars(module).get("_hfpatch_tower")} - {None}
+        runtimes |= {vars(module).get("_hfpatch_tower")} - {None}
         for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
             del vars(module)[mark]
-    for session in sessions:
-        session.close()
+    for runtime in runtimes:
+        runtime.close()
 
 
 __all__ = ["Report", "apply", "undo"]

@@ -103,15 +103,15 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
             skipped.append(("checkpointing", f"{type(layer).__name__}: {replaced_forward(layer)}"))
             return
     shape = as_trained(_shape(stack.config), layers[0])
-    session = LayerRuntime(settings, shape, len(layers), turn)
-    session.owner = weakref.ref(decoder.causal or stack)
-    stack._hfpatch_session = session
-    not_for_ddp(session.owner(), Waiting(session))
+    runtime = LayerRuntime(settings, shape, len(layers), turn)
+    runtime.owner = weakref.ref(decoder.causal or stack)
+    stack._hfpatch_runtime = runtime
+    not_for_ddp(runtime.owner(), Waiting(runtime))
     names = Counter(type(layer).__name__ for layer in layers)
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         if isinstance(layer, TiledLayer):  # one that runs again later in the same forward
             continue
-        layer._hfpatch_index, layer._hfpatch_session = index, session
+        layer._hfpatch_index, layer._hfpatch_runtime = index, runtime
         _swap_layer(layer, TiledLayer, answer, found.places, configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):

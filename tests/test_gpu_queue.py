@@ -411,10 +411,10 @@ def test_plan_is_held_against_measured_rows(tmp_path):
         and plan.policy_from("") is None
     )
     kept = plan.policy_from(
-        "gpu every=1 save=1 stream=0 park=1 by_group=1 again=3 wide=1 loss=1024 tile=8192 plain=2 "
+        "gpu every=1 save=1 stream=0 offload_dx=1 by_group=1 again=3 wide=1 loss=1024 tile=8192 plain=2 "
         "keep=qkv,mid"
     )
-    more = {"park": True, "by_group": True, "again": 3, "wide": True, "loss_bytes": 1024}
+    more = {"offload_dx": True, "by_group": True, "again": 3, "wide": True, "loss_bytes": 1024}
     assert kept == Policy("gpu", 1, True, False, 8192, plain=2, keep=("qkv", "mid"), **more)
     GiB = common.GiB
     row |= {

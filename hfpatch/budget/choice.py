@@ -277,7 +277,9 @@ class Search:
         for place in ("host", "gpu") if settings.offload == "auto" else (settings.offload,):
             settings = replace(settings, offload=place)
             search = Search(settings, self.shape, **self.sizes, gpu=self.gpu, able=self.able)
-            simple = [p for p in search.candidates if not (p.wide or p.park or p.stream_attention)]
+            simple = [
+                p for p in search.candidates if not (p.wide or p.offload_dx or p.stream_attention)
+            ]
             for segments in (False, True):
                 found = search._fitting((p for p in simple if segments == (p.every > 1)), budget)
                 if found:
@@ -315,7 +317,7 @@ def _simplest(options: list[Option]):
 
     def key(option: Option) -> tuple:
         policy = option.policy
-        saving = policy.by_group, policy.stream_attention, policy.park
+        saving = policy.by_group, policy.stream_attention, policy.offload_dx
         return option.seconds > SAME * fastest, option.host, saving, option.device, -policy.tile
 
     return key

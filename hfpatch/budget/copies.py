@@ -69,7 +69,7 @@ def link_bytes(
     inputs = -(-n // policy.every) * rows * shape.hidden_size
     kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
     single = tiles(batch, tokens, policy.tile)[0] == 1
-    one = 0 if single or not policy.park else rows * shape.hidden_size
+    one = 0 if single or not policy.offload_dx else rows * shape.hidden_size
     attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
     saved = n - min(policy.again, n) if policy.save_attention and policy.every == 1 else 0
     again = attended if saved < n else 0

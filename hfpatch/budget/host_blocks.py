@@ -40,7 +40,7 @@ def host_blocks(
     sizes = Counter({kept * hidden: -(-tiled // policy.every)})
     if whole:
         return sizes
-    if policy.park:
+    if policy.offload_dx:
         sizes[rows * hidden] += 1
     groups = head_groups(batch, tokens, shape, policy.wide)
     saved = (tiled - min(policy.again, tiled)) * (policy.save_attention and policy.every == 1)

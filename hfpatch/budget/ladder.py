@@ -125,11 +125,11 @@ class _Ladder:
             return
         several = self._several(base)
         if several:
-            yield from (replace(way, park=True) for way in bases)
+            yield from (replace(way, offload_dx=True) for way in bases)
         if base.save_attention and base.every == 1:
             yield replace(base, stream_attention=True)
             if several:
-                yield replace(base, stream_attention=True, park=True)
+                yield replace(base, stream_attention=True, offload_dx=True)
 
     def _by_group(self, base: Policy) -> Iterator[Policy]:
         possible = base.offload != "gpu" and self.shape.ranks == 1 and not base.keep
@@ -191,7 +191,7 @@ def unplanned(
         time_tile=in_time,
         plain=0 if settings.plain == "auto" else settings.plain,
         by_group=heads,
-        park=heads,
+        offload_dx=heads,
         stream_attention=heads and save,
         chain=0 if whole or settings.every != "auto" else chain,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),

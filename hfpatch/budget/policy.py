@@ -319,7 +319,7 @@ class Policy:
     stream_attention: attention's backward fetches out and dout per group of KV heads, in place of
         holding them whole.
     tile: tokens a tile.
-    park: a layer's input gradient waits with its checkpoints during attention's backward.
+    offload_dx: a layer's input gradient waits with its checkpoints during attention's backward.
     plain: how many of the last layers keep everything that autograd saves; nothing in them runs
     again.
     keep: what the other layers keep beside x, out and lse; names of KEEPABLE.
@@ -344,7 +344,7 @@ class Policy:
     tile: int = 8192
     plain: int = 0
     keep: tuple = ()
-    park: bool = False
+    offload_dx: bool = False
     by_group: bool = False
     again: int = 0
     frozen_weights: str = "gpu"

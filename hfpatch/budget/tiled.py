@@ -51,7 +51,7 @@ class TiledStep:
         self.unsaved = min(policy.again, n) if self.save else n
         self.kept_out = n - self.unsaved
         self.kept_inside = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
-        self.park = policy.park and self.off and not self.single
+        self.offload_dx = policy.offload_dx and self.off and not self.single
         self.qkv = z.q + z.kv
         self.tile_D = self.t * shape.hidden_size * s
         by_parts = self.stream or policy.by_group or shape.ranks > 1
@@ -98,7 +98,7 @@ class TiledStep:
             again = z.out if self.unsaved else 0
             inside = (min(policy.every, n) - 1) * (z.u + z.out + z.lse)
             passing = z.q + z.kv + z.out + again + inside
-        return self.stored + passing + (z.u if self.park else 0)
+        return self.stored + passing + (z.u if self.offload_dx else 0)
 
     def moments(self) -> list[Moment]:
         """All moments of the step."""
@@ -298,7 +298,7 @@ class _Layer:
             outs -= 2 * min(outs, z.out) // groups
         whole = 0 if kept and not step.off else qkv
         # A parked dx comes back tile by tile: one in use, one on its way.
-        c = (0 if step.park else z.u) + z.out + whole + outs + self.held + step.grads
+        c = (0 if step.offload_dx else z.u) + z.out + whole + outs + self.held + step.grads
         if policy.by_group:
             # Tiles of out and dout; q, k, v, out and dout of a group and of the next, and gradients
             # on their way.

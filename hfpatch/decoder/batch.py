@@ -153,7 +153,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     uncached = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
-        tiled=stack._hfpatch_session is not None,
+        tiled=stack._hfpatch_runtime is not None,
         config=config,
         tokens=tokens,
         B=B,

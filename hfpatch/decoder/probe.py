@@ -262,13 +262,13 @@ class _Probe:
     def _post(self, **known):
         def run(x):
             outs = [o.clone().requires_grad_() for o in self.outs]
-            return self._ask(**known).post(x, outs, 0, self.T, dead=True), self.dys, outs
+            return self._ask(**known).post(x, outs, 0, self.T, unread=True), self.dys, outs
 
         return self._gradients(run)
 
     def _pre(self, **known):
         return self._gradients(
-            lambda x: (self._ask(**known).pre(x, 0, self.T, dead=True), self.dparts, [])
+            lambda x: (self._ask(**known).pre(x, 0, self.T, unread=True), self.dparts, [])
         )
 
     def by_place(self) -> bool:
@@ -318,10 +318,14 @@ class _Probe:
             ]
             run_post = self._called(names, lambda: self._post(block=block))
             run_pre = self._called(names, lambda: self._pre(block=block))
-            dead_post = tuple(n for n in run_post if self._dead(n, self._post, post))
-            dead_pre = tuple(n for n in run_pre if self._dead(n, self._pre, pre))
-            unread = tuple(n for n in dead_post if self._unread(n))
-            together = {"dead_post": dead_post, "dead_pre": dead_pre, "unread": unread}
+            unread_post = tuple(n for n in run_post if self._nothing_reads(n, self._post, post))
+            unread_pre = tuple(n for n in run_pre if self._nothing_reads(n, self._pre, pre))
+            unread = tuple(n for n in unread_post if self._unread(n))
+            together = {
+                "unread_post": unread_post,
+                "unread_pre": unread_pre,
+                "unread_always": unread,
+            }
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
         return replace(self.known, block=block, **together)
@@ -340,7 +344,7 @@ class _Probe:
             handle.remove()
         return [name for name in names if name in called]
 
-    def _dead(self, name: str, run, expected) -> bool:
+    def _nothing_reads(self, name: str, run, expected) -> bool:
         """Whether no gradient reads this module's value: replacing it by NaN and by 3 changes
         none."""
         for value in (float("nan"), 3.0):

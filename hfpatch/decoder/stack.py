@@ -68,15 +68,15 @@ class OurAttention(KeepsSignature):
     Attributes:
         _hfpatch_configs: the configs that its modules read.
         _hfpatch_traits: what the small instance showed of it.
-        _hfpatch_session: the LayerRuntime of its layers, None where transformers runs them.
+        _hfpatch_runtime: the LayerRuntime of its layers, None where transformers runs them.
     """
 
-    _hfpatch_configs, _hfpatch_session, _hfpatch_traits = (), None, StackTraits()
+    _hfpatch_configs, _hfpatch_runtime, _hfpatch_traits = (), None, StackTraits()
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if self._hfpatch_session is not None:  # a pickle drops its owner
-            self._hfpatch_session.owned_by(self)
+        if self._hfpatch_runtime is not None:  # a pickle drops its owner
+            self._hfpatch_runtime.owned_by(self)
 
     @property
     def _hfpatch_shares_rows(self) -> bool:
@@ -118,9 +118,9 @@ class OurAttention(KeepsSignature):
                 f"hfpatch: expected text for a {type(self).__name__}, which has no tower of images, "
                 "pixel_values came; leave them out, or load the model with its images."
             )
-        given, session = read_batch(self, kwargs), self._hfpatch_session
-        if session is not None and session.weights.on and given is not None:
-            session.weights_to_host(self, given.tokens.device)
+        given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
+        if runtime is not None and runtime.weights.on and given is not None:
+            runtime.weights_to_host(self, given.tokens.device)
         if weights_move(self):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
             if given is not None and given.sequence is not None:
@@ -129,11 +129,11 @@ class OurAttention(KeepsSignature):
         batch = None if given is None else self._hfpatch_batch(given, kwargs)
         if batch is None:
             return self._hfpatch_declined(kwargs)
-        if session is None and self.training and getattr(self, "gradient_checkpointing", False):
+        if runtime is None and self.training and getattr(self, "gradient_checkpointing", False):
             return self._hfpatch_checkpointed(batch, kwargs)
-        if session is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in session.told:
+        if runtime is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in runtime.warned:
             if narrow(self):
-                session.tell(_ADVICE)
+                runtime.tell(_ADVICE)
         row = without_padding(self, given, batch, kwargs)
         if row is not None:
             with having(idle_BT=None, positions=None):
@@ -147,8 +147,8 @@ class OurAttention(KeepsSignature):
             kwargs["attention_mask"] = torch.ones(
                 batch.B, batch.t, dtype=torch.bool, device=batch.device
             )
-        if self._hfpatch_session is not None:
-            self._hfpatch_session.begin(batch.device)
+        if self._hfpatch_runtime is not None:
+            self._hfpatch_runtime.begin(batch.device)
         with our_attention(self._hfpatch_configs, batch):
             return self._hfpatch_stock(kwargs)
 
@@ -159,13 +159,13 @@ class OurAttention(KeepsSignature):
         the compiled graph. Plain causal rows need no mask: the config then names an attention
         without one.
         """
-        config, session = self.config, self._hfpatch_session
+        config, runtime = self.config, self._hfpatch_runtime
         if self.training and torch.is_grad_enabled():
             packed = kwargs.get("attention_mask") is not None
             packed = packed and kwargs.get("position_ids") is not None
-            if packed or session is not None:
+            if packed or runtime is not None:
                 return _outside(self, kwargs)
-        if session is not None and session.weights.on:
+        if runtime is not None and runtime.weights.on:
             return _outside(self, kwargs)
         if shared_in_a_graph(attention_of(config), self.training):
             return _outside(self, kwargs)
@@ -214,7 +214,7 @@ class OurAttention(KeepsSignature):
 
     def _hfpatch_whole_layers(self) -> int:
         """A number that stands for the layers which run whole in training."""
-        if self._hfpatch_session is None or not (self.training and torch.is_grad_enabled()):
+        if self._hfpatch_runtime is None or not (self.training and torch.is_grad_enabled()):
             return 0
         layers = [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
         whole = [i for i, layer in enumerate(layers) if look(layer).reason]
@@ -236,7 +236,7 @@ class OurAttention(KeepsSignature):
         decision = decide(given, self._hfpatch_traits, cached, changes)
         kwargs.update(decision.changes)
         if decision.warning is not None:
-            self._hfpatch_session.tell(decision.warning)
+            self._hfpatch_runtime.tell(decision.warning)
         return decision.batch
 
     def _hfpatch_refuse_unasked(self) -> None:

@@ -346,18 +346,18 @@ def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Modul
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
-    session = LayerRuntime(
+    runtime = LayerRuntime(
         Checkpointing(offload="gpu", every=every, save_attention=True, tile=TILE), None, len(layers)
     )
-    ours._hfpatch_configs, ours._hfpatch_session = configs, session
+    ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
     ours._hfpatch_traits = StackTraits(found.ours)
-    ours._hfpatch_turn = session.turn
+    ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
         answer = found.answers.get(kind_of(layer), LayerTraits(reason="not asked"))
         swap(layer, TiledLayer)
         layer._hfpatch_index = index
-        layer._hfpatch_session, layer._hfpatch_configs, layer._hfpatch_traits = (
-            session,
+        layer._hfpatch_runtime, layer._hfpatch_configs, layer._hfpatch_traits = (
+            runtime,
             configs,
             answer,
         )

@@ -1,4 +1,4 @@
-"""A training step on the clock: the real model, session and policy over fake tensors, on a device
+"""A training step on the clock: the real model, runtime and policy over fake tensors, on a device
 whose streams are clocks.
 
     timeline = clock("llama-3.1-8b", seq_len=131072, gpu="h100")
@@ -8,7 +8,7 @@ Nothing is computed and no GPU is asked. Each operation takes, on its stream, th
 step model gives its shape (budget/seconds.py: FLOPs and bytes over the rates of
 budget/hardware.py), each copy its bytes over the link, each launch some of the host's time. Events
 order the streams as CUDA's do. What the clock adds to the closed form is the order in which the
-session issues its work: where compute waits for a copy, the copy is exposed.
+runtime issues its work: where compute waits for a copy, the copy is exposed.
 
 On the clock is one GPU that holds weights, gradients and optimizer states; where ranks share rows,
 one of them, whose exchanges take their bytes over the links between GPUs. Not on it: engines that
@@ -318,7 +318,7 @@ def _tiles_on(follower: list):
 
 @contextmanager
 def _standing_in(clock: ClockDevice):
-    """Within, the clock is the device that the session finds, and host memory is made without
+    """Within, the clock is the device that the runtime finds, and host memory is made without
     pages.
     """
     before, host_empty = DEVICES.get(clock.device), devices.host_empty

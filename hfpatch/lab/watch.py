@@ -100,9 +100,9 @@ class HostWatch:
 
 
 def pinned_gib(model) -> float | None:
-    """Pinned host memory: the session's, and the caching host allocator's at its highest."""
+    """Pinned host memory: the runtime's, and the caching host allocator's at its highest."""
     engines = {
-        id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_session")) is not None
+        id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_runtime")) is not None
     }
     pools = [e.transfers.pool for e in engines.values() if e.transfers is not None]
     total = sum(p.bytes_held for p in pools if p.pinned)
@@ -112,11 +112,11 @@ def pinned_gib(model) -> float | None:
 
 
 def policy_used(model) -> Policy | None:
-    """What the session settled on at the last shape; None where nothing ran in tiles."""
+    """What the runtime settled on at the last shape; None where nothing ran in tiles."""
     for module in model.modules():
-        session = vars(module).get("_hfpatch_session")
-        if session is not None and session.policies:
-            return list(session.policies.values())[-1]
+        runtime = vars(module).get("_hfpatch_runtime")
+        if runtime is not None and runtime.policies:
+            return list(runtime.policies.values())[-1]
     return None
 
 
@@ -125,7 +125,7 @@ def policy_of(model) -> str:
     p = policy_used(model)
     if p is None:
         return ""
-    flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)} park={int(p.park)}"
+    flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)} offload_dx={int(p.offload_dx)}"
     flags += f" by_group={int(p.by_group)} again={p.again} wide={int(p.wide)} loss={p.loss_bytes}"
     kept = f"tile={p.tile} plain={p.plain} keep={','.join(p.keep)}"
     return f"{p.offload} every={p.every} {flags} {kept}"

@@ -21,7 +21,7 @@ x comes from the store three times, in A, B and D: not in A where "mid" is kept,
 is. Attention outputs that lie in the store fill whole buffers as
 their tiles come in A; where the policy streams them they come by tiles in A, and again by groups of
 heads in C. dx is dy's own memory where nobody else sees that (privacy.py); where the policy says so
-it waits in the store in C ("park").
+it waits in the store in C ("offload_dx").
 
 What is kept is not computed: q, k and v make B needless, the sum after attention ("mid") the
 projection before it, and x in A. Where attention's outputs were not kept, B comes first, and
@@ -124,7 +124,7 @@ class Backward:
             for dout, dout_t in zip(self.douts, douts_t):
                 dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
-        if call.policy.park and need_x and call.mixes:
+        if call.policy.offload_dx and need_x and call.mixes:
             self.parked, dx = self._park(dx), None
         self.dx = dx
         self.weights.round()
@@ -165,7 +165,7 @@ class Backward:
         else:
             x, (a, b) = self.stays[0][1], call.bounds[0]
             parts, self.back = call.parts.before_again(
-                x, a, b, self.need_x, self.weights, dead=False
+                x, a, b, self.need_x, self.weights, unread=False
             )
             # The graph must not see its outputs overwritten by the gradients.
             self.qkv = [p.detach().contiguous() for p in parts]
@@ -210,7 +210,7 @@ class Backward:
                 dx[:, a:b] = tile_of_dx(index)
             back = self.back
             if back is None:
-                back = parts.before_again(x_t, a, b, self.need_x, self.weights, dead=True)[1]
+                back = parts.before_again(x_t, a, b, self.need_x, self.weights, unread=True)[1]
             dx_t = back(list(map(next, grads)), self.dsinks if index == 0 else None)
             if self.single:
                 self.dx = dx_t if dx is None else dx if dx_t is None else dx.add_(dx_t)

@@ -17,7 +17,7 @@ from hfpatch.context.current import Call
 from hfpatch.parts.keeping import known_sum, note, unread_sum
 from hfpatch.parts.parts import FusedRMSNorm
 from hfpatch.parts.rotation import FusedAttention, rotation, rotation_in
-from hfpatch.parts.unread import is_dead
+from hfpatch.parts.unread import is_unread
 
 
 class Block:
@@ -76,4 +76,4 @@ class Block:
         note("mid", total)
         last = self.mlp(normed)
         last = last if isinstance(last, Tensor) else last[0]  # gpt-oss: with the router's weights
-        return unread_sum(total, last) if is_dead(last) else total + last
+        return unread_sum(total, last) if is_unread(last) else total + last

@@ -25,7 +25,7 @@ from hfpatch.attention.heads import Attention, groups_of
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
-from hfpatch.layer.forward_state import AsInForward, AsThen
+from hfpatch.layer.forward_state import AsInForward, ForwardState
 from hfpatch.layer.kept import Kept
 from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.time_trial import go_in_time
@@ -40,7 +40,7 @@ class LayerCall(Kept):
     layer: nn.Module
     runtime: object  # layer.runtime.LayerRuntime
     parts: LayerParts | None  # None once the last backward is over
-    then: AsThen  # what it computes with
+    then: ForwardState  # what it computes with
     private: tuple = ()
     attention: Attention = field(default_factory=Attention)
     dextras: tuple = ()  # gradients of what was recorded

@@ -40,7 +40,7 @@ class Condition:
     refers to the layer.
 
     Attributes:
-        answers: the layer's traits, for which this was found.
+        traits: the layer's traits, for which this was found.
         inside: the modules in the layer, itself left out.
         reason: why every call runs whole; None where nothing stands in the way.
         now: why every call of the forward under way runs whole, or None.
@@ -59,7 +59,7 @@ class Condition:
     """
 
     snapshot: Snapshot
-    answers: LayerTraits
+    traits: LayerTraits
     reason: str | None = None
     now: str | None = None
     calls_as_made: bool = True
@@ -85,7 +85,7 @@ class Condition:
 def look(layer: nn.Module) -> Condition:
     """The layer's condition, found anew where the layer is made of other things than before."""
     known, traits = layer._hfpatch_condition, layer._hfpatch_traits
-    if known is None or known.answers is not traits or not known.snapshot.holds(layer):
+    if known is None or known.traits is not traits or not known.snapshot.holds(layer):
         known = layer._hfpatch_condition = _condition_of(layer)
     known.now = known.reason or _why_now(layer, known)
     known.calls_as_made = nn.Linear.__call__ is CALL and not watched(())

@@ -146,11 +146,11 @@ class Direct(Block):
         return self.angles[a, b]
 
     def before(
-        self, x_BtD: Tensor, a: int, b: int, kept: list | None = None, dead: bool = False
+        self, x_BtD: Tensor, a: int, b: int, kept: list | None = None, unread: bool = False
     ) -> list[Tensor]:
         """q [B, t, H, E], k and v [B, t, K, E] of tokens a to b.
 
-        kept: receives what `before_backward` needs. dead: q, k and v are unread; returns an empty
+        kept: receives what `before_backward` needs. unread: q, k and v are unread; returns an empty
             list.
         """
         wq, bq, wk, bk, wv, bv = _tensors(self.linears_before)
@@ -158,7 +158,7 @@ class Direct(Block):
         h, rstd = op.norm(x_BtD, *self.first.read())
         B, t, D = h.shape
         h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
-        if not dead or self.of_heads:
+        if not unread or self.of_heads:
             q = F.linear(h_ND, wq, bq).view(B, t, -1, self.head_dim)
             k = F.linear(h_ND, wk, bk).view(B, t, -1, self.head_dim)
             if self.of_heads:
@@ -171,7 +171,7 @@ class Direct(Block):
             # A frozen projection needs no input; keeping it would hold it beside its own gradient.
             read = wq.requires_grad or wk.requires_grad or wv.requires_grad
             kept += h_ND if read else None, rstd, q_dtype, of_heads
-        if dead:
+        if unread:
             return []
         q, k, angles = q.transpose(1, 2), k.transpose(1, 2), self._angles(a, b)
         each = self.as_given and q.dtype is not k.dtype  # in its own dtype
@@ -183,9 +183,9 @@ class Direct(Block):
             F.linear(h_ND, wv, bv).view(B, t, -1, self.head_dim),
         ]
 
-    def before_again(self, x_BtD, a: int, b: int, need_x: bool, weights, dead: bool) -> tuple:
+    def before_again(self, x_BtD, a: int, b: int, need_x: bool, weights, unread: bool) -> tuple:
         kept: list = []
-        parts = self.before(x_BtD, a, b, kept, dead)
+        parts = self.before(x_BtD, a, b, kept, unread)
         return parts, partial(self.before_backward, x_BtD, a, b, kept, need_x, weights)
 
     def before_backward(
@@ -361,7 +361,7 @@ def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Dir
     if call.asked.sinks_H is not None:  # their gradient is not written out
         return None
     call.layer, call.modules = layer, [layer, *condition.inside]
-    call.condition, call.traits = condition, condition.answers
+    call.condition, call.traits = condition, condition.traits
     call.angles, call.asked = {}, [call.asked]  # angles: of each tile
     return call
 

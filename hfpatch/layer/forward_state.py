@@ -179,7 +179,7 @@ def _is_sharded(module: nn.Module, tensors) -> bool:
     return in_fsdp2(module) or any(map(is_shard, tensors))
 
 
-class AsThen:
+class ForwardState:
     """What a layer computes with, as it was at a forward of it: every tensor, each once, and its
     modules' switches.
 
@@ -261,7 +261,7 @@ class AsThen:
             raise edited(what, REPLACED if replaced else "modified in place")
         return tensor
 
-    def stands(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether every place, none of them an engine's, has what it had then, as it was."""
         if self.there is None or self.found.filled() or versions(self.tensors) != self.counts:
             return False
@@ -319,7 +319,7 @@ class AsInForward:
     and its modules' switches are as they were.
     """
 
-    def __init__(self, then: AsThen):
+    def __init__(self, then: ForwardState):
         self.then, self.before = then, []
 
     def __enter__(self):
@@ -327,16 +327,16 @@ class AsInForward:
         try:
             if self.then.called:
                 self._go_as_then()
-            if not self._stands():
+            if not self._nothing_to_restore():
                 self._put_back()
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _stands(self) -> bool:
+    def _nothing_to_restore(self) -> bool:
         """Whether there is nothing to put back."""
-        return self.then.stands()
+        return self.then.unchanged()
 
     def _put_back(self) -> None:
         for index, place in enumerate(self.then.found.places):

@@ -14,7 +14,7 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import dequantized
 from hfpatch.layer.direct import direct_of
-from hfpatch.layer.forward_state import AsThen
+from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
@@ -88,11 +88,11 @@ def parts_of(
         dense: quantised weights are dequantized once a phase.
     """
     parts = None
-    if condition.answers.block and not dense:
+    if condition.traits.block and not dense:
         parts = direct_of(layer, args, kwargs, x, condition)
     if parts is None:
         parts = Traced(
-            layer, Arguments(args, kwargs, *x.shape[:2]), condition.answers,
+            layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
             layer._hfpatch_configs, batch,
             records=records, collected=collected, modules=[layer, *condition.inside],
             random=condition.draws, condition=condition, leaves=condition.leaves,
@@ -115,7 +115,7 @@ def tiled_layer(
     layer = parts.layer
     if policy.again:
         policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
-    then = AsThen(
+    then = ForwardState(
         layer,
         parts.modules,
         runtime.weights.on,

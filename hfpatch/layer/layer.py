@@ -86,14 +86,14 @@ class UntiledLayer:
         return super().forward(hidden_states, *args, **kwargs)
 
 
-def why_not_shared(answers: LayerTraits, condition: Condition) -> str | None:
+def why_not_shared(traits: LayerTraits, condition: Condition) -> str | None:
     """Why ranks cannot share the rows of such a layer: "" where it mixes tokens beside attention,
     else who does not know; None where they can.
     """
-    if not answers.looked or condition.unknown:
-        return condition.unknown or answers.reason
-    mixes = answers.mixers and not answers.attends
-    return "" if mixes or answers.reason in (OTHER_MIXER, BY_PLACE) else None
+    if not traits.looked or condition.unknown:
+        return condition.unknown or traits.reason
+    mixes = traits.mixers and not traits.attends
+    return "" if mixes or traits.reason in (OTHER_MIXER, BY_PLACE) else None
 
 
 def _run_directly(function, *args, **kwargs):
@@ -104,13 +104,13 @@ class TiledLayer(UntiledLayer):
     """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its
     input offloaded.
 
-    `_hfpatch_session`: the model's layer.runtime.LayerRuntime; `_hfpatch_index`: which of its
+    `_hfpatch_runtime`: the model's layer.runtime.LayerRuntime; `_hfpatch_index`: which of its
     layers this is.
     """
 
     @property
     def _gradient_checkpointing_func(self):
-        # transformers sets one whenever checkpointing is turned on; the session takes its place.
+        # transformers sets one whenever checkpointing is turned on; the runtime takes its place.
         return _run_directly
 
     @_gradient_checkpointing_func.setter
@@ -130,18 +130,18 @@ class TiledLayer(UntiledLayer):
         return super().__call__(hidden_states, *args, **kwargs)
 
     def _apply(self, fn, recurse=True):
-        with self._hfpatch_session.weights_staying(self, fn):
+        with self._hfpatch_runtime.weights_staying(self, fn):
             return super()._apply(fn, recurse)
 
     def forward(self, hidden_states, *args, **kwargs):
         try:
-            session, batch = self._hfpatch_session, current.batch
+            runtime, batch = self._hfpatch_runtime, current.batch
         except AttributeError:  # bound by somebody (accelerate) who keeps it beyond undo()
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or current.role is not None:
             return super().forward(hidden_states, *args, **kwargs)
         # without gradients too: what another thread's backward has under way is not left over
-        with session.turn:
+        with runtime.turn:
             request = self._request(hidden_states, batch, args, kwargs)
             if request.sequence is not None or self._hfpatch_traits.reason == OTHER_MIXER:
                 self._refuse(request)
@@ -153,7 +153,7 @@ class TiledLayer(UntiledLayer):
                 return self._checkpointed(request, way.policy, whole)
             y = whole(request.given)
             if way.keeps is not None:
-                session.ran_plain(self, way.keeps, request.given, y)
+                runtime.ran_plain(self, way.keeps, request.given, y)
             return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
@@ -201,7 +201,7 @@ class TiledLayer(UntiledLayer):
             refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
-        session, lists = self._hfpatch_session, collected_now()
+        runtime, lists = self._hfpatch_runtime, collected_now()
         records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
         parts = parts_of(
@@ -209,8 +209,8 @@ class TiledLayer(UntiledLayer):
             dense=policy.dense,
         )  # fmt: skip
         try:
-            with session.weights.forward(self, r.x.device):
-                y, *extras = tiled_layer(session, policy, parts, r.x)
+            with runtime.weights.forward(self, r.x.device):
+                y, *extras = tiled_layer(runtime, policy, parts, r.x)
         except NotStopped as error:
             raise RuntimeError(
                 f"hfpatch: expected a {type(self).__name__} to mix tokens as on its small "
@@ -231,7 +231,7 @@ class TiledLayer(UntiledLayer):
                 rng,
                 torch.no_grad(),
                 collecting({}),
-                self._hfpatch_session.weights.forward(self, device),
+                self._hfpatch_runtime.weights.forward(self, device),
             ):
                 parts.pre(r.x[:, :1], 0, 1)
             r.condition.read, r.condition.leaves = parts.read, bool(parts.left)
@@ -241,36 +241,36 @@ class TiledLayer(UntiledLayer):
         """A function that runs the layer whole on its hidden states, packed documents one by one
         where mixers would mix them.
         """
-        session, answers, batch = self._hfpatch_session, self._hfpatch_traits, r.batch
+        runtime, traits, batch = self._hfpatch_runtime, self._hfpatch_traits, r.batch
         # Backward runs it again: it must not hold the request, whose hidden states wait elsewhere.
         args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
 
         def whole(h):
-            if session.weights.on and not needs_no_gradient(self, h, args, kwargs):
-                session.weights.refuse_a_graph(self)
+            if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):
+                runtime.weights.refuse_a_graph(self)
             apart = nullcontext()
-            if answers.mixers and batch is not None and batch.apart is not None:
+            if traits.mixers and batch is not None and batch.apart is not None:
                 arguments = Arguments(args, kwargs, *sizes)
                 apart = documents_apart(
-                    self, answers.mixers, arguments, self._hfpatch_configs, batch, answers.paired
+                    self, traits.mixers, arguments, self._hfpatch_configs, batch, traits.paired
                 )
-            with session.weights.forward(self, h.device), apart:
+            with runtime.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         return whole
 
     def _checkpointed(self, r: Request, policy, whole):
-        session, batch = self._hfpatch_session, r.batch
+        runtime, batch = self._hfpatch_runtime, r.batch
         configs = self._hfpatch_configs if batch is not None else ()
         if r.kwargs.get("use_cache"):
             r.kwargs["use_cache"] = False
 
         def run(h):
             # Again in backward, when the model's forward has long gone.
-            with session.turn, our_attention(configs, batch):
+            with runtime.turn, our_attention(configs, batch):
                 return whole(h)
 
-        return offloaded_checkpoint(session, policy, self, r.mask, run, r.given)
+        return offloaded_checkpoint(runtime, policy, self, r.mask, run, r.given)
 
 
 def needs_no_gradient(layer: nn.Module, *given) -> bool:

@@ -10,7 +10,7 @@ Nobody wrote these functions for a family: a layer is asked for them, one object
         before(x):       the forward runs on a tile of x until it has called attention as often as
                          on its small instance; what it gave attention is noted, and `Stopped`
                          ends it there.
-        after(x, outs):  the forward runs on the same tile again. Each call of attention answers
+        after(x, outs):  the forward runs on the same tile again. Each call of attention traits
                          with its tile of `outs` at once; what led there is computed for nothing,
                          unless nobody reads it: then Linears are left out (parts/unread.py).
 
@@ -74,9 +74,9 @@ class LayerParts(Protocol):
         `after` gives. known: what was noted, which is not computed again; emptied.
         """
 
-    def before_again(self, x, a: int, b: int, need_x: bool, weights, dead: bool) -> tuple:
+    def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool) -> tuple:
         """(what `before` gives, a function that gives dx of the tile or None from the gradients of
-        that). dead: nobody reads its values.
+        that). unread: nobody reads its values.
         """
 
     def again(self, weights, several: bool):
@@ -98,21 +98,21 @@ class LayerParts(Protocol):
 
 
 def keepable(
-    layer: nn.Module, answers: LayerTraits, names: tuple[str, ...], device: str
+    layer: nn.Module, traits: LayerTraits, names: tuple[str, ...], device: str
 ) -> tuple[str, ...]:
     """LayerParts.keepable before there is a call."""
-    if answers.mixers or not names:
+    if traits.mixers or not names:
         return ()
     if autocast_dtype(device) is not None:
         return tuple(n for n in names if n == "qkv")
-    sources = sources_of(layer, answers)
+    sources = sources_of(layer, traits)
     spared = lambda name: can_go_without(submodule(layer, name)) and as_found(layer, name)  # noqa: E731
     return tuple(n for n in names if n == "qkv" or n in sources and all(map(spared, sources[n])))
 
 
-def sources_of(layer: nn.Module, answers: LayerTraits) -> dict[str, tuple[str, ...]]:
+def sources_of(layer: nn.Module, traits: LayerTraits) -> dict[str, tuple[str, ...]]:
     """The modules whose values nobody reads where a kept value is known."""
-    sources = {"mid": ("self_attn.o_proj",)} if answers.block else {}
+    sources = {"mid": ("self_attn.o_proj",)} if traits.block else {}
     mlp = getattr(layer, "mlp", None)
     if (
         isinstance(mlp, (FusedMLP, FusedJointMLP))

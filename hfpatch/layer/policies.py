@@ -332,7 +332,7 @@ class Policies:
         return not budget.admits_device(option)
 
     def _host_free(self) -> int | None:
-        """Free host memory of this rank, what this session's own pool holds in wait counted as
+        """Free host memory of this rank, what this runtime's own pool holds in wait counted as
         free.
         """
         free, ranks = memory.host_free(), environment_number("LOCAL_WORLD_SIZE", 1, 1)

@@ -122,16 +122,16 @@ def cache_of(args: tuple, kwargs: dict) -> Cache | None:
 
 
 def _tiled(r: Request) -> Tiled | Stock:
-    layer, session = r.layer, r.layer._hfpatch_session
+    layer, runtime = r.layer, r.layer._hfpatch_runtime
     able = partial(keepable, layer, layer._hfpatch_traits, KEEPABLE, r.x.device.type)
-    policy = session.policy(layer, r.x, r.batch.sequence, able=able)
+    policy = runtime.policy(layer, r.x, r.batch.sequence, able=able)
     # one of the last layers, which keep everything
-    plain = layer._hfpatch_index >= session.n_layers - policy.plain
+    plain = layer._hfpatch_index >= runtime.n_layers - policy.plain
     return Stock(keeps=policy) if plain and torch.is_grad_enabled() else Tiled(policy)
 
 
 def _whole(r: Request, reason: str) -> Whole | Stock:
-    layer, session, kind = r.layer, r.layer._hfpatch_session, type(r.layer).__name__
+    layer, runtime, kind = r.layer, r.layer._hfpatch_runtime, type(r.layer).__name__
     nothing_to_keep = not (layer.training and torch.is_grad_enabled()) or not r.given.numel()
     if nothing_to_keep or r.kwargs.get("output_attentions"):
         return Stock(reason)
@@ -140,17 +140,17 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
         # By hooks that PEFT takes away when the model's forward ends, but for
         # gradient_checkpointing; there as the layer's backward begins, where nobody wants the
         # gradient of its input.
-        session.tell(
+        runtime.tell(
             f"{kind}s run whole and keep everything: an adapter in it has {r.condition.adapter}."
         )
         return Stock(reason)
     if reason not in (NOT_DESCRIBED, layer._hfpatch_traits.reason):  # the report has the latter
-        session.tell(f"{kind}s run whole, their inputs offloaded: {reason}.")
+        runtime.tell(f"{kind}s run whole, their inputs offloaded: {reason}.")
     # asked for by the caller; running the layer again would write its keys twice
     if cache_of(r.args, r.kwargs) is not None:
-        session.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
+        runtime.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
         return Stock(KEEPS)
-    policy = session.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None
-    if policy is not None and layer._hfpatch_index >= session.n_layers - policy.plain:
+    policy = runtime.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None
+    if policy is not None and layer._hfpatch_index >= runtime.n_layers - policy.plain:
         return Stock(reason)
     return Whole(reason, policy)

@@ -25,7 +25,7 @@ class LayerRuntime(Policies, Chain):
     under way.
 
     Attributes:
-        told: lines that the user has read.
+        warned: lines that the user has read.
         draws: layers, by index and mode, that were seen to draw random numbers.
         tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
@@ -41,7 +41,7 @@ class LayerRuntime(Policies, Chain):
     ):
         Policies.__init__(self, checkpointing, shape, n_layers)
         Chain.__init__(self)
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self.draws: set[tuple] = set()
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
@@ -69,8 +69,8 @@ class LayerRuntime(Policies, Chain):
 
     def tell(self, line: str) -> None:
         """The same line once."""
-        if line not in self.told:
-            self.told.add(line)
+        if line not in self.warned:
+            self.warned.add(line)
             say(line)
 
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
@@ -127,17 +127,17 @@ class LayerRuntime(Policies, Chain):
 
 
 class Waiting:
-    """Names of the tensors that wait on the host now, in the session's model and in one that PEFT
+    """Names of the tensors that wait on the host now, in the runtime's model and in one that PEFT
     wrapped it into.
     """
 
     _hfpatch = True
 
-    def __init__(self, session: LayerRuntime):
-        self.session = session
+    def __init__(self, runtime: LayerRuntime):
+        self.runtime = runtime
 
     def __iter__(self):
-        owner = self.session.owner() if self.session.weights.on else None
+        owner = self.runtime.owner() if self.runtime.weights.on else None
         layers = (
             () if owner is None else (m for m in owner.modules() if "_hfpatch_index" in vars(m))
         )

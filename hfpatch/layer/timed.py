@@ -26,7 +26,7 @@ from hfpatch.compat import pytree, version
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.condition import has_hooks
-from hfpatch.layer.forward_state import AsThen
+from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.time_trial import tokens_tried, why_not_here
@@ -209,7 +209,7 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
     return why_not_here(parts.mixers[0], argument, given[-1], runtime)
 
 
-def in_time(parts, policy: Policy, runtime, x: Tensor, then: AsThen) -> dict | None:
+def in_time(parts, policy: Policy, runtime, x: Tensor, then: ForwardState) -> dict | None:
     """The fields of a TimedCall, where this call of a layer may be one; None else."""
     layer, carries = parts.layer, parts.traits.carries
     chosen = carries is not None and policy.chain > 0 and policy.every == 1

@@ -98,20 +98,22 @@ class Traced:
         with our_attention(self.configs, self.batch):
             return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
 
-    def pre(self, x_BtD: Tensor, a: int, b: int, dead: bool = False) -> list[Tensor]:
+    def pre(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, behind them each
         mixer's input [B, t, D].
 
-        dead: the values of LayerTraits.dead_pre are not computed. NotStopped where the layer does
+        unread: the values of LayerTraits.unread_pre are not computed. NotStopped where the layer does
             not end at its attention.
         """
         if not self.traits.mixing:
             return []
         # An argument's gradient may read any value, and goes to the tile's stand-in for it.
         wanted = self.arguments.wanted()
-        dead = dead and not wanted
+        unread = unread and not wanted
         run = self._pre if wanted or not self.is_block else self._block().pre
-        nobody_reads = self._idle(self.traits.dead_pre if dead else (), x_BtD.device.type, dead)
+        nobody_reads = self._idle(
+            self.traits.unread_pre if unread else (), x_BtD.device.type, unread
+        )
         if not nobody_reads:
             return run(x_BtD, a, b)
         with without_values(nobody_reads):
@@ -169,7 +171,7 @@ class Traced:
         outs_BtHE: list[Tensor],
         a: int,
         b: int,
-        dead: bool = False,
+        unread: bool = False,
         noted=None,
         known=None,
     ) -> list[Tensor]:
@@ -178,18 +180,20 @@ class Traced:
 
         Behind it what was recorded on the way, and the tensors that the layer returns beside, each
         as [B, t, ...]. noted, known: as parts.keeping has them, by names that `keepable` gave.
-        dead: the values of LayerTraits.dead_post, and those that make what is known, are not
+        unread: the values of LayerTraits.unread_post, and those that make what is known, are not
         computed.
         """
         kept = [keeping(noted or {}, known or {})] if noted or known else []
         found = {key: [] for key in self.records}
         names = (
-            self.traits.dead_post if dead and not self.arguments.wanted() else self.traits.unread
+            self.traits.unread_post
+            if unread and not self.arguments.wanted()
+            else self.traits.unread_always
         )
         if known:
             sources = sources_of(self.layer, replace(self.traits, block=self.is_block))
             names = (*names, *(module for name in known for module in sources[name]))
-        nobody_reads = self._idle(names, x_BtD.device.type, dead)
+        nobody_reads = self._idle(names, x_BtD.device.type, unread)
         around = [without_values(nobody_reads)] if nobody_reads else []
         around += [collecting(found), *kept] if self.collected else kept
         if self.is_block:
@@ -220,7 +224,7 @@ class Traced:
         """What the layer returns, of a tile whose mixers have their states among these arguments.
         unread: gradients come next, and nobody reads its values.
         """
-        names = self.traits.dead_post if unread else self.traits.unread
+        names = self.traits.unread_post if unread else self.traits.unread_always
         nobody_reads = self._idle(names, args[0].device.type, True)
         with without_values(nobody_reads) if nobody_reads else nullcontext():
             y = (self.forward or self.layer.stock_forward)(*args, **kwargs)
@@ -263,10 +267,12 @@ class Traced:
         with replayed(self.rng, (phase, start), device):
             return run()
 
-    def before(self, x_BtD: Tensor, a: int, b: int, dead: bool = False) -> list[Tensor]:
+    def before(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
         # Detached: a view taken without a graph says that it wants a gradient, and has none.
         x_BtD = x_BtD if torch.is_grad_enabled() else x_BtD.detach()
-        parts = self.replayed("before", a, x_BtD.device, partial(self.pre, x_BtD, a, b, dead=dead))
+        parts = self.replayed(
+            "before", a, x_BtD.device, partial(self.pre, x_BtD, a, b, unread=unread)
+        )
         # a mixer casts its input itself, autocast leaves float64
         dtype = self.autocast[0]
         if dtype is None:
@@ -284,17 +290,17 @@ class Traced:
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
         with torch.enable_grad():
-            run = partial(self.post, x, leaves, a, b, dead=True, known=known)
+            run = partial(self.post, x, leaves, a, b, unread=True, known=known)
             tiles = self.replayed("after", a, x.device, run)
         known.clear()
         self._walk(tiles, dys)
         # Nothing comes back through a product without a derivative (torchao's of int8 activations).
         return x.grad, [torch.zeros_like(y) if y.grad is None else y.grad for y in leaves]
 
-    def before_again(self, x, a: int, b: int, need_x: bool, weights, dead: bool):
+    def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
         x = x.detach().requires_grad_(need_x)
         with torch.enable_grad():
-            parts = self.before(x, a, b, dead)
+            parts = self.before(x, a, b, unread)
 
         def back(grads, dsinks=None):
             """dsinks: with the first tile, of the sinks, which are there once."""

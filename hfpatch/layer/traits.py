@@ -23,10 +23,10 @@ class LayerTraits:
         carries: where the layer has no attention and runs in tiles through time itself
             (timed.py), its argument that takes states, "" of a layer without; None where not.
         block: the layer is norm, attention, norm, MLP, as in layer/block.py.
-        dead_post: names of modules whose output values no gradient reads when `post` runs again in
+        unread_post: names of modules whose output values no gradient reads when `post` runs again in
             the backward.
-        dead_pre: the same for `pre`.
-        unread: those of dead_post on which the layer's output does not depend either.
+        unread_pre: the same for `pre`.
+        unread_always: those of unread_post on which the layer's output does not depend either.
         reason: why the layer is not tiled, or None.
         softcap: the cap of attention's scores, or None.
         looked: the probe searched for modules that mix tokens.
@@ -40,9 +40,9 @@ class LayerTraits:
     untimed: tuple[tuple[str, str], ...] = ()
     carries: str | None = None
     block: bool = False
-    dead_post: tuple[str, ...] = ()
-    dead_pre: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    unread_post: tuple[str, ...] = ()
+    unread_pre: tuple[str, ...] = ()
+    unread_always: tuple[str, ...] = ()
     reason: str | None = None
     softcap: float | None = None
     looked: bool = False

@@ -14,7 +14,7 @@ from torch import Tensor
 from hfpatch.layer.forward_state import (
     STANDS_FOR,
     AsInForward,
-    AsThen,
+    ForwardState,
     edited,  # noqa: F401 (these for callers of both)
     is_sharded,  # noqa: F401
 )
@@ -34,14 +34,14 @@ class WeightGradients(AsInForward):
     graph, nor leaves; who computes the gradients adds them (`add`, `add_product`).
     """
 
-    def __init__(self, then: AsThen, several: bool, by_hand: bool = False):
+    def __init__(self, then: ForwardState, several: bool, by_hand: bool = False):
         super().__init__(then)
         self.several, self.by_hand, self.leaves, self.originals = several, by_hand, [], []
         self.sums: list[Tensor | None] = [None] * sum(then.trained)
         self.index: dict[int, int] = {}  # of what stands in their place, by their ids
 
-    def _stands(self) -> bool:
-        if not (self.by_hand and self.then.stands()):
+    def _nothing_to_restore(self) -> bool:
+        if not (self.by_hand and self.then.unchanged()):
             return False
         self.originals = self.then.wanted()
         for index, tensor in enumerate(self.originals):

@@ -1,7 +1,7 @@
 """Checkpointing of a whole layer with its input offloaded: for layers that cannot run tile by tile.
 
 Non-reentrant `torch.utils.checkpoint` inside saved-tensor hooks: the hooks see only the layer's
-input, which goes to the session's tier and comes back one layer ahead of its use.
+input, which goes to the runtime's tier and comes back one layer ahead of its use.
 """
 
 import weakref
@@ -19,7 +19,7 @@ from hfpatch.compat import (
     same_memory,
     version,
 )
-from hfpatch.layer.forward_state import AsInForward, AsThen, edited
+from hfpatch.layer.forward_state import AsInForward, ForwardState, edited
 
 
 class _Held:
@@ -67,24 +67,24 @@ class _AsFirst:
             # which records outputs.
             with AsInForward(self.then), collecting({}):
                 return self.run(x)
-        self.then = AsThen(self.layer, modules_in(self.layer), self.streamed)
+        self.then = ForwardState(self.layer, modules_in(self.layer), self.streamed)
         y = self.run(x)
         self.then.ran()
         return y
 
 
-def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Tensor):
+def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Tensor):
     """run(x) checkpointed, x [B, T, D] kept where the policy says, of another shape (no policy) on
     the device.
 
     `run`, which computes with this layer and this mask of attention (None, a tensor, another
     object), is called again in backward.
     """
-    run = _AsFirst(run, layer, mask, session.weights.on)
+    run = _AsFirst(run, layer, mask, runtime.weights.on)
     if policy is None or policy.offload == "gpu":
         return _checkpoint(run, layer, x_BTD)
-    transfers = session.queues[x_BTD.device, policy.offload].transfers
-    before, y_before = session.last_held or (None, None)
+    transfers = runtime.queues[x_BTD.device, policy.offload].transfers
+    before, y_before = runtime.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
     # torch keeps the hooks until backward, and what they close over: x must not be in it.
     held, given = [], [x_BTD]
@@ -106,7 +106,7 @@ def offloaded_checkpoint(session, policy, layer: nn.Module, mask, run, x_BTD: Te
         given.clear()
         transfers.settle()
     first = y if isinstance(y, Tensor) else y[0]
-    session.last_held = (held[0], weakref.ref(first)) if held else None
+    runtime.last_held = (held[0], weakref.ref(first)) if held else None
     return y
 
 

@@ -103,8 +103,8 @@ class FusedCausalLM(KeepsSignature):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        for session in {vars(m).get("_hfpatch_session") for m in self.modules()} - {None}:
-            session.owner = weakref.ref(self)
+        for runtime in {vars(m).get("_hfpatch_runtime") for m in self.modules()} - {None}:
+            runtime.owner = weakref.ref(self)
 
     @property
     def loss_function(self):
@@ -320,8 +320,8 @@ class FusedCausalLM(KeepsSignature):
         """Bytes the loss may use beyond its gradients, from the policy of the model's layers."""
         path = self._hfpatch_norm_path
         stack = None if path is None else self.get_submodule(path.rpartition(".")[0])
-        session = getattr(stack, "_hfpatch_session", None)
-        return LOSS_WORKSPACE if session is None else session.loss_bytes
+        runtime = getattr(stack, "_hfpatch_runtime", None)
+        return LOSS_WORKSPACE if runtime is None else runtime.loss_bytes
 
     def _hidden_is_ours(self, kwargs) -> bool:
         """Whether no one else can hold the normed hidden states, so their gradient may overwrite
@@ -359,8 +359,8 @@ class FusedCausalLM(KeepsSignature):
 
     def _tell(self, words: str) -> None:
         """Warns once per message."""
-        if words not in vars(self).setdefault("_hfpatch_told", set()):
-            self._hfpatch_told.add(words)
+        if words not in vars(self).setdefault("_hfpatch_warned", set()):
+            self._hfpatch_warned.add(words)
             warnings.warn(f"hfpatch: {words}", stacklevel=5)
 
 

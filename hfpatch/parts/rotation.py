@@ -13,7 +13,7 @@ from hfpatch import ops
 from hfpatch.context.class_code import as_asked
 from hfpatch.context.classes import replaced_forward
 from hfpatch.parts.parts import close
-from hfpatch.parts.unread import is_dead, rotation_without_values
+from hfpatch.parts.unread import is_unread, rotation_without_values
 
 
 class FusedAttention:
@@ -99,7 +99,7 @@ def rotation(theirs):
             return theirs(q, k, cos, sin, *args, **kwargs)
         dtype = q.dtype if as_given else None
         cos, sin = (_repeated(cos), _repeated(sin)) if halves else (cos, sin)
-        if is_dead(q) and is_dead(k):
+        if is_unread(q) and is_unread(k):
             return rotation_without_values(q, k, cos, sin, dtype)
         return ops.rope(q, k, cos, sin, dtype=dtype)
 

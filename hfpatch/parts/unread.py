@@ -104,7 +104,7 @@ def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
     return _adding_up(input, module.weight, module.bias, add)
 
 
-class DeadRotation(torch.autograd.Function):
+class UnreadRotation(torch.autograd.Function):
     """The fused rotation's backward, with a forward that computes nothing.
 
     q_BHTE, k_BKTE: expanded constants. dtype: of the results; None means the promoted dtype of the
@@ -124,10 +124,10 @@ class DeadRotation(torch.autograd.Function):
         return *ROPE(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None, None
 
 
-rotation_without_values = DeadRotation.apply
+rotation_without_values = UnreadRotation.apply
 
 
-def is_dead(x: Tensor) -> bool:
+def is_unread(x: Tensor) -> bool:
     """Whether x is an expanded constant in place of unread values."""
     return x.stride().count(0) > 1
 

@@ -118,7 +118,7 @@ def weights_at(run: Run, place: str) -> Run:
 def evaluate(run: Run, placement: str, policy=None) -> Plan:
     """The plan under one placement, and a policy where one is given, without suggestions and
     frontier. Frozen weights are on the host where it fits with them there alone; ranks that share
-    rows leave them where they are, as the session does.
+    rows leave them where they are, as the runtime does.
     """
     stay = (
         run.checkpointing in WHOLE

@@ -24,7 +24,7 @@ from hfpatch.planner.suggestions import suggestions
 
 
 def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
-    """ValueError where no session has them there."""
+    """ValueError where no runtime has them there."""
     if not adapters:
         raise ValueError(
             "hfpatch: weights on the host are a frozen base's, all weights came to be trained; "

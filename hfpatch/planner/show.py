@@ -48,7 +48,7 @@ def policy_text(policy, num_layers: int | None = None) -> str:
         else []
     )
     streamed += ["all heads streamed per KV group"] if policy.by_group else []
-    streamed += ["dx parked during attention"] if policy.park else []
+    streamed += ["dx parked during attention"] if policy.offload_dx else []
     return "; ".join([describe(policy, num_layers), *streamed])
 
 

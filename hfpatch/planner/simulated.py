@@ -365,7 +365,7 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
         1, counted.num_layers
     ):
         policy = replace(policy, chain=0)
-    most = replace(policy, by_group=True, park=True, stream_attention=policy.save_attention)
+    most = replace(policy, by_group=True, offload_dx=True, stream_attention=policy.save_attention)
     sparing = counted.carries_states and policy.offload == "host" and run.ranks == 1
     found = _under(config, run, names, most if sparing and asked.aim == "least" else policy)
     if found.fits or not sparing:

@@ -322,10 +322,10 @@ def _planner(model, optimizer):
     """A function giving the planned seconds of passes at {(B, T): how many} and of the optimizer's
     steps after them, None where they are not known; None of a model that hfpatch does not run.
     """
-    session = next(
-        (s for m in model.modules() if (s := vars(m).get("_hfpatch_session")) is not None), None
+    runtime = next(
+        (s for m in model.modules() if (s := vars(m).get("_hfpatch_runtime")) is not None), None
     )
-    if session is None:
+    if runtime is None:
         return None
     nbytes = lambda tensors: sum(  # noqa: E731
         t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
@@ -334,7 +334,7 @@ def _planner(model, optimizer):
     def seconds(shapes, steps: int) -> float | None:
         states = nbytes(value for state in optimizer.state.values() for value in state.values())
         stays = Resident(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
-        found = [(planned_seconds(session, B, T, stays), n) for (B, T), n in shapes.items()]
+        found = [(planned_seconds(runtime, B, T, stays), n) for (B, T), n in shapes.items()]
         if any(one is None for one, _ in found):
             return None
         return sum(n * once for (once, _), n in found) + steps * max(step for (_, step), _ in found)

@@ -22,7 +22,7 @@ ALIKE = ("model", "card", "ranks", "dtype", "batch")  # of entries that a run be
 
 def runtimes(model) -> list[LayerRuntime]:
     """hfpatch's of a model, empty where it was not applied."""
-    found = (vars(module).get("_hfpatch_session") for module in model.modules())
+    found = (vars(module).get("_hfpatch_runtime") for module in model.modules())
     return list({id(one): one for one in found if one is not None}.values())
 
 

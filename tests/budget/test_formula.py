@@ -47,7 +47,7 @@ KEEPS = (
 SOME = (
     Policy("host", again=1, keep=("qkv", "mid")),
     Policy("host", again=2, stream_attention=True),  # attention outputs of the first layers alone
-    Policy("host", wide=True, park=True, loss_bytes=2 << 30),
+    Policy("host", wide=True, offload_dx=True, loss_bytes=2 << 30),
 )
 WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
 POLICIES = (

@@ -165,7 +165,7 @@ def test_a_short_device_streams_attention_and_shrinks_tiles():
     plain = chosen()
     shorter = chosen(gpu_free=beyond(plain) - 1, host_free=200 * GiB)
     streamed = chosen(gpu_free=4 * GiB, host_free=200 * GiB)
-    assert shorter.park or shorter.stream_attention
+    assert shorter.offload_dx or shorter.stream_attention
     assert streamed.stream_attention and streamed.tile < plain.tile
     assert beyond(streamed) < beyond(shorter) < beyond(plain)
     policy = chosen(gpu_free=GiB, host_free=200 * GiB)  # nothing fits: the least comes closest
@@ -209,7 +209,7 @@ def every_policy(shape, batch, tokens, coarse=False):
         (1, 2, 4, 8, n) if coarse else range(1, n + 1),
         range(0, n + 1, max(1, n // 16) if coarse else 1),
     )
-    for place, every, save, (stream, wide), tile, plain, keep, (park,
+    for place, every, save, (stream, wide), tile, plain, keep, (offload_dx,
                                                                 group), dense, loss in product(
         ("gpu", "host"), everys, (True, False), ((True, False), (False, False), (False, True)),
         tiles[-2:] if coarse else tiles,
@@ -225,13 +225,19 @@ def every_policy(shape, batch, tokens, coarse=False):
             or by_group
             or stream
             and not save
-            or (park or group)
+            or (offload_dx or group)
             and (place == "gpu" or not several)
         ):
             continue
         if stream and place == "gpu" or dense and (tile > DENSE_TILE or not several):
             continue
-        fields = {"park": park, "by_group": group, "wide": wide, "dense": dense, "loss_bytes": loss}
+        fields = {
+            "offload_dx": offload_dx,
+            "by_group": group,
+            "wide": wide,
+            "dense": dense,
+            "loss_bytes": loss,
+        }
         agains = range(0, max(1, n - plain), max(1, n // 3) if coarse else 1)
         for again in agains if save and every == 1 and place == "host" else (0,):
             yield Policy(place, every, save, stream, tile, plain, keep, again=again, **fields)
@@ -716,7 +722,7 @@ def test_layers_without_attention_share_an_input_as_far_as_memory_is_free():
 def test_least_takes_one_layer_and_heads_in_the_tier():
     least = unplanned_for(120 * GiB, settings={"aim": "least"})
     assert (least.chain, least.tile, least.time_tile) == (1, 2048, 0)
-    assert least.by_group and least.stream_attention and least.park
+    assert least.by_group and least.stream_attention and least.offload_dx
     assert unplanned_for(40 * GiB, settings={"aim": "least"}, short=True).chain == 4
     one = unplanned_for(120 * GiB, 2048, settings={"aim": "least"})  # a row of one tile
     assert not one.by_group and not one.stream_attention

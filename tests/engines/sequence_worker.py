@@ -352,7 +352,7 @@ def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
             ours(**mine, use_cache=False).loss.backward()
         except (ValueError, RuntimeError) as error:
             return str(error)
-    (policy,) = ours.model.layers[0]._hfpatch_session.policies.values()
+    (policy,) = ours.model.layers[0]._hfpatch_runtime.policies.values()
     return f"attention of {policy.save_attention * (2 - policy.again)} layers"
 
 

@@ -120,7 +120,7 @@ def handed_over(model, device):
     others made beside.
     """
     loss(model).backward()
-    transfers, x = model.model._hfpatch_session.transfers, torch.randn(2, 8, 64)
+    transfers, x = model.model._hfpatch_runtime.transfers, torch.randn(2, 8, 64)
     saved = transfers.save(x)
     transfers.settle()
     ticket, other = transfers.fetch([(saved, 0, 8, None)]), device.stream()
@@ -203,7 +203,7 @@ ACTIONS = {
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
     "whole side stream": whole(side_stream), "written at rest": written_at_rest,
 }  # fmt: skip
-# name -> (tile, save_attention, stream_attention, every, keep[, park[, by_group[, again[,
+# name -> (tile, save_attention, stream_attention, every, keep[, offload_dx[, by_group[, again[,
 # weights]]]])
 WAYS = {
     "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()),
@@ -230,11 +230,14 @@ REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers t
 
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
     row = WAYS[way]
-    tile, save, stream, every, keep, park, by_group, again, weights = (
+    tile, save, stream, every, keep, offload_dx, by_group, again, weights = (
         *row,
         *(False, False, 0, "gpu")[len(row) - 5 :],
     )
-    by_group, park = by_group and tier != "gpu", park and tier != "gpu"  # as the policy has it
+    by_group, offload_dx = (
+        by_group and tier != "gpu",
+        offload_dx and tier != "gpu",
+    )  # as the policy has it
     where = str(directory) if tier == "disk" else tier
     settings = hfpatch.Checkpointing(
         offload=where,
@@ -259,7 +262,7 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
             lambda *a: dataclasses.replace(
                 resolve(*a),
                 stream_attention=stream and not a[4],
-                park=park,
+                offload_dx=offload_dx,
                 by_group=by_group,
                 again=again,
             ),

@@ -96,7 +96,7 @@ def test_a_reservation_that_fails_half_way_leaves_nothing(monkeypatch):
     with standing_in(CPU, Pinning()) as device:
         with pytest.raises(MemoryError, match="planted"):
             step(model)
-        assert device.held == 0 and not model.model._hfpatch_session.policies
+        assert device.held == 0 and not model.model._hfpatch_runtime.policies
         assert_same(step(model), expected)
         hfpatch.undo(model)
 
@@ -128,7 +128,7 @@ def test_a_forked_process_leaves_the_devices_memory_alone(tmp_path):
 
 def test_several_devices_keep_their_own_transfers():
     model = patched("host", "tiles", None)
-    session, layer = model.model._hfpatch_session, model.model.layers[0]
+    session, layer = model.model._hfpatch_runtime, model.model.layers[0]
     for _ in range(2):
         for where in ("cpu", "meta"):
             session.policy(layer, torch.empty(2, 11, 64, device=where, dtype=torch.float64))

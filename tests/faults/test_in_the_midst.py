@@ -201,7 +201,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(tier, tmp_path):
     held, done = threading.Event(), threading.Event()
 
     def holds():
-        with ours.model._hfpatch_session.turn:
+        with ours.model._hfpatch_runtime.turn:
             held.set()
             done.wait()
 

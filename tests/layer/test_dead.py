@@ -56,7 +56,7 @@ def models(lora: bool):
         found.append(parts_of)
     for module in found[1].modules():
         if isinstance(module, TiledLayer):
-            module._hfpatch_traits = replace(module._hfpatch_traits, dead_post=(), dead_pre=())
+            module._hfpatch_traits = replace(module._hfpatch_traits, unread_post=(), unread_pre=())
     return found
 
 

@@ -152,12 +152,12 @@ def test_adapters_keep_what_still_spares_them_something():
             model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0)
         )
         if keep == "auto":
-            session = model.base_model.model.model._hfpatch_session
+            session = model.base_model.model.model._hfpatch_runtime
             session._resolve = lambda *a: Policy("gpu", tile=14, keep=KEEPABLE)
         torch.manual_seed(3)
         loss = model(input_ids=tokens(), labels=tokens()).loss
         if keep == "auto":
-            kept = model.base_model.model.model._hfpatch_session.last_call[0]().keep
+            kept = model.base_model.model.model._hfpatch_runtime.last_call[0]().keep
             assert kept == ("qkv", "gate_up")
         loss.backward()
         found.append(gradients(model))
@@ -265,7 +265,7 @@ def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
     hfpatch.apply(model)  # its small instance moves bytes of its own
     monkeypatch.setattr(Transfers, "save", saved)
     monkeypatch.setattr(Transfers, "fetch", fetched)
-    monkeypatch.setattr(model.model._hfpatch_session, "_resolve", lambda *a: policy)
+    monkeypatch.setattr(model.model._hfpatch_runtime, "_resolve", lambda *a: policy)
     model(tokens(), labels=tokens()).loss.backward()
     expected = link_bytes(step_memory(shape, policy, **sizes), policy, shape, **sizes)
     assert (moved["to"], moved["back"]) == expected

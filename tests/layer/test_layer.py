@@ -483,7 +483,7 @@ def test_evaluation_keeps_nothing():
             and out.logits is None
         )
         assert (model(ids).logits - stock(ids).logits).abs().max() < BUDGET
-    assert model.model._hfpatch_session.transfers is None
+    assert model.model._hfpatch_runtime.transfers is None
 
 
 def test_trainers_own_checkpointing_is_replaced(monkeypatch):
@@ -583,10 +583,10 @@ def test_host_memory_does_not_grow_and_is_released():
     for _ in range(4):
         loss = model(ids, labels=ids).loss
         loss.backward()
-        held.append(model.model._hfpatch_session.transfers.pool.bytes_held)
+        held.append(model.model._hfpatch_runtime.transfers.pool.bytes_held)
     # x and out of 3 layers in float64, and the log-sum-exp: exactly, with nothing rounded up.
     assert held == [3 * 2 * 37 * (64 * 8 + 64 * 8 + 4 * 8)] * 4
-    pool = model.model._hfpatch_session.transfers.pool
+    pool = model.model._hfpatch_runtime.transfers.pool
 
     def step(T):
         ids = tokens(2, T)
@@ -607,7 +607,7 @@ def test_a_dropped_graph_gives_its_memory_back():
     for _ in range(3):
         loss = model(ids, labels=ids).loss
         del loss
-    pool = model.model._hfpatch_session.transfers.pool
+    pool = model.model._hfpatch_runtime.transfers.pool
     assert pool.bytes_free == pool.bytes_held > 0
 
 
@@ -652,7 +652,7 @@ def test_deterministic_backward_is_planned_for_or_refused():
     assert deterministic_scratch(1, 131072, 4, 128, 132) == 33 * 256 * 2**20
     model = tiny_llama()
     hfpatch.apply(model)
-    session = model.model._hfpatch_session
+    session = model.model._hfpatch_runtime
     session._refuse_large_splits(1, 4096, 132, 80 << 30)
     with pytest.raises(
         ValueError, match="deterministic backward at 131072 tokens.*use_deterministic_algorithms"
@@ -706,7 +706,7 @@ def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monk
     check(settings, {"num_hidden_layers": 4})
     forwards.clear()
     hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
-    session, calls = model.model.layers[0]._hfpatch_session, []
+    session, calls = model.model.layers[0]._hfpatch_runtime, []
     link = session.link
     monkeypatch.setattr(
         session,
@@ -720,7 +720,7 @@ def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monk
 
 @pytest.mark.parametrize("offload, every", [("host", 1), ("disk", 1), ("host", 2)])
 def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch):
-    """park: dx waits in the tier while attention runs backward, its memory gone; gradients are
+    """offload_dx: dx waits in the tier while attention runs backward, its memory gone; gradients are
     those of a dx that stayed.
     """
     import dataclasses
@@ -729,11 +729,11 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
 
     where = str(tmp_path) if offload == "disk" else offload
     resolve, found, gone = LayerRuntime._resolve, {}, []
-    park, backward = backward_module.Backward._park, heads_module.Attention.backward
+    offload_dx, backward = backward_module.Backward._park, heads_module.Attention.backward
 
     def noted(call, dx):
         gone.append(StorageWeakRef(dx.untyped_storage()))
-        return park(call, dx)
+        return offload_dx(call, dx)
 
     def seen(*args):
         assert not gone or gone[-1].expired()
@@ -743,7 +743,9 @@ def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch
     monkeypatch.setattr(heads_module.Attention, "backward", seen)
     for parked in (False, True):
         monkeypatch.setattr(
-            LayerRuntime, "_resolve", lambda *a, p=parked: dataclasses.replace(resolve(*a), park=p)
+            LayerRuntime,
+            "_resolve",
+            lambda *a, p=parked: dataclasses.replace(resolve(*a), offload_dx=p),
         )
         settings = hfpatch.Checkpointing(offload=where, tile=14, every=every)
         hfpatch.apply(model := tiny_llama(num_hidden_layers=3), checkpointing=settings)

@@ -146,11 +146,11 @@ def step(model):
 
 
 def room_of(model) -> Room:
-    return next(iter(model.model._hfpatch_session.rooms.values()))
+    return next(iter(model.model._hfpatch_runtime.rooms.values()))
 
 
 def policy_of(model):
-    return next(iter(model.model._hfpatch_session.policies.values()))
+    return next(iter(model.model._hfpatch_runtime.policies.values()))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_after_memory_ran_out_less_is_kept(told, capfd):
     step(model)
     expected, before = gradients(model), policy_of(model)
     (planned,) = (
-        n for (policy, *_), n in model.model._hfpatch_session.planned.items() if policy == before
+        n for (policy, *_), n in model.model._hfpatch_runtime.planned.items() if policy == before
     )
     assert before.plain == 3 and "3 layers keep everything" in capfd.readouterr().err
     told["ooms"] = 1
@@ -468,7 +468,7 @@ def test_lengths_that_are_close_have_one_policy(told):
     told["free"] = 4 * GiB
     for T in (33, 34):
         model(tokens(2, T), labels=tokens(2, T)).loss.backward()
-    assert len(model.model._hfpatch_session.policies) == 1
+    assert len(model.model._hfpatch_runtime.policies) == 1
 
 
 def test_a_room_goes_with_its_model(told):
@@ -492,7 +492,7 @@ def test_a_stack_whose_first_layer_runs_whole_looks_back_too(told, capfd):
     told["free"] = 4 * GiB
     step(model)
     room = room_of(model)
-    planned = model.model._hfpatch_session.planned
+    planned = model.model._hfpatch_runtime.planned
     assert len({policy for policy, *_ in planned}) == 2 and room.step[2] == max(planned.values())
     told["ooms"] = 1
     step(model)

@@ -37,7 +37,7 @@ def call(training=True, policy=None, traits=(), settled=None, adapter=None, caus
     attn = SimpleNamespace(is_causal=causal)
     known = LayerTraits(attention=("self_attn",), looked=True, **dict(traits))
     layer = SimpleNamespace(
-        training=training, _hfpatch_session=session, _hfpatch_traits=known,
+        training=training, _hfpatch_runtime=session, _hfpatch_traits=known,
         gradient_checkpointing=False, _hfpatch_index=0,
     )  # fmt: skip
     condition = SimpleNamespace(now=settled, mixing=[attn], head_dim=8, adapter=adapter)
@@ -103,7 +103,7 @@ def test_the_way_of_a_call(name):
     request = call(**changes)
     found = route(request)
     assert type(found) is way and getattr(found, "reason", None) == reason
-    lines = request.layer._hfpatch_session.lines
+    lines = request.layer._hfpatch_runtime.lines
     assert words in lines[0] if words else not lines
 
 

@@ -43,7 +43,7 @@ def adapted(model: nn.Module, **settings) -> nn.Module:
 
 def streams(model: nn.Module) -> streamed.StreamedWeights:
     return next(
-        vars(m)["_hfpatch_session"] for m in model.modules() if "_hfpatch_index" in vars(m)
+        vars(m)["_hfpatch_runtime"] for m in model.modules() if "_hfpatch_index" in vars(m)
     ).weights
 
 
@@ -373,8 +373,8 @@ def test_heads_by_groups_over_weights_that_come_from_the_host(every, monkeypatch
     settled = next(
         iter(
             next(
-                m for m in ours.modules() if hasattr(m, "_hfpatch_session")
-            )._hfpatch_session.policies.values()
+                m for m in ours.modules() if hasattr(m, "_hfpatch_runtime")
+            )._hfpatch_runtime.policies.values()
         )
     )
     assert settled.by_group and settled.frozen_weights == "host"
@@ -465,7 +465,7 @@ def test_a_copy_knows_whose_weights_wait(how):
         causal = next(m for m in made.modules() if isinstance(m, LlamaForCausalLM))
         assert (
             next(
-                vars(m)["_hfpatch_session"] for m in made.modules() if "_hfpatch_index" in vars(m)
+                vars(m)["_hfpatch_runtime"] for m in made.modules() if "_hfpatch_index" in vars(m)
             ).owner()
             is causal
         )

@@ -164,7 +164,7 @@ def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
     with lifted():
         assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
     assert max(runs) == 64
-    chosen = find_decoder(ours).layers[0]._hfpatch_session.policies.values()
+    chosen = find_decoder(ours).layers[0]._hfpatch_runtime.policies.values()
     assert {p.tile for p in chosen} == {8192 if word == "auto" else 64}
 
 

@@ -256,7 +256,7 @@ def test_a_tile_launches_no_more_than_a_row_of_its_length(most, monkeypatch):
 
 def test_heads_and_the_gradient_wait_beside_chains(chains, monkeypatch):
     """As "least" has it of long rows."""
-    how = {"tile": 64, "by_group": True, "stream_attention": True, "park": True, "chain": 1}
+    how = {"tile": 64, "by_group": True, "stream_attention": True, "offload_dx": True, "chain": 1}
     stock = families.small_model(FAMILY)
     ours = ready(stock, chains)
     monkeypatch.setattr(LayerRuntime, "_resolve", lambda *given: policy.Policy("host", **how))

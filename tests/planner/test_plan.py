@@ -193,7 +193,7 @@ def test_settings_reach_the_policy(tmp_path):
         "tile": 2048,
         "plain": 0,
         "keep": (),
-        "park": False,
+        "offload_dx": False,
         "by_group": False,
         "again": 0,
         "frozen_weights": "gpu",
@@ -779,7 +779,7 @@ def test_a_step_nearly_as_fast_in_far_less_memory_is_shown():
 
 
 def test_a_policy_is_said_in_words():
-    said = policy_text(vars(Policy(plain=1, again=1, park=True)))
+    said = policy_text(vars(Policy(plain=1, again=1, offload_dx=True)))
     assert said.startswith(
         "1 layer keeps everything; the others keep their input and attention in all but 1 on the "
         "host, in"

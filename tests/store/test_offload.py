@@ -216,9 +216,9 @@ def test_engine_is_copied_and_pickled_with_its_settings_only(tmp_path):
     torch.save(model, buffer)
     buffer.seek(0)
     for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        session = twin.model._hfpatch_session
+        session = twin.model._hfpatch_runtime
         assert session.checkpointing == settings and session.transfers is None
-        assert session is not model.model._hfpatch_session
+        assert session is not model.model._hfpatch_runtime
         twin.zero_grad()
         twin(ids, labels=ids).loss.backward()
         assert largest_difference(gradients(twin), gradients(model)) == 0

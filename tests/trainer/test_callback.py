@@ -76,7 +76,7 @@ def test_planned_seconds_stand_beside_those_that_were_measured(tmp_path, monkeyp
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(lines) == 3 and all(entry["step_seconds"] > 0 for entry in lines)
-    session = trainer.model.model._hfpatch_session
+    session = trainer.model.model._hfpatch_runtime
     (policy,) = session.policies.values()
     sizes, shape = {"batch": 2, "tokens": 16}, session.shape
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes, itemsize=4)

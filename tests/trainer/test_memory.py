@@ -145,7 +145,7 @@ def test_the_error_that_leaves_trainer_says_what_to_change(expandable, monkeypat
     assert (tmp_path / memory.FILE).exists() and text.count("hfpatch:") == 1
     handle.remove()
     trainer.train()
-    (room,) = model.model._hfpatch_session.rooms.values()
+    (room,) = model.model._hfpatch_runtime.rooms.values()
     assert room.most == json.loads((tmp_path / memory.FILE).read_text())[0]["learnt"]["most"]
     assert "training_step" not in vars(trainer)
 
@@ -159,7 +159,7 @@ def test_what_fragments_took_is_kept_beside_the_rest(arguments, monkeypatch):
         model = tiny_llama()
         hfpatch.apply(model)
         model(tokens(), labels=tokens()).loss.backward()
-        (room,) = model.model._hfpatch_session.rooms.values()
+        (room,) = model.model._hfpatch_runtime.rooms.values()
         room.unused = unused
         memory.begin(model, arguments)
         return model, room

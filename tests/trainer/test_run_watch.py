@@ -76,7 +76,7 @@ def test_a_model_that_the_script_patched_keeps_its_settings(watched, tmp_path):
     assert not any(isinstance(c, Callback) for c in trainer.callback_handler.callbacks)
     trainer.train()
     assert (watched / marks.TRAINED).exists() and not hasattr(
-        model.model.layers[0], "_hfpatch_session"
+        model.model.layers[0], "_hfpatch_runtime"
     )
 
 

@@ -2,7 +2,7 @@
 
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.shape import ModelShape
-from hfpatch.lab.simulate.simulator import sessions
+from hfpatch.lab.simulate.simulator import runtimes
 
 # tensors of a parameter's size and type that each optimizer keeps
 STATES = {"adamw": 2, "sgd": 0, "none": 0}
@@ -22,9 +22,9 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
     if options.impl == "hf":
         policy = STOCK_CHECKPOINTING if options.gradient_checkpointing else STOCK
     elif options.impl == "hfpatch":
-        # What the session resolved for the shape that ran last.
+        # What the runtime resolved for the shape that ran last.
         policy = policy or next(
-            (p for s in sessions(model) for p in reversed(s.policies.values())), None
+            (p for s in runtimes(model) for p in reversed(s.policies.values())), None
         )
         policy = "off" if options.checkpointing == ["off"] else policy
     if policy is None:

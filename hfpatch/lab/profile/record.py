@@ -67,7 +67,7 @@ def is_layer(name: str, module) -> bool:
 
 @contextlib.contextmanager
 def host_buffers():
-    """While open, notes what the session takes as host memory: yields {data_ptr: bytes}.
+    """While open, notes what the runtime takes as host memory: yields {data_ptr: bytes}.
 
     On a GPU that memory is outside of PyTorch's allocators; on a CPU it must not be counted as if
     it were the device's.

@@ -51,7 +51,7 @@ class Simulation:
     `modules` split what was alive then. beyond_bytes: that total less the parameters and gradients
     alive at that moment; most_beyond_bytes: the highest such difference at any moment, which is
     what counts where gradients leave the device as they come. host_peak_bytes: of the memory the
-    session takes, none of files'. whole: why layers of a patched model run whole, and how many.
+    runtime takes, none of files'. whole: why layers of a patched model run whole, and how many.
     """
 
     peak_bytes: int
@@ -138,7 +138,7 @@ def _transformers_as_if_real():
 
 @contextlib.contextmanager
 def _host_buffers(follower: Follower):
-    """What the session allocates through host_empty is host memory."""
+    """What the runtime allocates through host_empty is host memory."""
     real = device.host_empty
 
     def host_empty(*args, **kwargs):
@@ -181,7 +181,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
                 stack.enter_context(mock.patch.object(attention, "why_no_flex", lambda *_: no_flex))
             else:  # its plain code, all that is here, holds all scores; its kernels less than flash's
                 stack.enter_context(mock.patch.object(attention, "_by_flex", lambda *_: False))
-        for found in sessions(model):
+        for found in runtimes(model):
             found.close()
             stack.callback(found.close)
             if policy is not None:
@@ -206,7 +206,7 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     return dict(found)
 
 
-def sessions(model: nn.Module) -> list[LayerRuntime]:
+def runtimes(model: nn.Module) -> list[LayerRuntime]:
     """hfpatch's of a patched model: one where it has one stack of layers."""
     held = (value for m in model.modules() for value in vars(m).values())
     return list({id(value): value for value in held if isinstance(value, LayerRuntime)}.values())
@@ -216,7 +216,7 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
     """Frozen weights that wait on the host are there when the step begins, and their slots are on
     the device.
     """
-    for weights in (session.weights for session in sessions(model) if session.weights.on):
+    for weights in (runtime.weights for runtime in runtimes(model) if runtime.weights.on):
         weights.pack(
             [m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu")
         )
