@@ -30,6 +30,10 @@ def drop_wrapped_forward(module: nn.Module) -> None:
     del module.forward, module._original_forward
 
 
+# The method by which verl's FSDP2 engine shards its model; a plugin refuses an engine without it.
+VERL_SHARDS = "_build_fsdp_module"
+
+
 def in_fsdp2(module: nn.Module) -> bool:
     """Whether torch's FSDP2 gathers this module's parameters around its calls."""
     return "FSDPModule" in [c.__name__ for c in type(module).__mro__]

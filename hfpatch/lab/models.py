@@ -93,13 +93,17 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
 def with_images(values: dict):
     """The model of a config.json without memory; None where it is none of images and text."""
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForImageTextToText,
+    )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if values.get("model_type") not in CONFIG_MAPPING:
         return None
     config = AutoConfig.for_model(**values)
-    if type(config) not in AutoModelForImageTextToText._model_mapping:
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return None
     with torch.device("meta"):
         return AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)

@@ -39,7 +39,10 @@ def _patch(module) -> None:
         engine = new(cls, model_type, backend, *args, **kwargs)
         if asked(getattr(engine, "model_config", None)):
             _refuse(engine, backend)
-            engine._build_fsdp_module = functools.partial(_shard, engine, engine._build_fsdp_module)
+            from hfpatch.compat import VERL_SHARDS
+
+            build = getattr(engine, VERL_SHARDS)
+            setattr(engine, VERL_SHARDS, functools.partial(_shard, engine, build))
         return engine
 
     registry.new = classmethod(patched_new)
@@ -47,7 +50,9 @@ def _patch(module) -> None:
 
 def _refuse(engine, backend: str) -> None:
     """ValueError for settings under which the training would be another one, or stock."""
-    if backend != "fsdp2" or not hasattr(engine, "_build_fsdp_module"):
+    from hfpatch.compat import VERL_SHARDS
+
+    if backend != "fsdp2" or not hasattr(engine, VERL_SHARDS):
         raise ValueError(
             f"hfpatch: expected verl's engine fsdp2, {backend} came; set strategy=fsdp2, or drop "
             "hfpatch from external_lib."
@@ -69,7 +74,7 @@ def _refuse(engine, backend: str) -> None:
 
 
 def _shard(engine, build, module):
-    """verl's `_build_fsdp_module`, of a module that runs in tiles and scores without logits."""
+    """verl's own sharding, of a module that runs in tiles and scores without logits."""
     from hfpatch.decoder.find import find_decoder
     from hfpatch.trainer import marks
     from hfpatch.trainer.plugins import apply_tiled
