@@ -11,7 +11,7 @@ lost.
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import States, is_fake
+from hfpatch.compat import States, autocast_dtype, is_fake
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 
 ODD = 5  # tokens beyond two chunks
@@ -19,16 +19,18 @@ CLOSE = 4  # steps of rounding of the dtype, of a result's norm
 CLOSER = 4  # times as near as without the state
 
 
-def why_not_here(mixer, argument: str, x_BtD: Tensor, runtime) -> str | None:
+def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) -> str | None:
     """Why this mixer runs whole here, None where it may run in tiles.
 
-    argument: the one that takes its states; x_BtD: its input, of the first tokens at least;
-    runtime: layer.runtime.LayerRuntime, which remembers.
+    argument: the one that takes its states; like: hidden states of the device and dtype that are
+    meant; runtime: layer.runtime.LayerRuntime, which remembers; call: a function giving the mixer's
+    call and its input [B, t, D], of the first tokens at least, needed for the first trial alone.
     """
-    if x_BtD.device.type == "meta" or is_fake(x_BtD):
+    if like.device.type == "meta" or is_fake(like):
         return None
-    key = type(mixer.module), x_BtD.device, x_BtD.dtype
+    key = type(module), like.device, like.dtype, autocast_dtype(like.device.type)
     if key not in runtime.tried:
+        mixer, x_BtD = call()
         mixer.time, devices = TimeTiles(argument, 1), [x_BtD.device] * x_BtD.is_cuda
         modules = [(m, m.training) for m in mixer.module.modules()]
         try:
@@ -44,7 +46,7 @@ def why_not_here(mixer, argument: str, x_BtD: Tensor, runtime) -> str | None:
                 module.training = training
         runtime.tried[key] = why
         if why is not None:
-            runtime.tell(f"{type(mixer.module).__name__}s take all tokens at once: {why}.")
+            runtime.tell(f"{type(module).__name__}s take all tokens at once: {why}.")
     return runtime.tried[key]
 
 
@@ -111,5 +113,7 @@ def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
             tile = call.policy.time_tile or call.policy.tile
             time = TimeTiles(timed[name], tile, transfers, again, rng)
             cuts = time.cuts(mixer, x.shape[1])
-            if not cuts or why_not_here(mixer, timed[name], x, call.runtime) is None:
+            given = lambda mixer=mixer, x=x: (mixer, x)  # noqa: E731
+            why = cuts and why_not_here(mixer.module, timed[name], x, call.runtime, given)
+            if not why:
                 mixer.time = time

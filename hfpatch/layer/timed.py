@@ -202,11 +202,15 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
     tokens.
     """
     ((name, argument),) = parts.traits.timed
-    end = min(x_BTD.shape[1], tokens_tried(parts.layer.get_submodule(name)))
-    devices = [x_BTD.device] * x_BTD.is_cuda
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        given = parts.pre(x_BTD[:, :end].detach(), 0, end)
-    return why_not_here(parts.mixers[0], argument, given[-1], runtime)
+    module = parts.layer.get_submodule(name)
+
+    def call():
+        end, devices = min(x_BTD.shape[1], tokens_tried(module)), [x_BTD.device] * x_BTD.is_cuda
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            given = parts.pre(x_BTD[:, :end].detach(), 0, end)
+        return parts.mixers[0], given[-1]
+
+    return why_not_here(module, argument, x_BTD, runtime, call)
 
 
 def in_time(parts, policy: Policy, runtime, x: Tensor, then: ForwardState) -> dict | None:

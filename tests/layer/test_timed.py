@@ -99,6 +99,19 @@ def test_a_layer_without_a_mixer_is_in_the_chain(chains):
     assert (1, 1) in chains and (3, 0) in chains
 
 
+def test_the_mixer_of_a_chain_is_given_something_for_its_trial_alone(chains, monkeypatch):
+    """Each layer of each step finds the answer of the first."""
+    from hfpatch.layer import timed
+
+    asked, real = [], timed.tokens_tried
+    monkeypatch.setattr(timed, "tokens_tried", lambda module: asked.append(module) or real(module))
+    ours = ready(families.small_model(FAMILY), chains)
+    asked.clear()
+    for _ in range(2):
+        step(ours, batch(TOKENS))
+    assert len(chains) == 6 and len(asked) == 1
+
+
 def test_documents_of_a_chain(chains):
     """Cut anywhere; where most are short, layers go one by one and documents share their MLPs'
     tiles.
