@@ -47,8 +47,7 @@ def main(argv=None) -> int:
 
     def draw(axes):
         rows = [{**r, "what": f"{r['impl']}, {r['layers']} layers"} for r in sheet.rows]
-        common.lines(axes[0], rows, "tokens", "tokens_s", "what", title="tokens a second")
-        common.lines(axes[1], rows, "tokens", "peak_gib", "what", title="peak GPU memory, GiB")
+        common.speed_and_peak(axes, rows, "what")
 
     sheet.page("Whole models: stock, Liger, hfpatch", WORDS, COLUMNS, sheet.picture(draw, wide=2))
     return 0

@@ -64,8 +64,7 @@ def main(argv=None) -> int:
 
     def draw(axes):
         rows = [{**r, "series": f"{r['what']}, {r['impl']}"} for r in sheet.rows]
-        common.lines(axes[0], rows, "tokens", "tokens_s", "series", title="tokens a second")
-        common.lines(axes[1], rows, "tokens", "peak_gib", "series", title="peak GPU memory, GiB")
+        common.speed_and_peak(axes, rows, "series")
 
     sheet.page("Hybrids, experts, float8", WORDS, COLUMNS, sheet.picture(draw, wide=2))
     return 0

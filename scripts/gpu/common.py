@@ -369,6 +369,12 @@ def lines(
     axis.grid(alpha=0.3)
 
 
+def speed_and_peak(axes, rows, series: str) -> None:
+    """Tokens a second, and the GPU's peak, by length: a line a value of `series`."""
+    lines(axes[0], rows, "tokens", "tokens_s", series, title="tokens a second")
+    lines(axes[1], rows, "tokens", "peak_gib", series, title="peak GPU memory, GiB")
+
+
 def bars(axis, rows, label: str, y: str, *, title: str) -> None:
     """One bar a row."""
     names = [str(row.get(label)) for row in rows if row.get(y) is not None]
