@@ -72,33 +72,19 @@ OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 GONE = object()  # what an attribute is that was deleted, or not there
 
 
-def switches_of(tables: list[dict]) -> list[tuple[dict, str, object]]:
-    """How a layer's modules of these attributes, itself the first, go now: (where a switch stands,
-    its name, its value).
+def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
+    """How a layer's modules, itself the first, go now: (where a switch stands, its name, its
+    value).
 
     A forward on an instance is one too: older transformers record outputs by one, for as long as
         the model's forward runs.
     """
+    tables = [module.__dict__ for module in modules]
     rows = [
         (own, n, v.copy() if v.__class__ is list else v)
         for own in tables for n in _SWITCHES if n in own and (v := own[n]).__class__ in _SAYS
     ]  # fmt: skip
     return rows + [(own, "forward", forward_in(own)) for own in tables[1:] if "forward" in own]
-
-
-def users_around(tables: list[dict]) -> list:
-    """The user's hooks and forwards on modules inside a layer of these attributes, each behind
-    where it stands, and the user's hooks on all modules.
-    """
-    found = hooks_on_all()
-    for own in tables[1:]:
-        there = [h for n in _ALL_HOOKS if n in own and own[n] for h in own[n].values()]
-        if "forward" in own and (forward := forward_in(own)) is not GONE:
-            there.append(forward)
-        for x in there:
-            if not _home(x).startswith(_LIBRARIES):
-                found += (own, x)
-    return found
 
 
 class _MadeFrom(dict):
@@ -120,21 +106,37 @@ MADE_FROM = _MadeFrom()
 
 class Snapshot:
     """What a layer and the modules in it are made of: children, classes, forwards, rotations,
-    hooks, and the names of their tensors.
+    hooks, merged adapters, and the names of their tensors.
 
     Numbers (rates, epsilons, scales) are not part of it: they are read when a module is called.
     Everything is compared by identity, in flat lists, since every forward asks. Nothing here refers
     to the layer, which may own this snapshot.
+
+    Attributes:
+        inside: the modules in the layer, itself left out.
+        ran: what a backward must find as its forward did: the forward of each class, and the
+            user's hooks and forwards inside the layer, each behind the module that has it. Those
+            of libraries come and go within a step.
+        merged: how many adapters PEFT merged into the weights of each module that has some, past
+            their versions.
     """
 
-    __slots__ = ("inside", "made_of", "names", "hooks")
+    __slots__ = ("inside", "made_of", "names", "hooks", "ran", "merged")
 
     def __init__(self, layer: nn.Module):
         self.inside = modules_in(layer)[1:]
-        self.made_of, self.names, self.hooks = self._read(layer)
+        self.made_of, self.names, self.hooks, self.merged = self._read(layer)
+        kinds = {module.__class__: None for module in (layer, *self.inside)}
+        self.ran = [MADE_FROM[kind].forward for kind in kinds]
+        for module in self.inside:
+            there, forward = _hooks(module, _ALL_HOOKS), forward_in(module.__dict__)
+            there += [] if forward is GONE else [forward]
+            for x in there:
+                if not _home(x).startswith(_LIBRARIES):
+                    self.ran += (module, x)
 
-    def _read(self, layer: nn.Module) -> tuple[list, list, list]:
-        made_of, names, hooks, kinds = [], [], [], {}
+    def _read(self, layer: nn.Module) -> tuple[list, list, list, list]:
+        made_of, names, hooks, merged, kinds = [], [], [], [], {}
         for module in (layer, *self.inside):
             own, kind = module.__dict__, module.__class__
             made_of += modules_of(module).values()
@@ -144,6 +146,8 @@ class Snapshot:
                 made_of.append(_code_of(forward_in(own)))
             names += parameters_of(module)
             names += buffers_of(module)
+            if "merged_adapters" in own:
+                merged.append(len(own["merged_adapters"]))
             for name in _ALL_HOOKS:
                 if name in own and own[name]:
                     hooks += map(id, own[name].values())
@@ -151,13 +155,23 @@ class Snapshot:
             file = sys.modules.get(kind.__module__)  # whose rotation some libraries replace
             made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
             made_of.append(getattr(file, "apply_rotary_pos_emb", None))
-        return made_of, names, hooks
+        return made_of, names, hooks, merged
 
     def holds(self, layer: nn.Module) -> bool:
         """Whether the layer is made of the same things still."""
-        made_of, names, hooks = self._read(layer)
-        same = len(made_of) == len(self.made_of) and all(map(is_, made_of, self.made_of))
-        return same and names == self.names and hooks == self.hooks
+        made_of, *others = self._read(layer)
+        return _same(made_of, self.made_of) and others == [self.names, self.hooks, self.merged]
+
+    def runs_alike(self, layer: nn.Module) -> bool:
+        """Whether a backward that runs the layer again runs what its forward did."""
+        if self.holds(layer):
+            return True
+        now = Snapshot(layer)
+        return now.merged == self.merged and _same(now.ran, self.ran)
+
+
+def _same(now: list, then: list) -> bool:
+    return len(now) == len(then) and all(map(is_, now, then))
 
 
 def _code_of(forward):
@@ -174,13 +188,6 @@ def forward_in(own: dict):
     """The forward on the instance of these attributes, GONE where it has its class's."""
     held = own.get("forward")
     return GONE if held is None else held
-
-
-def merged_into(tables: list[dict]) -> list[int]:
-    """How many adapters are merged into the weights of modules of these attributes, by PEFT, which
-    writes past their versions.
-    """
-    return [len(own["merged_adapters"]) for own in tables if "merged_adapters" in own]
 
 
 def modules_of(module: nn.Module) -> dict:

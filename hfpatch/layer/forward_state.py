@@ -12,7 +12,6 @@ import dis
 import inspect
 import weakref
 from functools import cache
-from operator import is_
 
 from torch import Tensor, nn
 
@@ -27,12 +26,12 @@ from hfpatch.compat import (
     in_fsdp2,
     is_shard,
     is_view_of_flat,
-    merged_into,
+    Snapshot,
+    hooks_on_all,
     modules_in,
     parameters_of,
     storage_of,
     switches_of,
-    users_around,
     version,
     versions,
 )
@@ -190,9 +189,9 @@ class ForwardState:
         counts: how often it was written to, None where its layer writes to it.
         storages: what it lay in.
         trained: whether it wanted a gradient.
-        forwards: what each class ran; modules: the layer's.
-        called: whether modules inside it are called (layer/direct.py calls none): their switches
-            and hooks matter then.
+        modules: the layer's.
+        called: whether modules inside it are called (layer/direct.py calls none): then what they
+            are made of (`snapshot`) and their switches matter.
 
     condition: layer.condition.Condition, which has the places where they held. streamed: whether
     frozen weights wait on the host (streamed_weights.py), from where they come and go by `.data`;
@@ -200,8 +199,7 @@ class ForwardState:
     """
 
     __slots__ = (
-        "layer", "kind", "modules", "tables", "merged", "switches", "around", "forwards", "called",
-        "found", "there", "tensors", "counts", "storages", "trained",
+        "layer", "kind", "modules", "called", "snapshot", "on_all", "switches", "found", "there", "tensors", "counts", "storages", "trained",
     )  # fmt: skip
 
     def __init__(
@@ -214,12 +212,8 @@ class ForwardState:
     ):
         self.layer, self.kind, self.modules, self.called = layer, layer.__class__, modules, called
         if called:
-            self.tables = [module.__dict__ for module in modules]
-            self.forwards = {
-                (kind := MADE_FROM[module.__class__]): kind.forward for module in modules
-            }
-            self.switches, self.merged = switches_of(self.tables), merged_into(self.tables)
-            self.around = users_around(self.tables)
+            self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
+            self.on_all, self.switches = hooks_on_all(), switches_of(modules)
         found = None if condition is None else condition.places
         there = None if found is None else found.now()
         if there is None:
@@ -276,8 +270,8 @@ class ForwardState:
         return True
 
     def refuse_others(self) -> None:
-        """RuntimeError where the layer is made of other modules now, or has other hooks and
-        forwards of the user's in it.
+        """RuntimeError where the layer is made of other modules now, or has other hooks, forwards
+        and merged adapters in it.
         """
         if self.layer.__class__ is not self.kind or modules_in(self.layer) != self.modules:
             raise RuntimeError(
@@ -285,17 +279,13 @@ class ForwardState:
                 "others before its backward; "
                 "change the model (adapters, undo) after backward."
             )
-        if not self.called:
-            return
-        if merged_into(self.tables) != self.merged:
-            raise edited(f"a weight of a {self.kind.__name__}", "merged with an adapter")
-        around = users_around(self.tables)
-        same = len(around) == len(self.around) and all(map(is_, around, self.around))
-        if not same or any(kind.forward is not forward for kind, forward in self.forwards.items()):
+        if self.called and not (
+            self.snapshot.runs_alike(self.layer) and hooks_on_all() == self.on_all
+        ):
             raise RuntimeError(
-                "hfpatch: expected the hooks and forwards that forward used, those inside a "
-                f"{self.kind.__name__} changed before "
-                "its backward; add and remove them before forward or after backward."
+                "hfpatch: expected the hooks, forwards and merged adapters that forward used, "
+                f"those inside a {self.kind.__name__} changed before its backward; "
+                "change them before forward or after backward."
             )
 
     def ran(self) -> bool:

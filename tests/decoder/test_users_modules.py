@@ -273,7 +273,7 @@ def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", other)
     with pytest.raises(
         RuntimeError,
-        match="hfpatch: expected the hooks and forwards that forward used.*after backward",
+        match="hfpatch: expected the hooks, forwards and merged adapters.*after backward",
     ):
         loss.backward()
     assert LlamaMLP.forward is other
