@@ -20,14 +20,14 @@ from hfpatch.compat import (
     GONE,
     MADE_FROM,
     OF_ALL,
+    Snapshot,
     buffers_of,
     fsdp2_units,
     hooked_by_forward,
+    hooks_on_all,
     in_fsdp2,
     is_shard,
     is_view_of_flat,
-    Snapshot,
-    hooks_on_all,
     modules_in,
     parameters_of,
     storage_of,
@@ -199,7 +199,8 @@ class ForwardState:
     """
 
     __slots__ = (
-        "layer", "kind", "modules", "called", "snapshot", "on_all", "switches", "found", "there", "tensors", "counts", "storages", "trained",
+        "layer", "kind", "modules", "called", "snapshot", "on_all", "switches",
+        "found", "there", "tensors", "counts", "storages", "trained",
     )  # fmt: skip
 
     def __init__(
