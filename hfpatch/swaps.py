@@ -146,13 +146,14 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     """Our class for the stack, and for a model around it that must hand positions on."""
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
-    mixers = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers)
+    mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
+    mixers, timed = bool(mixing), all(a.all_timed for a in mixing)
     stack._hfpatch_configs = configs
     # Ranks that send tokens to each other's experts run equally many tiles.
     asked = getattr((causal or stack).config, "distributed_config", None)
     unpads = found.unpads and (getattr(asked, "ep_size", None) or 1) == 1
     stack._hfpatch_traits = StackTraits(
-        found.ours, mixers, mixers and found.across, found.apart, unpads
+        found.ours, mixers, mixers and found.across, found.apart, unpads, timed
     )
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         # A model between the two may make a cache.

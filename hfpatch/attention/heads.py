@@ -125,9 +125,12 @@ class Attention:
                 outs.append(whole[0])
                 lses.append(whole[1])
                 self.states.append(state)
-        for mixer, x in zip(mixers, parts[3 * len(asked) :]):
-            outs.append(mixer.forward(x, keep))
-        return outs, lses
+        return outs + self.mixed(parts, keep), lses
+
+    def mixed(self, parts, keep: bool) -> list[Tensor]:
+        """The mixers' outputs."""
+        given = parts[3 * len(self.heads) :]
+        return [mixer.forward(x, keep) for mixer, x in zip(self.mixers, given)]
 
     def backward(self, parts, douts, outs, lses, into) -> list:
         """Writes dq, dk, dv of every call and dx of every mixer into the list `into`.
@@ -180,11 +183,15 @@ class Attention:
                 del grads
             dsinks.append(torch.cat(of_sinks) if of_sinks else None)
             q = k = v = out = lse = None
+        self.mixed_backward(parts, douts, into)
+        return dsinks
+
+    def mixed_backward(self, parts, douts, into) -> None:
+        """Each mixer's dx into `into`, as backward has it."""
         n = len(self.heads)
         for i, mixer in enumerate(self.mixers, 3 * n):
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
-        return dsinks
 
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor | ByGroups:
         """Memory for the gradient of one call's out. like: a tile of it."""

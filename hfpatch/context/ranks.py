@@ -22,6 +22,7 @@ from hfpatch.context.masks import Batch
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.store.device import ToHost
 
+SHORTEST_PART = 4  # tokens: two in each of two chunks
 _sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
 
 
@@ -193,6 +194,18 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
         "train it without sequence "
         "parallelism."
     )
+
+
+def refuse_short_parts(t: int) -> None:
+    """ValueError for so few tokens of a row on each rank that a mixer's kernels of generation would
+    run.
+    """
+    if t < SHORTEST_PART:
+        raise ValueError(
+            f"hfpatch: expected at least {SHORTEST_PART} tokens of each row on every rank, {t} "
+            "came to a model that mixes tokens by something else than attention too; pad the rows, "
+            "or share them between fewer ranks."
+        )
 
 
 def require_positions(position_ids: Tensor | None) -> None:

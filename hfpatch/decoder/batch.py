@@ -20,6 +20,7 @@ from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
     refuse_parts,
     refuse_shared_mixers,
+    refuse_short_parts,
     refuse_uneven_rows,
     require_positions,
     sequence_now,
@@ -38,6 +39,7 @@ class StackTraits:
         across: as transformers runs those layers, documents of one row see each other.
         apart: as its layers run here, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row (decoder/unpadded.py).
+        timed: every one of its mixers runs in tiles through time.
     """
 
     ours: bool = True
@@ -45,6 +47,7 @@ class StackTraits:
     across: bool = False
     apart: bool = True
     unpads: bool = False
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,9 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         return Decision(None, changes)
     shared = given.sequence is not None
     if traits.mixers and shared:
-        refuse_shared_mixers(given.kind)
+        if not (traits.timed and given.tiled):
+            refuse_shared_mixers(given.kind)
+        refuse_short_parts(given.T // given.sequence.size)
     if shared and (came := _not_exchanged(given, traits)):
         raise not_exchanged(came)
     if not traits.ours:

@@ -83,7 +83,8 @@ class OurAttention(KeepsSignature):
         """Whether its layers can run on a part of each row outside training."""
         known, traits = standard(self.config), self._hfpatch_traits
         causal = getattr(self.config, "is_causal", True)
-        return bool(traits.ours and not traits.mixers and known and causal)
+        timed = traits.timed and self._hfpatch_runtime is not None
+        return bool(traits.ours and (timed or not traits.mixers) and known and causal)
 
     def _hfpatch_stock(self, kwargs):
         if torch.compiler.is_compiling():

@@ -38,10 +38,11 @@ class _Losing(TimeTiles):
         super().__init__(*args)
         self.state, self.gradient = state, gradient
 
-    def _handed_on(self, states: dict) -> dict:
+    def _handed_on(self, states: dict, index: int, begins: bool) -> dict:
+        states = super()._handed_on(states, index, begins)
         return {k: torch.zeros_like(s) if k == self.state else s for k, s in states.items()}
 
-    def _handed_back(self, dstates: dict) -> dict:
+    def _handed_back(self, dstates: dict, index: int) -> dict:
         return {key: d for key, d in dstates.items() if key != self.gradient}
 
 

@@ -60,9 +60,11 @@ class UntiledLayer:
             (s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None
         )
 
-    def _refuse_parts(self, kwargs, batch: Batch | None, condition: Condition) -> None:
+    def _refuse_parts(
+        self, kwargs, batch: Batch | None, condition: Condition, timed: bool = False
+    ) -> None:
         """ValueError where tokens meet in this layer, or may, by more than attention that ranks
-        which share rows exchange.
+        which share rows exchange. timed: its mixers would hand their states from rank to rank.
         """
         if batch is None and not current.declined:  # called by hand
             if isinstance(kwargs.get("attention_mask"), Mask):
@@ -70,7 +72,7 @@ class UntiledLayer:
             for config in self._hfpatch_configs:
                 refuse_unless_by_engine(config)
         why = why_not_shared(self._hfpatch_traits, condition)
-        if why is not None:
+        if why is not None and not (why == "" and timed):
             refuse_shared_mixers(type(self), why or None)
 
     def forward(self, hidden_states, *args, **kwargs):
@@ -195,7 +197,10 @@ class TiledLayer(UntiledLayer):
         keep apart.
         """
         if r.sequence is not None:
-            self._refuse_parts(r.kwargs, r.batch, r.condition)
+            # where it does not run in tiles in the end, its own forward refuses
+            traits = self._hfpatch_traits
+            timed = r.batch is not None and bool(traits.mixers) and traits.all_timed
+            self._refuse_parts(r.kwargs, r.batch, r.condition, timed)
         mixes = self._hfpatch_traits.reason == OTHER_MIXER
         if mixes and r.batch is not None and r.batch.apart is not None:
             refuse_packed(type(self))

@@ -85,8 +85,10 @@ class Mixer:
         leaves[self.at] = x
         batch = self.batch
         if parted and batch is not None:
-            leaves = [leaf.part(rows, a, b) if isinstance(leaf, Mask) else leaf for leaf in leaves]
-            batch = batch.part(rows, a, b)
+            start = a if states is None else self.time.place(a)
+            place = rows, start, start + b - a
+            leaves = [leaf.part(*place) if isinstance(leaf, Mask) else leaf for leaf in leaves]
+            batch = batch.part(*place)
         args, kwargs = pytree().tree_unflatten(leaves, self.spec)
         if parted:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}

@@ -125,8 +125,9 @@ def _tiled(r: Request) -> Tiled | Stock:
     layer, runtime = r.layer, r.layer._hfpatch_runtime
     able = partial(keepable, layer, layer._hfpatch_traits, KEEPABLE, r.x.device.type)
     policy = runtime.policy(layer, r.x, r.batch.sequence, able=able)
-    # one of the last layers, which keep everything
+    # One of the last layers, which keep everything; mixers of shared rows need their tiles.
     plain = layer._hfpatch_index >= runtime.n_layers - policy.plain
+    plain = plain and not (r.batch.sequence and layer._hfpatch_traits.mixers)
     return Stock(keeps=policy) if plain and torch.is_grad_enabled() else Tiled(policy)
 
 

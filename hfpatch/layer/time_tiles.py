@@ -33,11 +33,12 @@ def chunk_of(module: nn.Module) -> int:
     return math.lcm(CHUNK, *(size for size in own if isinstance(size, int) and size > 0))
 
 
-def cut_document(start: int, end: int, tile: int) -> list[tuple[int, int]]:
-    """(first, last) of a document's tiles, counted from its start; the last takes what would be
-    too short.
+def cut_document(start: int, end: int, tile: int, past: int = 0) -> list[tuple[int, int]]:
+    """(first, last) of a document's tiles, counted from its start; a neighbour takes what would be
+    too short. past: so many tokens of a chunk came before, on another rank.
     """
-    starts = [a for a in range(start, end, tile) if a == start or end - a >= SHORTEST]
+    cuts = range(start + tile - past, end, tile)
+    starts = [start, *(a for a in cuts if min(a - start, end - a) >= SHORTEST)]
     return list(zip(starts, [*starts[1:], end]))
 
 
@@ -68,11 +69,17 @@ class TimeTiles:
         """(rows, first, last, whether a document begins) of each tile."""
         found = []
         for rows, start, end in mixer.documents(T):
-            chunk = chunk_of(mixer.module)
-            tile = self.tile // (mixer.B if rows == slice(None) else 1) // chunk * chunk
-            cuts = cut_document(start, end, max(tile, chunk))
-            found += [(rows, a, b, a == start) for a, b in cuts]
+            found += [(rows, a, b, a == start) for a, b in self._cut(mixer, rows, start, end)]
         return found
+
+    def _cut(self, mixer, rows: slice, start: int, end: int, past: int = 0) -> list:
+        chunk = chunk_of(mixer.module)
+        tile = self.tile // (mixer.B if rows == slice(None) else 1) // chunk * chunk
+        return cut_document(start, end, max(tile, chunk), past % chunk)
+
+    def place(self, a: int) -> int:
+        """Where a token of x stands in the rows that the batch describes."""
+        return a
 
     def cuts(self, mixer, T: int) -> bool:
         """Whether some document is longer than a tile."""
@@ -83,7 +90,7 @@ class TimeTiles:
         self.entries = []
         rooms: dict = {}
         for index, (rows, a, b, begins) in enumerate(pieces):
-            states = {} if begins else self._handed_on(states)
+            states = self._handed_on(states, index, begins)
             if self.transfers is not None:
                 self._keep(states, len(pieces), rooms)
                 self.transfers.settle(under_way=UNDER_WAY)
@@ -92,13 +99,15 @@ class TimeTiles:
                 out = y.new_empty(*x_BTD.shape[:2], *y.shape[2:])
             out[rows, a:b] = y
             del y
+        self._handed_on(states, len(pieces), True)
         return out
 
     def backward(self, mixer, x_BTD: Tensor, dout_BTD: Tensor, into_BTD: Tensor) -> None:
         """The input's gradient into `into`, which may be x or dout, None where nobody wants it;
         weights get theirs by autograd.
         """
-        pieces, dafter = self.pieces(mixer, dout_BTD.shape[1]), {}
+        pieces = self.pieces(mixer, dout_BTD.shape[1])
+        dafter = self._handed_back({}, len(pieces))
         ahead = self._fetch(len(pieces) - 1, pieces, x_BTD)
         for index in range(len(pieces) - 1, -1, -1):
             rows, a, b, _ = pieces[index]
@@ -117,7 +126,7 @@ class TimeTiles:
             torch.autograd.backward(*map(list, zip(*ends)))
             if into_BTD is not None:
                 into_BTD[rows, a:b] = x.grad
-            dafter = self._handed_back({key: leaf.grad for key, leaf in leaves.items()})
+            dafter = self._handed_back({key: leaf.grad for key, leaf in leaves.items()}, index)
             del x, leaves, out, after, ends, before
 
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
@@ -129,10 +138,14 @@ class TimeTiles:
         with drawing:
             return mixer.call(x, *piece, states), states.after
 
-    def _handed_on(self, states: dict) -> dict:
-        return states
+    def _handed_on(self, states: dict, index: int, begins: bool) -> dict:
+        """What tile `index` begins with, where the tile before it left these states."""
+        return {} if begins else states
 
-    def _handed_back(self, dstates: dict) -> dict:
+    def _handed_back(self, dstates: dict, index: int) -> dict:
+        """The gradients of what the tile before `index` left, where these are of what `index`
+        began with.
+        """
         return dstates
 
     # -- the states that tiles begin with ----------------------------------------------------------

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import States, autocast_dtype, is_fake
-from hfpatch.layer.time_tiles import TimeTiles, chunk_of
+from hfpatch.context.ranks import refuse_shared_mixers
+from hfpatch.layer.time_ranks import RankTiles
+from hfpatch.layer.time_tiles import SHORTEST, TimeTiles, chunk_of
 
 ODD = 5  # tokens beyond two chunks
 CLOSE = 4  # steps of rounding of the dtype, of a result's norm
@@ -55,8 +57,8 @@ def tokens_tried(module: nn.Module) -> int:
 
 
 def _tried(mixer, x_BtD: Tensor) -> str | None:
-    chunk, rows = chunk_of(mixer.module), slice(0, 1)
-    end = min(x_BtD.shape[1], tokens_tried(mixer.module))
+    rows, end = slice(0, 1), min(x_BtD.shape[1], tokens_tried(mixer.module))
+    chunk = min(chunk_of(mixer.module), end - SHORTEST)
     x = x_BtD[:1, :end].detach().requires_grad_()
     dout = None
 
@@ -104,16 +106,24 @@ def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
 
     call: layer.call.LayerCall; again: this is its backward, or that of a segment.
     """
-    timed = dict(call.parts.traits.timed)
+    timed, sequence = dict(call.parts.traits.timed), call.parts.batch.sequence
     saves = again or call.queue is not None and call.policy.save_attention
     for name, mixer, x in zip(call.parts.traits.mixers, call.parts.mixers, inputs):
         if name in timed and (again or mixer.time is None):
             transfers = call.queue.transfers if saves and call.queue is not None else None
             rng = call.parts.rng if call.parts.random else None
             tile = call.policy.time_tile or call.policy.tile
-            time = TimeTiles(timed[name], tile, transfers, again, rng)
+            if sequence is None:
+                time = TimeTiles(timed[name], tile, transfers, again, rng)
+            else:
+                time = RankTiles(sequence, timed[name], tile, transfers, again, rng)
             cuts = time.cuts(mixer, x.shape[1])
             given = lambda mixer=mixer, x=x: (mixer, x)  # noqa: E731
             why = cuts and why_not_here(mixer.module, timed[name], x, call.runtime, given)
+            if sequence is not None:
+                key = name, type(mixer.module), x.dtype, autocast_dtype(x.device.type)
+                why = sequence.agreed(("in time", *key), lambda why=why: why)
+                if why:
+                    refuse_shared_mixers(type(call.layer), why)
             if not why:
                 mixer.time = time

@@ -56,6 +56,11 @@ class LayerTraits:
         return "take all tokens at once, and again in backward" + (f": {why}" if why else "")
 
     @property
+    def all_timed(self) -> bool:
+        """Whether each of its mixers runs in tiles through time."""
+        return self.reason is None and {name for name, _ in self.timed} == set(self.mixers)
+
+    @property
     def mixing(self) -> tuple[str, ...]:
         """Names of the modules that mix tokens."""
         return self.attention + self.mixers

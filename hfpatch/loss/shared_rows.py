@@ -14,7 +14,12 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpatch.compat import evaluated_by_trainer
-from hfpatch.context.ranks import left_alone_in_evaluation, parts_of_trainers_evaluation, sharded
+from hfpatch.context.ranks import (
+    SHORTEST_PART,
+    left_alone_in_evaluation,
+    parts_of_trainers_evaluation,
+    sharded,
+)
 from hfpatch.context.router_balance import counted
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.layer.forward_state import is_sharded
@@ -30,7 +35,8 @@ _BESIDE = ("num_items_in_batch", "ignore_index", "logits_to_keep", "skip_logits"
 
 
 def part_of(sequence: Sequence, batch: dict) -> dict:
-    """This rank's tokens of whole rows [B, T], which are padded to a multiple of the ranks.
+    """This rank's tokens of whole rows [B, T], which are padded to a multiple of the ranks and to
+    what mixers take at least.
 
     Labels are shifted first, because the next token may be on another rank.
     """
@@ -42,6 +48,7 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
     ]
     behind = {"shift_labels": IGNORE, "attention_mask": 0}
     more = -T % (sequence.size * (2 if sequence.zigzag else 1))
+    more = max(more, sequence.size * SHORTEST_PART - T)
 
     def mine(name: str, x):
         if not isinstance(x, Tensor) or x.shape[:2] != (B, T):

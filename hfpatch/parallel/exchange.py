@@ -15,6 +15,7 @@ B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads
 query heads of a round.
 """
 
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,9 @@ from hfpatch.budget.sequence import Rounds, rounds_of
 from hfpatch.parallel.shards import least_of, together
 from hfpatch.store.device import beside
 
+# States that a rank has sent and the next one has not taken: so far it may run ahead.
+LEAVING = 16
+
 
 class Sequence:
     """The ranks that share each row's tokens, and which tokens each has.
@@ -39,6 +43,7 @@ class Sequence:
         self.group, self.zigzag = group, zigzag
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._agreed: dict = {}
+        self._leaving: deque = deque()  # (handle, tensor) of what send() sent
         self.lengths: set = set()  # the first exact (B, T) of its rows, as each rank has met them
 
     # -- what the ranks tell each other ------------------------------------------------------------
@@ -52,6 +57,18 @@ class Sequence:
         got = x.new_empty(self.size, *x.shape)
         dist.all_gather(list(got), x.contiguous(), group=self.group)
         return got
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """To one rank, which calls receive(); returns before x has gone."""
+        while len(self._leaving) >= LEAVING:
+            self._leaving.popleft()[0].wait()
+        x = x.contiguous()
+        self._leaving.append((dist.isend(x, group=self.group, group_dst=rank), x))
+
+    def receive(self, into: Tensor, rank: int) -> Tensor:
+        """What that rank sent, in the order of its send()s."""
+        dist.recv(into, group=self.group, group_src=rank)
+        return into
 
     def least(self, numbers: list[int | None], device: torch.device) -> list[int | None]:
         """The least of each number over the ranks; None where one has None."""
@@ -70,6 +87,18 @@ class Sequence:
         return self._agreed[key]
 
     # -- where tokens lie --------------------------------------------------------------------------
+    def chunks(self, t: int) -> list[tuple[int, int, int]]:
+        """(number in the whole row, first, last of its t tokens) of each chunk that this rank has,
+        in order.
+        """
+        if not self.zigzag:
+            return [(self.rank, 0, t)]
+        return [(self.rank, 0, t // 2), (2 * self.size - 1 - self.rank, t // 2, t)]
+
+    def owner(self, chunk: int) -> int:
+        """The rank that has a chunk of this number."""
+        return chunk if chunk < self.size else 2 * self.size - 1 - chunk
+
     def in_order(self, parts_PBt: Tensor) -> Tensor:
         """Whole rows [B, T, ...] from each rank's tokens [P, B, t, ...]. No copy for one row of
         plain chunks."""
@@ -177,17 +206,19 @@ class ExchangedAttention(Attention):
                 else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
             )
             joined.append(out[:, :, : rounds.uneven[0]] if rounds.uneven else out)
-        return joined
+        return joined + outs
 
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """out [B, t, P*w, E] of this rank's tokens and lse [B, w, T] of its heads, of every round.
+        """out [B, t, P*w, E] of this rank's tokens and lse [B, w, T] of its heads, of every round;
+        behind them the mixers' outputs [B, t, D].
 
-        mixers: none, since other mixers of tokens want whole rows (decoder/stack.py refuses them).
+        mixers: those that hand their states from rank to rank (layer/time_ranks.py).
         """
         P, rank = self.sequence.size, self.sequence.rank
         self.heads, self.rounds, self.states, outs, lses = [], [], [], [], []
+        self.mixers = mixers
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, t, H, _ = q.shape
             rounds = rounds_of(B, t * P, H, k.shape[2], P)
@@ -218,7 +249,7 @@ class ExchangedAttention(Attention):
             outs.append(self._local(back))
             self.heads.append(heads)
             self.rounds.append(rounds)
-        return outs, lses
+        return outs + self.mixed(parts, keep), lses
 
     def _length(self, B: int, T: int) -> tuple:
         """The part of the ranks' key for a backend that depends on the length: pick's power of two
@@ -281,6 +312,7 @@ class ExchangedAttention(Attention):
                 into[3 * n + 1].copy_(dk_whole), into[3 * n + 2].copy_(dv_whole)
                 dsinks[-1] = None if sinks is None else dsinks[-1][: rounds.uneven[0]]
             first += rounds.count
+        self.mixed_backward(parts, douts, into)
         return dsinks
 
     def _put(self, back: _Coming, whole_BtHE: Tensor, rounds: Rounds, r: int) -> None:

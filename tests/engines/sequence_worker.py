@@ -317,19 +317,6 @@ def uneven(ranks: Ranks) -> list[str]:
     return said
 
 
-def hybrid(ranks: Ranks) -> str:
-    """A model whose layers mix tokens by something else than attention, at its first forward."""
-    model = families.small_model("lfm2")
-    hfpatch.apply(model)
-    mine = {n: x[:, : T // ranks.size] % 60 for n, x in batch("plain", 1).items()}
-    with sharded(sequence_of(ranks.group)):
-        try:
-            model(**mine)
-        except ValueError as error:
-            return str(error)
-    return ""
-
-
 def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
     """What a step's layers keep, or the sentence it ends with. host: bytes that are free to the
     first rank and to the others; fails: the last rank cannot pin them.
@@ -428,7 +415,7 @@ def main(chosen: str, folder: str) -> None:
         folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared,
         scores=scores(ranks), backend=backend,
         least=least, lengths=lengths, parts=parts,
-        hybrid=hybrid(ranks), short=one_for_all(ranks, [1 << 40, SHORT], False),
+        short=one_for_all(ranks, [1 << 40, SHORT], False),
         failed=one_for_all(ranks, [1 << 40, 1 << 40], True),
     )  # fmt: skip
 

@@ -149,15 +149,22 @@ def test_rows_that_do_not_go_evenly_are_made_longer():
     """By tokens behind all others, without a label, hidden where there is a mask, that are no
     document of their own; what is no row goes as it is.
     """
-    rows = {"input_ids": torch.arange(3)[None], "labels": torch.arange(3)[None],
-            "position_ids": torch.tensor([[0, 0, 1]]),
-            "attention_mask": torch.ones(1, 3), "n": torch.tensor([5])}  # fmt: skip
+    rows = {"input_ids": torch.arange(7)[None], "labels": torch.arange(7)[None],
+            "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1]]),
+            "attention_mask": torch.ones(1, 7), "n": torch.tensor([5])}  # fmt: skip
     first, last = (part_of(rank_of(rank), rows) for rank in range(2))
-    assert last["input_ids"].tolist() == [[2, 2]] and last["position_ids"].tolist() == [[1, 2]]
-    assert first["shift_labels"].tolist() == [[1, 2]] and last["shift_labels"].tolist() == [
-        [-100, -100]
-    ]
-    assert last["attention_mask"].tolist() == [[1, 0]] and last["n"].tolist() == [5]
+    assert last["input_ids"].tolist() == [[4, 5, 6, 6]]
+    assert last["position_ids"].tolist() == [[4, 0, 1, 2]]
+    assert first["shift_labels"].tolist() == [[1, 2, 3, 4]]
+    assert last["shift_labels"].tolist() == [[5, 6, -100, -100]]
+    assert last["attention_mask"].tolist() == [[1, 1, 1, 0]] and last["n"].tolist() == [5]
+
+
+def test_a_short_row_is_made_as_long_as_mixers_take():
+    rows = {"input_ids": torch.arange(3)[None], "labels": torch.arange(3)[None]}
+    parts = [part_of(rank_of(rank), rows) for rank in range(2)]
+    assert [p["input_ids"].tolist() for p in parts] == [[[0, 1, 2, 2]], [[2, 2, 2, 2]]]
+    assert [p["position_ids"].tolist() for p in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
 
 
 def test_batches_are_skipped_inside_an_epoch(monkeypatch):

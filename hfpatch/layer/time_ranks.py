@@ -1,0 +1,142 @@
+"""A mixer in tiles through time where a row's tokens lie on several ranks.
+
+Each rank runs its own chunk's tiles (time_tiles.py). The first tile begins with what the chunk
+before left, the recurrent state and the convolution's last tokens, which the rank of that chunk
+sends; backward sends the gradients of these states the other way. A document that ends before the
+border between two chunks sends nothing. So the numbers are those of one process in the same tiles,
+whatever the rule; traffic is a few states a layer, however long the row.
+
+    rank 0   tiles, send    | MLP, next mixer, send ...
+    rank 1   wait, receive    tiles, send    | MLP ...
+    rank 2   wait ..........  receive          tiles, send
+
+A rank waits for those before it once between two layers with attention: from then on they are
+ahead of it by a mixer. A rule whose last state is an affine map of its first, M S + H, could do
+without: each rank runs from no state, all gather M and H, and each runs again from its own first
+state. In tiles that is the projections and the rule once more forward, the whole mixer once more in
+backward, and code for each rule: more than the wait costs on four ranks, and hardly less on eight.
+
+Where chunks are dealt in zigzag a rank has two, and the states come by twice, up the ranks through
+the first chunks and down through the second ones. There ranks do wait in each mixer.
+"""
+
+from collections import deque
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hfpatch.compat import States, autocast_dtype
+from hfpatch.layer.time_tiles import SHORTEST, TimeTiles, chunk_of
+
+_left_by: WeakKeyDictionary = WeakKeyDictionary()  # mixer -> what tiles leave
+
+
+class RankTiles(TimeTiles):
+    """TimeTiles of this rank's part of rows that it shares. sequence: parallel.exchange.Sequence.
+
+    Attributes:
+        froms: the rank that left what a tile begins with, by the tile's index, where another
+            chunk's tile did.
+        tos: the rank that takes what the tile before one of this index left.
+        states: (key, shape, dtype) of each state of a tile.
+        own: what this rank sent to itself, between its two chunks.
+    """
+
+    def __init__(self, sequence, *args):
+        super().__init__(*args)
+        self.sequence, self.device = sequence, None
+        self.froms: dict[int, int] = {}
+        self.tos: dict[int, int] = {}
+        self.states: list[tuple] = []
+        self.own: deque[Tensor] = deque()
+
+    def pieces(self, mixer, t: int) -> list[tuple[slice, int, int, bool]]:
+        """As the base has them, chunk by chunk, of the t tokens of this rank."""
+        found, owner = [], self.sequence.owner
+        for chunk, first, last in self.sequence.chunks(t):
+            begin, end = chunk * (last - first), (chunk + 1) * (last - first)
+            for rows, start, stop in mixer.documents(t * self.sequence.size):
+                a, b = max(start, begin), min(stop, end)
+                if a >= b:
+                    continue
+                if start < begin:
+                    self.froms[len(found)] = owner(chunk - 1)
+                cuts = self._cut(mixer, rows, a - begin + first, b - begin + first, a - start)
+                found += [(rows, x, y, a == start and not i) for i, (x, y) in enumerate(cuts)]
+                if stop > end:
+                    self.tos[len(found)] = owner(chunk + 1)
+        return found
+
+    def cuts(self, mixer, t: int) -> bool:
+        """Documents may begin and end on other ranks."""
+        return True
+
+    def place(self, a: int) -> int:
+        for chunk, first, last in self.sequence.chunks(self.tokens):
+            if first <= a < last:
+                return a - first + chunk * (last - first)
+
+    def forward(self, mixer, x_BtD: Tensor) -> Tensor:
+        self.tokens, self.device = x_BtD.shape[1], x_BtD.device
+        rows = slice(None) if mixer.bounds is None else slice(0, 1)
+        self.states = _states_of(mixer, x_BtD, rows)
+        return super().forward(mixer, x_BtD)
+
+    def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
+        rows, a, b = piece
+        if before and b - a < SHORTEST:
+            # Its document ends here: a second token changes nothing that anybody reads.
+            two = torch.cat([x, x.detach()], 1)
+            out, _ = super()._run(mixer, two, (rows, a, b + 1), index, before)
+            return out[:, :1], {}
+        return super()._run(mixer, x, piece, index, before)
+
+    # -- between ranks -----------------------------------------------------------------------------
+    def _handed_on(self, states: dict, index: int, begins: bool) -> dict:
+        if index in self.tos:
+            self._send(states, self.tos[index])
+        if index in self.froms:
+            return self._received(self.froms[index])
+        return super()._handed_on(states, index, begins)
+
+    def _handed_back(self, dstates: dict, index: int) -> dict:
+        if index in self.froms:
+            self._send(dstates, self.froms[index])
+            dstates = {}
+        return self._received(self.tos[index]) if index in self.tos else dstates
+
+    def _send(self, states: dict, rank: int) -> None:
+        for key, shape, dtype in self.states:
+            x = states[key]
+            if x is None:
+                x = torch.zeros(shape, dtype=dtype, device=self.device)
+            if rank == self.sequence.rank:
+                self.own.append(x)
+            else:
+                self.sequence.send(x, rank)
+
+    def _received(self, rank: int) -> dict:
+        found = {}
+        for key, shape, dtype in self.states:
+            if rank == self.sequence.rank:
+                found[key] = self.own.popleft()
+            else:
+                room = torch.empty(shape, dtype=dtype, device=self.device)
+                found[key] = self.sequence.receive(room, rank)
+        return found
+
+
+def _states_of(mixer, x_BtD: Tensor, rows: slice) -> list[tuple]:
+    """(key, shape, dtype) of what a tile of these rows leaves. Seen once by running the first
+    tokens, for a rank must know it before it receives.
+    """
+    x = x_BtD[rows, : chunk_of(mixer.module)]
+    key = len(x), x.device, x.dtype, autocast_dtype(x.device.type)
+    known = _left_by.setdefault(mixer.module, {})
+    if key not in known:
+        left = States()
+        with torch.no_grad(), torch.random.fork_rng([x.device] * x.is_cuda):
+            mixer.call(x, rows, 0, x.shape[1], left)
+        known[key] = [(name, state.shape, state.dtype) for name, state in left.after.items()]
+    return known[key]
