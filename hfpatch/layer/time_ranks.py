@@ -14,7 +14,7 @@ A rank waits for those before it once between two layers with attention: from th
 ahead of it by a mixer. A rule whose last state is an affine map of its first, M S + H, could do
 without: each rank runs from no state, all gather M and H, and each runs again from its own first
 state. In tiles that is the projections and the rule once more forward, the whole mixer once more in
-backward, and code for each rule: more than the wait costs on four ranks, and hardly less on eight.
+backward, and code for each rule: as much as the wait costs on four ranks, less on more.
 
 Where chunks are dealt in zigzag a rank has two, and the states come by twice, up the ranks through
 the first chunks and down through the second ones. There ranks do wait in each mixer.

@@ -140,8 +140,9 @@ def unrefused():
 
 
 def trained(engine: str, name: str, folder: str) -> tuple:
-    """Losses and norms of two steps."""
+    """Losses and norms of two steps, and the loss of an evaluation."""
     model = families.small_model(name, torch.float32)
+    model.set_attn_implementation("sdpa")
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=64), logits=False)
     more = (
         {}
@@ -155,7 +156,8 @@ def trained(engine: str, name: str, folder: str) -> tuple:
     given = {"rows": rows(), "kinds": kinds, "max_steps": 2, "save_strategy": "no", **more}
     with unrefused():
         trainer = common.train(model, Path(folder) / f"{engine}-{name}", batch=1, **given)
-    return common.losses(trainer), common.norms(trainer)
+        evaluated = trainer.evaluate(rows()[:2])["eval_loss"]
+    return common.losses(trainer), common.norms(trainer), [evaluated]
 
 
 def main(chosen: str, folder: str) -> None:
