@@ -6,6 +6,8 @@ from traceback import walk_stack
 
 from torch import Tensor, nn
 
+from hfpatch.compat.models import attention_of, name_attention
+
 
 def engine_hook(module: nn.Module):
     """accelerate's hook on a module, or None."""
@@ -206,6 +208,42 @@ def evaluated_by_trainer() -> bool | None:
         ):
             return frame.f_locals.get("num_items_in_batch") is not None
     return None
+
+
+@contextmanager
+def unless_shared(shares):
+    """Within, accelerate neither refuses a model by the types of its layers nor takes masks away
+    from its attention, where shares(model) is True."""
+    module = sys.modules.get("accelerate.accelerator")
+    names = "_attach_context_parallel_hooks", "_refuse_recurrent_layers_under_sequence_parallelism"
+    theirs = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name, look in theirs.items():
+        setattr(module, name, lambda model, look=look: None if shares(model) else look(model))
+    try:
+        yield
+    finally:
+        for name, look in theirs.items():
+            setattr(module, name, look)
+
+
+def deals_for_any_attention(trainer, shares) -> None:
+    """Has transformers' Trainer deal out rows by context parallelism, which it does for sdpa
+    alone, to a model of which shares(model) is True, whatever attention its config names."""
+    deal = getattr(trainer, "_prepare_context_parallel_inputs", None)
+    if deal is None:
+        return
+
+    def dealing(model, inputs):
+        config = getattr(model, "config", None)
+        if attention_of(config) == "sdpa" or not shares(model):
+            return deal(model, inputs)
+        before = name_attention(config, "sdpa")
+        try:
+            return deal(model, inputs)
+        finally:
+            name_attention(config, before)
+
+    trainer._prepare_context_parallel_inputs = dealing
 
 
 def skips_by_itself(kind: type) -> None:

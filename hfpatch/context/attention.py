@@ -14,6 +14,7 @@ from hfpatch.attention.attention import attention_backward, attention_forward, p
 from hfpatch.compat import autocast_dtype
 from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
 from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
+from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.ops._library import one_gradient
 from hfpatch.parallel.exchange import ExchangedAttention
 
@@ -66,7 +67,11 @@ def attention(
     """
     extra = {name: x for name, x in {"softcap": softcap, "s_aux": s_aux}.items() if x is not None}
     if attention_mask is None and current.batch is not None and current.batch.sequence is not None:
-        # accelerate's hooks take masks away; models with windows it refuses
+        # accelerate's hooks take masks away; before 1.15 those of windows too
+        if not attends_to_all_before(getattr(module, "config", None)):
+            raise not_exchanged(
+                "a window whose mask accelerate took away (hfpatch.Callback keeps it)"
+            )
         attention_mask = Mask(current.batch)
     asked = Asked(
         module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None

@@ -44,8 +44,9 @@ class Callback(TrainerCallback):
     peak_host_gib the process's largest resident set.
 
     Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest.
-    Where ranks share rows, evaluation does so too, and runs under DeepSpeed's Ulysses go on in the
-    middle of an epoch, where its loader raises.
+    Where ranks share rows, evaluation does so too, runs under DeepSpeed's Ulysses go on in the
+    middle of an epoch, where its loader raises, and accelerate refuses no layers by their types
+    that passed the probe.
 
     apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict
     gives its options. attention_share: what packed documents leave of a full row's attention, for
@@ -86,7 +87,7 @@ class Callback(TrainerCallback):
             if trainer is not None:
                 if _sharing(args) > 1:
                     refuse_unshared_batches(trainer)
-                share_rows(trainer.accelerator)
+                share_rows(trainer)
                 if type(trainer).prediction_step is Trainer.prediction_step:
                     evaluate_together(trainer)
         if self.apply and model is not None:

@@ -174,7 +174,9 @@ def run_record(config, model, data, args, datasets) -> dict:
     Under "may_differ": what takes effect in the resumed run. The optimizer's settings come back
     with its state, so another value of a flag would be ignored.
     """
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    together = getattr(args.parallelism_config, "non_data_parallel_size", 1)
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    batch *= args.world_size // together
     ranks = {"world_size": args.world_size}
     return {
         "model": {
@@ -198,6 +200,7 @@ def run_record(config, model, data, args, datasets) -> dict:
         "engine": {"engine": "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else "none"}
         | (ranks if args.deepspeed else {}),
         "may_differ": ({} if args.deepspeed else ranks)
+        | {"sp_size": together}
         | {name: _plain(getattr(args, name)) for name in _MAY_DIFFER},
     }
 

@@ -6,8 +6,10 @@ import accelerate
 import torch.distributed as dist
 
 from hfpatch.budget.limits import environment_number
-from hfpatch.compat import skips_by_itself
+from hfpatch.compat import deals_for_any_attention, skips_by_itself, unless_shared
 from hfpatch.context.ranks import sequence_of, summed_gradients
+from hfpatch.layer.condition import look
+from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.loss.shared_rows import (
     evaluation_loss,
     labelled_alike,
@@ -93,6 +95,17 @@ class SharedRows:
         return SharedRows(accelerate.skip_first_batches(self.loader, whole), self.sequence, rest)
 
 
+def in_order(loader, sequence: Sequence) -> SharedRows:
+    """A loader of accelerate's, whose batches the groups of ranks get in the order in which one
+    process would: a step has the same rows with another number of ranks.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if hasattr(sampler, "process_index"):
+        groups = sampler.num_processes // sequence.size
+        sampler.process_index = sequence.rank * groups + sampler.process_index // sequence.size
+    return SharedRows(loader, sequence)
+
+
 def sequence_under(accelerator) -> Sequence | None:
     """The ranks that share rows under Ulysses; None elsewhere (context parallelism needs none)."""
     config = accelerator.parallelism_config
@@ -124,17 +137,30 @@ def _heads_told(config):
             delattr(config, name) if value is config else setattr(config, name, value)
 
 
-def share_rows(accelerator) -> None:
-    """Replaces DeepSpeed's adapter of the loader by SharedRows."""
-    accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: SharedRows(
+def shares_exactly(model) -> bool:
+    """Whether ranks can share the rows of each of its layers, which are as the probe saw them."""
+    layers = [m for m in model.modules() if isinstance(m, UntiledLayer)]
+    # A layer that mixes tokens by more than attention says "", which the stack answers for.
+    unknown = any(why_not_shared(m._hfpatch_traits, look(m)) for m in layers)
+    return not unknown and shares_rows(model)
+
+
+def share_rows(trainer) -> None:
+    """Has a Trainer's ranks share rows: SharedRows in place of DeepSpeed's adapter of the loader,
+    and layers of every type that are exact so, some of which accelerate refuses by their names.
+    """
+    accelerator = trainer.accelerator
+    accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: in_order(
         loader, sequence_under(accelerator)
     )
     config, prepare = accelerator.parallelism_config, accelerator.prepare
-    if config is None or not config.sp_enabled:
+    if config is None or not (config.sp_enabled or config.cp_enabled):
         return
+    deals_for_any_attention(trainer, shares_exactly)
 
     def prepare_told(*given, **known):
         with ExitStack() as told:
+            told.enter_context(unless_shared(shares_exactly))
             for model in given:
                 if hasattr(model, "config") and hasattr(model.config, "get_text_config"):
                     told.enter_context(_heads_told(model.config.get_text_config()))

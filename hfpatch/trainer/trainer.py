@@ -88,7 +88,7 @@ class Trainer(PositionTrainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        share_rows(self.accelerator)
+        share_rows(self)
 
     def _sequence(self):
         return sequence_under(self.accelerator)

@@ -112,6 +112,11 @@ def train(
     return trainer
 
 
+def pairs() -> int:
+    """How many pairs of ranks share rows."""
+    return int(os.environ["WORLD_SIZE"]) // 2
+
+
 def as_if_on_gpus() -> dict:
     """Accelerate falls back to DDP where it sees no GPU; this lets FSDP and tensor parallelism
     really run on gloo.

@@ -44,7 +44,9 @@ def ulysses(stage: int = 3, **more) -> dict:
     )
     return {
         "deepspeed": config,
-        "parallelism_config": ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=sp),
+        "parallelism_config": ParallelismConfig(
+            sp_backend="deepspeed", sp_size=2, dp_shard_size=common.pairs(), sp_handler=sp
+        ),
     }
 
 
@@ -58,7 +60,7 @@ def context(**_) -> dict:
     return {
         "fsdp": True,
         "fsdp_config": fsdp,
-        "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=1),
+        "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=common.pairs()),
     }
 
 

@@ -5,6 +5,7 @@ decision for all.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import tiny
 from test_launch import HERE, ROOT, torchrun
+
+from hfpatch.trainer import folders
 
 # float64 of one process, relative to the largest value; sums over ranks come in another order
 CLOSE = 1e-12
@@ -133,8 +136,8 @@ class Runs:
                     *self.common,
                     "--output_dir",
                     self.folder / name,
-                    *more,
                     *self.share * (ranks > 1),
+                    *more,
                 ],
             )
         ]
@@ -148,7 +151,7 @@ class Runs:
         rows = json.loads((self.folder / name / "trainer_state.json").read_text())["log_history"]
         return [row[kind] for kind in ("loss", "eval_loss") for row in rows if kind in row]
 
-    def start(self, ranks: int, words: list[str]) -> subprocess.Popen:
+    def start(self, ranks: int, words: list[str], **more) -> subprocess.Popen:
         run = [
             "-m",
             "torch.distributed.run",
@@ -157,7 +160,7 @@ class Runs:
             str(ranks),
             "train_worker.py",
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
         with (self.folder / "log.txt").open("w") as log:
             return subprocess.Popen(
                 [sys.executable, *run, *words],
@@ -167,20 +170,40 @@ class Runs:
                 stderr=subprocess.STDOUT,
             )
 
-    def killed(self, name: str, checkpoint: str, *more) -> None:
-        """Two ranks, ended by SIGKILL as soon as that checkpoint is there."""
+    def ended(self, how: str, name: str, checkpoint: str, *more) -> None:
+        """Two ranks, of which the last is ended by SIGKILL ("killed"), or fails in the middle of an
+        exchange, as soon as that checkpoint is there: the other ends within a minute, and the
+        checkpoint is whole.
+        """
+        words = [*self.common, "--output_dir", self.folder / name, *more, *self.share]
+        there = self.folder / name / checkpoint
         run = self.start(
-            2, [*map(str, [*self.common, "--output_dir", self.folder / name, *more, *self.share])]
+            2, [*map(str, words)], **({} if how == "killed" else {"FAILS": str(there)})
         )
-        began = time.monotonic()
-        while (
-            run.poll() is None
-            and not (self.folder / name / checkpoint).exists()
-            and time.monotonic() - began < 200
-        ):
+        ranks, began = {}, time.monotonic()
+        while run.poll() is None and not there.exists() and time.monotonic() - began < 200:
+            ranks = processes_of(run.pid) if len(ranks) < 2 else ranks
             time.sleep(0.02)
-        subprocess.run(["pkill", "-KILL", "-P", str(run.pid)], check=False)
-        assert run.wait(timeout=60) != 0 and (self.folder / name / checkpoint).exists()
+        if how == "killed":
+            os.kill(ranks[1], signal.SIGKILL)
+        assert run.wait(timeout=60) != 0 and not any(map(running, ranks.values()))
+        assert folders.flaw(there) is None
+        assert how == "killed" or "a kernel failed" in (self.folder / "log.txt").read_text()
+
+
+def processes_of(launcher: int) -> dict[int, int]:
+    """The process ids of the launcher's ranks."""
+    found = {}
+    for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        found |= {int(word[5:]): pid for word in words if word.startswith("RANK=")}
+    return found
+
+
+def running(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").exists() and bool(
+        Path(f"/proc/{pid}/cmdline").read_bytes()  # empty of a process that has ended
+    )
 
 
 @pytest.fixture
@@ -201,19 +224,48 @@ def test_hfpatch_train_shares_rows(runs):
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_hfpatch_train_on_ranks_is_one_process(engine, runs):
-    """The same losses, in training and evaluation, packed rows, with and without a SIGKILL in the
+    """The same losses, in training and evaluation, packed rows, with and without an end in the
     middle of an epoch.
     """
     train = runs(engine)
     one, two = train("one", 1, "--max_steps", 5), train("two", 2, "--max_steps", 5)
     assert one == pytest.approx(two, rel=2e-6) and len(one) == 7
-    train.killed("killed", "checkpoint-3", "--max_steps", 5)
+    for how in ("killed", "failed"):
+        train.ended(how, how, "checkpoint-3", "--max_steps", 5)
     assert train("killed", 2, "--max_steps", 5, "--resume_from_checkpoint", True) == two
-    # Two pairs of ranks, each with rows of its own: four of a step, as one process accumulates
-    #     them.
-    one = train("one-4", 1, "--max_steps", 2, "--gradient_accumulation_steps", 4)
-    four = train("four", 4, "--max_steps", 2, "--gradient_accumulation_steps", 2)
-    assert one == pytest.approx(four, rel=2e-6) and len(one) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_a_mesh_of_four_goes_on_with_another(engine, runs):
+    """Two pairs of ranks, each with rows of its own, are one process, however many micro-batches a
+    step has; saved in the middle of an epoch, the run goes on with four that share each row, and on
+    two ranks, where the engine's files allow that.
+    """
+    train = runs(engine)
+    more = ["--max_steps", 5, "--gradient_accumulation_steps"]
+    one = train("one", 1, *more, 4)
+    four = train("four", 4, "--max_steps", 3, "--gradient_accumulation_steps", 2)
+    assert one[:3] == pytest.approx(four[:3], rel=2e-6)
+    # The odd number of micro-batches: one, and each pair has every other row.
+    alone, odd = (
+        train(name, ranks, "--max_steps", 3, "--gradient_accumulation_steps", n)
+        for name, ranks, n in (("alone", 1, 2), ("odd", 4, 1))
+    )
+    assert alone == pytest.approx(odd, rel=2e-6) and len(odd) == 4
+    resume = ["--resume_from_checkpoint", True]
+    shutil.copytree(train.folder / "four", train.folder / "two")
+
+    def goes_on(name: str, *given) -> None:
+        found = train(name, *given, *more, 4, *resume)
+        del found[5]  # evaluated after its third step, which was its last
+        assert one == pytest.approx(found, rel=2e-6) and len(one) == 7
+
+    goes_on("four", 4, "--sp_size", 4)
+    if engine == "fsdp2":
+        return goes_on("two", 2)
+    with pytest.raises(AssertionError, match="world_size 4 there, 2 here"):
+        train("two", 2, *more, 4, *resume)
 
 
 @pytest.mark.long

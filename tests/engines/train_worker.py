@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hfpatch.cli.train import main
+from hfpatch.parallel import exchange
 
 # else it builds an extension, half a minute of C++
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -21,6 +23,15 @@ arguments = sys.argv[1:]
 # a rank of all.
 scatter = dist.scatter
 dist.scatter = lambda out, parts, src, group=None: scatter(out, parts, group=group, group_src=src)
+if "FAILS" in os.environ and os.environ["RANK"] == "1":
+    backward, checkpoint = exchange.attention_backward, Path(os.environ["FAILS"])
+
+    def failing(*args, **known):
+        if checkpoint.exists():  # the other rank waits for this one's exchange
+            raise RuntimeError("a kernel failed")
+        return backward(*args, **known)
+
+    exchange.attention_backward = failing
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     if "fsdp2" in arguments:
         arguments += [

@@ -5,17 +5,20 @@ skipped.
 from types import SimpleNamespace
 
 import accelerate
+import families
 import pytest
 import tiny
 import torch
 import transformers
 
+import hfpatch
+from hfpatch.compat import deals_for_any_attention, unless_shared
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.loss.shared_rows import part_of
 from hfpatch.trainer import checks, sequence
 from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows, apply_options
 from hfpatch.trainer.dataset import Collator
-from hfpatch.trainer.sequence import SharedRows, parallelism, share_rows
+from hfpatch.trainer.sequence import SharedRows, parallelism, share_rows, shares_exactly
 
 
 def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:
@@ -128,10 +131,73 @@ def test_deepspeed_is_told_of_heads_that_a_config_leaves_out(family):
     accelerator = SimpleNamespace(
         parallelism_config=SimpleNamespace(sp_enabled=True), prepare=prepare
     )
-    share_rows(accelerator)
+    share_rows(SimpleNamespace(accelerator=accelerator))
     model = SimpleNamespace(config=config)
     assert accelerator.prepare(model, "optimizer") == (model, "optimizer")
     assert read == [(8, getattr(config, "num_key_value_heads", 4))] and config.to_dict() == before
+
+
+def accelerates_looks(model) -> dict[str, str]:
+    """What accelerate says of a model before it shares its rows, by the name of its look; and
+    whether it hooked its attention.
+    """
+    said = {}
+    for name in ("_attach_context_parallel_hooks",
+                 "_refuse_recurrent_layers_under_sequence_parallelism"):  # fmt: skip
+        if hasattr(accelerate.accelerator, name):
+            try:
+                getattr(accelerate.accelerator, name)(model)
+            except ValueError as error:
+                said[name] = str(error)
+    hooked = any(module._forward_pre_hooks for module in model.modules())
+    return said | ({"hooked": "yes"} if hooked else {})
+
+
+def test_layers_are_refused_by_what_the_probe_saw_not_by_their_types():
+    """Windows: not where the probe saw attention that is exchanged. What it did not see, and what
+    mixes tokens by more than attention: as accelerate has it. Afterwards its own look again.
+    """
+    stock, ours, unseen = (families.small_model("mistral", torch.float32) for _ in range(3))
+    hybrid = families.small_model("minimax", torch.float32)
+    before = accelerates_looks(stock)
+    assert before  # hooks, or since 1.15 a refusal
+    for model in (ours, unseen, hybrid):
+        hfpatch.apply(model)
+    unseen.model.layers[0].self_attn.forward = lambda *args, **kwargs: None
+    with unless_shared(shares_exactly):
+        assert accelerates_looks(ours) == {}
+        for model in (stock, unseen, hybrid):
+            assert accelerates_looks(model)
+    assert accelerates_looks(stock) == before and accelerates_looks(ours)
+
+
+def test_a_row_is_dealt_to_a_model_of_any_attention():
+    """transformers' Trainer asks for sdpa, which gpt-oss has not."""
+    seen, stock, ours = [], *(families.small_model("gpt_oss", torch.float32) for _ in range(2))
+    hfpatch.apply(ours)
+    deal = lambda model, inputs: seen.append(model.config._attn_implementation) or inputs  # noqa: E731
+    trainer = SimpleNamespace(_prepare_context_parallel_inputs=deal)
+    deals_for_any_attention(trainer, shares_exactly)
+    for model in (stock, ours):
+        assert trainer._prepare_context_parallel_inputs(model, "batch") == "batch"
+        assert model.config._attn_implementation == "eager"
+    assert seen == ["eager", "sdpa"]
+    deals_for_any_attention(SimpleNamespace(), shares_exactly)  # another transformers
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_step_has_the_same_rows_however_many_ranks_share_them(size):
+    """Eight batches on four ranks: in each round of the groups those that one process reads."""
+    found = {}
+    for rank in range(4):
+        sampler = accelerate.data_loader.BatchSamplerShard(
+            torch.utils.data.BatchSampler(range(8), 1, False), 4, rank
+        )
+        loader = torch.utils.data.DataLoader(range(8), batch_sampler=sampler)
+        found[rank] = [int(x) for x in sequence.in_order(loader, rank_of(rank % size, size)).loader]
+    groups = [range(first, first + size) for first in range(0, 4, size)]
+    turns = [[found[rank][i] for i in range(2) for rank in group] for group in groups]
+    assert [row for turn in zip(*turns) for row in turn] == list(range(8))
 
 
 def test_labels_are_shifted_before_rows_are_cut():

@@ -1,0 +1,48 @@
+"""Layers that accelerate refuses by their types where ranks share rows, through Trainer with our
+callback: exact where the probe saw that they are, refused where it did not.
+"""
+
+import numerics
+import pytest
+import tiny
+import torch
+from test_launch import torchrun
+
+pytestmark = tiny.not_with_transformers_5_0("has a Trainer that asks accelerate for another mesh")
+WINDOWS = ("gemma3_text", "gpt_oss", "mistral")
+
+
+def check(reports: list[dict], names: tuple[str, ...]) -> None:
+    """Losses and norms of each step, as of one process that has each document by itself."""
+    for report in reports:
+        assert set(report["found"]) == set(names)
+        for name, found in report["found"].items():
+            assert found["calls"] and found["attention"] == found["named"], name
+            for i, what in enumerate(("losses", "norms")):
+                got, plain, exact = (
+                    torch.tensor(found[way][i], dtype=dtype)
+                    for way, dtype in (("got", torch.float32), ("plain", torch.float32),
+                                       ("exact", torch.float64))
+                )  # fmt: skip
+                numerics.assert_close(got, plain, exact, f"{what} of {name}")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_windows_under_context_parallelism(ranks, tmp_path):
+    """Packed rows; on four ranks two pairs, with rows of their own."""
+    names = ",".join(WINDOWS)
+    reports = torchrun("types_worker.py", "context", names, "minimax", folder=tmp_path, ranks=ranks)
+    check(reports, WINDOWS)
+    for report in reports:
+        for case, sentence in report["said"].items():
+            assert "does not support attention layers of type ['linear_attention']" in sentence, (
+                case
+            )
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
+def test_a_mesh_of_two_dimensions_under_ulysses(ranks, tmp_path):
+    """On four ranks two pairs, with rows of their own, in each step those of one process."""
+    names = ("mistral", "gemma3_text")
+    worker = "types_worker.py", "ulysses", ",".join(names), ""
+    check(torchrun(*worker, folder=tmp_path, ranks=ranks), names)
