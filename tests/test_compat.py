@@ -332,6 +332,14 @@ def test_names_of_the_engines(monkeypatch):
     )
     with compat.plain_construction():
         pass
+    for name in (
+        "_attach_context_parallel_hooks",
+        "_refuse_recurrent_layers_under_sequence_parallelism",
+    ):
+        monkeypatch.delattr(f"accelerate.accelerator.{name}", raising=False)
+    before = vars(sys.modules["accelerate.accelerator"]).copy()
+    with compat.unless_shared(lambda model: True):
+        assert vars(sys.modules["accelerate.accelerator"]) == before
 
 
 LESS = """

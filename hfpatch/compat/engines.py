@@ -6,7 +6,7 @@ from traceback import walk_stack
 
 from torch import Tensor, nn
 
-from hfpatch.compat.models import attention_of, name_attention
+from hfpatch.compat.models import attention_of, name_attention, names_attention
 
 
 def engine_hook(module: nn.Module):
@@ -235,7 +235,8 @@ def deals_for_any_attention(trainer, shares) -> None:
 
     def dealing(model, inputs):
         config = getattr(model, "config", None)
-        if attention_of(config) == "sdpa" or not shares(model):
+        named = names_attention(config) and attention_of(config)  # DeepSpeed's engine has a dict
+        if named in (False, "sdpa") or not shares(model):
             return deal(model, inputs)
         before = name_attention(config, "sdpa")
         try:

@@ -75,15 +75,7 @@ def train(model, folder: Path, settings: dict, **callback) -> Trainer:
     return trainer
 
 
-def said(run, *given, **known) -> str:
-    try:
-        run(*given, **known)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def main(engine: str, names: str, refused: str, folder: str) -> None:
+def main(engine: str, names: str, folder: str) -> None:
     common.quiet()
     more = common.as_if_on_gpus() if engine == "context" else {}
     settings = getattr(sp_worker, engine)
@@ -91,8 +83,8 @@ def main(engine: str, names: str, refused: str, folder: str) -> None:
     ExchangedAttention.forward = lambda self, *args, **known: (
         exchanged.append(1) or inner(self, *args, **known)
     )
-    found, sentences = {}, {}
-    for name in filter(None, names.split(",")):
+    found = {}
+    for name in names.split(","):
         stock = made(name)
         named, plain = stock.config._attn_implementation, alone(stock)
         exact = alone(made(name, torch.float64))
@@ -103,11 +95,7 @@ def main(engine: str, names: str, refused: str, folder: str) -> None:
             "got": got, "plain": plain, "exact": exact, "calls": len(exchanged) - before,
             "named": named, "attention": trainer.model.config._attn_implementation,
         }  # fmt: skip
-    for name in filter(None, refused.split(",")):
-        for way in (False, APPLY):
-            given = made(name), Path(folder), settings() | more
-            sentences[f"{name}, {bool(way)}"] = said(train, *given, apply=way)
-    common.report(folder, found=found, said=sentences)
+    common.report(folder, found=found)
 
 
 if __name__ == "__main__":

@@ -157,18 +157,18 @@ def test_layers_are_refused_by_what_the_probe_saw_not_by_their_types():
     """Windows: not where the probe saw attention that is exchanged. What it did not see, and what
     mixes tokens by more than attention: as accelerate has it. Afterwards its own look again.
     """
-    stock, ours, unseen = (families.small_model("mistral", torch.float32) for _ in range(3))
+    stock, ours = (families.small_model("mistral", torch.float32) for _ in range(2))
     hybrid = families.small_model("minimax", torch.float32)
     before = accelerates_looks(stock)
     assert before  # hooks, or since 1.15 a refusal
-    for model in (ours, unseen, hybrid):
+    for model in (ours, hybrid):
         hfpatch.apply(model)
-    unseen.model.layers[0].self_attn.forward = lambda *args, **kwargs: None
     with unless_shared(shares_exactly):
         assert accelerates_looks(ours) == {}
-        for model in (stock, unseen, hybrid):
+        ours.model.layers[0].self_attn.forward = lambda *args, **kwargs: None
+        for model in (stock, ours, hybrid):
             assert accelerates_looks(model)
-    assert accelerates_looks(stock) == before and accelerates_looks(ours)
+    assert accelerates_looks(stock) == before
 
 
 def test_a_row_is_dealt_to_a_model_of_any_attention():
