@@ -117,6 +117,16 @@ def pairs() -> int:
     return int(os.environ["WORLD_SIZE"]) // 2
 
 
+def name_ranks_by_group() -> None:
+    """torch.distributed.nn's way around gloo's missing reduce-scatter names a group's rank as if it
+    were a rank of all.
+    """
+    scatter = torch.distributed.scatter
+    torch.distributed.scatter = lambda out, parts, src, group=None: scatter(
+        out, parts, group=group, group_src=src
+    )
+
+
 def as_if_on_gpus() -> dict:
     """Accelerate falls back to DDP where it sees no GPU; this lets FSDP and tensor parallelism
     really run on gloo.

@@ -10,7 +10,6 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import common
 import deepspeed
 import torch
-import torch.distributed as dist
 
 from hfpatch.cli.train import main
 from hfpatch.parallel import exchange
@@ -19,10 +18,7 @@ from hfpatch.parallel import exchange
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 torch.set_num_threads(1)
 arguments = sys.argv[1:]
-# torch.distributed.nn's way around gloo's missing reduce-scatter names a group's rank as if it were
-# a rank of all.
-scatter = dist.scatter
-dist.scatter = lambda out, parts, src, group=None: scatter(out, parts, group=group, group_src=src)
+common.name_ranks_by_group()
 if "FAILS" in os.environ and os.environ["RANK"] == "1":
     backward, checkpoint = exchange.attention_backward, Path(os.environ["FAILS"])
 

@@ -77,6 +77,7 @@ def train(model, folder: Path, settings: dict, **callback) -> Trainer:
 
 def main(engine: str, names: str, folder: str) -> None:
     common.quiet()
+    common.name_ranks_by_group()
     more = common.as_if_on_gpus() if engine == "context" else {}
     settings = getattr(sp_worker, engine)
     exchanged, inner = [], ExchangedAttention.forward
