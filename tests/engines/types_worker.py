@@ -85,12 +85,11 @@ def main(engine: str, names: str, folder: str) -> None:
         exchanged.append(1) or inner(self, *args, **known)
     )
     found = {}
-    for name in names.split(","):
-        stock = made(name)
-        named, plain = stock.config._attn_implementation, alone(stock)
-        exact = alone(made(name, torch.float64))
-        before = len(exchanged)
-        trainer = train(made(name), Path(folder), settings() | more, apply=APPLY)
+    # Before an engine is on, which spreads a model as it is made and replaces its attention.
+    models = {n: (alone(made(n)), alone(made(n, torch.float64)), made(n)) for n in names.split(",")}
+    for name, (plain, exact, ours) in models.items():
+        named, before = ours.config._attn_implementation, len(exchanged)
+        trainer = train(ours, Path(folder), settings() | more, apply=APPLY)
         got = common.losses(trainer), common.norms(trainer)
         found[name] = {
             "got": got, "plain": plain, "exact": exact, "calls": len(exchanged) - before,
