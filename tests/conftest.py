@@ -2,6 +2,8 @@
 pass.
 """
 
+import gc
+
 import pytest
 import torch
 import torch.utils._device
@@ -27,6 +29,29 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def set_aside() -> None:
+    """Leaves all that is alive out of later collections. The modules of this stack are 700,000
+    objects, which a collection takes half a second to go through, and every Trainer asks for several.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish():
+    set_aside()
+
+
+@pytest.hookimpl(trylast=True)  # behind the ends of fixtures
+def pytest_runtest_teardown(item, nextitem):
+    """Modules that the tests of a file were the first to import are set aside too."""
+    if nextitem is None or nextitem.path != item.path:
+        set_aside()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # Python ends what is alive in the order of its collector
 
 
 @pytest.fixture(autouse=True)
