@@ -56,4 +56,4 @@ def main(folder: str, neox: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[-1], *sys.argv[1:-1])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numerics
 import pytest
+import ranks as ranks_of
 import tiny
 import torch
 from safetensors.torch import load_file
@@ -27,19 +28,32 @@ ROOT = HERE.parents[1]
 EXACT = 1e-14  # float64 against float64, relative to the largest value; sums come in another order
 
 
+def variables() -> dict[str, str]:
+    """The environment of a worker: this checkout, one thread, no rank yet."""
+    gone = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in gone}
+    places = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": places,
+    }
+
+
+def read_reports(folder: Path, code) -> list[dict]:
+    reports = sorted(folder.glob("rank*.json"))
+    said = (folder / "log.txt").read_text()[-6000:]
+    assert code == 0 and reports, f"exit code {code}\n{said}"
+    return [json.loads(path.read_text()) for path in reports]
+
+
 def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
-    """Runs a worker in its own process group and returns what each rank reported."""
+    """Runs a command in its own process group and returns what each rank reported."""
     folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-           "TOKENIZERS_PARALLELISM": "false",
-           "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH",
-                                                                    "")])}  # fmt: skip
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    log = folder / "log.txt"
-    with log.open("w") as out:
+    with (folder / "log.txt").open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, *map(str, command)], cwd=HERE, env=env, stdout=out,
+            [sys.executable, *map(str, command)], cwd=HERE, env=variables(), stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
@@ -49,23 +63,15 @@ def launch(*command, folder: Path, seconds: int = 300) -> list[dict]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = f"none after {seconds} s"
-    reports = sorted(folder.glob("rank*.json"))
-    assert code == 0 and reports, f"exit code {code}\n{log.read_text()[-6000:]}"
-    return [json.loads(path.read_text()) for path in reports]
+    return read_reports(folder, code)
 
 
 def torchrun(worker: str, *args, folder: Path, ranks: int = 2, seconds: int = 300) -> list[dict]:
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        ranks,
-        worker,
-        *args,
-        folder,
-    ]
-    reports = launch(*words, folder=folder, seconds=seconds)
+    """What each rank of a worker reported, started as torchrun starts them (ranks.py)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [str(word) for word in (*args, folder)]
+    begun = ranks_of.start(worker, words, variables(), ranks, folder / "log.txt")
+    reports = read_reports(folder, ranks_of.wait(begun, seconds))
     assert len(reports) == ranks
     return reports
 
@@ -74,7 +80,7 @@ def torchrun(worker: str, *args, folder: Path, ranks: int = 2, seconds: int = 30
 def single(tmp_path_factory):
     """The stock model in one process: losses and weights in float32 and float64."""
     folder = tmp_path_factory.mktemp("single")
-    (losses,) = launch("single_worker.py", folder, folder=folder)
+    (losses,) = torchrun("single_worker.py", folder=folder, ranks=1)
     trained = {path.name.removesuffix("-final") for path in folder.glob("*-final")}
     return losses, {
         name: load_file(folder / f"{name}-final" / "model.safetensors") for name in trained
@@ -217,7 +223,7 @@ def test_gpt_neox_under_ulysses(tmp_path):
     """Its config says neither how wide a head is nor how many KV heads there are, which DeepSpeed
     asks.
     """
-    single = (launch("single_worker.py", tmp_path, "neox", folder=tmp_path)[0],)
+    single = (torchrun("single_worker.py", "neox", folder=tmp_path, ranks=1)[0],)
     for report in torchrun("sp_worker.py", "neox", folder=tmp_path):
         assert_losses(report["losses"], single, "-neox")
         assert_losses(report["norms"], single, "-neox-norms")
