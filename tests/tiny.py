@@ -3,6 +3,7 @@
 """
 
 import copy
+import itertools
 
 import numerics
 import pytest
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hfpatch
 from hfpatch.lab.twin import ExactNorm, exact, exact_loss, with_exact_norms  # noqa: F401
 
+LONG = pytest.mark.long
 VOCAB, TOKENS = 97, 24
 TILED = hfpatch.Checkpointing(tile=8)  # three tiles of TOKENS
 WAYS = {"off": "off", "tiled": TILED, "segments": hfpatch.Checkpointing(tile=8, every=2)}
@@ -30,6 +32,27 @@ def not_before_transformers(version: tuple, reason: str):
 def not_with_transformers_5_0(reason: str):
     """The same of the oldest."""
     return not_before_transformers((5, 1), reason)
+
+
+def covering(*axes, together: int = 2) -> list:
+    """All rows of a grid, for parametrize: the plain suite runs so many that each `together` values
+    of different axes meet in one of them; `test.sh --all` the rest.
+    """
+    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    meets = {row: set(itertools.combinations(enumerate(row), together)) for row in rows}
+    kept, left = set(), set().union(*meets.values())
+    while left:
+        best = max(rows, key=lambda row: len(meets[row] & left))
+        kept.add(best)
+        left -= meets[best]
+    values = {row: [axis[i] for axis, i in zip(axes, row)] for row in rows}
+    return [pytest.param(*v, marks=[] if row in kept else LONG) for row, v in values.items()]
+
+
+def longer(rows, *short) -> list:
+    """Rows of which the plain suite runs those named in `short` alone; `test.sh --all` all."""
+    assert all(row in rows for row in short)
+    return [row if row in short else pytest.param(row, marks=LONG) for row in rows]
 
 
 # hfpatch says so (trainer/configs.py), and names accelerate's own file.

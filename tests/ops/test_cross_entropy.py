@@ -3,6 +3,7 @@ holds.
 """
 
 import pytest
+import tiny
 import torch
 
 from hfpatch.ops._library import INTERPRET
@@ -28,9 +29,15 @@ def make(shape, dtype, ignored=0.4):
 
 
 # 101: part of a block; 8193: a block and one lane more, where every row is a program's two steps.
-@pytest.mark.parametrize("shape", [(2, 9, 101), (3, 8193)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["mean", "sum", "none", "num_items", "all, mean", "all, none"])
+@pytest.mark.parametrize(
+    "name, dtype, shape",
+    tiny.covering(
+        ["mean", "sum", "none", "num_items", "all, mean", "all, none"],
+        DTYPES,
+        [(2, 9, 101), (3, 8193)],
+    ),
+    ids=str,
+)
 def test_values_and_gradients(name, dtype, shape):
     logits, labels = make(shape, dtype)
     runs, asked = [], {"return_accuracy": True, "return_predicted": True}

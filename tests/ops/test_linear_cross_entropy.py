@@ -5,6 +5,7 @@ Runs three ways: plain torch on a CPU, the kernel under TRITON_INTERPRET=1, the 
 """
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 
@@ -108,9 +109,11 @@ def check(inputs, labels, options, result_of=lambda out: out, seed=1, **only_our
 
 # 33 tokens and 101 words: nothing divides anything. 10 to 20 rows fit MANY_CHUNKS: several chunks,
 #     the last short.
-@pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "many chunks"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name, dtype, workspace",
+    tiny.covering([*OPTIONS], DTYPES, [ONE_CHUNK, MANY_CHUNKS]),
+    ids=str,
+)
 def test_values_and_gradients(name, dtype, workspace):
     *inputs, labels = make((2, 33, 24), 101, dtype)
     check(inputs, labels, options_for(name, 101), workspace_bytes=workspace)
@@ -145,13 +148,17 @@ def test_tiny(shape, vocab_size, dtype):
 
 # Every branch of the block loop: part of a block, a full block, one lane more than a block; then
 #     Llama's vocabulary.
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(
-    "vocab_size, weighted",
-    [(7, False), (128, False), (8193, False), (128256, False), (7, True), (8193, True)],
+    "vocab, dtype, softcap",
+    tiny.covering(
+        [(7, False), (128, False), (8193, False), (128256, False), (7, True), (8193, True)],
+        DTYPES[1:],
+        [0.0, 2.0],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_chunk_ops(vocab_size, dtype, softcap, weighted):
+def test_chunk_ops(vocab, dtype, softcap):
+    vocab_size, weighted = vocab
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(3, vocab_size, generator=generator).mul(4).add(3).to(DEVICE, dtype)
     labels = torch.tensor([0, -100, vocab_size - 1], device=DEVICE)
@@ -342,9 +349,15 @@ def test_shift_equals_transformers():
 
 
 # Trainer(bf16=True) keeps fp32 weights and autocasts; the stock head and loss set dtype and value.
-@pytest.mark.parametrize("auto", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS])
+@pytest.mark.parametrize(
+    "auto, hidden_dtype, workspace",
+    tiny.covering(
+        [torch.bfloat16, torch.float16],
+        [torch.float32, torch.bfloat16],
+        [ONE_CHUNK, MANY_CHUNKS],
+    ),
+    ids=str,
+)
 def test_autocast_gives_what_stock_gives(auto, hidden_dtype, workspace):
     *inputs, labels = make((2, 40, 16), 33, torch.float32)
     inputs[0] = inputs[0].detach().to(hidden_dtype).requires_grad_()

@@ -4,6 +4,7 @@ Runs three ways: plain torch on a CPU, the kernel under TRITON_INTERPRET=1, the 
 """
 
 import pytest
+import tiny
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -62,9 +63,11 @@ def check(inputs, labels, options, wanted=NAMES, **only_ours):
 
 # 33 tokens and 101 words: nothing divides anything; MANY_CHUNKS leaves chunks of some ten rows, the
 #     last one short.
-@pytest.mark.parametrize("workspace", [ONE_CHUNK, MANY_CHUNKS], ids=["one chunk", "many chunks"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name, dtype, workspace",
+    tiny.covering([*OPTIONS], DTYPES, [ONE_CHUNK, MANY_CHUNKS]),
+    ids=str,
+)
 def test_values_and_gradients(name, dtype, workspace):
     *inputs, labels = make((2, 33, 24), 101, dtype)
     check(inputs, labels, OPTIONS[name], workspace_bytes=workspace)
@@ -78,13 +81,12 @@ def test_each_output_alone(wanted):
 
 # Where logits are large, one rounding of lse or z is many roundings of a probability that is nearly
 # 1.
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+PEAKED = [{}, {"temperature": 0.07}, {"softcap": 30.0}, {"softcap": 50.0, "scale": 0.37}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.07}, {"softcap": 30.0}, {"softcap": 50.0, "scale": 0.37}],
-    ids=str,
+    "wanted, options, dtype", tiny.covering(NAMES[:-1], PEAKED, DTYPES[1:]), ids=str
 )
-@pytest.mark.parametrize("wanted", NAMES[:-1])
 def test_peaked(wanted, options, dtype):
     *inputs, labels = make((2, 33, 24), 101, dtype)
     with torch.no_grad():

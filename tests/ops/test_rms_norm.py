@@ -67,10 +67,11 @@ def weights(family, width, dtype):
 SHAPES = [(1, 1), (2, 3, 7), (33, 96), (5, 128), (9, 4096)]
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients(shape, dtype, family):
+@pytest.mark.parametrize(
+    "shape, dtype, name", tiny.covering(SHAPES, [BF16, FP16, FP32], [*FAMILIES]), ids=str
+)
+def test_values_and_gradients(shape, dtype, name):
+    family = FAMILIES[name]
     x, w = randn(*shape, dtype=dtype), weights(family, shape[-1], dtype)
     check(*family.both(), (x, *w), retain=True)
     check(*family.both_add(), (x, randn(*shape, dtype=dtype, seed=2), *w), retain=True)

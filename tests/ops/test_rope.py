@@ -3,6 +3,7 @@ tensors untouched.
 """
 
 import pytest
+import tiny
 import torch
 from oracle import BF16, DEVICE, FP16, FP32, FP64, INTERPRET, check, opcheck, randn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -43,9 +44,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["BTHE", "BHTE"])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape, dtype, layout",
+    tiny.covering(SHAPES, [BF16, FP16, FP32], ["BTHE", "BHTE"]),
+    ids=str,
+)
 def test_values_and_gradients(shape, dtype, layout):
     B, T, H, K, E = shape
     if layout == "BTHE":

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import tiny
 import torch
 from oracle import BF16, DEVICE, FP16, FP32, FP64, INTERPRET, check, opcheck, randn
 from transformers.activations import ACT2FN
@@ -20,9 +21,13 @@ def both(activation):
 
 
 # 1 and 7: tiny and odd; 1023 and 1025: about one block; 14336: Llama-8B, three rows.
-@pytest.mark.parametrize("activation", COMPUTED)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 7), (1023,), (5, 1025), (3, 14336)])
+@pytest.mark.parametrize(
+    "shape, dtype, activation",
+    tiny.covering(
+        [(1, 1), (2, 3, 7), (1023,), (5, 1025), (3, 14336)], [BF16, FP16, FP32], COMPUTED
+    ),
+    ids=str,
+)
 def test_values_and_gradients(shape, dtype, activation):
     # Scale 4 reaches the flat ends of the activations, where cancellation hides.
     gate, up = randn(*shape, dtype=dtype, scale=4.0), randn(*shape, dtype=dtype, seed=1)
