@@ -11,6 +11,7 @@ from pathlib import Path
 import engine_script
 import numerics
 import pytest
+import tiny
 import torch
 import transformers
 from packaging.version import Version
@@ -180,14 +181,17 @@ def test_preference_examples_run_on_the_tiny_model(model_folder, tmp_path, name,
 
 FSDP2 = pytest.param(
     "fsdp2",
-    marks=pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.17"),
-        reason="Trainer reads a version 2 fsdp_config from 5.17 on",
-    ),
+    marks=[
+        tiny.LONG,
+        pytest.mark.skipif(
+            Version(transformers.__version__) < Version("5.17"),
+            reason="Trainer reads a version 2 fsdp_config from 5.17 on",
+        ),
+    ],
 )
 
 
-@pytest.mark.parametrize("kind", ["zero3", FSDP2])
+@pytest.mark.parametrize("kind", ["zero3", FSDP2])  # tests/engines has FSDP2 in the plain suite
 def test_unmodified_script_under_an_engine(kind, tmp_path):
     """Two processes: the layers are ours, the engine is really on, the losses are those of one
     stock process.
