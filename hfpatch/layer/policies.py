@@ -30,9 +30,9 @@ from hfpatch.budget.policy import (
 )
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
-from hfpatch.layer.room import Gauge, Room, without_shape
+from hfpatch.layer.room import Gauge, Learned, Room, without_shape
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
-from hfpatch.parts.quantised import as_trained
+from hfpatch.parts.quantised import as_trained, holds_packed
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
 
@@ -83,6 +83,7 @@ class Policies:
         spare: bytes that the sources of copies may take when the layer under way ends.
         sequence: the ranks that share the rows of the call under way, or None.
         owner: a weak reference to the module whose parameters a step trains.
+        learned: of layers that no closed form describes, what steps taught (room.Learned).
     """
 
     def __init__(self, checkpointing: Checkpointing, shape: ModelShape | None, n_layers: int):
@@ -94,7 +95,7 @@ class Policies:
         self.planned: dict[tuple, int] = {}
         self.opened: set[tuple] = set()
         self.loss_bytes, self.spare, self.sequence = LOSS_WORKSPACE, 0, None
-        self.owner = lambda: None
+        self.owner, self.learned = lambda: None, Learned()
         # seconds; began is None once the first step has ended
         self.began, self.pinning = time.monotonic(), 0.0
         self._spares: dict[tuple, tuple] = {}  # as `planned`: of each layer (spare_bytes)
@@ -157,6 +158,8 @@ class Policies:
             self._leave_room(layer, policy, B, longest, x_BTD, alone=begins or unknown)
             if room is not None:
                 (room.begin if begins else room.also)(self.planned.get((policy, B, longest)))
+                if unknown and not whole and not self.weights.on:
+                    self.learned.step = policy, B, longest
         return policy
 
     def _opened(self, policy, layer, x_BTD: Tensor, longest: int, whole: bool, able) -> Policy:
@@ -186,11 +189,9 @@ class Policies:
         key, i = (policy, B, T), layer._hfpatch_index
         if key not in self._spares:
             self._spares[key] = (0,) * (self.n_layers + 1)
-            if (
-                self.shape is not None
-                and self.sequence is None
-                and self.shape.num_layers == self.n_layers
-            ):
+            # experts of 4 bits are written out for a phase, which no closed form counts
+            known = self.shape is not None and not any(map(holds_packed, layer.modules()))
+            if known and self.sequence is None and self.shape.num_layers == self.n_layers:
                 sizes = {"batch": B, "tokens": T, "itemsize": x.element_size()}
                 memory = step_memory(self.shape, policy, **sizes)
                 self._spares[key] = spare_bytes(memory, self.shape, policy, **sizes)
@@ -221,7 +222,10 @@ class Policies:
             self.policies.clear()
             self.opened.clear()
         if learnt:
+            self.learned.policies.clear()
             say(f"{learnt}: layers keep less from now on.")
+        grown = self.learned.grow(room, self.checkpointing, self.n_layers, self.planned)
+        self.policies = {k: p for k, p in self.policies.items() if k[:2] != grown}
 
     def _first_step_ended(self) -> None:
         if self.began is not None:
@@ -262,7 +266,8 @@ class Policies:
         """
         settings, room = self._settings(x, whole, sharded), self.room_of(x.device)
         if self.shape is None:
-            return without_shape(self, settings, B * T, whole, x, room and room.bytes())
+            free, learned = room and room.bytes(), not whole and self.learned.policies.get((B, T))
+            return learned or without_shape(self, settings, B * T, whole, x, free)
         # An engine that shards weights gathers two layers' and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
         free, gpu = self._free(room, gathered, x.device, group)

@@ -9,6 +9,7 @@ of attention's backends (attention/attention.py) do not count. Where several ran
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,8 +21,10 @@ from hfpatch.budget.choice import reserve
 from hfpatch.budget.free import gpu_fragments, gpu_free, to_come
 from hfpatch.budget.hardware import Gpu, gpu_named
 from hfpatch.budget.ladder import unplanned
-from hfpatch.budget.policy import Checkpointing
+from hfpatch.budget.measured import Step, next_policy
+from hfpatch.budget.policy import Checkpointing, Policy, describe
 from hfpatch.compat import is_shard
+from hfpatch.report import say
 
 ROOMS = weakref.WeakSet()
 SHRINK = 0.85  # the next budget, as a share of what a step took that ran out of memory
@@ -107,6 +110,9 @@ class Room:
         self.over, self.most, self.unused = 1.0, None, 0
         # (allocated and peak as it began, bytes planned), until an optimizer has stepped.
         self.step: tuple | None = None
+        # of the last step that was measured: bytes, or more, without those of its gradients, and
+        # these
+        self.took: tuple[int, int] | None = None
         self.measured = False  # whether its backward has ended
         # whether any step's was measured: until then the closed form alone says what a step takes
         self.proven = False
@@ -147,16 +153,18 @@ class Room:
             self.first_step()
 
     def begin(self, planned: int | None) -> None:
-        """Called when a step begins whose layers are planned to take `planned` bytes."""
-        now = self.gauge.allocated(), self.gauge.peak(), planned, self._to_come()
-        self.step, self.measured = None if planned is None else now, False
+        """Called when a step begins whose layers are planned to take `planned` bytes, None where
+        nobody knows.
+        """
+        self.step = self.gauge.allocated(), self.gauge.peak(), planned, self._to_come()
+        self.measured, self.took = False, None
 
     def also(self, planned: int | None) -> None:
         """Called for layers of another kind in the same step: with them it takes `planned`
         bytes."""
         if self.step is not None and planned is not None:
             allocated, peak, before, coming = self.step
-            self.step = allocated, peak, max(before, planned), coming
+            self.step = allocated, peak, max(before or 0, planned), coming
 
     def measure(self) -> None:
         """Called after a step's backward: lowers the budget if it took more than planned."""
@@ -164,10 +172,12 @@ class Room:
             return
         (allocated, peak, planned, coming), self.measured, self.proven = self.step, True, True
         took = self.gauge.peak() - allocated - coming
+        self.took = took, coming
         peak = max(peak, trial_peaks.get(self.gauge.device, 0))
         if self.alone:
             self.unused = max(self.unused, self.gauge.unused())
-        if self.alone and self.gauge.peak() > peak and took > planned + reserve(planned):
+        rose = self.alone and planned is not None and self.gauge.peak() > peak
+        if rose and took > planned + reserve(planned):
             self.over *= took / planned
             self.learnt = (
                 f"a step took {took / 2**30:.1f} GiB where {planned / 2**30:.1f} were planned"
@@ -176,8 +186,8 @@ class Room:
     def look(self) -> str | None:
         """What was learnt from the last step, reported once; None where nothing was."""
         ran_out, self.ooms = self._ooms() > self.ooms, self._ooms()
-        if ran_out and self.alone and self.step is not None:
-            planned = self.step[2]
+        planned = None if self.step is None else self.step[2]
+        if ran_out and self.alone and planned is not None:
             self.most = int(SHRINK * (planned + reserve(planned)))
             self.learnt = "memory ran out"
         else:
@@ -185,6 +195,40 @@ class Room:
         self.step = None
         learnt, self.learnt = self.learnt, None
         return learnt
+
+
+class Learned:
+    """What layers that no closed form describes keep, by what steps of theirs took.
+
+    Attributes:
+        policies: by B and T.
+        step: (policy, B, T) of the step under way; None where nothing is to be learnt from it.
+    """
+
+    def __init__(self):
+        self.policies: dict[tuple, Policy] = {}
+        self.step: tuple | None = None
+
+    def grow(self, room: Room, settings: Checkpointing, n_layers: int, planned: dict) -> tuple:
+        """Where the last step left room, the next one of its shape keeps more: that shape, (B, T);
+        () where nothing changes. planned: by policy and shape, the most bytes that it takes.
+        """
+        last, self.step = self.step, None
+        # ranks would each learn something else
+        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+        if last is None or room.took is None or settings.aim == "least" or not alone:
+            return ()
+        policy, B, T = last
+        free = room.bytes()
+        found, most = next_policy(Step(policy, *room.took, B * T, n_layers), settings, free)
+        if found == policy:
+            return ()
+        self.policies[B, T], planned[found, B, T] = found, most
+        say(
+            f"{B} x {T:,} tokens: {describe(found, n_layers)}; at most {most / 2**30:.1f} of "
+            f"{free / 2**30:.1f} GiB free on the device."
+        )
+        return B, T
 
 
 def without_shape(runtime, settings: Checkpointing, rows: int, whole: bool, x, free: int | None):

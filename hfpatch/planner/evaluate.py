@@ -35,7 +35,7 @@ def _settings(run: Run, placement: str) -> Checkpointing:
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
-def _free(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
+def free_bytes(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
     """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is
     taken off here, that of the step where it is admitted; gradients and optimizer states that the
     first step makes are there already.
@@ -69,7 +69,7 @@ def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple
     itemsize = placement_named(placement).itemsize
     sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
     search = _search(settings, run.shape, gpu=run.rates, **sizes)
-    return search, search.budget(*_free(run, stays, itemsize), run.gpus)
+    return search, search.budget(*free_bytes(run, stays, itemsize), run.gpus)
 
 
 def _policy(run: Run, placement: str, stays):

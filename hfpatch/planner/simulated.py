@@ -12,6 +12,7 @@ from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
+from hfpatch.budget.measured import Step, next_policy
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.shape import ModelShape
@@ -22,9 +23,11 @@ from hfpatch.lab.simulate.adapters import PACKED
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
+from hfpatch.planner.evaluate import free_bytes
 from hfpatch.planner.fewer import STRETCHED, depths, groups_of_width, moments_of, stretched
 from hfpatch.planner.placements import placement_named, resident
 
+STEPS_TO_LEARN = 4  # simulated while layers keep more and more
 STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
 LONGEST = 1 << 24  # tokens
 # of a simulated step, or one a token: no code that loops over single tokens ends within these
@@ -185,7 +188,8 @@ def _step(
     whole, and how many. width: KV heads of a group in attention, None where as many as it has.
     """
     adapters = counted.adapters
-    fewer, more, times, bottom = depths(_layers(build(config)), getattr(policy, "every", 1))
+    own = getattr(policy, "every", 1), getattr(policy, "plain", 0)
+    fewer, more, times, bottom = depths(_layers(build(config)), *own)
 
     def cut(n):
         model = build(config, adapters=adapters)
@@ -237,16 +241,14 @@ def _policy(asked, tokens: int, states: bool) -> Policy:
     """What was asked for, with inputs and attention outputs on the host where it leaves that
     open.
     """
-    if (
-        asked.plain not in ("auto", 0)
-        or asked.keep not in ("auto", ())
-        or asked.frozen_weights == "host"
-    ):
+    if asked.keep not in ("auto", ()) or asked.frozen_weights == "host":
         raise ValueError(
-            "hfpatch: plain, keep and weights on the host want a model that closed forms "
-            "describe, another came; leave them out."
+            "hfpatch: keep and weights on the host want a model that closed forms describe, "
+            "another came; leave them out."
         )
-    chosen = {"offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens)}
+    chosen = {
+        "offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens), "plain": 0
+    }  # fmt: skip
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
     if states and asked.tile == "auto":  # the least that a step takes, whatever is free
         chosen["tile"] = TIME_TILE_LEAST
@@ -368,6 +370,8 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     most = replace(policy, by_group=True, offload_dx=True, stream_attention=policy.save_attention)
     sparing = counted.carries_states and policy.offload == "host" and run.ranks == 1
     found = _under(config, run, names, most if sparing and asked.aim == "least" else policy)
+    if found.fits and asked.aim == "fastest" and isinstance(found.policy, dict):
+        return _grown(config, run, found, policy)
     if found.fits or not sparing:
         return found
     short = found.host_usable_bytes is not None and found.host_peak_bytes > found.host_usable_bytes
@@ -376,10 +380,36 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     return _under(config, run, names, most)
 
 
+def _grown(config: _Values, run: Run, found: Plan, policy: Policy) -> Plan:
+    """The plan whose layers keep what there is room for, as the runtime learns it (room.Learned):
+    each simulated step is one that was measured.
+    """
+    counted, name = run.shape, found.placement
+    if run.gpus > 1 or _slow(run, _tile(policy)):  # ranks learn nothing
+        return found
+    for _ in range(STEPS_TO_LEARN):
+        stays = resident(name, counted, run.gpus, policy)
+        free = free_bytes(run, stays, placement_named(name).itemsize)[0]
+        own = counted.trained_bytes if stays.gradients is None else stays.gradients
+        took = found.gpu_bytes["activations"] + found.gpu_bytes["gradients"] - own
+        step = Step(policy, took, own, run.batch * run.seq_len, counted.num_layers)
+        policy, _ = next_policy(step, run.checkpointing, free)
+        tried = None if policy == step.policy else _under(config, run, [name], policy)
+        if tried is None or not tried.fits or tried.step_seconds > found.step_seconds:
+            return found
+        found = tried
+    return found
+
+
+def _slow(run: Run, tile: int) -> bool:
+    """Whether two shorter steps tell what one of this length takes."""
+    return run.shape.carries_states and run.seq_len > STRETCHED[1] * tile
+
+
 def _under(config: _Values, run: Run, names: list, policy) -> Plan:
     """The same under one policy, or the word for layers that run whole."""
     counted, tile = run.shape, _tile(policy)
-    slow = counted.carries_states and run.seq_len > STRETCHED[1] * tile
+    slow = _slow(run, tile)
     stepped = (
         replace(policy, offload="host") if run.on_disk else policy
     )  # where bytes that leave the device are counted

@@ -132,6 +132,53 @@ def test_lengths_in_any_order_stay_within_what_there_is(monkeypatch, capfd):
     assert said.count("1 x 65,536 tokens") == 2, said
 
 
+def learned_steps(monkeypatch, size, steps, checkpointing="auto", rows=2048):
+    """(policies of the steps of a GLM-4.5 of 5 layers on a device of `size` bytes, the highest total
+    of each, the most bytes that each was planned to take).
+    """
+    config = {
+        "model_type": "glm4_moe", "hidden_size": 1024, "intermediate_size": 4096,
+        "moe_intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1, "vocab_size": 8192,
+    }  # fmt: skip
+    model = build(config)
+    hfpatch.apply(model, checkpointing=checkpointing)
+    monkeypatch.setattr(session_module, "metered", lambda device: True)
+    monkeypatch.setattr(session_module, "Gauge", OfLedger)
+    monkeypatch.setattr(OfLedger, "size", size)
+    found = []
+
+    def run(model, follower, ids, labels):
+        runtime = model.model._hfpatch_runtime
+        for _ in range(steps):
+            model(input_ids=ids, labels=labels).loss.backward()
+            (room,) = runtime.rooms.values()
+            policy, *shape = runtime.learned.step
+            room.measure()
+            found.append((policy, room.took[0], runtime.planned.get((policy, *shape))))
+            model.zero_grad()
+
+    monkeypatch.setattr(simulator, "train_step", run)
+    return found, simulator.simulate(model, 1, rows).peak_bytes
+
+
+def test_layers_without_a_closed_form_learn_to_keep_more(monkeypatch, capfd):
+    """Each step shows what there is room for; none takes more than was said, nor than there is."""
+    size = 3 * GiB
+    found, peak = learned_steps(monkeypatch, size, 4)
+    plain = [policy.plain for policy, *_ in found]
+    assert plain[0] == 0 < plain[1] and plain == sorted(plain) and plain[-1] == 5, plain
+    assert all(took <= planned for _, took, planned in found[1:]), found
+    assert peak <= size and "5 layers keep everything" in capfd.readouterr().err
+
+
+def test_layers_without_a_closed_form_keep_no_more_where_less_is_asked_or_free(monkeypatch):
+    for size, asked in ((3, "least"), (0.5, "auto")):
+        found, _ = learned_steps(monkeypatch, int(size * GiB), 2, asked)
+        assert [policy.plain for policy, *_ in found] == [0, 0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_any_lengths_stay_within_what_there_is(seed, monkeypatch):

@@ -493,6 +493,27 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     assert bytes_moved > 2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512) and answer["step_seconds"] > 0
 
 
+def test_auto_spends_free_memory_where_no_closed_form_helps():
+    """GLM-4.5's layers keep more than "least" has them keep, in the bytes that are planned."""
+    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
+
+    values = {"model_type": "glm4_moe", "hidden_size": 1024, "intermediate_size": 4096,
+              "moe_intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 16,
+              "num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 8,
+              "num_experts_per_tok": 4, "first_k_dense_replace": 1, "vocab_size": 8192}  # fmt: skip
+    card = dataclasses.replace(GPUS["h100"], memory_bytes=4 * GiB)
+    least, auto = (
+        plan(values, seq_len=2048, gpu=card, checkpointing=how) for how in ("least", "auto")
+    )
+    assert least.fits and auto.fits and not auto.closed_form
+    assert auto.policy["plain"] > least.policy["plain"] == 0
+    assert auto.step_seconds < least.step_seconds
+    step = simulate(prepare(build(values), "hfpatch"), 1, 2048, policy=Policy(**auto.policy))
+    taken = step.peak_bytes - step.categories["parameters"]
+    assert taken <= auto.gpu_bytes["activations"] + auto.gpu_bytes["gradients"]
+
+
 def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
     """The placements of each of its plans, under which heads go as they must, at one simulation a
     length.
@@ -554,14 +575,15 @@ def test_files_of_a_model_without_closed_forms(whole, tmp_path, monkeypatch):
         step = simulated._taken
         monkeypatch.setattr(simulated, "_taken", lambda *a: (*step(*a)[:2], {"a reason": 2}))
     held, filed = (
-        plan(values, seq_len=4096, checkpointing=Checkpointing(offload=o))
+        plan(values, seq_len=4096, checkpointing=Checkpointing(offload=o, plain=0))
         for o in ("host", str(tmp_path))
     )
     written = held.host_peak_bytes - filed.host_peak_bytes
     assert written > 2 * 4096 * 64 * 2 and isinstance(filed.policy, str) == whole
     shared = dataclasses.replace(GPUS["h100"], sharing=1000)
     monkeypatch.setattr("hfpatch.planner.answer.Run.rates", shared)
-    slow = plan(values, seq_len=4096, checkpointing=Checkpointing(offload=str(tmp_path)))
+    asked = Checkpointing(offload=str(tmp_path), plain=0)
+    slow = plan(values, seq_len=4096, checkpointing=asked)
     needed = 1000 * written * (1 / DISK_WRITES + 1 / DISK_READS)
     assert slow.seconds["copy_wait"] == pytest.approx(needed, rel=0.05)
 
@@ -637,7 +659,7 @@ def test_a_few_layers_tell_all(policy, monkeypatch):
         0,
     )
     memory, flops, reasons = simulated._step(values, counted, 1, 512, policy)
-    monkeypatch.setattr(simulated, "depths", lambda layers, every: (0, 9, 0, 2))
+    monkeypatch.setattr(simulated, "depths", lambda layers, every, top: (0, 9, 0, 2))
     whole, their_flops, their_reasons = simulated._step(values, counted, 1, 512, policy)
     rounding = 512 * sum(
         1 for layer in layers[5:] for _ in layer.parameters()
