@@ -1,5 +1,6 @@
-"""Seconds of a step on eight rows of up to 512 tokens, 879 of them real: padded, as the stack runs
-them now, and as the packed row that a collator would make; a ratio to the last.
+"""Seconds of a step on eight rows of up to 512 tokens, 879 of them real: padded in transformers,
+padded in a stack that runs padding too, padded as the stack runs them now, and as the packed row
+that a collator would make; ratios to the last. Of the processor, and by the clock.
 
     python profiles/padding/measure.py
 """
@@ -17,14 +18,15 @@ LENGTHS = (512, 31, 80, 47, 64, 12, 101, 32)
 STEPS = 7
 
 
-def model():
+def model(patched: bool):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=4,
     )  # fmt: skip
     made = LlamaForCausalLM(config).train()
-    hfpatch.apply(made)
+    if patched:
+        hfpatch.apply(made)
     return made
 
 
@@ -42,21 +44,29 @@ def batches():
 
 def main():
     torch.set_num_threads(1)
-    ours, (padded, packed) = model(), batches()
+    stock, ours, (padded, packed) = model(False), model(True), batches()
     stack = ours.model
     traits = stack._hfpatch_traits
     before = dataclasses.replace(traits, unpads=False)
-    rows = {"padded": (before, padded), "now": (traits, padded), "packed": (traits, packed)}
+    rows = {
+        "stock": (stock, traits, padded), "padded": (ours, before, padded),
+        "now": (ours, traits, padded), "packed": (ours, traits, packed),
+    }  # fmt: skip
     seconds = {name: [] for name in rows}
     for _ in range(STEPS + 1):  # in turn: the machine's load changes; the first is not counted
-        for name, (stack._hfpatch_traits, batch) in rows.items():
-            began = time.process_time()
-            ours(**batch).loss.backward()
-            seconds[name].append(time.process_time() - began)
-            ours.zero_grad()
-    median = {name: statistics.median(found[1:]) for name, found in seconds.items()}
-    for name, value in median.items():
-        print(f"{name:7} {value / median['packed']:5.2f} x packed")
+        for name, (one, stack._hfpatch_traits, batch) in rows.items():
+            began = time.process_time(), time.perf_counter()
+            one(**batch).loss.backward()
+            ended = time.process_time(), time.perf_counter()
+            seconds[name].append([b - a for a, b in zip(began, ended)])
+            one.zero_grad()
+    median = {
+        name: [statistics.median(column) for column in zip(*found[1:])]
+        for name, found in seconds.items()
+    }
+    for name, values in median.items():
+        cpu, wall = (a / b for a, b in zip(values, median["packed"]))
+        print(f"{name:7} {cpu:5.2f} x packed, by the clock {wall:5.2f}")
 
 
 if __name__ == "__main__":
