@@ -18,7 +18,7 @@ from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}
-LENGTHS = 8192, 32768
+LENGTHS = {8192: ("before", "least"), 32768: ("before", "least"), 131072: ("least",)}
 
 
 def row(family: str, tokens: int, word: str) -> str:
@@ -47,6 +47,6 @@ if __name__ == "__main__":
     else:
         print("family,layers,policy,tokens,beyond_gib,most_gib,host_gib,matmul_flops")
         for family in LAYERS:
-            for tokens in LENGTHS:
-                for word in ("before", "least"):
+            for tokens, words in LENGTHS.items():
+                for word in words:
                     print(row(family, tokens, word), flush=True)
