@@ -47,7 +47,8 @@ _SHOWN = {
 class Support:
     """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile;
     reasons: why others do not; fused: of PARTS; packed: "isolated", or "refused" where nothing
-    keeps documents apart; notes: the report's sentences.
+    keeps documents apart; notes: the report's sentences; in_time, in_rows: layers whose mixers run
+    in tiles through time, and those with one that takes whole rows.
     """
 
     model: str
@@ -59,6 +60,8 @@ class Support:
     notes: tuple = ()
 
     on_gpu: str = ""  # why layers run whole there all the same
+    in_time: int = 0
+    in_rows: int = 0
 
     @property
     def verdict(self) -> str:
@@ -83,6 +86,9 @@ def support_of(name: str, config: dict) -> Support:
     fused = tuple(word for option, word in PARTS.items() if report.count(option))
     packed = "isolated" if decoder.stack._hfpatch_traits.apart else "refused"
     notes = (*report.notes, *report.details)
+    traits = [layer._hfpatch_traits for layer in layers]
+    mixing = [t for t in traits if t.reason is None and t.mixers]
+    in_rows = sum(len(t.timed) < len(t.mixers) for t in mixing)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
     except ValueError:  # no closed form, which is what knows that
@@ -96,6 +102,8 @@ def support_of(name: str, config: dict) -> Support:
         packed,
         notes,
         on_gpu,
+        len(mixing) - in_rows,
+        in_rows,
     )
 
 
@@ -108,8 +116,8 @@ def family_config(kind: str) -> dict:
 
 # A column of the table of `--families`, and its cell in most families.
 COLUMNS = {
-    "fused": "norms, RoPE, MLP, loss", "layers tiled": "all", "packed rows": "isolated",
-    "verdict": "agrees",
+    "fused": "norms, RoPE, MLP, loss", "layers tiled": "all", "mixers over whole rows": "none",
+    "packed rows": "isolated", "verdict": "agrees",
 }  # fmt: skip
 
 
@@ -117,7 +125,8 @@ def table_row(support: Support) -> dict[str, str]:
     """A family's cells in the table of `--families`, by column."""
     share = support.tiled / support.layers
     tiled = "all" if share == 1 else "no" if not share else f"{support.tiled} of {support.layers}"
-    cells = (", ".join(support.fused), tiled, support.packed, support.verdict)
+    rows = f"{support.in_rows} of {support.layers}" if support.in_rows else "none"
+    cells = (", ".join(support.fused), tiled, rows, support.packed, support.verdict)
     return dict(zip(COLUMNS, cells))
 
 
@@ -133,8 +142,8 @@ def families_text(found: list[Support]) -> str:
     lines += [[kind, *(row[c] for c in shown)] for kind, row in others.items()]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        "All layers run in tiles, norms, RoPE, MLP and loss are fused, packed rows are isolated, and "
-        f"the verdict agrees: {', '.join(usual)}.\n\nThe exceptions, by what differs:\n\n{table}"
+        "All layers run in tiles, mixers through time, norms, RoPE, MLP and loss are fused, packed "
+        f"rows are isolated, and the verdict agrees: {', '.join(usual)}.\n\nThe exceptions, by what differs:\n\n{table}"
     )
 
 
@@ -175,6 +184,10 @@ def main(args) -> int:
         print(f"whole    {n} layers: {reason}")
     print(f"fused    {', '.join(found.fused) or 'nothing'}")
     print(f"packed   {found.packed}")
+    if found.in_time + found.in_rows:
+        print(
+            f"mixers   {found.in_time} layers in tiles through time, {found.in_rows} over whole rows"
+        )
     if planned:
         fits = "fits" if planned.fits else "does NOT fit"
         takes = (

@@ -1,52 +1,81 @@
 """The simulated rows of hybrids.csv: families' default configs, full fine-tuning of a few layers, what
-"least" makes of them, before layers without attention ran as chains and since.
+"least" makes of them, before layers without attention ran as chains and since; and those of
+families.csv, with mixers over whole rows and through time.
 
     python -W ignore profiles/plan/hybrids.py > profiles/plan/hybrids.csv
+    python -W ignore profiles/plan/hybrids.py families > profiles/plan/families.csv
     python -W ignore profiles/plan/hybrids.py qwen3_5_text 131072 least
 """
 
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
 from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli.support import family_config
+from hfpatch.decoder import verdict
 from hfpatch.decoder.find import find_decoder
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}
 LENGTHS = {8192: ("before", "least"), 32768: ("before", "least"), 131072: ("least",)}
+# layers that hold one of each kind
+FAMILIES = LAYERS | {
+    "qwen3_next": 4, "qwen3_5_moe_text": 4, "olmo_hybrid": 4, "falcon_h1": 2, "bamba": 2, "mamba2": 2,
+    "zamba2": 8, "lfm2_moe": 3, "lfm3": 4, "kimi_linear": 4, "bailing_hybrid": 8,
+}  # fmt: skip
+HEADER = "family,layers,policy,tokens,beyond_gib,most_gib,host_gib,matmul_flops"
 
 
-def row(family: str, tokens: int, word: str) -> str:
-    """word: "least", or "before", which is least without chains and without heads on the host."""
-    config, layers = family_config(family), LAYERS[family]
+def stock(family: str):
+    """A model of the family's first layers on the meta device, and its config's values."""
+    config, layers = family_config(family), FAMILIES[family]
     if of_layers := config.get("num_hidden_layers"):  # Nemotron-H's default has one of each kind
         lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == of_layers}
         config |= {k: v[:layers] for k, v in lists.items()} | {"num_hidden_layers": layers}
-    model = build(config, torch.bfloat16)
+    return build(config, torch.bfloat16), config
+
+
+def row(family: str, tokens: int, word: str) -> str:
+    """word: "least", or "before", which is least without chains and without heads on the host, or
+    "whole": mixers over whole rows.
+    """
+    model, config = stock(family)
     settings = Checkpointing(offload="host", aim="least")
     body = sum(p.numel() for layer in find_decoder(model).layers for p in layer.parameters())
     sums = 4 * body // len(find_decoder(model).layers)
     policy = unplanned(settings, tokens, False, config["hidden_size"], None, sums)
     if word == "before":
         policy = replace(policy, chain=0, by_group=False, stream_attention=False)
-    found = simulate(prepare(model, "hfpatch"), 1, tokens, policy=policy)
+    if word == "whole":
+        verdict._verdict.cache_clear()
+        with mock.patch.object(verdict, "ask_in_time", lambda stack, layer, traits: traits):
+            model = prepare(model, "hfpatch")
+        verdict._verdict.cache_clear()
+    else:
+        model = prepare(model, "hfpatch")
+    found = simulate(model, 1, tokens, policy=policy)
     gib = (found.beyond_bytes, found.most_beyond_bytes, found.host_peak_bytes)
     matmul = sum(found.flops["matmul"].values())
     figures = [*(f"{x / 2**30:.2f}" for x in gib), f"{matmul:.4g}"]
-    return ",".join([family, str(layers), word, str(tokens), *figures])
+    return ",".join([family, str(FAMILIES[family]), word, str(tokens), *figures])
+
+
+def main(asked: list[str]) -> None:
+    if len(asked) == 3:
+        return print(row(asked[0], int(asked[1]), asked[2]))
+    print(HEADER)
+    if asked:
+        rows = [(family, 32768, word) for family in FAMILIES for word in ("whole", "least")]
+    else:
+        rows = [(f, n, w) for f in LAYERS for n, words in LENGTHS.items() for w in words]
+    for one in rows:
+        print(row(*one), flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(row(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
-    else:
-        print("family,layers,policy,tokens,beyond_gib,most_gib,host_gib,matmul_flops")
-        for family in LAYERS:
-            for tokens, words in LENGTHS.items():
-                for word in words:
-                    print(row(family, tokens, word), flush=True)
+    main(sys.argv[1:])
