@@ -147,7 +147,8 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
-    mixers, timed = bool(mixing), all(a.all_timed for a in mixing)
+    mixers = bool(mixing)
+    timed = mixers and all(a.all_timed for a in mixing)
     stack._hfpatch_configs = configs
     # Ranks that send tokens to each other's experts run equally many tiles.
     asked = getattr((causal or stack).config, "distributed_config", None)

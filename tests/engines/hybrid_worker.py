@@ -139,11 +139,15 @@ def unrefused():
         yield
 
 
-def trained(engine: str, name: str, folder: str) -> tuple:
-    """Losses and norms of two steps, and the loss of an evaluation."""
+def made(name: str):
     model = families.small_model(name, torch.float32)
     model.set_attn_implementation("sdpa")
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=64), logits=False)
+    return model
+
+
+def trained(engine: str, name: str, model, folder: str) -> tuple:
+    """Losses and norms of two steps, and the loss of an evaluation."""
     more = (
         {}
         if engine == "one"
@@ -163,7 +167,9 @@ def trained(engine: str, name: str, folder: str) -> tuple:
 def main(chosen: str, folder: str) -> None:
     common.quiet()
     if chosen in ("one", "ulysses", "context"):
-        found = {name: trained(chosen, name, folder) for name in ("qwen3_5_text", "lfm2")}
+        # All are made before an engine is on, which would spread them as they are made.
+        models = {name: made(name) for name in ("qwen3_5_text", "lfm2")}
+        found = {name: trained(chosen, name, model, folder) for name, model in models.items()}
         common.report(folder, found=found)
     deepspeed.init_distributed("gloo")
     parallel_state_sp.initialize_sequence_parallel(torch.distributed.get_world_size())
