@@ -130,9 +130,6 @@ def test_a_model_without_closed_form_is_simulated_on_one_rank():
 @pytest.mark.parametrize("config, more, said", [
     (OTHERS, {"checkpointing": "stock"},
      "transformers' own steps are simulated over whole rows, --sp-size 4 came"),
-    ({"model_type": "jamba", "num_hidden_layers": 2, "attn_layer_period": 2,
-      "attn_layer_offset": 1, "num_experts": 1}, {},
-     "mixes tokens by something"),
     ({"model_type": "mamba", "num_hidden_layers": 2}, {},
      "tokens meet in attention alone, one that carries states came"),
 ])  # fmt: skip
