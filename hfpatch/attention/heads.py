@@ -10,7 +10,7 @@ backward, themselves.
 B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads of a group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -55,26 +55,26 @@ def _groups(width: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
     return tuple(groups)
 
 
+@dataclass(eq=False)
 class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state between forward
-    and backward."""
+    and backward.
 
-    def __init__(self, apart: bool = False, wide: bool = False):
-        """apart: forward is launched per group, with one output each. wide: all heads are one
-        group."""
-        self.apart, self.wide = apart, wide
-        self.heads: list[Heads] = []
-        self.states: list = []
-        self.mixers: list = []
+    apart: forward is launched per group, with one output each. wide: all heads are one group.
+    """
+
+    apart: bool = False
+    wide: bool = False
+    heads: list[Heads] = field(default_factory=list)
+    states: list = field(default_factory=list)
+    mixers: list = field(default_factory=list)
 
     def counts(self) -> list[int]:
         """How many groups each call has."""
         return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
     def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] of a tile, from forward's outputs."""
-        if not self.apart:
-            return list(outs)
+        """Each call's out [B, t, H, E] of a tile, from the groups' that forward gave apart."""
         joined, outs = [], list(outs)
         for n in self.counts():
             mine, outs = outs[:n], outs[n:]
@@ -106,7 +106,8 @@ class Attention:
                 groups = [(slice(0, H), slice(0, k.shape[2]))]
             heads = Heads(ask, groups)
             self.heads.append(heads)
-            whole, by_group = None, self.apart or copies_inputs(q, v, ask.pattern)
+            several = len(groups) > 1
+            whole, by_group = None, self.apart or several and copies_inputs(q, v, ask.pattern)
             for hs, ks in groups if by_group else [(ALL, ALL)]:
                 part = (q[:, :, hs], k[:, :, ks], v[:, :, ks]) if by_group else (q, k, v)
                 heads.backend = heads.backend or pick(*part[:2], 1 if by_group else len(groups))
@@ -115,7 +116,7 @@ class Attention:
                     outs.append(out if isinstance(q, Tensor) else q.beside(out))
                     lses.append(lse)
                     self.states.append(state)
-                elif len(groups) > 1 and by_group:
+                elif several and by_group:
                     whole = whole or _room_for(out, lse, H)
                     whole[0][:, :, hs], _heads_of(whole[1], hs)[...] = out, lse
                 else:
@@ -125,7 +126,7 @@ class Attention:
                 outs.append(whole[0])
                 lses.append(whole[1])
                 self.states.append(state)
-        return outs + self.mixed(parts, keep), lses
+        return outs + self.mixed(parts, keep) if mixers else outs, lses
 
     def mixed(self, parts, keep: bool) -> list[Tensor]:
         """The mixers' outputs."""
@@ -183,7 +184,8 @@ class Attention:
                 del grads
             dsinks.append(torch.cat(of_sinks) if of_sinks else None)
             q = k = v = out = lse = None
-        self.mixed_backward(parts, douts, into)
+        if self.mixers:
+            self.mixed_backward(parts, douts, into)
         return dsinks
 
     def mixed_backward(self, parts, douts, into) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import modules_of
+from hfpatch.compat import is_fused_experts, modules_of
 from hfpatch.context.current import having
 from hfpatch.parts import experts
 from hfpatch.parts.quantised import kinds_of
@@ -34,14 +34,17 @@ def _chain(wrapper: nn.Module) -> tuple[list[nn.Module], nn.Module]:
     return found, wrapper
 
 
-def pairs(modules: list[nn.Module]) -> list:
-    """(outermost wrapper of experts that run here, forward)."""
-    if "peft" not in sys.modules:
-        return []
-    wrappers = [m for m in modules if _is_wrapper(m)]
+def fused_in(modules: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The fused experts among these modules, and PEFT's outermost wrappers of parameters."""
+    fused = [m for m in modules if is_fused_experts(m)]
+    wrappers = [m for m in modules if _is_wrapper(m)] if "peft" in sys.modules else []
     inner = {id(modules_of(m)["base_layer"]) for m in wrappers}
-    outer = [m for m in wrappers if id(m) not in inner and experts.can_run(_chain(m)[1])]
-    return [(m, partial(_forward, m)) for m in outer]
+    return fused, [m for m in wrappers if id(m) not in inner]
+
+
+def pairs(wrappers: list[nn.Module]) -> list:
+    """(wrapper, forward) of those whose experts run here."""
+    return [(m, partial(_forward, m)) for m in wrappers if experts.can_run(_chain(m)[1])]
 
 
 def _forward(wrapper: nn.Module, x: Tensor, *args, **kwargs) -> Tensor:

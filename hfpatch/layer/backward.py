@@ -30,6 +30,7 @@ graph that B builds serves D: B then comes before A. Where the device is short, 
 in the store instead, and B to D see a group of heads or a tile of it (attention/head_groups.py).
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,31 +41,44 @@ from hfpatch.layer.kept import one_ahead
 from hfpatch.store.transfers import Saved
 
 
+@dataclass(eq=False)
 class Backward:
     """One backward of a call, from its gradient dy. Its attributes go from phase to phase.
 
-    call: layer.call.LayerCall; need_x: whether dx is wanted; weights: WeightGradients; retain:
-    whether another backward of the same call may come.
+    Attributes:
+        call: layer.call.LayerCall.
+        need_x: whether dx is wanted.
+        weights: layer.weight_gradients.WeightGradients.
+        retain: whether another backward of the same call may come.
+        stays: of a single tile: what its pass gave, for all phases.
+        parked: dx in the store, while attention runs backward.
+        qkv: q, k, v, over which their gradients are written.
+        outs: attention's outputs where they were computed again.
+        back: of a single tile: a function giving dx from the gradients of q, k, v.
     """
 
-    def __init__(self, call, need_x: bool, weights, retain: bool):
-        self.call, self.need_x, self.weights, self.retain = call, need_x, weights, retain
-        self.single = len(call.bounds) == 1
-        self.passes, self.stays = iter(call.passes), None
-        self.dx: Tensor | None = None
-        self.parked: Saved | None = None
-        # q, k, v, over which their gradients are written
-        self.qkv: list | None = None
-        self.outs: list | None = None  # where attention's outputs were computed again
-        self.lses: list | None = None
-        self.douts: list | None = None
-        self.dsinks: list | None = None
-        self.back = None  # of a single tile: what gives dx from the gradients of q, k, v
+    call: object
+    need_x: bool
+    weights: object
+    retain: bool
+    stays: list | None = None
+    dx: Tensor | None = None
+    parked: Saved | None = None
+    qkv: list | None = None
+    outs: list | None = None
+    lses: list | None = None
+    douts: list | None = None
+    dsinks: list | None = None
+    back: object = None
 
     def run(self, dy: Tensor, private: bool, before) -> Tensor | None:
         """dx or None. before: the call whose backward comes next; its first tiles are sent for."""
         call = self.call
-        self.lse_ticket, self.qkv_ticket = self._tickets(before)
+        self.single, self.passes = len(call.bounds) == 1, iter(call.passes)
+        # This layer's own come first, behind them the first tiles of the layer whose turn is next.
+        self.lse_ticket, self.qkv_ticket = call.ticket(call.lses), call.ticket(call.qkv)
+        if before is not None and before.earlier is None:
+            before.prefetch()
         if self.single:
             held = call.tiles(next(self.passes))
             self.stays = [next(held)]
@@ -73,7 +87,7 @@ class Backward:
         if call.mixes and not call.outs:
             self.outs, self.lses = call.attend(self.qkv, again=True)
             if not self.single:
-                call.transfers.settle()
+                call.queue.transfers.settle()
         self.after_backward(dy, private)
         if call.mixes:
             if self.qkv is None:
@@ -83,16 +97,6 @@ class Backward:
         if self.single:
             next(held, None)  # its slot is free again
         return self.dx
-
-    def _tickets(self, before) -> tuple:
-        """This layer's lse and its q, k, v on their way, and behind them the first tiles of the
-        layer whose turn is next.
-        """
-        call = self.call
-        tickets = call.ticket(call.lses), call.ticket(call.qkv)
-        if before is not None and before.earlier is None:
-            before.prefetch()
-        return tickets
 
     def _tiles(self):
         """(index, x, outs, what is kept inside) of the tiles of the next pass."""
@@ -111,7 +115,7 @@ class Backward:
             x_t = known["mid"][0] if x_t is None else x_t
             if self.outs is not None:
                 out_t = self.outs if self.single else [o[:, a:b] for o in self.outs]
-            out_t = call.attention.join(out_t)
+            out_t = call.attention.join(out_t) if call.attention.apart else out_t
             dys = list(map(next, dy_tiles))
             dx_t, douts_t = parts.after_backward(x_t, out_t, a, b, dys, known, need_x, self.weights)
             if self.single:
@@ -129,18 +133,18 @@ class Backward:
         self.dx = dx
         self.weights.round()
         if call.mixes and call.by_group:
-            call.transfers.settle()
+            call.queue.transfers.settle()
 
     def _whole_douts(self, douts: list[Tensor]) -> list:
         call, tokens = self.call, self.call.bounds[-1][1]
         rows = zip(douts, call.attention.counts())
         if not call.by_group:
             return [call.attention.room(d, tokens, n) for d, n in rows]
-        return [Grouped(call.transfers, d, tokens, n) for d, n in rows]
+        return [Grouped(call.queue.transfers, d, tokens, n) for d, n in rows]
 
     def _park(self, dx: Tensor) -> Saved:
         """dx in the tier while attention runs backward."""
-        transfers = self.call.transfers
+        transfers = self.call.queue.transfers
         parked = transfers.save(dx)
         transfers.settle()
         # dx may be dy, which autograd's and the callers' frames still hold: this frees its memory.
@@ -193,7 +197,7 @@ class Backward:
         if not self.single:
             call.out_buffers = None
         if call.by_group:
-            call.transfers.settle()
+            call.queue.transfers.settle()
 
     # -- D -----------------------------------------------------------------------------------------
     def before_backward(self) -> None:
@@ -201,7 +205,8 @@ class Backward:
         if parked is not None:
             self.dx = torch.empty(parked.shape, dtype=parked.dtype, device=call.device)
             tile_of_dx = one_ahead(
-                lambda i: call.transfers.fetch([(parked, *call.bounds[i], None)]), len(call.bounds)
+                lambda i: call.queue.transfers.fetch([(parked, *call.bounds[i], None)]),
+                len(call.bounds),
             )
         dx, grads = self.dx, list(map(call.cut, self.qkv))
         for index, x_t, _, _ in self._tiles():

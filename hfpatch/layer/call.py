@@ -98,7 +98,7 @@ class LayerCall(Kept):
                 buffer[:, a:b] = part
             parts = part = x_t = None
         if self.by_group:
-            self.transfers.settle()
+            self.queue.transfers.settle()
         return whole
 
     def _whole(self, parts: list[Tensor]) -> list:
@@ -109,7 +109,7 @@ class LayerCall(Kept):
         found = []
         for q, k, v in zip(parts[::3], parts[1::3], parts[2::3]):
             n = len(groups_of(q.shape[0], tokens, q.shape[2], k.shape[2]))
-            found += [Grouped(self.transfers, p, tokens, n) for p in (q, k, v)]
+            found += [Grouped(self.queue.transfers, p, tokens, n) for p in (q, k, v)]
         return found
 
     def after(self, x_BTD: Tensor, outs: list, noting: bool) -> list[Tensor]:
@@ -117,11 +117,12 @@ class LayerCall(Kept):
         tile is saved.
         """
         # The layer's own x, q, k, v, out and lse live until its end anyway.
-        room = self.runtime.spare + self.transfers.unsettled_bytes if noting else 0
+        room = self.runtime.spare + self.queue.transfers.unsettled_bytes if noting else 0
         whole, x_tiles, out_tiles = None, self.cut(x_BTD), list(map(self.cut, outs))
         for a, b in self.parts.phase(self.bounds):
             noted = dict.fromkeys(self.keep_inside) if noting else None
-            outs_t = self.attention.join(list(map(next, out_tiles)))
+            outs_t = list(map(next, out_tiles))
+            outs_t = self.attention.join(outs_t) if self.attention.apart else outs_t
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
                 self.save_inside(noted, room)
@@ -148,7 +149,9 @@ class LayerCall(Kept):
             self.x = self.x or self.for_now(x_BTD)
         elif where == "tier" and self.earlier is None:
             whole = self.shards is None
-            self.x = self.transfers.save(x_BTD if whole else self.shards.mine(x_BTD, self.bounds))
+            self.x = self.queue.transfers.save(
+                x_BTD if whole else self.shards.mine(x_BTD, self.bounds)
+            )
         alone, room = where == "tier" and self.policy.every == 1, 0
         try:
             qkv = self.before(enumerate(self.cut(x_BTD)))
@@ -159,19 +162,19 @@ class LayerCall(Kept):
             left = [qkv[i] for i in self.parts.places] if self.parts.places else ()
             del qkv
             if where == "again" or (alone and self.policy.save_attention):
-                save = self.transfers.save if where == "tier" else self.for_now
+                save = self.queue.transfers.save if where == "tier" else self.for_now
                 self.outs = [o.saved if self.by_group else save(o) for o in outs]
                 self.lses = [save(s) for s in lses]
             del lses
             if self.by_group:
-                self.transfers.settle()
+                self.queue.transfers.settle()
             whole = self.after(x_BTD, outs, noting=alone and bool(self.keep_inside))
             # the next layer hides what is left of the copies
             room = self.runtime.spare if alone else 0
         finally:
             # Also where memory ran out: a caller who catches that and tries again gets it back.
             if self.queue is not None:
-                self.transfers.settle(room=room)
+                self.queue.transfers.settle(room=room)
         if self.parts.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
@@ -189,12 +192,12 @@ class LayerCall(Kept):
         """every > 1: runs the segment's layers again up to this one, keeping what their backward
         will want.
         """
-        calls, call = [], self.earlier
+        calls, call, transfers = [], self.earlier, self.queue.transfers
         while call is not None:
             calls.append(call)
             call = call.earlier
         base = calls[-1]
-        x = self.transfers.fetch([(base.x, 0, base.x.shape[1], None)]).wait()[0]
+        x = transfers.fetch([(base.x, 0, base.x.shape[1], None)]).wait()[0]
         with torch.no_grad(), self._autocast():
             for call, then in zip(reversed(calls), [*reversed(calls[:-1]), self]):
                 if call is not base:
@@ -202,15 +205,15 @@ class LayerCall(Kept):
                 with self.runtime.weights.again(call.layer, then.layer), AsInForward(call.then):
                     x = call.forward(x, where="again")[0]
         self.x = self.for_now(x)
-        self.transfers.settle()
+        transfers.settle()
         if not self.x.resident:
             # Ring slots, last used before x went to the tier, would be filled while it is on its
             # way there.
-            self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
+            transfers.device.wait(transfers.device.mark(), transfers.to_device)
 
     def for_now(self, x: Tensor) -> Saved:
         """x of a segment that runs again: on the device where that has room."""
-        return self.transfers.save(x) if self.by_group else self.on_device(x)
+        return self.queue.transfers.save(x) if self.by_group else self.on_device(x)
 
     @property
     def first_again(self) -> "LayerCall":
@@ -234,9 +237,9 @@ class LayerCall(Kept):
             self._materialise()
         self.begin_passes()
         before = None if self.previous is None else self.previous()
-        streamed = self.runtime.weights.again(
-            self.layer, None if before is None else before.first_again.layer
-        )
+        frozen = self.runtime.weights
+        following = before.first_again.layer if frozen.on and before is not None else None
+        streamed = frozen.again(self.layer, following)
         several = len(self.bounds) > 1
         for mixer in self.attention.mixers:
             several = several or mixer.several(self.shape[1])

@@ -24,11 +24,12 @@ from hfpatch.compat import (
 )
 from hfpatch.context.class_code import as_asked
 from hfpatch.context.classes import CALL, other_forward, package_of, replaced_forward
+from hfpatch.layer.adapted_experts import fused_in
 from hfpatch.layer.adapters import look as look_at_adapters
 from hfpatch.layer.places import strange
 from hfpatch.layer.strangers import stranger_in
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.parts.quantised import scales_over_tokens
+from hfpatch.parts.quantised import holds_packed, scales_over_tokens
 
 _CAPTURING = "transformers.utils.output_capturing"
 _NO_MASK = "_attach_context_parallel_hooks."
@@ -52,6 +53,9 @@ class Condition:
         contiguous: whether a module in it takes contiguous gradients alone, as some of torchao's.
         mixing: the modules by which tokens meet, those that call attention first.
         head_dim: the largest of its attention's, 0 where they do not say.
+        experts: the fused experts inside, and PEFT's wrappers around them (adapted_experts.py).
+        packed: whether experts of 4 bits are among them.
+        block: layer.block.Block, None where nobody asked.
         direct: layer.direct.Direct; False where the layer is none, None where nobody asked.
         places: of the layer's tensors (layer/weight_gradients.py).
         read: keys of what the layer takes of earlier ones, None where not known yet.
@@ -69,6 +73,9 @@ class Condition:
     contiguous: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     head_dim: int = 0
+    experts: tuple[list, list] = ((), ())
+    packed: bool = False
+    block: object = None
     direct: object = None
     places: object = None
     read: tuple | None = None
@@ -108,6 +115,7 @@ def _condition_of(layer: nn.Module) -> Condition:
     found = Condition(Snapshot(layer), traits)
     found.adapter, found.draws = look_at_adapters([layer, *found.inside])
     found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
+    found.experts, found.packed = fused_in(found.inside), any(map(holds_packed, found.inside))
     stranger = stranger_in(layer)
     found.unknown = stranger or _why_unknown(layer, layer._hfpatch_places)
     found.reason = (

@@ -6,13 +6,12 @@ Linear is dequantized at its first use, and the dense weight serves all tiles. T
 those of the module's own forward and backward, bit for bit.
 """
 
-import sys
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hfpatch.parts.quantised import dense_of, holds_packed, is_packed, is_written_out
+from hfpatch.parts.quantised import dense_of, is_packed, is_written_out
 from hfpatch.parts.unread import can_go_without
 
 
@@ -86,11 +85,3 @@ class DequantizedWeights:
         """(module, forward) of each module that is not in `idle`."""
         others = [m for m in self.modules if all(m is not one for one, _ in idle)]
         return [(m, partial(_forward, m, partial(self._make, m))) for m in others]
-
-
-def dequantized(
-    layer: nn.Module, inside: list[nn.Module], linears: bool
-) -> DequantizedWeights | None:
-    """Those of a call of this layer, where it has any to be written out once a phase."""
-    packed = "bitsandbytes" in sys.modules and any(map(holds_packed, inside))
-    return DequantizedWeights(layer, linears) if linears or packed else None

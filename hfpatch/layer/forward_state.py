@@ -117,8 +117,11 @@ class Places:
         """The tensors in these places, and in their twins behind them, where they are those that
         were found, with no mark of an engine or of ours, and no others came.
         """
-        if self.known is None or self.filled():
+        if self.known is None:
             return None
+        for table, name in self.empty:  # a bias that a Linear was given since
+            if table.get(name) is not None:
+                return None
         tensors = []
         for (table, name), known in zip(self.at, self.known):
             tensor = table.get(name)
@@ -128,13 +131,6 @@ class Places:
                 return None
             tensors.append(tensor)
         return tensors
-
-    def filled(self) -> bool:
-        """Whether something stands now where nothing did (a bias that a Linear was given since)."""
-        for table, name in self.empty:
-            if table.get(name) is not None:
-                return True
-        return False
 
 
 @cache
@@ -200,7 +196,7 @@ class ForwardState:
 
     __slots__ = (
         "layer", "kind", "modules", "called", "snapshot", "on_all", "switches",
-        "found", "there", "tensors", "counts", "storages", "trained",
+        "found", "tensors", "counts", "storages", "trained",
     )  # fmt: skip
 
     def __init__(
@@ -223,7 +219,6 @@ class ForwardState:
             if condition is not None and found.known is not None:
                 condition.places = found
         self.found = found
-        self.there = None if found.known is None else there
         tensors = there[: len(found.places)]
         self.counts: list[int | None] = versions(tensors)
         self.trained, self.tensors, self.storages = [], [], []
@@ -258,11 +253,8 @@ class ForwardState:
 
     def unchanged(self) -> bool:
         """Whether every place, none of them an engine's, has what it had then, as it was."""
-        if self.there is None or self.found.filled() or versions(self.tensors) != self.counts:
+        if self.found.now() is None or versions(self.tensors) != self.counts:
             return False
-        for (table, name), tensor in zip(self.found.at, self.there):
-            if table.get(name) is not tensor:
-                return False
         for tensor, trained, storage in zip(self.tensors, self.trained, self.storages):
             if tensor.requires_grad != trained:
                 return False

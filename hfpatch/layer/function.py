@@ -8,11 +8,12 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import autocast_dtype, holders, is_fake, keeps_graph
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.dequantized import dequantized
+from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.direct import direct_of
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.parts import LayerParts
@@ -21,7 +22,7 @@ from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
 from hfpatch.ops._library import refuse_a_batch
-from hfpatch.parallel.exchange import attention_for
+from hfpatch.parallel.exchange import ExchangedAttention
 
 
 class LayerFunction(torch.autograd.Function):
@@ -96,7 +97,7 @@ def parts_of(
             layer._hfpatch_configs, batch,
             records=records, collected=collected, modules=[layer, *condition.inside],
             random=condition.draws, condition=condition, leaves=condition.leaves,
-            dequantized=dequantized(layer, condition.inside, dense),
+            dequantized=DequantizedWeights(layer, dense) if dense or condition.packed else None,
             autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
         )  # fmt: skip
     parts.batch = batch
@@ -125,10 +126,16 @@ def tiled_layer(
     tensors, timed = [*parts.wanted, *then.wanted()], None
     if policy.chain and parts.traits.carries is not None:
         timed = in_time(parts, policy, runtime, x, then)
+    # A policy that streams attention outputs is short of memory.
+    streams, sequence = policy.stream_attention, parts.batch.sequence
+    if sequence is None:
+        attention = Attention(apart=streams or policy.by_group, wide=policy.wide)
+    else:
+        attention = ExchangedAttention(sequence, ahead=not streams)
     call = (LayerCall if timed is None else TimedCall)(
         layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
         shards=runtime.shards if policy.every == 1 else None,
-        mixes=bool(parts.condition.mixing), attention=attention_for(parts.batch.sequence, policy),
+        mixes=bool(parts.condition.mixing), attention=attention,
         **(timed or {}),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):

@@ -15,7 +15,7 @@ from hfpatch.attention.head_groups import InTier
 from hfpatch.budget.formula import RING_SLOTS
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import version
-from hfpatch.store.transfers import FetchQueue, Saved, Transfers
+from hfpatch.store.transfers import FetchQueue, Saved
 
 
 @dataclass(slots=True)
@@ -31,15 +31,6 @@ class Pass:
 
     names: tuple[str, ...]
     pieces: list[list[tuple]]
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of a ring slot that takes the first tile, the largest."""
-        nbytes = 0
-        for saved, a, b, group in self.pieces[0]:
-            if group is None:
-                nbytes += saved.shape[0] * (b - a) * saved.row_bytes + 256
-        return nbytes
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,10 +58,6 @@ class Kept:
     passes: list[Pass] = field(default_factory=list)  # of the backward that runs or comes next
     gone: bool = False
 
-    @property
-    def transfers(self) -> Transfers:
-        return self.queue.transfers
-
     @staticmethod
     def on_device(x: Tensor) -> Saved:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
@@ -78,18 +65,18 @@ class Kept:
     def save(self, x: Tensor) -> Saved:
         """x on its way to the tier. What stays on the device must not hold more than itself."""
         if (
-            self.transfers.tier == "gpu"
+            self.queue.transfers.tier == "gpu"
             and x.untyped_storage().nbytes() > x.numel() * x.element_size()
         ):
             x = x.contiguous()
-        return self.transfers.save(x)
+        return self.queue.transfers.save(x)
 
     def save_inside(self, noted: dict, room: int) -> None:
         """Saves what was noted inside the next tile. room: bytes that the sources of copies may
         take meanwhile.
         """
         self.inside.append({name: [self.save(x) for x in xs] for name, xs in noted.items()})
-        self.transfers.settle(under_way=1, room=room)
+        self.queue.transfers.settle(under_way=1, room=room)
 
     def release(self) -> None:
         """Returns every block; the graph cannot be walked again."""
@@ -165,7 +152,8 @@ class Kept:
 
     def _room_for_outs(self) -> list[Tensor]:
         made = [torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs]
-        self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)
+        transfers = self.queue.transfers
+        transfers.device.wait(transfers.device.mark(), transfers.to_device)
         return made
 
     def begin_passes(self) -> None:
@@ -187,8 +175,12 @@ class Kept:
         if self.x is None or self.x.resident or self.gone:
             return
         self.passes, nbytes = self._planned(), 0
-        for one in self.passes:
-            nbytes = max(nbytes, one.slot_bytes)
+        for one in self.passes:  # a slot takes the first tile of any, the largest
+            taken = 0
+            for saved, a, b, group in one.pieces[0]:
+                if group is None:
+                    taken += saved.shape[0] * (b - a) * saved.row_bytes + 256
+            nbytes = max(nbytes, taken)
         self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes)
         self.out_buffers = None  # those of a backward that was cut short may still be read
         self.queue.push(self, self.passes[0].pieces)
@@ -223,7 +215,9 @@ class Kept:
     # -- what comes back whole ---------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):
         """A fetch of whole tensors, None of none."""
-        return self.transfers.fetch([(s, 0, s.shape[1], None) for s in saved]) if saved else None
+        return (
+            self.queue.transfers.fetch([(s, 0, s.shape[1], None) for s in saved]) if saved else None
+        )
 
     def whole_outs(self, outs):
         """A function giving group g's whole attention output, freed (or fetched one ahead) as the

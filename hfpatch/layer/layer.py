@@ -142,8 +142,9 @@ class TiledLayer(UntiledLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or current.role is not None:
             return super().forward(hidden_states, *args, **kwargs)
-        # without gradients too: what another thread's backward has under way is not left over
-        with runtime.turn:
+        # The stack's forward has the lock already. Without gradients too: what another thread's
+        # backward has under way is not left over.
+        with runtime.turn if batch is None and not current.declined else nullcontext():
             request = self._request(hidden_states, batch, args, kwargs)
             if request.sequence is not None or self._hfpatch_traits.reason == OTHER_MIXER:
                 self._refuse(request)

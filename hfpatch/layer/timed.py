@@ -132,13 +132,13 @@ class TimedCall(LayerCall):
     def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
         saves = where is not None
         if saves and self.earlier is None:
-            self.x = self.transfers.save(x_BTD)
-        self.time.transfers = self.transfers if saves else None
+            self.x = self.queue.transfers.save(x_BTD)
+        self.time.transfers = self.queue.transfers if saves else None
         try:
             y = self.time.forward(self.mixer, x_BTD.detach())
         finally:
             if self.queue is not None:
-                self.transfers.settle(room=self.runtime.spare if saves else 0)
+                self.queue.transfers.settle(room=self.runtime.spare if saves else 0)
         if self.parts.autocast[0] is not None:
             torch.clear_autocast_cache()
         return [y]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hfpatch.compat import backward_from, collecting, modules_in
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
 from hfpatch.layer import adapted_experts
+from hfpatch.layer.adapted_experts import fused_in
 from hfpatch.layer.arguments import Arguments, has_other_values
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
@@ -160,9 +161,13 @@ class Traced:
             found = idle(self.layer, names, device, **dense) if names else []
             found += [] if written is None else written.forwards(found)
             found += add_up(self.layer, found, device, adding) if adding else []
-            modules, taken = self.modules or modules_in(self.layer), {id(m) for m, _ in found}
-            found += experts.pairs(modules, taken, adding=adding, weight_of=weight_of)
-            self.found_idle[key] = found + adapted_experts.pairs(modules)
+            known, taken = self.condition, {id(m) for m, _ in found}
+            fused, wrappers = known.experts if known else fused_in(modules_in(self.layer))
+            if fused:
+                mine = [m for m in fused if id(m) not in taken]
+                found += experts.pairs(mine, adding=adding, weight_of=weight_of)
+                found += adapted_experts.pairs(wrappers)
+            self.found_idle[key] = found
         return self.found_idle[key]
 
     def post(
@@ -233,7 +238,11 @@ class Traced:
 
     def _block(self) -> Block:
         if self.block is None:
-            self.block = Block(self.layer).of_call(self.arguments.kwargs)
+            known = self.condition
+            found = Block(self.layer) if known is None or known.block is None else known.block
+            if known is not None:
+                known.block = found
+            self.block = found.of_call(self.arguments.kwargs)
             self.asked = [self.block.asked]
         return self.block
 

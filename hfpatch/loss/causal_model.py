@@ -5,7 +5,6 @@ calls its loss function, the head is called once, with the fused loss as its `fo
 the hooks of engines around that call gather the weight.
 """
 
-import math
 import sys
 import warnings
 import weakref
@@ -199,7 +198,9 @@ class FusedCausalLM(KeepsSignature):
         kwargs.pop("skip_logits", None)
         shifted, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
         target, first = (labels, 1) if shifted is None else (shifted, 0)
-        count = ToHost(lambda target: (target[..., first:] != ignore).sum(), target)
+        # On a CPU the op counts the labels itself.
+        labels_in = lambda target: (target[..., first:] != ignore).sum()  # noqa: E731
+        count = ToHost(labels_in, target) if target.is_cuda else None
         holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
         before = holder.get(name)  # of the forward in whose midst a hook runs this one
         try:
@@ -302,18 +303,15 @@ class FusedCausalLM(KeepsSignature):
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
         _, target, shift, count = current.target
-        valid = count.number()
         loss = logits.cross_entropy(
             target.to(logits.hidden.device),
             shift=shift,
             ignore_index=ignore_index,
             num_items=num_items_in_batch,
-            num_valid=valid if target.device.type == "cuda" else None,
+            num_valid=count and count.number(),
             inplace_hidden=self._hidden_is_ours(kwargs),
             workspace_bytes=self._workspace(),
         )
-        if valid == 0 and num_items_in_batch is None:
-            loss = loss + math.nan  # the mean over no token, as in transformers
         return as_stock(loss)
 
     def _workspace(self) -> int:

@@ -249,7 +249,7 @@ class ExchangedAttention(Attention):
             outs.append(self._local(back))
             self.heads.append(heads)
             self.rounds.append(rounds)
-        return outs + self.mixed(parts, keep), lses
+        return outs + self.mixed(parts, keep) if mixers else outs, lses
 
     def _length(self, B: int, T: int) -> tuple:
         """The part of the ranks' key for a backend that depends on the length: pick's power of two
@@ -312,7 +312,8 @@ class ExchangedAttention(Attention):
                 into[3 * n + 1].copy_(dk_whole), into[3 * n + 2].copy_(dv_whole)
                 dsinks[-1] = None if sinks is None else dsinks[-1][: rounds.uneven[0]]
             first += rounds.count
-        self.mixed_backward(parts, douts, into)
+        if self.mixers:
+            self.mixed_backward(parts, douts, into)
         return dsinks
 
     def _put(self, back: _Coming, whole_BtHE: Tensor, rounds: Rounds, r: int) -> None:
@@ -352,12 +353,3 @@ def _added(sums, grads, alone: bool):
         return grads
     wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
     return wide if sums is None else [s.add_(g) for s, g in zip(sums, wide)]
-
-
-def attention_for(sequence: Sequence | None, policy) -> Attention:
-    """Attention of a layer's call: over this process's whole rows, or over rows that the ranks of
-    `sequence` share."""
-    # A policy that streams attention outputs is short of memory.
-    if sequence is not None:
-        return ExchangedAttention(sequence, ahead=not policy.stream_attention)
-    return Attention(apart=policy.stream_attention or policy.by_group, wide=policy.wide)

@@ -85,11 +85,10 @@ def can_run(module: nn.Module | None) -> bool:
     )
 
 
-def pairs(modules, taken, **settings) -> list:
-    """(module, forward) of the fused experts among `modules`, but for those in `taken`. What an
-    engine put around experts (expert parallelism) stays, and finds ours inside.
+def pairs(mine, **settings) -> list:
+    """(module, forward) of these fused experts. What an engine put around experts (expert
+    parallelism) stays, and finds ours inside.
     """
-    mine = [m for m in modules if is_fused_experts(m) and id(m) not in taken]
     found = [(m, partial(run, m, **settings)) for m in mine if can_run(m)]
     around = (m for m in mine if "forward" in vars(m))
     standard = (m for m in around if named_experts(m.config) in STANDARD_EXPERTS)

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -94,12 +95,12 @@ class Area:
                 return None
             at, i = self.rows[i][1], i + 1
         loan = Loan(Piece(self.block, self.block.bytes[at : at + nbytes]))
-        self.rows.insert(i, (at, at + nbytes, weakref.ref(loan, lambda _: self._given_back(at))))
+        self.rows.insert(i, (at, at + nbytes, weakref.ref(loan, partial(self._given_back, at))))
         if at <= max(first, self.low):
             self.low = at + nbytes
         return loan
 
-    def _given_back(self, at: int) -> None:
+    def _given_back(self, at: int, _loan) -> None:
         self.low = min(self.low, at)
 
 

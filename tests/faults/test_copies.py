@@ -81,8 +81,8 @@ REMOVALS = {
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.after, self.to_device)": STEP,
     "Kept._room_for_outs: "
-    "self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": STEP,
-    "LayerCall._materialise: self.transfers.device.wait(self.transfers.device.mark(), self.transfers.to_device)": (
+    "transfers.device.wait(transfers.device.mark(), transfers.to_device)": STEP,
+    "LayerCall._materialise: transfers.device.wait(transfers.device.mark(), transfers.to_device)": (
         "host",
         "by group 2",
         "step",

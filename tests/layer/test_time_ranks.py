@@ -65,11 +65,9 @@ def run(mixer, time, x, dout) -> tuple:
     return out, dx, [p.grad for p in mixer.module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("bounds", [
-    None, (0, 1, 70, 131, 132, 133, 264, 397, 528, 528 + 263, 2 * 528),
-], ids=["whole", "packed"])  # fmt: skip
-@pytest.mark.parametrize("zigzag", [False, True], ids=["plain", "zigzag"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("bounds, zigzag, size", tiny.covering(
+    [None, (0, 1, 70, 131, 132, 133, 264, 397, 528, 528 + 263, 2 * 528)], [False, True], [2, 4],
+))  # fmt: skip
 def test_ranks_are_one_process(mixer, bounds, zigzag, size):
     """Documents cut anywhere: on a border between ranks, a token before it and behind it."""
     call, width, argument = mixer
