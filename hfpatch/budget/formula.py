@@ -10,6 +10,7 @@ the rest.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hfpatch.budget.hardware import GiB
 from hfpatch.budget.moments import (
@@ -55,6 +56,10 @@ class StepMemory:
         return self.peak_moment.beyond
 
 
+# A search asks thousands of times for the same sizes.
+_sizes = lru_cache(maxsize=16)(Sizes)
+
+
 def step_memory(
     shape: ModelShape, policy, *, batch: int, tokens: int, itemsize: int = 2
 ) -> StepMemory:
@@ -66,7 +71,7 @@ def step_memory(
     Raises:
         ValueError: another policy.
     """
-    sizes = Sizes(shape, batch, tokens, itemsize)
+    sizes = _sizes(shape, batch, tokens, itemsize)
     if isinstance(policy, Policy):
         step = TiledStep(sizes, policy)
         moments, host = step.moments(), step.host
@@ -79,7 +84,7 @@ def step_memory(
             f"hfpatch: a policy, off, stock or stock-checkpointing was expected, {policy!r} came; "
             "pass one."
         )
-    return StepMemory(shape.parameter_bytes(itemsize), sizes.gradients, tuple(moments), host)
+    return StepMemory(sizes.parameters, sizes.gradients, tuple(moments), host)
 
 
 def spare_bytes(
@@ -107,7 +112,7 @@ def spare_bytes(
     (forward,) = (m.beyond for m in memory.moments if m.name == FORWARD)
     left, sizes, found = (
         max(m.beyond for m in memory.moments) - forward,
-        Sizes(shape, batch, tokens, itemsize),
+        _sizes(shape, batch, tokens, itemsize),
         [],
     )
     for layer in range(n):

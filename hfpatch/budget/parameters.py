@@ -131,6 +131,8 @@ class Parameters:
         last = self.num_layers if last is None else last
         if last <= first:
             return 0
+        if len(self.kinds) == 1:
+            return (last - first) * of(self.kinds[0])
         sparse = self._sparse_before[last] - self._sparse_before[first]
         count = {True: sparse, False: last - first - sparse}
         return sum(count[self.is_sparse(i)] * of(i) for i in self.kinds)

@@ -72,6 +72,7 @@ class Sizes:
         self.first = shape.trained_of(0) * self.g
         self.body = shape.trained_body * self.g
         self.gradients = shape.trained_parameters * self.g
+        self.parameters = shape.parameter_bytes(s)
         # A tied weight gets its gradient twice, from head and embedding. Until the end only the
         # head's part exists.
         self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s

@@ -75,10 +75,7 @@ class Backward:
         """dx or None. before: the call whose backward comes next; its first tiles are sent for."""
         call = self.call
         self.single, self.passes = len(call.bounds) == 1, iter(call.passes)
-        # This layer's own come first, behind them the first tiles of the layer whose turn is next.
-        self.lse_ticket, self.qkv_ticket = call.ticket(call.lses), call.ticket(call.qkv)
-        if before is not None and before.earlier is None:
-            before.prefetch()
+        self.lse_ticket, self.qkv_ticket = self._tickets(before)
         if self.single:
             held = call.tiles(next(self.passes))
             self.stays = [next(held)]
@@ -97,6 +94,16 @@ class Backward:
         if self.single:
             next(held, None)  # its slot is free again
         return self.dx
+
+    def _tickets(self, before) -> tuple:
+        """This layer's lse and its q, k, v on their way, and behind them the first tiles of the
+        layer whose turn is next.
+        """
+        call = self.call
+        tickets = call.ticket(call.lses), call.ticket(call.qkv)
+        if before is not None and before.earlier is None:
+            before.prefetch()
+        return tickets
 
     def _tiles(self):
         """(index, x, outs, what is kept inside) of the tiles of the next pass."""

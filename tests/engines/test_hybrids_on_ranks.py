@@ -26,14 +26,14 @@ def test_gradients_are_those_of_one_process(ranks, tmp_path):
     """A delta net, Mamba 2, a convolution; chunks in order and in zigzag; packed, padded over a
     whole rank, LoRA, every, attention beside a mixer, attention that is not saved.
     """
-    check(torchrun("hybrid_worker.py", "short", folder=tmp_path, ranks=ranks), 7)
+    check(torchrun("hybrid_worker.py", "short", folder=tmp_path, ranks=ranks), 4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_family_and_kind(ranks, tmp_path):
     reports = torchrun("hybrid_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=1500)
-    check(reports, 7 + 6 * 2 * 3)
+    check(reports, 4 + 6 * 2 * 3)
 
 
 @pytest.mark.parametrize("engine", ["ulysses", pytest.param("context", marks=pytest.mark.long)])
@@ -43,6 +43,5 @@ def test_trainers_steps_are_those_of_one_process(engine, tmp_path):
     """
     (one,) = launch("hybrid_worker.py", "one", tmp_path / "one", folder=tmp_path / "one")
     for report in torchrun("hybrid_worker.py", engine, folder=tmp_path):
-        for name, wanted in one["found"].items():
-            for found, numbers in zip(report["found"][name], wanted):
-                assert found == pytest.approx(numbers, rel=1e-4), name
+        for found, numbers in zip(report["found"], one["found"], strict=True):
+            assert found == pytest.approx(numbers, rel=1e-4)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny import LONG
 
 from hfpatch.cli.failures import guarded
 from hfpatch.trainer import folders, stop
@@ -35,16 +36,17 @@ CASES = {
 }
 
 
-def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("names", [("Ctrl-C", "orphan"), pytest.param(("SIGTERM",), marks=LONG)])
+def test_a_stop_saves_a_whole_checkpoint(names, saved_tokenizer, tmp_path):  # noqa: F811
     """Side by side, for a process takes its time to begin."""
-    began, workers = {}, []
+    began, workers, cases = {}, [], {name: CASES[name] for name in names}
     try:
-        for name, (command, _, _) in CASES.items():
+        for name, (command, _, _) in cases.items():
             folder = tmp_path / name
             folder.mkdir()
             argv = [*command, *flags(folder, saved_tokenizer, cache_dir=tmp_path / "cache")]
             began[name] = spawn(argv, folder / "out")
-        for name, (_, number, code) in CASES.items():
+        for name, (_, number, code) in cases.items():
             process, out = began[name], tmp_path / name / "out"
             until(lambda text: "'loss'" in text, process, out)
             workers += children(process.pid) if name == "orphan" else []
@@ -52,7 +54,7 @@ def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F8
             got = process.wait(timeout=60)
             if code is not None:
                 assert got == code, out.read_text()
-        for name in CASES:
+        for name in cases:
             out, run = tmp_path / name / "out", tmp_path / name / "run"
             end = time.monotonic() + 60
             while not (
@@ -73,6 +75,7 @@ def test_a_stop_saves_a_whole_checkpoint(saved_tokenizer, tmp_path):  # noqa: F8
         kill(workers)
 
 
+@LONG
 def test_nobody_waits_for_a_launcher_that_went_before_training(tmp_path):
     """Ranks that look for each other through it would, for as long as torch.distributed's
     timeout.

@@ -113,10 +113,10 @@ def test_reference_figures_of_liger(implementation, expected, host):
 # What users have today, from TRL's and transformers' own code: inputs of 4 layers of 256 MiB on the
 # host, attention forward once or twice; checkpointing stops before down_proj, and TRL's head
 # projects again in backward.
-@pytest.mark.parametrize("implementation, forwards", [
-    ("trl-selective", 1), pytest.param("trl-offload", 2, marks=pytest.mark.long),
-    pytest.param("liger-selective", 1, marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "implementation, forwards", [("trl-selective", 1), ("trl-offload", 2), ("liger-selective", 1)]
+)
 def test_todays_rivals(implementation, forwards):
     trl = pytest.importorskip("trl")
     if implementation.endswith("selective") and not hasattr(

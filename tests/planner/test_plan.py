@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from tiny import LONG, longer
 
 import hfpatch
 from hfpatch.budget import choice
@@ -103,9 +104,12 @@ def test_stock_does_not_fit_and_is_told_what_would():
 # Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by
 #     placement.
 @pytest.mark.parametrize("run", [
-    {"gpu": "rtx4090", "host_ram": "64GiB", "seq_len": 131072},
+    pytest.param({"gpu": "rtx4090", "host_ram": "64GiB", "seq_len": 131072}, marks=LONG),
     {"gpu": "a100-40gb", "host_ram": "64GiB", "seq_len": 262144, "placement": "gpu8bit"},
-    {"gpu": "h100", "host_ram": "128GiB", "seq_len": 32768, "placement": "zero3-offload"},
+    pytest.param(
+        {"gpu": "h100", "host_ram": "128GiB", "seq_len": 32768, "placement": "zero3-offload"},
+        marks=LONG,
+    ),
     {"gpu": "h100", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 4},
 ])  # fmt: skip
 def test_suggestions_hold(run):
@@ -155,7 +159,7 @@ def test_the_longest_sequence_of_gpus_that_share_it_fits_their_host():
     assert 0.8 * found.host_usable_bytes < way["host_peak_bytes"] <= found.host_usable_bytes
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("gpus", longer([1, 2, 8], 8))
 def test_every_placement_answers(gpus):
     for row in PLACEMENTS.values():
         if row.one if gpus == 1 else row.many:

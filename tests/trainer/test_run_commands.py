@@ -94,7 +94,8 @@ def test_other_trainers_commands_are_patched(name, variables, tmp_path):
     assert_patched(out, 1, err)
 
 
-@pytest.mark.parametrize("name", tiny.longer([*PLAYED], "swift"))
+@tiny.LONG
+@pytest.mark.parametrize("name", PLAYED)
 def test_children_without_the_hook_train_stock(name, tmp_path):
     """What these commands start would train unpatched, and succeed: alone, and where the run's
     environment carried no hook.
@@ -119,10 +120,8 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "launcher, outer",
-    [pytest.param("accelerate", (), marks=tiny.LONG), ("torchrun", (*RUN, "--require"))],
-)
+@tiny.LONG
+@pytest.mark.parametrize("launcher, outer", [("accelerate", ()), ("torchrun", (*RUN, "--require"))])
 def test_a_run_in_each_process_of_a_launcher(launcher, outer, tmp_path):
     """`torchrun -m hfpatch run`, alone or within a run, whose processes then belong to the outer
     one.

@@ -46,6 +46,7 @@ print("LAYER", type(trainer.model.model.layers[0]).__mro__[1].__module__, "LOSSE
 """
 
 
+@tiny.LONG  # TRL's own command, which gives its trainer a string too, is in the plain suite
 def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(
     model_folder, chat_file, tmp_path
 ):
@@ -191,7 +192,8 @@ FSDP2 = pytest.param(
 )
 
 
-@pytest.mark.parametrize("kind", ["zero3", FSDP2])  # tests/engines has FSDP2 in the plain suite
+# tests/engines has both in the plain suite, test_run_commands.py a run under DeepSpeed's launcher
+@pytest.mark.parametrize("kind", [pytest.param("zero3", marks=tiny.LONG), FSDP2])
 def test_unmodified_script_under_an_engine(kind, tmp_path):
     """Two processes: the layers are ours, the engine is really on, the losses are those of one
     stock process.
