@@ -16,7 +16,8 @@ from itertools import count
 
 import torch
 
-from hfpatch.lab.simulate.follow import ROUNDING, Follower, round_up
+from hfpatch.lab.simulate.follow import Follower
+from hfpatch.lab.simulate.ledger import ROUNDING, round_up
 
 MiB, GiB = 1 << 20, 1 << 30
 SMALL, SMALL_SEGMENT, SEGMENT, LARGE, LARGE_ROUNDING = MiB, 2 * MiB, 20 * MiB, 10 * MiB, 2 * MiB

@@ -46,7 +46,7 @@ def resolved(model, *, seq_len: int, adapters: Adapters | None = None, **asked) 
     try:
         run = make_run(model, seq_len=seq_len, **asked)
     except UnknownFamily as error:
-        from hfpatch.planner.simulated import counted
+        from hfpatch.planner.counted import counted
 
         shape = counted(model, adapters)
         _say_simulated(error.what.rstrip(","))

@@ -2,7 +2,7 @@
 models that no closed form describes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -16,13 +16,11 @@ from hfpatch.budget.measured import Step, next_policy
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.shape import ModelShape
-from hfpatch.compat import carries_states
-from hfpatch.decoder.find import find_decoder, list_of_layers
 from hfpatch.lab.models import text_config_of
-from hfpatch.lab.simulate.adapters import PACKED
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
+from hfpatch.planner.counted import Counted, Values, layers_of, trained_bytes_of
 from hfpatch.planner.evaluate import free_bytes
 from hfpatch.planner.fewer import STRETCHED, depths, groups_of_width, moments_of, stretched
 from hfpatch.planner.placements import placement_named, resident
@@ -71,91 +69,6 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
     return beyond, on_host
 
 
-@dataclass(frozen=True)
-class Counted:
-    """What a placement asks of a model, counted on the model itself: its parameters, those of its
-    largest layer, of all layers and of its embedding, its layers, what is trained, bytes; whether
-    tokens meet by a state too, which no closed form of ours has; its heads, the columns of the
-    widest, and the ranks that share each row; what caps its scores; why flex_attention does not
-    serve.
-    """
-
-    parameters: int
-    layer_parameters: int
-    body_parameters: int
-    embedding_parameters: int
-    num_layers: int
-    adapters: Adapters | None = None
-    trained_parameters: int = 0
-    carries_states: bool = False
-    nbytes: int = 0
-    trained_bytes: int = 0
-    num_heads: int = 1
-    num_kv_heads: int = 1
-    head_dim: int = 1
-    ranks: int = 1
-    softcap: float = 0.0
-    no_flex: str | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module, layers, adapters=None) -> "Counted":
-        """adapters: those that are in the model."""
-        of_layers = [*map(_count, layers)]
-        sizes = (
-            _count(model),
-            max(of_layers),
-            sum(of_layers),
-            _count(model.get_input_embeddings()),
-            len(layers),
-        )
-        held = [
-            *model.parameters(),
-            *(
-                b
-                for m in model.modules()
-                if isinstance(m, tuple(PACKED.values()))
-                for b in m.buffers()
-            ),
-        ]
-        nbytes = sum(t.numel() * t.element_size() for t in held)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        states, heads = (
-            carries_states(type(find_decoder(model).stack)),
-            getattr(model.config, "num_attention_heads", 1),
-        )
-        keys = getattr(model.config, "num_key_value_heads", None) or heads
-        softcap = getattr(model.config, "attn_logit_softcapping", None) or 0.0
-        widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
-        return cls(
-            *sizes,
-            adapters,
-            trained,
-            states,
-            nbytes,
-            _trained_bytes(model),
-            heads,
-            keys,
-            widest,
-            softcap=softcap,
-        )
-
-    def parameter_bytes(self) -> int:
-        """Of all of them, with the scales of those that are packed."""
-        return self.nbytes
-
-    def trained_itemsize(self, itemsize: int) -> int:
-        """As a ModelShape's."""
-        return (self.adapters and self.adapters.itemsize) or itemsize
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def _trained_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-
-
 def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
     """A simulated step of a stock model under a Policy, or under the word for layers that run
     whole.
@@ -182,23 +95,25 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
 
 @lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays, lengths in none of it
 def _step(
-    config: "_Values", counted: Counted, batch: int, seq_len: int, policy, width=None
+    config: "Values", counted: Counted, batch: int, seq_len: int, policy, width=None
 ) -> tuple[StepMemory, Flops, dict]:
     """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
     whole, and how many. width: KV heads of a group in attention, None where as many as it has.
     """
     adapters = counted.adapters
     own = getattr(policy, "every", 1), getattr(policy, "plain", 0)
-    fewer, more, times, bottom = depths(_layers(build(config)), *own)
+    fewer, more, times, bottom = depths(layers_of(build(config)), *own)
 
     def cut(n):
         model = build(config, adapters=adapters)
-        del _layers(model)[n:]
+        del layers_of(model)[n:]
         return model
 
     model = cut(more)
-    gradients = _trained_bytes(model)
-    low = _trained_bytes(_layers(model)[:bottom]) + _trained_bytes(model.get_input_embeddings())
+    gradients = trained_bytes_of(model)
+    low = trained_bytes_of(layers_of(model)[:bottom]) + trained_bytes_of(
+        model.get_input_embeddings()
+    )
     with groups_of_width(width):
         found = _run(model, batch, seq_len, policy, counted)
         less = _run(cut(fewer), batch, seq_len, policy, counted) if times else found
@@ -224,19 +139,6 @@ def _step(
     return memory, Flops(matmul, forward, backward, sum(least), least[1], *moved), whole
 
 
-def _layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers that the stack's forward goes through. ValueError where a model
-    has none.
-    """
-    decoder = find_decoder(model)
-    if decoder is None:
-        raise ValueError(
-            f"hfpatch: expected a decoder with a list of layers, {type(model).__name__} came; "
-            "pass a causal language model."
-        )
-    return list_of_layers(decoder.stack)
-
-
 def _policy(asked, tokens: int, states: bool) -> Policy:
     """What was asked for, with inputs and attention outputs on the host where it leaves that
     open.
@@ -256,24 +158,6 @@ def _policy(asked, tokens: int, states: bool) -> Policy:
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
 
 
-class _Values(dict):
-    """A config's values as a key of caches."""
-
-    def __hash__(self):
-        return hash(self.get("model_type"))
-
-
-def counted(model, adapters: Adapters | None = None) -> Counted:
-    """What stands for the shape of a model that no closed form describes, adapters in it."""
-    return _counted(_Values(text_config_of(model)[1]), adapters)
-
-
-@lru_cache(maxsize=8)  # of a sweep, whose plans ask for it anew
-def _counted(config: _Values, adapters: Adapters | None) -> Counted:
-    built = build(config, adapters=adapters)
-    return Counted.of(built, _layers(built), adapters)
-
-
 def simulated_plan(
     model, run: Run, names: list[str], *, max_seq_len: bool = False, progress=None
 ) -> Plan:
@@ -290,7 +174,7 @@ def simulated_plan(
             "hfpatch: transformers' own steps are simulated over whole rows, --sp-size "
             f"{run.ranks} came; leave one of them out."
         )
-    at = partial(_at, _Values(text_config_of(model)[1]), run, names)
+    at = partial(_at, Values(text_config_of(model)[1]), run, names)
     found = at(run.seq_len * run.ranks)
     if not max_seq_len:
         return found
@@ -343,7 +227,7 @@ def _longest(at, first: Plan) -> Plan | None:
     return max((p for p in tried if p.fits), key=lambda p: p.seq_len, default=None)
 
 
-def _taken(config: _Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
+def _taken(config: Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
     """What a step takes, as `_step` has it; slow: by two shorter ones."""
     heads = counted.num_heads, counted.num_kv_heads
     width = heads_per_group(batch, seq_len, *heads) if slow else None
@@ -355,7 +239,7 @@ def _tile(policy) -> int:
     return policy.tile if isinstance(policy, Policy) else 4096
 
 
-def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
+def _at(config: Values, run: Run, names: list, seq_len: int) -> Plan:
     """The plan at one length, by the first of the named placements under which it fits."""
     run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
     asked = run.checkpointing
@@ -380,7 +264,7 @@ def _at(config: _Values, run: Run, names: list, seq_len: int) -> Plan:
     return _under(config, run, names, most)
 
 
-def _grown(config: _Values, run: Run, found: Plan, policy: Policy) -> Plan:
+def _grown(config: Values, run: Run, found: Plan, policy: Policy) -> Plan:
     """The plan whose layers keep what there is room for, as the runtime learns it (room.Learned):
     each simulated step is one that was measured.
     """
@@ -406,7 +290,7 @@ def _slow(run: Run, tile: int) -> bool:
     return run.shape.carries_states and run.seq_len > STRETCHED[1] * tile
 
 
-def _under(config: _Values, run: Run, names: list, policy) -> Plan:
+def _under(config: Values, run: Run, names: list, policy) -> Plan:
     """The same under one policy, or the word for layers that run whole."""
     counted, tile = run.shape, _tile(policy)
     slow = _slow(run, tile)

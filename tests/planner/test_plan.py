@@ -649,14 +649,15 @@ def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():
 def test_a_few_layers_tell_all(policy, monkeypatch):
     from hfpatch.lab.simulate.rivals import build
     from hfpatch.planner import simulated
+    from hfpatch.planner.counted import Counted, Values, layers_of
 
     values = {"model_type": "gemma2", "hidden_size": 64, "num_hidden_layers": 9,
               "num_attention_heads": 4, "head_dim": 16,
               "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256,
               "pad_token_id": None}  # fmt: skip
-    values = simulated._Values(values)
-    layers = simulated._layers(build(values))
-    counted = simulated.Counted.of(build(values), layers)
+    values = Values(values)
+    layers = layers_of(build(values))
+    counted = Counted.of(build(values), layers)
     assert simulated.depths(layers) == (3, 5, 2, 2) and simulated.depths(layers, every=3)[:3] == (
         0,
         9,

@@ -12,14 +12,13 @@ import bisect
 import contextlib
 import sys
 import weakref
-from collections import Counter
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hfpatch.compat import autograd_node, holders, schema_of, sequence_number, simulation_parts
 from hfpatch.lab.simulate import kernels_cost
+from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.ops._library import IMPLEMENTATIONS
 
@@ -31,43 +30,6 @@ _BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
              aten._to_copy.default,
              aten.set_.source_Storage_storage_offset)  # fmt: skip
-ROUNDING = 512  # bytes: PyTorch's CUDA allocator hands out multiples of this
-
-
-@dataclass(slots=True)
-class Block:
-    """One storage. born and died are indices of the event list (died is None while alive)."""
-
-    nbytes: int
-    born: int
-    op: str
-    module: str
-    phase: str
-    host: bool = False
-    category: str = "activations"
-    died: int | None = None
-
-
-@dataclass
-class Ledger:
-    """What a Follower wrote down: blocks in order of birth, and (block, signed bytes) events in
-    order of time.
-    """
-
-    blocks: list = field(default_factory=list)
-    events: list = field(default_factory=list)  # (block index, signed bytes)
-    phases: list = field(default_factory=list)  # (event index, name)
-    matmul_flops: Counter = field(default_factory=Counter)  # phase -> FLOPs
-    # "forward" | "backward" -> FLOPs, causal
-    attention_flops: Counter = field(default_factory=Counter)
-    attention_calls: Counter = field(default_factory=Counter)  # "forward" | "backward" -> calls
-    # phase -> bytes, but those of matmuls and attention
-    traffic: Counter = field(default_factory=Counter)
-
-
-def round_up(nbytes: int, to: int = ROUNDING) -> int:
-    """nbytes rounded up to a multiple of `to`."""
-    return -(-nbytes // to) * to
 
 
 def _tensors(tree, out):

@@ -31,7 +31,8 @@ from hfpatch.compat import (
 )
 from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
-from hfpatch.lab.simulate.follow import ROUNDING, Follower, Ledger, module_calls
+from hfpatch.lab.simulate.follow import Follower, module_calls
+from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows

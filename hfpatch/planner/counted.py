@@ -1,0 +1,129 @@
+"""What stands for the shape of a model that no closed form describes: counted on the model itself."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import nn
+
+from hfpatch.budget.adapters import Adapters
+from hfpatch.compat import carries_states
+from hfpatch.decoder.find import find_decoder, list_of_layers
+from hfpatch.lab.models import text_config_of
+from hfpatch.lab.simulate.adapters import PACKED
+from hfpatch.lab.simulate.rivals import build
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a placement asks of a model, counted on the model itself: its parameters, those of its
+    largest layer, of all layers and of its embedding, its layers, what is trained, bytes; whether
+    tokens meet by a state too, which no closed form of ours has; its heads, the columns of the
+    widest, and the ranks that share each row; what caps its scores; why flex_attention does not
+    serve.
+    """
+
+    parameters: int
+    layer_parameters: int
+    body_parameters: int
+    embedding_parameters: int
+    num_layers: int
+    adapters: Adapters | None = None
+    trained_parameters: int = 0
+    carries_states: bool = False
+    nbytes: int = 0
+    trained_bytes: int = 0
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
+    ranks: int = 1
+    softcap: float = 0.0
+    no_flex: str | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, layers, adapters=None) -> "Counted":
+        """adapters: those that are in the model."""
+        of_layers = [*map(_count, layers)]
+        sizes = (
+            _count(model),
+            max(of_layers),
+            sum(of_layers),
+            _count(model.get_input_embeddings()),
+            len(layers),
+        )
+        held = [
+            *model.parameters(),
+            *(
+                b
+                for m in model.modules()
+                if isinstance(m, tuple(PACKED.values()))
+                for b in m.buffers()
+            ),
+        ]
+        nbytes = sum(t.numel() * t.element_size() for t in held)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        states, heads = (
+            carries_states(type(find_decoder(model).stack)),
+            getattr(model.config, "num_attention_heads", 1),
+        )
+        keys = getattr(model.config, "num_key_value_heads", None) or heads
+        softcap = getattr(model.config, "attn_logit_softcapping", None) or 0.0
+        widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
+        return cls(
+            *sizes,
+            adapters,
+            trained,
+            states,
+            nbytes,
+            trained_bytes_of(model),
+            heads,
+            keys,
+            widest,
+            softcap=softcap,
+        )
+
+    def parameter_bytes(self) -> int:
+        """Of all of them, with the scales of those that are packed."""
+        return self.nbytes
+
+    def trained_itemsize(self, itemsize: int) -> int:
+        """As a ModelShape's."""
+        return (self.adapters and self.adapters.itemsize) or itemsize
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def trained_bytes_of(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers that the stack's forward goes through. ValueError where a model
+    has none.
+    """
+    decoder = find_decoder(model)
+    if decoder is None:
+        raise ValueError(
+            f"hfpatch: expected a decoder with a list of layers, {type(model).__name__} came; "
+            "pass a causal language model."
+        )
+    return list_of_layers(decoder.stack)
+
+
+class Values(dict):
+    """A config's values as a key of caches."""
+
+    def __hash__(self):
+        return hash(self.get("model_type"))
+
+
+def counted(model, adapters: Adapters | None = None) -> Counted:
+    """What stands for the shape of a model that no closed form describes, adapters in it."""
+    return _counted(Values(text_config_of(model)[1]), adapters)
+
+
+@lru_cache(maxsize=8)  # of a sweep, whose plans ask for it anew
+def _counted(config: Values, adapters: Adapters | None) -> Counted:
+    built = build(config, adapters=adapters)
+    return Counted.of(built, layers_of(built), adapters)
