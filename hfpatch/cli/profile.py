@@ -16,6 +16,15 @@ from hfpatch.lab.profile.timeline import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_step(parser)
+    add_checkpointing(parser.add_argument)
+    add_clock(parser)
+    add_adapters(parser.add_argument)
+    add_report(parser)
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """What runs, and how often."""
     parser.add_argument(
         "--model",
         required=True,
@@ -48,13 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="for hf and liger; hfpatch brings its own (default: on)",
     )
-    add_checkpointing(parser.add_argument)
     parser.add_argument("--device", default="auto", choices=CHOICES["device"])
     parser.add_argument(
         "--simulate",
         action="store_true",
         help="follow the step on fake tensors: any size, any machine",
     )
+
+
+def add_clock(parser: argparse.ArgumentParser) -> None:
+    """The planned step with streams as clocks."""
     parser.add_argument(
         "--clock", action="store_true",
         help=(
@@ -70,12 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, help="with --clock: GPUs that share each sequence (default 1)"
     )
-    add_adapters(parser.add_argument)
     parser.add_argument(
         "--trace",
         metavar="FILE",
         help="with --clock: a Chrome trace of the step, for ui.perfetto.dev",
     )
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """What is written down."""
     parser.add_argument(
         "--no-stacks",
         action="store_true",

@@ -6,6 +6,7 @@ A new kernel adds its rows to ROWS.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -163,75 +164,58 @@ def _rope_rows():
                     )
 
 
+def _logits(V: int, dtype: torch.dtype) -> tuple:
+    """Of 4,096 tokens: logits, labels, the sum of losses, a row a token; labels of a Row."""
+    x, y = meta(4096, V, dtype=dtype), meta(4096, dtype=I64)
+    short = dtype == BF16 and V == 128256
+    return x, y, meta(dtype=FP32), meta(4096, dtype=FP32), NAMES[dtype], f"V={V}", short
+
+
+VOCABULARIES = 128256, 32000  # of Llama 3 and of Llama 2
+SOFTCAP = 1 / 30.0, 30.0  # (inner, outer)
+
+
 def _cross_entropy_rows():
-    # Vocabularies of Llama 3 and Llama 2. Each kind: its name, (inner, outer), smoothing, z-loss,
-    # factors of the backward.
-    cap = (1 / 30.0, 30.0)
+    # Each kind: its name, (inner, outer), smoothing, z-loss, factors of the backward.
     kinds = (
         ("", (0.0, 1.0), 0.0, 0.0, 3),
-        (" smoothing softcap z", cap, 0.1, 1e-4, 4),
-        (" weights", cap, 0.1, 1e-4, 4),
+        (" smoothing softcap z", SOFTCAP, 0.1, 1e-4, 4),
+        (" weights", SOFTCAP, 0.1, 1e-4, 4),
     )
     fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
-    for V in (128256, 32000):
-        for dtype in (BF16, FP16, FP32):
-            x, y, scalar = (
-                meta(4096, V, dtype=dtype),
-                meta(4096, dtype=torch.int64),
-                meta(dtype=FP32),
-            )
-            row, lse, stats, best = (
-                meta(4096, dtype=FP32),
-                meta(2, 4096, dtype=FP32),
-                meta(3, 4096, dtype=FP32),
-                meta(4096, dtype=torch.int32),
-            )
-            name, shape, short = NAMES[dtype], f"V={V}", dtype == BF16 and V == 128256
-            for kind, z, smoothing, z_loss, K in kinds:
-                b, weight = (
-                    best if kind else None,
-                    meta(V, dtype=FP32) if kind == " weights" else None,
-                )
-                for grad in (True, False):
-                    call = partial(
-                        fwd,
-                        x,
-                        y,
-                        scalar,
-                        weight,
-                        row,
-                        lse,
-                        b,
-                        None,
-                        -100,
-                        smoothing,
-                        *z,
-                        z_loss,
-                        grad,
-                    )
-                    yield Row(
-                        f"{'loss+grad' if grad else 'loss'}{kind}",
-                        name,
-                        shape,
-                        call,
-                        short and grad,
-                    )
-                call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *z)
-                yield Row(f"loss bwd{kind}", name, shape, call, short)
-            for kind, z in (("", (0.0, 1.0)), (" softcap", cap)):
-                call = partial(
-                    fwd, x, y, scalar, None, row, lse, best, stats, -100, 0.0, *z, 0.0, False
-                )
-                yield Row(f"log prob{kind}", name, shape, call, short)
-                call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *z)
-                yield Row(f"log prob bwd{kind}", name, shape, call, short)
+    lse, best = meta(2, 4096, dtype=FP32), meta(4096, dtype=I32)
+    for V, dtype, (kind, z, smoothing, z_loss, K) in product(
+        VOCABULARIES, (BF16, FP16, FP32), kinds
+    ):
+        x, y, scalar, row, *labels, short = _logits(V, dtype)
+        b, weight = best if kind else None, meta(V, dtype=FP32) if kind == " weights" else None
+        rest = weight, row, lse, b, None, -100, smoothing, *z, z_loss
+        for grad, name in ((True, "loss+grad"), (False, "loss")):
+            call = partial(fwd, x, y, scalar, *rest, grad)
+            yield Row(f"{name}{kind}", *labels, call, short and grad)
+        call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *z)
+        yield Row(f"loss bwd{kind}", *labels, call, short)
+
+
+def _log_prob_rows():
+    fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
+    best, lse, stats = meta(4096, dtype=I32), meta(2, 4096, dtype=FP32), meta(3, 4096, dtype=FP32)
+    kinds = ("", (0.0, 1.0)), (" softcap", SOFTCAP)
+    for V, dtype, (kind, z) in product(VOCABULARIES, (BF16, FP16, FP32), kinds):
+        x, y, scalar, row, *labels, short = _logits(V, dtype)
+        rest = None, row, lse, best, stats, -100, 0.0, *z, 0.0, False
+        yield Row(f"log prob{kind}", *labels, partial(fwd, x, y, scalar, *rest), short)
+        call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *z)
+        yield Row(f"log prob bwd{kind}", *labels, call, short)
+
+
+def _scale_rows():
     for dtype in (BF16, FP16, FP32):
-        yield Row(
-            "scale",
-            NAMES[dtype],
-            "[128256,4096]",
-            lambda d=dtype: scale.scale_(meta(128256, 4096, dtype=d), meta(dtype=FP32)),
-        )
+        call = partial(scale.scale_, meta(128256, 4096, dtype=dtype), meta(dtype=FP32))
+        yield Row("scale", NAMES[dtype], "[128256,4096]", call)
 
 
-ROWS = (_rms_norm_rows, _swiglu_rows, _experts_rows, _rope_rows, _cross_entropy_rows)
+ROWS = (
+    _rms_norm_rows, _swiglu_rows, _experts_rows, _rope_rows, _cross_entropy_rows, _log_prob_rows,
+    _scale_rows
+)  # fmt: skip

@@ -11,6 +11,7 @@ from hfpatch.lab.clock import clocked
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.timeline import Timeline
+from hfpatch.planner.answer import Plan
 from hfpatch.planner.plan import plan
 
 
@@ -24,6 +25,23 @@ def clipped_adamw(parameters) -> torch.optim.Optimizer:
     made = torch.optim.AdamW(parameters, fused=True)
     made.register_step_pre_hook(clip)
     return made
+
+
+def _check(found: Plan, ranks: int) -> None:
+    moved = ranks == 1 and found.placement.startswith(("zero3", "fsdp2"))
+    if not isinstance(found.policy, dict) or moved:
+        raise ValueError(
+            "hfpatch: the clock expects layers in tiles and weights that stay on the GPU, "
+            f"{found.policy if isinstance(found.policy, str) else found.placement!r} came; pass "
+            "placement='gpu8bit' or 'adamw'."
+        )
+    if not found.fits:
+        raise ValueError(
+            f"hfpatch: the clock expects a step that fits, {found.model} at {found.seq_len:,} "
+            f"tokens takes {found.gpu_peak_bytes / 2**30:.1f} of "
+            f"{found.gpu_usable_bytes / 2**30:.1f} GiB on the GPU and "
+            f"{found.host_peak_bytes / 2**30:.0f} on the host; ask `hfpatch plan` for a way."
+        )
 
 
 def clock(
@@ -49,20 +67,7 @@ def clock(
     if ranks != 1:
         asked |= {"placement": "fsdp2", "gpus": ranks, "sp_size": ranks}
     found = plan(model, seq_len=seq_len, adapters=adapters, **asked)
-    moved = ranks == 1 and found.placement.startswith(("zero3", "fsdp2"))
-    if not isinstance(found.policy, dict) or moved:
-        raise ValueError(
-            "hfpatch: the clock expects layers in tiles and weights that stay on the GPU, "
-            f"{found.policy if isinstance(found.policy, str) else found.placement!r} came; pass "
-            "placement='gpu8bit' or 'adamw'."
-        )
-    if not found.fits:
-        raise ValueError(
-            f"hfpatch: the clock expects a step that fits, {found.model} at {seq_len:,} tokens "
-            f"takes {found.gpu_peak_bytes / 2**30:.1f} of {found.gpu_usable_bytes / 2**30:.1f} GiB "
-            f"on the GPU and {found.host_peak_bytes / 2**30:.0f} on the host; ask `hfpatch plan` "
-            "for a way."
-        )
+    _check(found, ranks)
     config, dtype = (
         text_config_of(model)[1],
         torch.float32 if found.placement == "adamw-fp32" else torch.bfloat16,

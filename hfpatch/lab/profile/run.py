@@ -69,21 +69,16 @@ def profile(
     named in the notes; one that runs out of memory is in the report. Raises ValueError for a bad
     option, and where no implementation could run at all.
     """
-    names = list(
-        dict.fromkeys(impl.split(",") if isinstance(impl, str) else impl)
-    )  # twice would write over its own trace
-    lengths = (
-        list(seq_len)
-        if isinstance(seq_len, Iterable) and not isinstance(seq_len, str)
-        else [seq_len]
-    )
+    # twice would write over its own trace
+    names = list(dict.fromkeys(impl.split(",") if isinstance(impl, str) else impl))
+    several = isinstance(seq_len, Iterable) and not isinstance(seq_len, str)
+    lengths = list(seq_len) if several else [seq_len]
     if not isinstance(model, (str, os.PathLike)):
         raise ValueError(
             "hfpatch: expected a preset, a config.json, a folder or a hub id to profile, "
             f"{type(model).__name__} came; name one."
         )
     folder = Path(out).expanduser()
-    runs, notes = [], []
     shared = {
         "model": str(model), "batch": batch, "steps": steps, "warmup": warmup, "dtype": dtype,
         "optimizer": optimizer,
@@ -98,6 +93,17 @@ def profile(
         Options(**options)
     check_together(names, shared["checkpointing"], gradient_checkpointing)
     folder.mkdir(parents=True, exist_ok=True)
+    runs, notes = _each_in_process(asked, progress)
+    if not runs:
+        raise ValueError(notes[0])
+    called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
+    write(folder, runs, command=command or called, notes=notes)
+    return Profile(folder, runs, notes)
+
+
+def _each_in_process(asked: list[dict], progress) -> tuple[list[Run], list[str]]:
+    """The Runs, and why others could not run here."""
+    runs, notes = [], []
     for options in asked:
         name, length = options["impl"], options["seq_len"]
         run, note = _in_process(options, lambda text, n=name, t=length: progress(n, t, text))
@@ -105,11 +111,7 @@ def profile(
             notes.append(note)
         if run is not None:
             runs.append(run)
-    if not runs:
-        raise ValueError(notes[0])
-    called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
-    write(folder, runs, command=command or called, notes=notes)
-    return Profile(folder, runs, notes)
+    return runs, notes
 
 
 def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:

@@ -114,6 +114,16 @@ def _new_run(options: Options, device) -> Run:
     return run
 
 
+def _recorded_step(step: "Step", profiler, device) -> None:
+    with record.module_markers(step.model) as step.inputs:
+        profiler.start()
+        try:
+            step(marked=True)
+            _synchronize(device)
+        finally:
+            profiler.stop()
+
+
 def record_run(
     model,
     optimizer,
@@ -143,14 +153,8 @@ def record_run(
         progress("recorded step")
         before = _preexisting(model, optimizer, batch, device, held)
         _start_history(device)
-        with record.module_markers(model) as step.inputs:
-            profiler.start()
-            try:
-                step(marked=True)
-                _synchronize(device)
-            finally:
-                profiler.stop()
-                recorded = True
+        recorded = True
+        _recorded_step(step, profiler, device)
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)

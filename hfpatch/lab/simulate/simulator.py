@@ -311,6 +311,19 @@ def train_step(
     loss.backward()
 
 
+def _steps(model: nn.Module, follower: Follower, steps: int, optimizer, given: dict) -> None:
+    stepper = optimizer(model.parameters()) if optimizer else None
+    for _ in range(steps):
+        train_step(model, follower, **given)
+        if stepper:
+            follower.set_phase("optimizer")
+            stepper.step()
+            for value in (v for state in stepper.state.values() for v in state.values()):
+                if isinstance(value, Tensor):
+                    follower.track(value, category="optimizer")
+            stepper.zero_grad()
+
+
 def simulate(
     model: nn.Module,
     batch: int,
@@ -343,8 +356,7 @@ def simulate(
     """
     files = policy is not None and policy.offload == "disk"
     policy = replace(policy, offload="host") if files else policy
-    config = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", 32)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", 32)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
     was_training = model.training
@@ -368,24 +380,12 @@ def simulate(
             for context in around:
                 stack.enter_context(context)
             with following(model, follower), closing_checkpoints():
-                fake_ids = shadows.fake(ids)
-                fake_labels = shadows.fake(ids if labels is None else labels)
-                more = {
-                    k: shadows.fake(v) if isinstance(v, Tensor) else v
-                    for k, v in (inputs or {}).items()
+                given = {"input_ids": ids, "labels": ids if labels is None else labels}
+                given |= inputs or {}
+                given = {
+                    k: shadows.fake(v) if isinstance(v, Tensor) else v for k, v in given.items()
                 }
-                stepper = optimizer(model.parameters()) if optimizer else None
-                for _ in range(steps):
-                    train_step(model, follower, fake_ids, fake_labels, **more)
-                    if stepper:
-                        follower.set_phase("optimizer")
-                        stepper.step()
-                        for value in (
-                            value for state in stepper.state.values() for value in state.values()
-                        ):
-                            if isinstance(value, Tensor):
-                                follower.track(value, category="optimizer")
-                        stepper.zero_grad()
+                _steps(model, follower, steps, optimizer, given)
             whole = _whole(model, next(model.parameters()).dtype)
     finally:
         model.train(was_training)
