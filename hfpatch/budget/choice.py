@@ -231,8 +231,10 @@ class Search:
         return self.price(found.policy) if budget.admits_host(found) else None
 
     def _within_host(self, policy: Policy, budget: Budget) -> Policy:
-        """The policy with attention run again in as few layers as the host's room asks for."""
-        if not self._may_attend_again(policy):
+        """The policy with attention run again in as few layers as the host's room asks for. One that
+        keeps more stays as it is: rungs that keep less are tried too.
+        """
+        if policy.keep or not self._may_run_again(policy):
             return policy
 
         def lacks(again: int) -> bool:
@@ -243,15 +245,17 @@ class Search:
             return replace(policy, again=0)
         return replace(policy, again=_last(lacks, 0, most) + 1)
 
-    def _may_attend_again(self, policy: Policy) -> bool:
-        """Whether some of the layers may run attention again, where the others keep its output."""
-        saves = policy.save_attention and policy.every == 1 and policy.offload == "host"
+    def _may_run_again(self, policy: Policy) -> bool:
+        """Whether some of the layers may run again what the others keep for speed."""
+        asked = self.settings.keep if policy.keep else self.settings.save_attention
+        keeps = policy.keep or policy.save_attention
         several = self.shape.num_layers - policy.plain > 1
-        return self.settings.save_attention == "auto" and saves and several
+        where = policy.every == 1 and policy.offload == "host"
+        return bool(asked == "auto" and keeps and where and several)
 
     def _refined(self, options: list[Option], budget: Budget) -> list[Option]:
         """The options with larger workspaces of the loss, and those that wait for copies with
-        attention run again in more layers."""
+        more layers that keep less."""
         found = [
             self._most_plain(replace(o.policy, loss_bytes=nbytes, again=0), budget)
             for o in options
@@ -259,7 +263,7 @@ class Search:
         ]
         more = [option for option in found if option]
         for one in [*options, *more]:
-            if one.wait and self._may_attend_again(one.policy):
+            if one.wait and self._may_run_again(one.policy):
                 layers = range(one.policy.again + 1, self.shape.num_layers - one.policy.plain)
                 tried = (self.price(replace(one.policy, again=again)) for again in layers)
                 more += [option for option in tried if budget.admits(option)]

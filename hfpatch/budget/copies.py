@@ -66,12 +66,15 @@ def link_bytes(
     if not isinstance(policy, Policy) or not memory.host:
         return 0, 0
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
-    inputs = -(-n // policy.every) * rows * shape.hidden_size
-    kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
+    inputs, keeping = (
+        -(-n // policy.every) * rows * shape.hidden_size,
+        n - min(policy.keeps_less, n),
+    )
+    kept = keeping * rows * sum(kept_columns(shape, name) for name in policy.keep)
     single = tiles(batch, tokens, policy.tile)[0] == 1
     one = 0 if single or not policy.offload_dx else rows * shape.hidden_size
     attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
-    saved = n - min(policy.again, n) if policy.save_attention and policy.every == 1 else 0
+    saved = n - min(policy.attends_again, n) if policy.save_attention and policy.every == 1 else 0
     again = attended if saved < n else 0
     x, lse = rows * shape.hidden_size, 4 * batch * tokens * shape.num_heads
     # Host buffers that one running layer uses, and those of a segment that runs again.
@@ -82,6 +85,7 @@ def link_bytes(
     # Each phase that reads x fetches it; a kept sum after attention is read in place of x.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
     back = passes * inputs + kept + outputs
+    back += (0 if single else 3 - passes) * (n - keeping) * rows * shape.hidden_size
     if policy.stream_attention and not single:
         # Attention outputs come once for the tiles and once for the groups of heads, lse once.
         back += outputs - saved * lse
@@ -149,57 +153,51 @@ def behind_layers(
     sent for one layer ahead, but for q, k and v, which the layer itself sends for: nothing hides
     them where attention runs again. The head hides nothing.
     """
-    gpu, flops, policy, shape = step.gpu, step.flops, step.policy, step.shape
-    L, n, p, rows = (
-        shape.num_layers,
-        step.tiled_layers,
-        min(policy.plain, shape.num_layers),
-        step.rows,
-    )
-    up, down = copies
-    products = (
-        2
-        * rows
-        * (L * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights))
-        / gpu.matmul_flops
-    )
+    gpu, flops, policy, shape, rows = step.gpu, step.flops, step.policy, step.shape, step.rows
+    L, n, p = shape.num_layers, step.tiled_layers, min(policy.plain, shape.num_layers)
+    (to_host, to_gpu), (up, down), count = rates, copies, step.count
+    products = L * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
+    products *= 2 * rows / gpu.matmul_flops
     attention = flops.model_attention / 3
     forward = (products + attention / gpu.attention_forward + fore) / L
     trained = 1 if shape.adapters else 2
     plain = (trained * products + 2.5 * attention / gpu.attention_backward) / L
-    (to_host, to_gpu), waits = rates, [0.0]
-    behind = down - (layers - L * forward - p * plain) - (plain if p > 1 else 0)
-    # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
-    # that layer's first tile.
-    count, alone = step.count, policy.every == 1
-    tile, inside = (
-        rows * step.itemsize / count,
-        alone * sum(kept_columns(shape, name) for name in policy.keep if name != "qkv"),
-    )
-    first = shape.hidden_size + alone * policy.save_attention * shape.out_size + inside
+    alone, less = policy.every == 1, min(policy.keeps_less, n)
+    tile, columns = rows * step.itemsize / count, {k: kept_columns(shape, k) for k in policy.keep}
+    inside = alone * sum(n for name, n in columns.items() if name != "qkv")
+    kept = alone * (n - less) * sum(columns.values()) * tile * count
+    # of the layers that keep less, the last tiled ones
+    own_up, own_down = (less * max(0.0, s - kept / r) / n for s, r in zip(copies, rates))
+    work = (layers - L * forward - p * plain) * (n - less) / max(n, 1)
+    behind = down - own_down - work - (plain if p > 1 else 0)
+    waits = [0.0]
     if inside or up > n * forward:
         sizes = {"batch": step.batch, "tokens": step.tokens, "itemsize": step.itemsize}
         spares = spare_bytes(step.memory, shape, policy, **sizes)
-        # As the last tiled layer ends, and then each plain one; and what each layer saves last,
-        # where nothing may live on beside the next.
+        # As the last tiled layer ends, and then each plain one; as the last one ends that keeps all
+        # of `keep`; and what each layer saves last, where nothing may live on beside the next.
         waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
-        waits += [n * max(0, tile * inside - spares[n - 1]) / to_host]
+        waits += [up - own_up - (n - less) * forward - spares[n - 1] / to_host] * (less > 0)
+        waits += [(n - less) * max(0, tile * inside - spares[n - 1]) / to_host]
     if policy.offload == "disk":
         attend = attention / gpu.attention_forward / L
         held_up, starved = files_wait(step, up, forward, attend, rates)
         waits.append(held_up)
         behind = max(behind, starved)
-    if alone and "qkv" in policy.keep:
-        again = min(policy.again, n) if policy.save_attention else n
+    if alone and "qkv" in policy.keep and not policy.save_attention:
         # Of several tiles the first one's tensors may be on the link before q, k and v.
-        waited = count * kept_columns(shape, "qkv") + (count > 1) * (
+        waited = count * columns["qkv"] + (count > 1) * (
             inside + shape.hidden_size * ("mid" not in policy.keep)
         )
-        behind = max(behind, again * tile * waited / to_gpu)
+        behind = max(behind, (n - less) * tile * waited / to_gpu)
     if alone and policy.offload == "host" and policy.save_attention and count > 1:
         behind = max(behind, first_tiles_wait(step, trained, products / L, fore / L, to_gpu))
+    # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
+    # that layer's first tile.
+    last = 0 if less else inside
+    first = shape.hidden_size + alone * policy.save_attention * shape.out_size + last
     return (
-        max(waits) + tile * inside * (p == 0) / to_host,
+        max(waits) + tile * last * (p == 0) / to_host,
         max(0.0, behind) + tile * first * (p < 2) / to_gpu,
     )
 
@@ -220,13 +218,18 @@ def first_tiles_wait(
     leaving = (RING_SLOTS - 1 - ahead) * (1 + trained) * qkv / count
     run = (trained * (products - qkv) + fore) / count
     tile = step.rows * step.itemsize / count / to_gpu
-    columns = sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
-    columns += shape.out_size + shape.hidden_size * ("mid" not in policy.keep)
-    # q, k and v are sent for behind the tiles that a ring has slots for
-    between = kept_columns(shape, "qkv") * ("qkv" in policy.keep and count > RING_SLOTS)
-    last = ((count - ahead) * columns + count * between) * tile - leaving - (count - 1) * run
-    wait = max(0.0, last, 0 if ahead else columns * tile - leaving)
-    return (step.tiled_layers - min(policy.again, step.tiled_layers)) * wait
+
+    def wait(keep: tuple) -> float:
+        columns = sum(kept_columns(shape, name) for name in keep if name != "qkv")
+        columns += shape.out_size + shape.hidden_size * ("mid" not in keep)
+        # q, k and v are sent for behind the tiles that a ring has slots for
+        between = kept_columns(shape, "qkv") * ("qkv" in keep and count > RING_SLOTS)
+        last = ((count - ahead) * columns + count * between) * tile - leaving - (count - 1) * run
+        return max(0.0, last, 0 if ahead else columns * tile - leaving)
+
+    n = step.tiled_layers
+    less, again = min(policy.keeps_less, n), min(policy.attends_again, n)
+    return (n - less - again) * wait(policy.keep) + less * wait(())
 
 
 def files_wait(

@@ -36,20 +36,20 @@ def attended(tokens: int, window: int) -> float:
     return tokens * window - window * window / 2 if 0 < window < tokens else tokens * tokens / 2
 
 
-def recomputed_weights(shape: ModelShape, policy, layer: int, *, single: bool) -> int:
-    """Weights that one token meets once more in a layer's backward; products that nobody reads are
-    left out there.
+def recomputed_weights(shape: ModelShape, keep: tuple, layer: int, *, single: bool) -> int:
+    """Weights that one token meets once more in the backward of a layer that keeps `keep`; products
+    that nobody reads are left out there.
     """
     after = shape.o_weights + shape.mlp_weights(layer) - shape.dead_after(layer)
     before = shape.qkv_weights if single else 2 * shape.qkv_weights - shape.dead_before
     if shape.adapters:
         after += shape.trained_after(layer)
-        before += (1 if single or "qkv" in policy.keep else 2) * shape.trained_before(layer)
-    if "qkv" in policy.keep:
+        before += (1 if single or "qkv" in keep else 2) * shape.trained_before(layer)
+    if "qkv" in keep:
         before -= shape.qkv_weights if not single else shape.dead_before
-    if "mid" in policy.keep:
+    if "mid" in keep:
         after -= shape.o_weights
-    if "gate_up" in policy.keep:
+    if "gate_up" in keep:
         after -= (2 if shape.gated else 1) * shape.hidden_size * shape.intermediate_size
     return before + after
 
@@ -86,12 +86,16 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
     if isinstance(policy, Policy):
         tiled = n - min(policy.plain, n)
         single = tiles(batch, tokens, policy.tile)[0] == 1
-        again = shape.over(lambda i: recomputed_weights(shape, policy, i, single=single), 0, tiled)
+        keeping = tiled - min(policy.keeps_less, tiled)
+        again = sum(
+            shape.over(lambda i, k=keep: recomputed_weights(shape, k, i, single=single), *layers)
+            for keep, layers in ((policy.keep, (0, keeping)), ((), (keeping, tiled)))
+        )
         if policy.every > 1:
             skipped = tiled - -(-tiled // policy.every)
             again += skipped * (layers / n)
         saves = policy.save_attention and policy.every == 1
-        forwards += attention(tiled - min(policy.again, tiled) if saves else 0, tiled)
+        forwards += attention(tiled - min(policy.attends_again, tiled) if saves else 0, tiled)
     elif policy == STOCK_CHECKPOINTING:
         # Recomputation stops before the last projection, whose output nothing needs.
         dead = (

@@ -43,31 +43,35 @@ def host_blocks(
     if policy.offload_dx:
         sizes[rows * hidden] += 1
     groups = head_groups(batch, tokens, shape, policy.wide)
-    saved = (tiled - min(policy.again, tiled)) * (policy.save_attention and policy.every == 1)
+    saved = policy.save_attention and policy.every == 1
+    saved *= tiled - min(policy.attends_again, tiled)
     if policy.by_group:
         again = max(0, min(policy.every, tiled) - 1)  # layers of the segment that runs again
         sizes[rows * hidden] += again
         saved += again
         columns = [s.q_size, s.kv_size, s.v_size, s.out_size]
-        columns += [s.out_size] * bool(policy.again or not policy.save_attention)
+        columns += [s.out_size] * bool(policy.attends_again or not policy.save_attention)
         for column in columns:
             sizes[rows * column // groups * computed] += groups
     parts = groups if policy.stream_attention or policy.by_group or pieces else 1
     sizes[rows * s.out_size // parts * computed] += saved * parts
     sizes[rows * s.num_heads // parts * max(4, computed)] += saved * parts
     if policy.every == 1:
-        _add_kept(sizes, shape, policy, tiled, [batch * (b - a) for a, b in bounds], itemsize,
+        keeping = tiled - min(policy.keeps_less, tiled)
+        _add_kept(sizes, shape, policy, keeping, [batch * (b - a) for a, b in bounds], itemsize,
                   computed)  # fmt: skip
     return +sizes
 
 
-def _add_kept(sizes: Counter, s: ModelShape, policy, tiled: int, tiles, itemsize, computed) -> None:
+def _add_kept(
+    sizes: Counter, s: ModelShape, policy, layers: int, tiles, itemsize, computed
+) -> None:
     """Adds what `policy.keep` names; tiles: rows of each."""
     if "qkv" in policy.keep:
         for columns in (s.q_size, s.kv_size, s.v_size):
-            sizes[sum(tiles) * columns * computed] += tiled
+            sizes[sum(tiles) * columns * computed] += layers
     for rows in tiles:
-        sizes[rows * s.hidden_size * itemsize] += tiled * ("mid" in policy.keep)
+        sizes[rows * s.hidden_size * itemsize] += layers * ("mid" in policy.keep)
         # gate and up, in one block where one matrix makes both
         inner, blocks = s.intermediate_size * (2 if s.joined else 1), 1 if s.joined else 2
-        sizes[rows * inner * itemsize] += blocks * tiled * ("gate_up" in policy.keep)
+        sizes[rows * inner * itemsize] += blocks * layers * ("gate_up" in policy.keep)

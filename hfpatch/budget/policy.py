@@ -325,8 +325,8 @@ class Policy:
     keep: what the other layers keep beside x, out and lse; names of KEEPABLE.
     by_group: while a layer runs, its q, k, v, attention outputs and their gradients wait with its
         checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
-    again: how many of the last tiled layers run the attention forward again although save_attention
-        is set.
+    again: how many of the last tiled layers run again what the others keep for speed: they keep
+        nothing of `keep` or, where that is empty, no attention outputs.
     frozen_weights: where frozen weights wait, "gpu" or "host"; from the host each layer's come one
         layer ahead of use.
     dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not once a tile.
@@ -355,10 +355,20 @@ class Policy:
     chain: int = 0
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
-        """The policy of one tiled layer: without attention outputs where the layer makes them
-        again."""
-        runs_again = index >= num_layers - self.plain - self.again
-        return replace(self, save_attention=self.save_attention and not runs_again, again=0)
+        """The policy of one tiled layer: it keeps less where it runs `again`."""
+        less = {"keep": ()} if self.keep else {"save_attention": False}
+        full = index < num_layers - self.plain - self.again
+        return replace(self, again=0, **({} if full else less))
+
+    @property
+    def attends_again(self) -> int:
+        """How many layers run attention again although save_attention is set."""
+        return 0 if self.keep else self.again
+
+    @property
+    def keeps_less(self) -> int:
+        """How many layers keep nothing of `keep`."""
+        return self.again if self.keep else 0
 
 
 _NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
@@ -374,9 +384,11 @@ def describe(policy: Policy, num_layers: int | None = None) -> str:
     said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
     if plain != num_layers:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
-        some = f"attention in all but {policy.again}" if policy.again else "attention"
-        kept += [some] if policy.save_attention and policy.every == 1 else []
+        some = f" in all but {policy.again}" if policy.again else ""
+        whole = some * (not policy.keep)
+        kept += ["attention" + whole] if policy.save_attention and policy.every == 1 else []
         kept += [_NAMES[name] for name in policy.keep]
+        kept[-1] += some * bool(policy.keep)
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"

@@ -34,8 +34,9 @@ class TiledStep:
 
     n: tiled layers. single: a layer runs in one tile. t: rows of a tile. save: attention outputs are
     kept. off: what is kept leaves the device. stream: attention outputs come back by group of
-    heads. unsaved: layers that run attention again. kept_out: layers whose attention outputs are
-    kept. grads: of q, k and v in attention's backward. ring: buffers of fetched tiles.
+    heads. full: layers before those that run `again`. unsaved: layers that run attention again.
+    kept_out, keeping: layers that keep attention outputs, and what `keep` names. grads: of q, k and
+    v in attention's backward. ring: buffers of fetched tiles.
     """
 
     def __init__(self, z: Sizes, policy: Policy):
@@ -48,7 +49,8 @@ class TiledStep:
         self.off = policy.offload != "gpu"
         self.stream = policy.stream_attention and self.save and self.off
         self.groups = head_groups(z.batch, z.tokens, shape, policy.wide)
-        self.unsaved = min(policy.again, n) if self.save else n
+        self.full, self.keeping = n - min(policy.again, n), n - min(policy.keeps_less, n)
+        self.unsaved = min(policy.attends_again, n) if self.save else n
         self.kept_out = n - self.unsaved
         self.kept_inside = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
         self.offload_dx = policy.offload_dx and self.off and not self.single
@@ -59,7 +61,9 @@ class TiledStep:
         # the attention outputs, whole on the device
         self.fetched = z.out if self.save and self.off and not self.stream else 0
         self.stored = (
-            -(-n // policy.every) * z.u + self.kept_out * (z.out + z.lse) + n * self.kept_inside
+            -(-n // policy.every) * z.u
+            + self.kept_out * (z.out + z.lse)
+            + self.keeping * self.kept_inside
         )
         self.on_device = 0 if self.off else self.stored
         self.scratch, self.grads = self._attention()
@@ -141,12 +145,11 @@ class TiledStep:
                 self, "last layer", n - 1, after, self.on_device, saved=saved, ahead=ahead
             )
             moments += layer.moments()
-        if 0 < self.unsaved < n:
+        if 0 < self.full < n:
             here = z.head_gradient + z.body
-            here -= shape.over(shape.trained_of, 0, self.kept_out + 1) * z.g
-            layer = _Layer(
-                self, "attention again", self.kept_out, here, self.on_device, saved=False
-            )
+            here -= shape.over(shape.trained_of, 0, self.full + 1) * z.g
+            saved = self.save and not self.unsaved
+            layer = _Layer(self, "again", self.full, here, self.on_device, saved=saved)
             moments += layer.moments()
         return moments
 
@@ -202,6 +205,7 @@ class _Layer:
 
     def __post_init__(self):
         step, z, policy = self.step, self.step.z, self.step.policy
+        self.keep = policy.keep if self.index < step.keeping else ()
         self.inner = inner_bytes(z, self.index, step.t)
         self.sparse = z.shape.is_sparse(self.index)
         # with x on the device there is nothing to fetch
@@ -213,8 +217,8 @@ class _Layer:
         self.recomputed = 0 if self.saved else z.out + z.lse  # attention outputs computed again
         # What is kept is not made again: gate and up, the projection's output, and the normed input
         # that q, k, v come from.
-        self.known = 2 * self.inner if "gate_up" in policy.keep else 0
-        self.spared = step.tile_D * (("mid" in policy.keep) + z.shape.last_unread(self.index))
+        self.known = 2 * self.inner if "gate_up" in self.keep else 0
+        self.spared = step.tile_D * (("mid" in self.keep) + z.shape.last_unread(self.index))
         self.held = self.lse + z.always + self.extra
 
     def moments(self) -> list[Moment]:
@@ -247,7 +251,7 @@ class _Layer:
             dw = mlp_weight(z, self.index)
             mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + dw)
             mlps = [(mlp + self._beside - self.known, 0)]
-        kept = "qkv" in step.policy.keep
+        kept = "qkv" in self.keep
         spared = self.spared - tile_D * (shape.norms > 2)  # what norms behind attention read
         spared += (z.u + (0 if step.off else qkv)) * kept
         # The graph of what stands before attention waits for its gradients; that of experts has
@@ -286,7 +290,7 @@ class _Layer:
 
     def _in_tiles(self) -> list[Moment]:
         step, z, shape, policy = self.step, self.step.z, self.step.z.shape, self.step.policy
-        qkv, groups, kept = step.qkv, step.groups, "qkv" in policy.keep
+        qkv, groups, kept = step.qkv, step.groups, "qkv" in self.keep
         after = shape.trained_after(self.index)
         wide, tile = 4 * after, self._tile()
         # q, k and v are there before they are wanted

@@ -94,19 +94,20 @@ def elementwise(
     groups: how many groups of KV heads attention's backward goes by.
     """
     n = shape.num_layers
-    tiled = n if policy == STOCK_CHECKPOINTING else 0
+    keep, less, tiled = (), 0, n if policy == STOCK_CHECKPOINTING else 0
     if isinstance(policy, Policy):
         tiled = n - min(policy.plain, n)
+        keep, less = policy.keep, min(policy.keeps_less, tiled)
     fore, back = (shape.over(lambda i, k=k: layer_passes(shape, i)[k]) for k in (0, 1))
-    keep = policy.keep if isinstance(policy, Policy) else ()
-    back += shape.over(lambda i: passes_again(shape, i, keep, several), 0, tiled)
+    for kept, layers in ((keep, (0, tiled - less)), ((), (tiled - less, tiled))):
+        back += shape.over(lambda i, k=kept: passes_again(shape, i, k, several), *layers)
     if several:
         # Each tile's q, k and v are copied into whole buffers, their gradients out of such; y, dx
         # and dout are copied tile by tile too.
         whole = shape.q_size + shape.kv_size + shape.v_size
         fore += tiled * 2 * (whole + shape.hidden_size)
-        made = 1 if "qkv" in keep else 2
-        back += tiled * 2 * (made * whole + shape.hidden_size + shape.out_size)
+        back += tiled * 2 * (2 * whole + shape.hidden_size + shape.out_size)
+        back -= (tiled - less) * 2 * whole * ("qkv" in keep)  # made once
     elif groups > 1:  # each group's part of out and dout is cut out of the whole
         back += tiled * 4 * shape.out_size
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1

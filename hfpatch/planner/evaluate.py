@@ -179,7 +179,7 @@ def _why(run: Run, policy) -> str:
         reasons.append(f"one layer's input in {policy.every}, as asked")
     elif policy.every > 1:
         reasons.append(f"the host has room for one layer's input in {policy.every}")
-    elif policy.save_attention and policy.again:
+    elif policy.save_attention and policy.attends_again:
         layers = f"{policy.again} layer{'s' * (policy.again > 1)}"
         limit = "as many as are written in time" if run.on_disk else "as far as they fit"
         reasons.append(f"attention outputs too {limit}, in {layers} its forward runs again")

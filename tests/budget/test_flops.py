@@ -74,6 +74,20 @@ def test_attention_again_costs_what_those_layers_see():
     assert (saved[0] - saved[1]) / (saved[1] - saved[2]) == pytest.approx(131072 / 1024)
 
 
+def test_layers_that_keep_less_run_what_others_keep():
+    """Between all layers with `keep` and none, by as many parts as there are layers; attention runs
+    once.
+    """
+    shape, sizes = shape_of("llama-3.1-8b"), {"batch": 1, "tokens": 8192}
+    kept = Policy(tile=2048, keep=("qkv", "gate_up"), plain=4)
+    every, seven, none = (
+        step_flops(shape, policy, **sizes)
+        for policy in (kept, replace(kept, again=7), replace(kept, keep=()))
+    )
+    assert (seven.matmul - every.matmul) / (none.matmul - every.matmul) == pytest.approx(7 / 28)
+    assert seven.attention_forward == every.attention_forward == none.attention_forward
+
+
 def test_experts_count_where_a_token_goes():
     flops = step_flops(shape_of("Qwen/Qwen3-30B-A3B"), "off", batch=1, tokens=1024)
     # 3.3 billion active parameters by its card, of which the embedding's 0.3 are no matmul.

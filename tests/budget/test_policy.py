@@ -348,6 +348,17 @@ def test_no_policy_that_fits_is_faster_of_real_depth(seed, model):
     )
 
 
+def test_layers_keep_less_where_the_link_is_slower_than_they_are():
+    """gate and up of 39 of Gemma's layers take the link longer than the layers take."""
+    shape = ModelShape.from_config(preset_config("google/gemma-3-12b"))
+    search = Search(Checkpointing(), shape, batch=1, tokens=4096, gpu=GPUS["h100"])
+    found = search.best(search.budget(10 * GiB, 500 * GiB))
+    all_of_them = search.price(dataclasses.replace(found.policy, again=0))
+    assert found.policy.keep == ("gate_up",) and 0 < found.policy.again < 20
+    assert found.wait < 0.005 * found.seconds and all_of_them.wait > 0.03 * all_of_them.seconds
+    assert found.seconds < 0.98 * all_of_them.seconds
+
+
 def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
     gemma = ModelShape.from_config(preset_config("google/gemma-3-12b"))
     sizes = {"batch": 1, "tokens": 8192, "gpu_free": 70 * GiB, "host_free": 200 * GiB}

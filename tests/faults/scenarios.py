@@ -217,6 +217,7 @@ WAYS = {
     "by group": (16, True, True, 1, (), False, True), "by group again": (16, False, False, 1, (),
                                                                          False, True),
     "one again alone": (16, True, True, 1, (), False, False, 1),
+    "one keeps less": (16, True, False, 1, KEEPABLE, False, False, 1),
     "weights": (16, True, False, 1, (), False, False, 0, "host"),
     "weights every 2": (16, False, False, 2, (), False, False, 0, "host"),
     "weights one": (4096, True, False, 1, (), True, False, 0, "host"),

@@ -38,7 +38,7 @@ SHORT = [
     ("disk", "parked again", "raise in q"),
     ("host", "by group", "retain"), ("disk", "by group again", "raise in gradient"),
     ("host", "by group again", "other order"),
-    ("host", "one again alone", "step"), ("gpu", "weights", "written at rest"),
+    ("host", "one again alone", "step"), ("host", "one keeps less", "retain"), ("gpu", "weights", "written at rest"),
     ("host", "weights", "other order"), ("gpu", "weights every 2", "raise in mlp"),
     ("gpu", "weights one", "side stream"),
     ("host", "by group 2", "step"), ("host", "weights by group", "raise in q"),

@@ -683,10 +683,12 @@ def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("offload, tile, keep", [("host", 14, KEEPABLE), ("disk", 4096, ())])
-def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monkeypatch):
-    """again: as many of the last layers keep no attention output, before plain ones; gradients are
-    exact.
+@pytest.mark.parametrize(
+    "offload, tile, keep", [("host", 14, KEEPABLE), ("host", 14, ()), ("disk", 4096, ())]
+)
+def test_some_layers_run_again_what_others_keep(offload, tile, keep, tmp_path, monkeypatch):
+    """again: as many of the last layers, before plain ones, keep nothing of `keep` or, where that
+    is empty, no attention output; gradients are exact.
     """
     import dataclasses
 
@@ -711,11 +713,11 @@ def test_attention_of_some_layers_runs_again(offload, tile, keep, tmp_path, monk
     monkeypatch.setattr(
         session,
         "link",
-        lambda call, x: calls.append(call.policy.save_attention) or link(call, x),
+        lambda call, x: calls.append((call.policy.save_attention, call.keep)) or link(call, x),
     )
     model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
-    assert calls == [True, True, False]
-    assert len(forwards) == 3 + 1
+    assert calls == [(True, keep), (True, keep), (bool(keep), ())]
+    assert len(forwards) == 3 + (not keep)
 
 
 @pytest.mark.parametrize("offload, every", [("host", 1), ("disk", 1), ("host", 2)])
