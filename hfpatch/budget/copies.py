@@ -90,13 +90,18 @@ def link_bytes(
         # Attention outputs come once for the tiles and once for the groups of heads, lse once.
         back += outputs - saved * lse
     if policy.every > 1:  # a segment of several layers fetches its input once more, to run again
-        back += (n // policy.every + (n % policy.every > 1)) * rows * shape.hidden_size
+        back += _segments(policy, n) * rows * shape.hidden_size
     out, home = memory.host - one - passing, back + 2 * n * one
     if policy.by_group:
         skipped = n - -(-n // policy.every)
         out, home = out + n * (heads + again), home + n * (2 * heads + attended + 2 * again)
         home += skipped * (passes * x + 2 * attended + heads)
     return out, home
+
+
+def _segments(policy: Policy, layers: int) -> int:
+    """How many of them hold several layers."""
+    return (layers // policy.every + (layers % policy.every > 1)) * (policy.every > 1)
 
 
 def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int]:
@@ -193,12 +198,14 @@ def behind_layers(
     if alone and policy.offload == "host" and policy.save_attention and count > 1:
         behind = max(behind, first_tiles_wait(step, trained, products / L, fore / L, to_gpu))
     # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
-    # that layer's first tile.
+    # that layer's first tile, nor beside the input from which a segment runs again.
+    begins = _segments(policy, n) * (policy.offload == "host")
     last = 0 if less else inside
     first = shape.hidden_size + alone * policy.save_attention * shape.out_size + last
     return (
         max(waits) + tile * last * (p == 0) / to_host,
-        max(0.0, behind) + tile * first * (p < 2) / to_gpu,
+        max(0.0, behind)
+        + tile * (first * (p < 2) * (not begins) + begins * count * shape.hidden_size) / to_gpu,
     )
 
 

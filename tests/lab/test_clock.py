@@ -160,6 +160,18 @@ def test_layers_that_keep_less_hide_what_others_copy():
     assert found[6].seconds["step"] < 0.9 * found[0].seconds["step"]
 
 
+@pytest.mark.parametrize("every, tile", [(2, TOKENS), (4, TOKENS), (3, 2048)])
+def test_a_segment_waits_for_the_input_from_which_it_runs_again(every, tile):
+    config = CONFIG | {"num_hidden_layers": 12}
+    policy = Policy("host", every=every, save_attention=False, tile=tile, plain=2)
+    gpu, shape = GPUS["h100"], ModelShape.from_config(config)
+    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=TOKENS)
+    planned = planned_step(gpu, shape, policy, TOKENS)
+    waits = found.exposed("turn")["backward",]
+    assert planned.copy_wait == pytest.approx(waits, rel=0.02) and exposed(found, "forward") < 0.001
+    assert 0.005 * found.seconds["step"] < waits < 0.03 * found.seconds["step"]
+
+
 def planned_step(gpu, shape, policy, tokens: int):
     sizes = {"batch": 1, "tokens": tokens}
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
