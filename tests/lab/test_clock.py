@@ -23,8 +23,10 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.timeline import trace_events, write_page, write_trace
+from hfpatch.layer import policies
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.parallel.shards import Shards
 from hfpatch.planner.clocked import clock
 from hfpatch.planner.plan import plan
 from hfpatch.store.transfers import Transfers
@@ -191,6 +193,45 @@ def test_exchanges_of_ranks_take_their_bytes(every):
         assert found.busy(lab.EXCHANGES) == pytest.approx(sent / one.peer_rate, rel=0.05)
         waits.append(found.busy(lab.RANK_WAITS))
     assert waits[0] < 0.05 * found.seconds["step"] < waits[1]
+
+
+@pytest.mark.parametrize("tile, passes", [(TOKENS, 1), (2048, 3)])
+def test_tensor_parallel_ranks_gather_what_each_keeps_a_part_of(tile, passes, monkeypatch):
+    """Half of each input goes to the host; each pass over its tiles gathers the other half, and
+    waits for no more than its bytes take between GPUs. Products are not cut: no rank's are shown.
+    """
+    policy, found, clocks = Policy("host", tile=tile), {}, []
+    init = lab.ClockDevice.__init__
+    monkeypatch.setattr(
+        lab.ClockDevice, "__init__", lambda self, *a: (init(self, *a), clocks.append(self))[0]
+    )
+
+    class Two(Shards):
+        def __init__(self, group):
+            self.group, self.rank, self.world, self.buffer = group, 0, 2, None
+
+        def whole(self, part_BtD, length):
+            clocks[-1].wait(clocks[-1].exchange(part_BtD.nbytes))
+            B, t, D = part_BtD.shape
+            return part_BtD.new_empty(B, 2 * t, D)[:, :length]
+
+    for ranks in (1, 2):
+        if ranks == 2:
+            monkeypatch.setattr(policies, "tensor_parallel_group", lambda layer: "two")
+            monkeypatch.setattr(policies, "together", lambda group, work: work())
+            monkeypatch.setattr(policies, "Shards", Two)
+        patched = prepare(build(CONFIG), "hfpatch")
+        found[ranks] = lab.clocked(patched, GPUS["h100"], policy, batch=1, seq_len=TOKENS)
+    x = 2 * TOKENS * CONFIG["hidden_size"]
+    up = [sum(s.nbytes for s in f.slices if s.stream == lab.UP) for f in found.values()]
+    sent = sum(s.nbytes for s in found[2].slices if s.stream == lab.EXCHANGES)
+    assert up[0] - up[1] == 4 * x / 2 and sent == 4 * passes * x / 2
+    waits = found[2].busy(lab.RANK_WAITS)
+    assert (
+        0 < waits <= 1.001 * sent / GPUS["h100"].peer_rate
+        and waits < 0.02 * found[2].seconds["step"]
+    )
+    assert sum(found[2].exposed("turn").values()) <= sum(found[1].exposed("turn").values()) + waits
 
 
 @pytest.mark.parametrize("placement", ["adamw", "adamw-fp32"])
