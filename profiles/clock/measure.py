@@ -30,7 +30,9 @@ MORE = (
     ("disk", "llama-3.1-8b", "h100", 128, 65536, {"checkpointing": "/tmp"}),
     ("8 ranks", "llama-3.1-8b", "a100-80gb", None, 131072, {"ranks": 8}),
     ("QLoRA, streamed weights", "llama-3.1-70b", "h100", 128, 8192, {"weights": "host"}),
-)
+    *(("LoRA", "openai/gpt-oss-20b", gpu, 512, tokens, {"lora": 16})
+      for gpu in ("h100", "a100-80gb") for tokens in (16384, 131072)),
+)  # fmt: skip
 
 
 def settings(host, more: dict) -> dict:
@@ -44,6 +46,10 @@ def settings(host, more: dict) -> dict:
 
         more["adapters"] = Adapters(16, "4bit")
         more["checkpointing"] = Checkpointing(frozen_weights=place)
+    if (rank := more.pop("lora", None)) is not None:
+        from hfpatch.budget.adapters import Adapters
+
+        more["adapters"] = Adapters(rank)
     return more
 
 
@@ -52,6 +58,7 @@ def command(model, gpu, host, tokens, more: dict) -> str:
     words += [f"--host-ram {host}GiB"] * (host is not None)
     if "weights" in more:
         words += ["--lora-r 16 --base 4bit", f"--checkpointing frozen_weights={more['weights']}"]
+    words += [f"--lora-r {more['lora']}"] * ("lora" in more)
     words += [f"--{name} {more[name]}" for name in ("ranks", "checkpointing") if name in more]
     return " ".join(words)
 
