@@ -311,10 +311,13 @@ def train_step(
     loss.backward()
 
 
-def _steps(model: nn.Module, follower: Follower, steps: int, optimizer, given: dict) -> None:
+def _steps(
+    model: nn.Module, follower: Follower, steps: int, optimizer, both: tuple, more: dict
+) -> None:
+    """both: tokens and labels; more: of the model's forward."""
     stepper = optimizer(model.parameters()) if optimizer else None
     for _ in range(steps):
-        train_step(model, follower, **given)
+        train_step(model, follower, *both, **more)
         if stepper:
             follower.set_phase("optimizer")
             stepper.step()
@@ -380,12 +383,12 @@ def simulate(
             for context in around:
                 stack.enter_context(context)
             with following(model, follower), closing_checkpoints():
-                given = {"input_ids": ids, "labels": ids if labels is None else labels}
-                given |= inputs or {}
-                given = {
-                    k: shadows.fake(v) if isinstance(v, Tensor) else v for k, v in given.items()
+                both = shadows.fake(ids), shadows.fake(ids if labels is None else labels)
+                more = {
+                    k: shadows.fake(v) if isinstance(v, Tensor) else v
+                    for k, v in (inputs or {}).items()
                 }
-                _steps(model, follower, steps, optimizer, given)
+                _steps(model, follower, steps, optimizer, both, more)
             whole = _whole(model, next(model.parameters()).dtype)
     finally:
         model.train(was_training)
