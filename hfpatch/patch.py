@@ -6,6 +6,7 @@ and checkpoints stay.
 """
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -16,12 +17,14 @@ from hfpatch.anchors import with_page
 from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkpointing
 from hfpatch.compat import (
     Turn,
+    as_before_fsdp2,
     balances_itself,
     drop_wrapped_forward,
     forward_before_wrapping,
     gather_as_one,
     not_for_ddp,
     real_tensors,
+    sharded_while_loaded,
     unwatched,
 )
 from hfpatch.context.classes import (
@@ -57,16 +60,11 @@ def _refuse_wrapped(model: nn.Module) -> None:
         for kind in type(module).__mro__:
             home = kind.__module__.split(".")[0]
             if kind.__name__ in _TOO_LATE and home in ("torch", "deepspeed", "accelerate"):
-                late = _TOO_LATE[kind.__name__]
-                fix = f"call apply() before {late}."
-                asked = getattr(getattr(model, "config", None), "distributed_config", None)
-                if (getattr(asked, "fsdp_size", None) or 1) > 1:  # sharded while it was loaded
-                    fix = (
-                        "load it without DistributedConfig(fsdp_size=), and have accelerate's "
-                        "FSDP2 shard it after apply()."
-                    )
-                came = type(module).__name__
-                raise ValueError(f"hfpatch: expected a model before {late}, found {came}; {fix}")
+                late, came = _TOO_LATE[kind.__name__], type(module).__name__
+                raise ValueError(
+                    f"hfpatch: expected a model before {late}, found {came}; "
+                    f"call apply() before {late}."
+                )
         forward = vars(module).get("forward")
         code = getattr(forward, "__func__", forward)
         homes = type(module).__module__, getattr(code, "__module__", None) or ""
@@ -173,6 +171,11 @@ def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
                 f"hfpatch: {name} must be True or False, {value!r} came; leave it out."
             )
     expect_module(model)
+    with as_before_fsdp2(model) if sharded_while_loaded(model) else nullcontext():
+        return _applied(model, settings, switches, checkpointing, logits)
+
+
+def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) -> Report:
     _refuse_wrapped(model)
     config = _base_config(model)
     undo(model)
@@ -186,7 +189,7 @@ def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
         )
     report = Report(type(model).__name__)
     # The small instance needs values, also where the caller's tensors have none.
-    with real_tensors(), torch.device("cpu"), unwatched([]):
+    with real_tensors(), torch.device("cpu"), unwatched():
         found = ask_model(decoder)  # of transformers' own classes, before any is swapped
         for option in swaps.PARTS:
             if switches[option]:

@@ -12,7 +12,14 @@ from torch import nn
 
 from hfpatch import notes
 from hfpatch.budget.formula import ModelShape
-from hfpatch.compat import Turn, gather_as_one, modules_of, names_attention, not_for_ddp
+from hfpatch.compat import (
+    Turn,
+    gather_as_one,
+    modules_of,
+    names_attention,
+    not_for_ddp,
+    token_exchange_group,
+)
 from hfpatch.context.classes import is_mixed, replaced_forward, swap
 from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder
@@ -105,6 +112,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     shape = as_trained(_shape(stack.config), layers[0])
     runtime = LayerRuntime(settings, shape, len(layers), turn)
     runtime.owner = weakref.ref(decoder.causal or stack)
+    runtime.exchange = token_exchange_group(runtime.owner())
     stack._hfpatch_runtime = runtime
     not_for_ddp(runtime.owner(), Waiting(runtime))
     names = Counter(type(layer).__name__ for layer in layers)

@@ -36,9 +36,78 @@ def drop_wrapped_forward(module: nn.Module) -> None:
 VERL_SHARDS = "_build_fsdp_module"
 
 
+_FSDP2 = "torch.distributed.fsdp._fully_shard."
+
+
 def in_fsdp2(module: nn.Module) -> bool:
     """Whether torch's FSDP2 gathers this module's parameters around its calls."""
-    return "FSDPModule" in [c.__name__ for c in type(module).__mro__]
+    hooks = module.__dict__.get("_forward_pre_hooks") or {}
+    return "FSDPModule" in [c.__name__ for c in type(module).__mro__] or any(
+        (getattr(h, "__module__", None) or "").startswith(_FSDP2) for h in hooks.values()
+    )
+
+
+def fsdp2_units(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those of these modules that torch's FSDP2 gathers and reduces by themselves."""
+    hooked = [
+        m
+        for m in modules
+        if "_forward_pre_hooks" in m.__dict__ and m.__dict__["_forward_pre_hooks"]
+    ]
+    return [m for m in hooked if in_fsdp2(m)] if hooked else hooked
+
+
+_OF_UNITS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def hooks_put_off(units: list[nn.Module]) -> list[tuple[dict, str, dict]]:
+    """(where hooks stand, the name, none) of each unit: a tiled layer runs them at its edges."""
+    return [(unit.__dict__, name, {}) for unit in units for name in _OF_UNITS]
+
+
+def gathered_with(units: list[nn.Module], x: Tensor) -> Tensor:
+    """x as FSDP2's units inside a layer would be given it: their weights are there from now on, and
+    their gradients are reduced once those of x are there.
+    """
+    for unit in units:
+        for hook in unit.__dict__["_forward_pre_hooks"].values():
+            (x,), _ = hook(unit, (x,), {})
+    return x
+
+
+def freed_with(units: list[nn.Module], y: Tensor) -> Tensor:
+    """y as these units would give it: their weights go, and come again before y's gradient."""
+    for unit in reversed(units):
+        for hook in unit.__dict__["_forward_hooks"].values():
+            y = hook(unit, (), y)
+    return y
+
+
+def members_of(kind: type) -> dict:
+    """What a class has of its own, to make another one like it. transformers gives each class of
+    layers that is made a forward around its base's.
+    """
+    members = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")}
+    if "FSDPModule" in [base.__name__ for base in kind.__bases__]:
+        members.pop("forward", None)
+    return members
+
+
+@contextmanager
+def as_before_fsdp2(model: nn.Module):
+    """Within, modules have the classes that FSDP2 found; after it FSDP2's lie over what they are
+    then."""
+    units = [(m, type(m)) for m in model.modules() if in_fsdp2(m)]
+    for unit, kind in units:
+        unit.__class__ = kind.__bases__[-1]
+    try:
+        yield
+    finally:
+        for unit, kind in units:
+            *above, base = kind.__bases__
+            if unit.__class__ is not base:
+                kind = type(kind.__name__, (*above, unit.__class__), members_of(kind))
+            unit.__class__ = kind
 
 
 def under_zero3(module: nn.Module) -> bool:

@@ -73,6 +73,24 @@ def collecting(lists: dict):
         collector.reset(token)
 
 
+def _sizes(model, *names: str) -> list[int]:
+    """Numbers of the DistributedConfig that the model was loaded with; 1 where it has none."""
+    asked = getattr(getattr(model, "config", None), "distributed_config", None)
+    return [getattr(asked, name, None) or 1 for name in names]
+
+
+def sharded_while_loaded(model) -> bool:
+    """Whether transformers had FSDP2 shard the model as it loaded it."""
+    return max(_sizes(model, "fsdp_size", "dp_replicate_size")) > 1
+
+
+def token_exchange_group(model):
+    """The ranks that send tokens of batches of their own to each other's experts, or None."""
+    experts, shared = _sizes(model, "ep_size", "tp_size")
+    meshes = getattr(model, "_mesh_manager", None)
+    return None if meshes is None or experts <= shared else meshes.get_mesh("ep").get_group()
+
+
 def attention_of(config) -> str | None:
     """The attention that a config names, or None."""
     return getattr(config, "_attn_implementation", None)

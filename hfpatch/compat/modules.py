@@ -9,7 +9,6 @@ from operator import is_
 
 from torch import nn
 
-from hfpatch.compat.engines import in_fsdp2
 from hfpatch.compat.tensors import gone
 
 
@@ -265,7 +264,6 @@ _SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transfo
                      "bitsandbytes.nn.parametrize.")  # fmt: skip
 # whose hooks and forwards come and go as a step goes on
 _LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")
-_GATHER = "torch.distributed.fsdp."
 
 
 def _home(hook) -> str:
@@ -319,53 +317,28 @@ def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     return next((m for m in hooked if user_hooks(m)), None) if hooked else None
 
 
-def fsdp2_units(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those of these modules that torch's FSDP2 gathers and reduces by themselves."""
-    hooked = [
-        m
-        for m in modules
-        if "_forward_pre_hooks" in m.__dict__ and m.__dict__["_forward_pre_hooks"]
-    ]
-    return [m for m in hooked if in_fsdp2(m)] if hooked else hooked
+@contextmanager
+def values_for_now(rows: list[tuple[dict, str, object]]):
+    """Within, each of these tables has this value by this name, which it has another one by."""
+    before = [(table, name, table[name]) for table, name, _ in rows]
+    try:
+        for table, name, value in rows:
+            table[name] = value
+        yield
+    finally:
+        for table, name, value in before:
+            table[name] = value
 
 
 @contextmanager
-def unwatched(modules: list[nn.Module]):
-    """Within, no such hook of these modules runs, nor FSDP2's, nor any on their parameters, nor any
-    on all modules of the process. What FSDP2 gathers for modules inside the first of them is there.
-    """
-    noted_on_all = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
-    units = fsdp2_units(modules[1:])
-    tables = [
-        (m.__dict__, n, m.__dict__[n]) for m in modules for n in _ALL_HOOKS if m.__dict__.get(n)
-    ]
-    parameters = [
-        p for m in modules for p in parameters_of(m).values() if getattr(p, "_backward_hooks", None)
-    ]
-    noted = [(p, p._backward_hooks) for p in dict.fromkeys(parameters)]
-    for own, name, hooks in tables:
-        homes = [(key, h, _home(h)) for key, h in hooks.items()]
-        stay = [
-            (k, h)
-            for k, h, home in homes
-            if home.startswith(_SERVE_ANY_OUTPUT) and not home.startswith(_GATHER)
-        ]
-        own[name] = type(hooks)(stay)
-    for parameter, _ in noted:
-        parameter._backward_hooks = None
-    _EVERYWHERE.update({n: type(hooks)() for n, hooks in noted_on_all.items()})
+def unwatched():
+    """Within, no hook on all modules of the process runs."""
+    noted = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
+    _EVERYWHERE.update({n: type(hooks)() for n, hooks in noted.items()})
     try:
-        for unit in units:
-            unit.unshard()
         yield
     finally:
-        _EVERYWHERE.update(noted_on_all)
-        for own, name, hooks in tables:
-            own[name] = hooks
-        for parameter, hooks in noted:
-            parameter._backward_hooks = hooks
-        for unit in units:
-            unit.reshard()
+        _EVERYWHERE.update(noted)
 
 
 def pytree():

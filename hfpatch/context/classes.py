@@ -16,7 +16,7 @@ from functools import cache, partial, wraps
 import torch
 from torch import nn
 
-from hfpatch.compat import MADE_FROM, Turn, record_outputs_like
+from hfpatch.compat import MADE_FROM, Turn, members_of, record_outputs_like
 from hfpatch.context.current import in_the_midst, on_its_own
 
 
@@ -117,11 +117,10 @@ def unswap(module: nn.Module) -> None:
 def _unmixed(cls: type) -> type:
     if "_hfpatch_base" in vars(cls):
         return cls._hfpatch_base
-    members = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
     return type(
         cls.__name__,
         tuple(_unmixed(b) if issubclass(b, Mixed) else b for b in cls.__bases__),
-        members,
+        members_of(cls),
     )
 
 

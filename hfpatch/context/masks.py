@@ -50,6 +50,7 @@ class Batch:
         self._idle = idle_BT
         self.cached = False  # whether transformers would make a cache, which nobody reads
         self.weights = False  # whether attention is to give its probabilities too
+        self.even = True  # ranks that exchange tokens in each tile have batches of this size
         self._rows: dict = {}
         self._parts: dict = {}
 

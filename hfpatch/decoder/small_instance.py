@@ -223,7 +223,7 @@ def quiet_process():
         torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
         torch.set_default_dtype(torch.float32)
         quiet = torch.autocast("cpu", enabled=False)
-        with plain_construction(), torch.device("cpu"), torch.enable_grad(), quiet, unwatched([]):
+        with plain_construction(), torch.device("cpu"), torch.enable_grad(), quiet, unwatched():
             torch.default_generator.manual_seed(0)
             yield
     finally:

@@ -52,6 +52,7 @@ from hfpatch.decoder.find import list_of_layers
 from hfpatch.decoder.unpadded import without_padding
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
+from hfpatch.parallel.shards import alike
 from hfpatch.parts.angles import narrow
 
 _ADVICE = (
@@ -128,6 +129,11 @@ class OurAttention(KeepsSignature):
                 raise not_exchanged("a model with a device map or offloaded weights")
             return self._hfpatch_declined(kwargs)
         batch = None if given is None else self._hfpatch_batch(given, kwargs)
+        if runtime is not None and runtime.exchange is not None:
+            sizes = (0, 0) if batch is None else (batch.B, batch.T)
+            even = alike(runtime.exchange, sizes, next(self.parameters()).device)
+            if batch is not None:
+                batch.even = even
         if batch is None:
             return self._hfpatch_declined(kwargs)
         if runtime is None and self.training and getattr(self, "gradient_checkpointing", False):

@@ -60,6 +60,7 @@ class Condition:
         places: of the layer's tensors (layer/weight_gradients.py).
         read: keys of what the layer takes of earlier ones, None where not known yet.
         leaves: whether later layers take some of it.
+        units: modules in it whose weights FSDP2 gathers by themselves.
     """
 
     snapshot: Snapshot
@@ -80,6 +81,7 @@ class Condition:
     places: object = None
     read: tuple | None = None
     leaves: bool = False
+    units: list[nn.Module] = field(default_factory=list)
     inside: list[nn.Module] = field(init=False)
 
     def __post_init__(self):
@@ -114,6 +116,7 @@ def _condition_of(layer: nn.Module) -> Condition:
     traits = layer._hfpatch_traits
     found = Condition(Snapshot(layer), traits)
     found.adapter, found.draws = look_at_adapters([layer, *found.inside])
+    found.units = fsdp2_units(found.inside)
     found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
     found.experts, found.packed = fused_in(found.inside), any(map(holds_packed, found.inside))
     stranger = stranger_in(layer)
@@ -159,16 +162,9 @@ def _name_in(layer: nn.Module, module: nn.Module) -> str:
 def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
     """None where nobody watches what is inside the layer: tiles would show hooks parts of a row,
     and more often.
-
-    Nor is FSDP2 to reduce the gradients of one module as those of a tile come: it takes the first
-        alone.
     """
-    hooked, units = watched_by_user(inside), fsdp2_units(inside)
-    if hooked is None and not units:
-        return None
-    # a module that holds others may be empty, and false
-    hooked = units[0] if hooked is None else hooked
-    return f"hooks on {_name_in(layer, hooked)}"
+    hooked = watched_by_user(inside)
+    return None if hooked is None else f"hooks on {_name_in(layer, hooked)}"
 
 
 def _patched_class(modules: list[nn.Module]) -> str | None:

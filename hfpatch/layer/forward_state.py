@@ -25,6 +25,7 @@ from hfpatch.compat import (
     fsdp2_units,
     hooked_by_forward,
     hooks_on_all,
+    hooks_put_off,
     in_fsdp2,
     is_shard,
     is_view_of_flat,
@@ -186,6 +187,7 @@ class ForwardState:
         storages: what it lay in.
         trained: whether it wanted a gradient.
         modules: the layer's.
+        units: those of them that FSDP2 gathers by themselves.
         called: whether modules inside it are called (layer/direct.py calls none): then what they
             are made of (`snapshot`) and their switches matter.
 
@@ -195,7 +197,7 @@ class ForwardState:
     """
 
     __slots__ = (
-        "layer", "kind", "modules", "called", "snapshot", "on_all", "switches",
+        "layer", "kind", "modules", "called", "units", "snapshot", "on_all", "switches",
         "found", "tensors", "counts", "storages", "trained",
     )  # fmt: skip
 
@@ -208,6 +210,7 @@ class ForwardState:
         condition=None,
     ):
         self.layer, self.kind, self.modules, self.called = layer, layer.__class__, modules, called
+        self.units = [] if condition is None else condition.units
         if called:
             self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
             self.on_all, self.switches = hooks_on_all(), switches_of(modules)
@@ -310,6 +313,9 @@ class AsInForward:
         try:
             if self.then.called:
                 self._go_as_then()
+            if self.then.units:
+                for row in hooks_put_off(self.then.units):
+                    self._put(*row)
             if not self._nothing_to_restore():
                 self._put_back()
         except BaseException:

@@ -7,7 +7,16 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import collected_now, collecting, pytree, under_zero3
+from hfpatch.compat import (
+    collected_now,
+    collecting,
+    freed_with,
+    gathered_with,
+    hooks_put_off,
+    pytree,
+    under_zero3,
+    values_for_now,
+)
 from hfpatch.context.current import (
     NotStopped,
     current,
@@ -207,22 +216,25 @@ class TiledLayer(UntiledLayer):
             refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
-        runtime, lists = self._hfpatch_runtime, collected_now()
+        runtime, lists, units = self._hfpatch_runtime, collected_now(), r.condition.units
         records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
         parts = parts_of(
             self, r.x, r.args, own, r.batch, r.condition, records=records, collected=bool(lists),
             dense=policy.dense,
         )  # fmt: skip
+        x = gathered_with(units, r.x) if units else r.x
+        put_off = values_for_now(hooks_put_off(units)) if units else nullcontext()
         try:
-            with runtime.weights.forward(self, r.x.device):
-                y, *extras = tiled_layer(runtime, policy, parts, r.x)
+            with runtime.weights.forward(self, r.x.device), put_off:
+                y, *extras = tiled_layer(runtime, policy, parts, x)
         except NotStopped as error:
             raise RuntimeError(
                 f"hfpatch: expected a {type(self).__name__} to mix tokens as on its small "
                 f"instance, {error}; "
                 "call hfpatch.apply(model, checkpointing='off')."
             ) from None
+        y = freed_with(units, y) if units else y
         y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
         return parts.hand_on(y, extras, lists, r.shared)
 

@@ -73,8 +73,7 @@ class Policies:
         checkpointing: the user's settings.
         shape: the model's, None where its layers are not Llama's (their inputs are kept whole).
         n_layers: how many layers share this runtime.
-        policies: by batch shape.
-        queues: by (device, tier), each with transfers of its own.
+        policies: by batch shape; queues: by (device, tier), each with transfers of its own.
         shards: how ranks that run each layer between them share its input, or None.
         rooms: the memory budget of each device, None where its free memory is unknown.
         planned: bytes on the device, by the closed form; by policy, B and T.
@@ -82,6 +81,7 @@ class Policies:
         loss_bytes: the workspace of the loss of the step under way.
         spare: bytes that the sources of copies may take when the layer under way ends.
         sequence: the ranks that share the rows of the call under way, or None.
+        exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
         learned: of layers that no closed form describes, what steps taught (room.Learned).
     """
@@ -95,7 +95,7 @@ class Policies:
         self.planned: dict[tuple, int] = {}
         self.opened: set[tuple] = set()
         self.loss_bytes, self.spare, self.sequence = LOSS_WORKSPACE, 0, None
-        self.owner, self.learned = lambda: None, Learned()
+        self.owner, self.learned, self.exchange = lambda: None, Learned(), None
         # seconds; began is None once the first step has ended
         self.began, self.pinning = time.monotonic(), 0.0
         self._spares: dict[tuple, tuple] = {}  # as `planned`: of each layer (spare_bytes)
@@ -265,6 +265,8 @@ class Policies:
         gathers each layer's weights; group: as _chosen has it.
         """
         settings, room = self._settings(x, whole, sharded), self.room_of(x.device)
+        if self.exchange is not None and settings.tile == "auto":  # not by one rank's free memory
+            settings = dataclasses.replace(settings, tile=auto_tile(B * T))
         if self.shape is None:
             free, learned = room and room.bytes(), not whole and self.learned.policies.get((B, T))
             return learned or without_shape(self, settings, B * T, whole, x, free)
@@ -294,15 +296,14 @@ class Policies:
         settings, change = self.checkpointing, dataclasses.replace
         if sharded and settings.every == "auto":
             settings = change(settings, every=1)
-        if self.room_of(x.device) is None and settings.offload == "auto":
-            # The device is the host: a copy would only take memory.
-            settings = change(settings, offload="gpu")
-        if x.device.type == "meta":  # of shapes alone there is nothing to copy
+        # The device is the host: a copy would only take memory. Of shapes alone there is none.
+        host = self.room_of(x.device) is None and settings.offload == "auto"
+        if host or x.device.type == "meta":
             settings = change(settings, offload="gpu")
         if self.weights.on:
             settings = change(settings, frozen_weights="host", plain=0)
         plain = 0 if settings.plain == "auto" else settings.plain
-        if arrival_counts() or self.shape is None:
+        if arrival_counts() or self.shape is None or self.exchange is not None:
             settings = change(settings, plain=plain)
         if whole and self.shape is not None:
             # Each layer keeps its input, no more: no closed form knows what else they would.
@@ -313,8 +314,7 @@ class Policies:
         """([free bytes on the device, on the host], the card), the least of those of all ranks that
         must choose alike.
         """
-        free = [None if room is None else room.bytes(gathered), self._host_free()]
-        gpu = room and room.gpu
+        gpu, free = room and room.gpu, [room and room.bytes(gathered), self._host_free()]
         if self.sequence is None and group is None:
             return free, gpu
         # All that a choice depends on and ranks may have otherwise: of cards of several kinds, the

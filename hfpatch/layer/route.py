@@ -6,7 +6,7 @@ report and `hfpatch env` give these reasons. What needs no arguments of the call
 stack looked at its layers (condition.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -125,6 +125,8 @@ def _tiled(r: Request) -> Tiled | Stock:
     layer, runtime = r.layer, r.layer._hfpatch_runtime
     able = partial(keepable, layer, layer._hfpatch_traits, KEEPABLE, r.x.device.type)
     policy = runtime.policy(layer, r.x, r.batch.sequence, able=able)
+    if not r.batch.even:  # ranks that exchange tokens in each tile have as many tiles
+        policy = replace(policy, tile=r.x[..., 0].numel())
     # One of the last layers, which keep everything; mixers of shared rows need their tiles.
     plain = layer._hfpatch_index >= runtime.n_layers - policy.plain
     plain = plain and not (r.batch.sequence and layer._hfpatch_traits.mixers)

@@ -43,6 +43,13 @@ def least_of(group, numbers: list[int | None], device: torch.device) -> list[int
     return [None if n < 0 else n for n in least.tolist()]
 
 
+def alike(group, numbers: tuple[int, ...], device: torch.device) -> bool:
+    """Whether all ranks of a group say the same numbers. They all call this together."""
+    most = torch.tensor([*numbers, *(-n for n in numbers)], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return not most.view(2, -1).sum(0).any().item()
+
+
 def together(group, work):
     """work() on every rank of a group. Where one raises, all raise: the others would wait for
     it."""

@@ -255,19 +255,30 @@ def test_tensor_parallel(single, tmp_path):
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_norms_between_split_projections(tmp_path):
     """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a
-    stock step, and after undo(). Ranks that share experts also share tokens (all-to-all).
+    stock step, and after undo(). Ranks that share experts also share tokens (all-to-all); those
+    with batches of several lengths run each in one tile.
     """
-    for report in torchrun("tp_families_worker.py", folder=tmp_path):
-        assert len(report["found"]) == 9
+    assert_like_one_rank(torchrun("tp_families_worker.py", folder=tmp_path), cases=15)
+
+
+@pytest.mark.long
+@tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
+def test_experts_sharded_as_they_are_loaded_on_four_ranks(tmp_path):
+    reports = torchrun("tp_families_worker.py", "four", folder=tmp_path, ranks=4)
+    assert_like_one_rank(reports, cases=4)
+
+
+def assert_like_one_rank(reports: list[dict], cases: int) -> None:
+    for report in reports:
+        assert len(report["found"]) == cases
         for case, found in report["found"].items():
             for error, name in [*found["steps"], found["undone"]]:
                 assert error <= 1, f"{case}: {name} is {error:.2f} budgets away"
             # Two steps, forward and backward, three tiles of 8 tokens in each of two rows.
-            tiles = 1 if case.endswith("one tile") else 6
+            tiles = 6 if case.endswith("tiled") else 1
             assert not found["whole"] and found["tiles"] == 2 * 2 * tiles * found["layers"], case
             if "ep_size" in case:  # the op of experts, on this rank's own
                 assert found["op"] == found["tiles"], case
-        assert "load it without DistributedConfig(fsdp_size=)" in report["refused"]
 
 
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
