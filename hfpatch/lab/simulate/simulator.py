@@ -334,6 +334,7 @@ def simulate(
     *,
     steps: int = 1,
     optimizer=None,
+    ids: Tensor | None = None,
     labels: Tensor | None = None,
     inputs: dict | None = None,
     rounding: int = ROUNDING,
@@ -348,8 +349,8 @@ def simulate(
 
     model: patched or not, on any device ("meta" is best: it needs no memory); its parameters are
     replaced while the steps run and put back afterwards. optimizer: a function from parameters to a
-    torch optimizer, stepped each step. labels: [batch, seq_len] int64, real values; all tokens
-    count where it is None. inputs: more real tensors for the model's forward. cuda: charge the
+    torch optimizer, stepped each step. ids, labels: [batch, seq_len] int64, real values; any tokens,
+    all of which count, where they are None. inputs: more real tensors for the model's forward. cuda: charge the
     scratch memory of CUDA's kernels; rounding: of each storage, in bytes. policy: what hfpatch's
     tiled layers keep, where the model is patched and "auto" should not decide by this machine.
     Files are not written: blocks of the host stand for them. ranks: that share each row of a
@@ -360,8 +361,9 @@ def simulate(
     files = policy is not None and policy.offload == "disk"
     policy = replace(policy, offload="host") if files else policy
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 32)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
+    if ids is None:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, vocabulary, (batch, seq_len), generator=generator)
     was_training = model.training
     model.train()
     mode = simulation_parts()[0](allow_non_fake_inputs=True)
