@@ -25,13 +25,17 @@ LENGTHS = (512, 31, 80, 47, 64, 12, 101, 32)
 PROMPT, VOCAB, STEPS, ROUNDS = 8, 4096, 2, 2
 
 
-def model(patched: bool = False):
+def model(patched: bool = False, folder: str | None = None):
+    """folder: where it is loaded from, as DPO loads the same one again for its reference."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=4, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     made = LlamaForCausalLM(config).train()
+    if folder is not None:
+        made.save_pretrained(folder)
+        made = LlamaForCausalLM.from_pretrained(folder).train()
     if patched:
         hfpatch.apply(made)
     return made
@@ -143,8 +147,8 @@ def main():
         found = {"stock": [], "patched": [], "packed": []}
         for _ in range(ROUNDS):  # in turn: the machine's load changes
             with tempfile.TemporaryDirectory() as folder:
-                found["stock"] += run(folder, model()).steps[1:]
-                found["patched"] += run(folder, model(True)).steps[1:]
+                found["stock"] += run(folder, model(False, folder)).steps[1:]
+                found["patched"] += run(folder, model(True, folder)).steps[1:]
                 found["packed"] += packed(model(True), name == "DPO").steps[1:]
         median = {way: [statistics.median(x) for x in zip(*rows)] for way, rows in found.items()}
         for way, values in median.items():

@@ -4,6 +4,8 @@ simulator.
 
 import copy
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +14,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfpatch
 from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.formula import StepMemory
+from hfpatch.budget.formula import ModelShape, StepMemory, step_memory
 from hfpatch.budget.policy import Policy
 from hfpatch.cli import main as cli
-from hfpatch.lab.models import config_of
+from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.plan import plan
 from hfpatch.planner.towers import tower_in_front
@@ -103,6 +105,23 @@ def test_a_long_video_fits_beside_the_text_model():
         QWEN, seq_len=110_000, gpu="a100-80gb", video_tokens=100_000, checkpointing="stock"
     )
     assert not stock.fits and stock.gpu_bytes["activations"] > 400 * 2**30
+
+
+def test_the_whole_model_is_that_of_the_simulator():
+    """Text and tower together, on a row that holds the frames' places: two and four layers of them."""
+    row = runpy.run_path(Path(__file__).parents[2] / "profiles" / "tower" / "whole.py")["row"]
+    values, tokens, visual = values_of("qwen3_vl"), 12_048, 10_240
+    model = with_images(values).train()
+    hfpatch.apply(model, checkpointing="host")
+    policy = Policy("host", tile=4096)
+    found = simulate(model, 1, tokens, policy=policy, **row(model.config, tokens, visual))
+    assert not found.whole
+    text = ModelShape.from_config(values["text_config"] | {"model_type": "qwen3"})
+    memory = step_memory(text, policy, batch=1, tokens=tokens, itemsize=2)
+    both = tower_in_front(values, 0, visual, tokens).beside(memory, 1, policy, frozen=False)
+    beyond = max(moment.beyond for moment in both.moments)
+    assert found.most_beyond_bytes == pytest.approx(beyond, rel=0.1)
+    assert found.host_peak_bytes == pytest.approx(both.host, rel=0.1)
 
 
 def test_beside_adapters_the_tower_is_frozen():
