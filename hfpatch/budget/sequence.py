@@ -29,6 +29,11 @@ class Rounds:
     def count(self) -> int:
         return self.own // self.width
 
+    @property
+    def of_keys(self) -> int:
+        """Rounds that add to the gradients of one KV head, 1 where a round has several heads."""
+        return max(1, self.repeat // self.width)
+
     def keys(self, r: int) -> slice:
         """Of a rank's KV heads, those of round r."""
         first = r * self.width // self.repeat
@@ -93,10 +98,10 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
     n = max(1, rounds.width // rounds.repeat)
     keys = rows * n * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     now = 2 * q + 2 * v + 2 * keys  # q, dout, out, k, v; dq, dk, dv
-    if rounds.width < rounds.repeat:
-        # dk and dv summed in float32 over a KV head's rounds
-        now += keys * 4 // s if s < 4 else keys
-    if rounds.count > 1:
+    if rounds.of_keys > 1:
+        # dk and dv summed over a KV head's rounds, in float32 where there are more than two
+        now += keys * 4 // s if s < 4 and rounds.of_keys > 2 else keys
+    if ahead and rounds.count > 1:
         now += 2 * q  # the round before: dq on its way, sent and received
     if ahead and rounds.count > 1:
         now += 2 * (q + 2 * v)

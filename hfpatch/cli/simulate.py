@@ -33,6 +33,10 @@ def add_arguments(parser) -> None:
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
     parser.add_argument("--seq-len", type=flag(parse_length), default=131072)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--sp-size", type=int, default=1,
+        help="GPUs that share each row of --seq-len tokens (cp_size too); one of them is simulated",
+    )  # fmt: skip
     parser.add_argument("--layers", type=int, help="fewer layers than the model's")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -59,11 +63,15 @@ def main(args) -> int:
         shape = ModelShape.from_config(config)
     except UnknownFamily:  # it is what the simulator is for
         shape = None
-    policy = _policy(args, settings, shape, config.get("hidden_size", 0))
+    tokens = _tokens_of_a_rank(args)
+    if shape is not None:
+        shape = replace(shape, ranks=args.sp_size)
+    policy = _policy(args, settings, shape, config.get("hidden_size", 0), tokens)
     started = time.perf_counter()
     impl = "hfpatch-off" if settings == "off" else args.impl
     model = prepare(build(config, getattr(torch, args.dtype)), impl)
-    found = simulate(model, args.batch, args.seq_len, steps=args.steps, policy=policy)
+    how = {"steps": args.steps, "policy": policy, "ranks": args.sp_size}
+    found = simulate(model, args.batch, tokens, **how)
     result = found.to_dict() | {
         "beyond_gib": found.beyond_bytes / 2**30,
         "host_gib": found.host_peak_bytes / 2**30,
@@ -73,7 +81,7 @@ def main(args) -> int:
         print(json.dumps(result, indent=1))
         return 0
     print(
-        f"simulated {args.model} {args.impl} [{args.batch}, {args.seq_len}] in {result['seconds']:.1f} s"
+        f"simulated {args.model} {args.impl} [{args.batch}, {tokens}] in {result['seconds']:.1f} s"
     )
     print(
         f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB, host {result['host_gib']:.2f} GiB"
@@ -99,7 +107,21 @@ def _settings(args) -> Checkpointing | str | None:
     return parse_checkpointing(words) if words else None
 
 
-def _policy(args, settings, shape: ModelShape | None, width: int) -> Policy:
+def _tokens_of_a_rank(args) -> int:
+    """ValueError where no ranks share such rows."""
+    if args.sp_size < 1 or args.seq_len % args.sp_size:
+        raise ValueError(
+            f"hfpatch: --sp-size divides --seq-len, {args.sp_size} and {args.seq_len} came; pass a "
+            f"divisor of {args.seq_len}."
+        )
+    if args.sp_size > 1 and not args.impl.startswith("hfpatch"):
+        raise ValueError(
+            f"hfpatch: --sp-size is for hfpatch, --impl {args.impl} came; drop one of them."
+        )
+    return args.seq_len // args.sp_size
+
+
+def _policy(args, settings, shape: ModelShape | None, width: int, tokens: int) -> Policy:
     """What --checkpointing and --policy say; where they say nothing, every layer's input and
     attention output on the host.
     """
@@ -125,11 +147,11 @@ def _policy(args, settings, shape: ModelShape | None, width: int) -> Policy:
                 f"hfpatch: --policy {name}= takes {takes}, {value!r} came; write such a value."
             )
     if isinstance(settings, Checkpointing) and shape is None:
-        rows = args.batch * args.seq_len
+        rows = args.batch * tokens
         return replace(unplanned(settings, rows, False, width, None), **fields)
     if isinstance(settings, Checkpointing):
-        return replace(choose(settings, shape, batch=args.batch, tokens=args.seq_len), **fields)
-    fields.setdefault("tile", auto_tile(args.batch * args.seq_len))
+        return replace(choose(settings, shape, batch=args.batch, tokens=tokens), **fields)
+    fields.setdefault("tile", auto_tile(args.batch * tokens))
     return Policy(**fields)
 
 

@@ -301,13 +301,17 @@ class ExchangedAttention(Attention):
                     self._put(back, dq_whole, rounds, r - 1)
                 back = self._to_tokens(dq)
                 del dq
-                sums = _added(sums, [dk, dv], rounds.last_keys(r) and sums is None)
+                if not self.ahead:  # memory is short, and the next round's attention comes
+                    self._put(back, dq_whole, rounds, r)
+                    back = None
+                sums = _added(sums, [dk, dv], rounds.of_keys > 2)
                 del dk, dv
                 if rounds.last_keys(r):
                     for whole, grad, like in zip((dk_whole, dv_whole), sums, keys):
                         self._put_keys(self._to_tokens(grad.to(like.dtype)), whole, rounds, r)
                     sums = grad = None
-            self._put(back, dq_whole, rounds, rounds.count - 1)
+            if back is not None:
+                self._put(back, dq_whole, rounds, rounds.count - 1)
             if rounds.uneven:
                 into[3 * n + 1].copy_(dk_whole), into[3 * n + 2].copy_(dv_whole)
                 dsinks[-1] = None if sinks is None else dsinks[-1][: rounds.uneven[0]]
@@ -347,9 +351,10 @@ class ExchangedAttention(Attention):
         return super().room(like, tokens, 1)
 
 
-def _added(sums, grads, alone: bool):
-    """The float32 sums over a KV head's rounds; the gradients as they are for a single round."""
-    if alone:
-        return grads
-    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    return wide if sums is None else [s.add_(g) for s, g in zip(sums, wide)]
+def _added(sums, grads, wide: bool):
+    """The sums over a KV head's rounds. wide: in float32, for there are more than two: a sum of two
+    is rounded once either way.
+    """
+    if sums is not None:
+        return [s.add_(g) for s, g in zip(sums, grads)]
+    return [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads] if wide else grads

@@ -218,18 +218,11 @@ def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
 
 
 def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
-    """The shape for ranks that share each row. ValueError where they do not divide the GPUs, or
-    states meet beside attention.
-    """
+    """The shape for ranks that share each row. ValueError where they do not divide the GPUs."""
     if gpus % sp_size:
         raise ValueError(
             f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
             f"{gpus}."
-        )
-    if getattr(shape, "carries_states", False):
-        raise ValueError(
-            "hfpatch: --sp-size wants a model whose tokens meet in attention alone, one that "
-            "carries states came; leave it out."
         )
     return replace(shape, ranks=sp_size)
 

@@ -30,6 +30,7 @@ STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until
 LONGEST = 1 << 24  # tokens
 # of a simulated step, or one a token: no code that loops over single tokens ends within these
 OPERATIONS = 400_000
+WAITS = "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave out"
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 
@@ -247,19 +248,19 @@ def _at(config: Values, run: Run, names: list, seq_len: int) -> Plan:
         return _under(config, run, names, asked)
     policy = _policy(asked, run.batch * run.seq_len, counted.carries_states)
     # as budget/ladder.unplanned has it: where sums of whole layers are more than a chain spares
-    if run.batch * run.seq_len * config.get("hidden_size", 0) < counted.trained_parameters // max(
-        1, counted.num_layers
-    ):
+    rows = run.batch * run.seq_len * config.get("hidden_size", 0)
+    few = rows < counted.trained_parameters // max(1, counted.num_layers)
+    if few or run.ranks > 1:  # nor do layers run as chains where ranks share rows
         policy = replace(policy, chain=0)
     most = replace(policy, by_group=True, offload_dx=True, stream_attention=policy.save_attention)
-    sparing = counted.carries_states and policy.offload == "host" and run.ranks == 1
+    sparing = counted.carries_states and policy.offload == "host"
     found = _under(config, run, names, most if sparing and asked.aim == "least" else policy)
     if found.fits and asked.aim == "fastest" and isinstance(found.policy, dict):
         return _grown(config, run, found, policy)
     if found.fits or not sparing:
         return found
     short = found.host_usable_bytes is not None and found.host_peak_bytes > found.host_usable_bytes
-    if short and asked.every == "auto":
+    if short and asked.every == "auto" and run.ranks == 1:
         most = replace(most, chain=CHAIN)
     return _under(config, run, names, most)
 
@@ -304,6 +305,7 @@ def _under(config: Values, run: Run, names: list, policy) -> Plan:
         if counted.carries_states
         else ""
     )
+    why += f"; {WAITS}" if counted.carries_states and run.ranks > 1 else ""
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     if slow:
         one, two = (n * tile for n in STRETCHED)

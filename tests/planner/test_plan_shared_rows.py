@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tiny
 
 import hfpatch
 from hfpatch.budget.adapters import Adapters
@@ -127,11 +128,33 @@ def test_a_model_without_closed_form_is_simulated_on_one_rank():
     )
 
 
+DELTA = {"model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 512,
+         "num_hidden_layers": 4, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "vocab_size": 512, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+         "linear_key_head_dim": 32, "linear_value_head_dim": 32}  # fmt: skip
+
+
+@tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
+@pytest.mark.parametrize(
+    "tokens", [1 << 14, pytest.param(1 << 17, marks=pytest.mark.long)], ids=["run", "stretched"]
+)
+def test_a_hybrid_is_planned_on_one_of_its_ranks(tokens):
+    """Delta nets in tiles through time: a quarter of the row's tokens, nothing of the others'."""
+    four = {"gpus": 4, "seq_len": tokens, "placement": "fsdp2", "checkpointing": "least"}
+    one, shared = (hfpatch.plan(DELTA, sp_size=size, **four) for size in (1, 4))
+    assert shared.sp_size == 4 and shared.policy["chain"] == 0
+    assert "waits for those that have the tokens before its own" in shared.why
+    assert 4 * shared.seconds["matmul"] == pytest.approx(one.seconds["matmul"], rel=0.02)
+    assert 4 * shared.seconds["attention"] == pytest.approx(one.seconds["attention"], rel=0.02)
+    part = hfpatch.plan(DELTA, **{**four, "seq_len": tokens // 4})
+    assert shared.gpu_bytes["activations"] < 1.5 * part.gpu_bytes["activations"]
+
+
 @pytest.mark.parametrize("config, more, said", [
     (OTHERS, {"checkpointing": "stock"},
      "transformers' own steps are simulated over whole rows, --sp-size 4 came"),
     ({"model_type": "mamba", "num_hidden_layers": 2}, {},
-     "tokens meet in attention alone, one that carries states came"),
+     "a part of each came to a MambaModel, which mixes tokens by something else than attention"),
 ])  # fmt: skip
 def test_what_shares_no_rows_is_not_planned(config, more, said):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
