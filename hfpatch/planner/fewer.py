@@ -1,6 +1,7 @@
 """A step of few layers and few tokens that stands for one of many."""
 
 import math
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -8,10 +9,12 @@ from hfpatch.attention import heads
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import StepMemory
 from hfpatch.decoder.small_instance import kind_of
+from hfpatch.parallel import exchange
 
 # Tiles of the two lengths that stand for longer ones: in a backward of several, the first tile finds
 # no sums of gradients, the last no states.
 STRETCHED = 3, 4
+SQUARE = 0.02  # of what a tile adds: so much more than the tile before is a square's
 
 
 def _pattern(kinds: list) -> tuple[int, int]:
@@ -75,32 +78,54 @@ def _layer_of(module: str) -> str:
     return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
 
 
-def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict]:
-    """step(tokens) by what two shorter lengths take: the bytes at each operation grow by a line once
+def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict, int]:
+    """step(tokens) by what shorter lengths take: the bytes at each operation grow by a line once
     there are several tiles, FLOPs by tokens and their square. For models whose mixers loop over the
-    tokens.
+    tokens. A mixer of whole rows may hold a mask of [tokens, tokens]: there a third length tells
+    by how much bytes grow with the square.
     """
     one, two = (n * tile for n in STRETCHED)
-    (a, fa, _), (b, fb, whole) = step(one), step(two)
-    line = lambda x, y: max(y, round(y + (y - x) * (tokens - two) / (two - one)))  # noqa: E731
+    (a, fa, *_), (b, fb, whole, rows) = step(one), step(two)
+    first = step(2 * one - two)[0] if rows else None
+    before = {m.name: m.layer for m in first.moments} if rows else {}
+    beyond = tokens - two
+
+    def line(x, y):
+        return max(y, round(y + (y - x) * beyond / (two - one)))
 
     def curve(x, y):
         square = (y / two - x / one) / (two - one)
         return (x / one - square * one) * tokens + square * tokens**2
 
+    def bytes_at(moment, x):
+        bend = moment.layer - 2 * x + before.get(moment.name, 2 * x - moment.layer)
+        # less is what tiles are rounded to
+        bend = bend if bend > SQUARE * (moment.layer - x) > 0 else 0
+        more = bend / 2 * beyond * (tokens - one) / (two - one) ** 2
+        return line(x, moment.layer) + round(more)
+
     shorter = {m.name: m.layer for m in a.moments}
-    moments = tuple(
-        replace(m, layer=line(shorter.get(m.name, m.layer), m.layer)) for m in b.moments
-    )
+    moments = tuple(replace(m, layer=bytes_at(m, shorter.get(m.name, m.layer))) for m in b.moments)
     flops = Flops(*(curve(x, y) for x, y in zip(vars(fa).values(), vars(fb).values())))
-    return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole
+    return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole, rows
 
 
+@contextmanager
 def groups_of_width(width: int | None):
-    """Within, attention goes by groups of so many KV heads, as at the length that is meant."""
-    stock = heads.heads_per_group
+    """Within, attention goes by groups of so many KV heads, and ranks exchange so many query heads
+    a round, as at the length that is meant.
+    """
+    groups, rounds = heads.heads_per_group, exchange.rounds_of
 
-    def of(B: int, T: int, H: int, K: int) -> int:
-        return stock(B, T, H, K) if width is None or K % width else width
+    def group(B: int, T: int, H: int, K: int) -> int:
+        return groups(B, T, H, K) if K % width else width
 
-    return mock.patch.object(heads, "heads_per_group", of)
+    def round_of(*sizes: int):
+        found = rounds(*sizes)
+        return found if found.own % width else replace(found, width=width)
+
+    with ExitStack() as stack:
+        if width is not None:
+            stack.enter_context(mock.patch.object(heads, "heads_per_group", group))
+            stack.enter_context(mock.patch.object(exchange, "rounds_of", round_of))
+        yield

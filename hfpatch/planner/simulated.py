@@ -15,6 +15,7 @@ from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, 
 from hfpatch.budget.measured import Step, next_policy
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.seconds import counted_time
+from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.rivals import build, prepare
@@ -97,9 +98,9 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
 @lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays, lengths in none of it
 def _step(
     config: "Values", counted: Counted, batch: int, seq_len: int, policy, width=None
-) -> tuple[StepMemory, Flops, dict]:
+) -> tuple[StepMemory, Flops, dict, int]:
     """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
-    whole, and how many. width: KV heads of a group in attention, None where as many as it has.
+    whole, and how many; layers whose mixer takes whole rows. width: KV heads of a group in attention, None where as many as it has.
     """
     adapters = counted.adapters
     own = getattr(policy, "every", 1), getattr(policy, "plain", 0)
@@ -137,7 +138,8 @@ def _step(
     least = 3 * onward(lambda s: s.flops["matmul"].get("forward", 0)), 3 * backward / 2.5
     whole = {reason: onward(lambda s: s.whole.get(reason, 0)) for reason in found.whole}  # noqa: B023
     moved = (onward(lambda s: s.ledger.traffic.get(way, 0)) for way in ("forward", "backward"))  # noqa: B023
-    return memory, Flops(matmul, forward, backward, sum(least), least[1], *moved), whole
+    flops = Flops(matmul, forward, backward, sum(least), least[1], *moved)
+    return memory, flops, whole, onward(lambda s: s.rows)
 
 
 def _policy(asked, tokens: int, states: bool) -> Policy:
@@ -229,9 +231,12 @@ def _longest(at, first: Plan) -> Plan | None:
 
 
 def _taken(config: Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
-    """What a step takes, as `_step` has it; slow: by two shorter ones."""
-    heads = counted.num_heads, counted.num_kv_heads
-    width = heads_per_group(batch, seq_len, *heads) if slow else None
+    """What a step takes, as `_step` has it; slow: by shorter ones."""
+    width = None
+    if slow and counted.ranks > 1:
+        width = rounds_for(counted, batch, seq_len).width
+    elif slow:
+        width = heads_per_group(batch, seq_len, counted.num_heads, counted.num_kv_heads)
     step = partial(_step, config, counted, batch, policy=policy, width=width)
     return stretched(step, seq_len, _tile(policy)) if slow else step(seq_len)
 
@@ -298,7 +303,7 @@ def _under(config: Values, run: Run, names: list, policy) -> Plan:
     stepped = (
         replace(policy, offload="host") if run.on_disk else policy
     )  # where bytes that leave the device are counted
-    memory, flops, whole = _taken(config, counted, run.batch, run.seq_len, stepped, slow)
+    memory, flops, whole, rows = _taken(config, counted, run.batch, run.seq_len, stepped, slow)
     why = "simulated: no closed form describes this model"
     why += (
         "; mixers run in plain code, which takes more memory than their kernels do"
@@ -309,7 +314,8 @@ def _under(config: Values, run: Run, names: list, policy) -> Plan:
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     if slow:
         one, two = (n * tile for n in STRETCHED)
-        why += f"; run at {one:,} and {two:,} tokens and carried on by a line"
+        third, by = (f"{2 * one - two:,}, ", "square") if rows else ("", "line")
+        why += f"; run at {third}{one:,} and {two:,} tokens and carried on by a {by}"
     if isinstance(policy, Policy) and whole:
         reasons = ", ".join(whole)
         if sum(whole.values()) == counted.num_layers:

@@ -668,9 +668,9 @@ def test_a_few_layers_tell_all(policy, monkeypatch):
         9,
         0,
     )
-    memory, flops, reasons = simulated._step(values, counted, 1, 512, policy)
+    memory, flops, reasons, _ = simulated._step(values, counted, 1, 512, policy)
     monkeypatch.setattr(simulated, "depths", lambda layers, every, top: (0, 9, 0, 2))
-    whole, their_flops, their_reasons = simulated._step(values, counted, 1, 512, policy)
+    whole, their_flops, their_reasons, _ = simulated._step(values, counted, 1, 512, policy)
     rounding = 512 * sum(
         1 for layer in layers[5:] for _ in layer.parameters()
     )  # of the gradients that were not followed
@@ -681,29 +681,60 @@ def test_a_few_layers_tell_all(policy, monkeypatch):
     assert (memory.host, flops, reasons) == (whole.host, their_flops, their_reasons)
 
 
-def test_a_long_step_is_told_by_two_shorter_ones():
+@pytest.mark.parametrize("rows", [0, 1], ids=["through time", "a mixer of whole rows"])
+def test_a_long_step_is_told_by_shorter_ones(rows):
     """As mixers' are, whose plain code loops over tokens: bytes by a line, FLOPs with the square
-    that attention adds.
+    that attention adds. A mixer of whole rows may hold a mask, whose bytes grow with the square.
     """
     from hfpatch.planner.fewer import stretched
 
     def step(tokens):
         moments = (
             Moment("late", 900, layer=50 + 7 * tokens),
-            Moment("early", 0, layer=10 + 9 * tokens),
+            Moment("early", 0, layer=10 + 9 * tokens + rows * tokens**2),
         )
         flops = Flops(
             11.0 * tokens, tokens**2 / 2, 5 * tokens**2 / 4, 9.0 * tokens, 3.0 * tokens**2
         )
-        return StepMemory(1000, 900, moments, 3 * tokens), flops, {"a reason": 2}
+        return StepMemory(1000, 900, moments, 3 * tokens), flops, {"a reason": 2}, rows
 
     asked = []
-    found, flops, whole = stretched(
+    found, flops, whole, _ = stretched(
         lambda tokens: asked.append(tokens) or step(tokens), 131072, 4096
     )
-    wanted, their_flops, _ = step(131072)
-    assert found == wanted and whole == {"a reason": 2} and asked == [12288, 16384]
+    wanted, their_flops, *_ = step(131072)
+    assert (
+        found == wanted and whole == {"a reason": 2} and asked == [12288, 16384, 8192][: 2 + rows]
+    )
     assert vars(flops) == pytest.approx(vars(their_flops), rel=1e-9)
+
+
+QWEN4 = {
+    "model_type": "qwen4_exp_text", "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "num_experts": 4,
+    "layer_types": ["linear_attention", "qwen_sparse_attention"], "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_budget": 64,
+    "indexer_compress_ratio": 16, "indexer_head_dim": 16,
+}  # fmt: skip
+
+
+def test_a_model_whose_mask_a_loop_over_queries_makes(monkeypatch):
+    """Qwen4: in a few operations, and longer than two masks that can be known, its mask counted."""
+    from hfpatch.lab.simulate import shadow
+    from hfpatch.planner import simulated
+
+    pytest.importorskip("transformers.models.qwen4_exp")
+    asked = {"gpu": "h100", "checkpointing": "least", "placement": "gpu8bit"}
+    found = plan(QWEN4, seq_len=12288, **asked)
+    assert found.fits and "carried on by a square" in found.why and "whole" not in found.why
+    monkeypatch.setattr(shadow, "LARGEST_WHOLE", 1 << 28)
+    monkeypatch.setattr(simulated, "_slow", lambda *_: False)
+    run = plan(QWEN4, seq_len=12288, **asked)
+    assert found.gpu_bytes["activations"] == pytest.approx(run.gpu_bytes["activations"], rel=0.05)
+    assert run.gpu_bytes["activations"] > 12288**2
+    assert found.flops == pytest.approx(run.flops, rel=0.02)
 
 
 def test_the_language_tower_of_a_model_of_several_is_planned(tmp_path, capsys):

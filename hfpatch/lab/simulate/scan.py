@@ -1,6 +1,6 @@
 """Loops over tokens or chunks of tokens in transformers' plain code, for fake tensors: the scan of
 Mamba, Falcon-Mamba, Jamba and Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids;
-and our own attention in blocks of queries.
+the loop over queries of Qwen4's indexer; and our own attention in blocks of queries.
 
 Each operation of transformers' loops takes a block of them: the same bytes and FLOPs in as few
 operations at a million tokens as at a thousand. Values mean nothing here.
@@ -100,6 +100,39 @@ def scans_by_blocks():
                 stack.enter_context(
                     mock.patch.object(module, name, _BY_BLOCKS[name](getattr(module, name)))
                 )
+        yield
+
+
+INDEXERS = ("Qwen4ExpTextQSAIndexer",)  # each query of theirs is a loop's turn
+
+
+@contextlib.contextmanager
+def few_queries(follower):
+    """Within, transformers' indexers run the query in the middle, which stands for all in what is
+    counted, and the last one, which takes the most bytes and is not counted.
+    """
+
+    def queries(n: int):
+        for times, query in ((n, n // 2), (0, n - 1)):
+            follower.times = times
+            yield query
+        follower.times = 1
+
+    def few(code):
+        def counting(*bounds):
+            caller = sys._getframe(1)
+            inner = caller.f_code is code and "batch_idx" in caller.f_locals
+            return queries(*bounds) if inner else range(*bounds)
+
+        return counting
+
+    with contextlib.ExitStack() as stack:
+        for file, module in list(sys.modules.items()):
+            if file.startswith("transformers.models."):
+                for name in vars(module).keys() & INDEXERS:
+                    plain = inspect.unwrap(getattr(module, name).forward)
+                    around = mock.patch.dict(plain.__globals__, range=few(plain.__code__))
+                    stack.enter_context(around)
         yield
 
 

@@ -33,7 +33,7 @@ from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.simulate.follow import Follower, module_calls
 from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
-from hfpatch.lab.simulate.scan import few_blocks, scans_by_blocks
+from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.layer import route
@@ -53,6 +53,7 @@ class Simulation:
     alive at that moment; most_beyond_bytes: the highest such difference at any moment, which is
     what counts where gradients leave the device as they come. host_peak_bytes: of the memory the
     runtime takes, none of files'. whole: why layers of a patched model run whole, and how many.
+    rows: layers that take whole rows beside their attention.
     """
 
     peak_bytes: int
@@ -68,6 +69,7 @@ class Simulation:
     flops: dict = field(default_factory=dict)
     attention_calls: dict = field(default_factory=dict)
     whole: dict = field(default_factory=dict)
+    rows: int = 0
     ledger: Ledger = field(default=None, repr=False)
 
     def to_dict(self) -> dict:
@@ -196,10 +198,14 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
         yield
 
 
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if "_hfpatch_index" in vars(m)]
+
+
 def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     """Why layers of a patched model run whole, and how many, as they decide it here."""
     found = Counter()
-    for module in (m for m in model.modules() if "_hfpatch_index" in vars(m)):
+    for module in _layers(model):
         pattern, known = attention.Pattern(softcap=module._hfpatch_traits.softcap), look(module)
         unable = attention.supported(known.head_dim, dtype, torch.device("cpu"), pattern)
         found[known.reason or unable] += 1
@@ -218,9 +224,7 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
     the device.
     """
     for weights in (runtime.weights for runtime in runtimes(model) if runtime.weights.on):
-        weights.pack(
-            [m for m in model.modules() if "_hfpatch_index" in vars(m)], torch.device("cpu")
-        )
+        weights.pack(_layers(model), torch.device("cpu"))
         weights.make_slots()
         for slot in weights.ring.slots:
             follower.track(slot.bytes, category="parameters")
@@ -378,7 +382,7 @@ def simulate(
     around = (
         mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares,
         plain_scans(), scans_by_blocks(),
-        few_blocks(follower), _fake_weights(model, shadows),
+        few_blocks(follower), few_queries(follower), _fake_weights(model, shadows),
     )  # fmt: skip
     try:
         with contextlib.ExitStack() as stack:
@@ -396,6 +400,6 @@ def simulate(
         model.train(was_training)
         gc.collect()
     result = summarize(follower.ledger)
-    result.whole = whole
+    result.whole, result.rows = whole, sum(not m._hfpatch_traits.all_timed for m in _layers(model))
     result.host_peak_bytes *= not files
     return result
