@@ -11,9 +11,9 @@ from hfpatch.budget.formula import StepMemory
 from hfpatch.decoder.small_instance import kind_of
 from hfpatch.parallel import exchange
 
-# Tiles of the two lengths that stand for longer ones: in a backward of several, the first tile finds
-# no sums of gradients, the last no states.
-STRETCHED = 3, 4
+# Tiles of the lengths that stand for longer ones: in a backward of several, the first tile finds no
+# sums of gradients, the last no states.
+STRETCHED = 3, 4, 5
 SQUARE = 0.02  # of what a tile adds: so much more than the tile before is a square's
 
 
@@ -79,35 +79,35 @@ def _layer_of(module: str) -> str:
 
 
 def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict, int]:
-    """step(tokens) by what shorter lengths take: the bytes at each operation grow by a line once
-    there are several tiles, FLOPs by tokens and their square. For models whose mixers loop over the
-    tokens. A mixer of whole rows may hold a mask of [tokens, tokens]: there a third length tells
-    by how much bytes grow with the square.
+    """step(tokens) by what three shorter lengths take: the bytes at each operation grow by a line
+    once there are several tiles, FLOPs by tokens and their square. For models whose mixers loop over
+    the tokens. A mixer of whole rows may hold a mask of [tokens, tokens], whose bytes grow with the
+    square.
     """
-    one, two = (n * tile for n in STRETCHED)
-    (a, fa, *_), (b, fb, whole, rows) = step(one), step(two)
-    first = step(2 * one - two)[0] if rows else None
-    before = {m.name: m.layer for m in first.moments} if rows else {}
-    beyond = tokens - two
+    one, two, three = (n * tile for n in STRETCHED)
+    (a, *_), (b, fb, *_), (c, fc, whole, rows) = (step(n) for n in (one, two, three))
+    beyond = (tokens - three) / tile
 
-    def line(x, y):
-        return max(y, round(y + (y - x) * beyond / (two - one)))
+    def onward(x, y, z):
+        bend = z - 2 * y + x
+        if rows and bend > SQUARE * (z - y) > 0:
+            return z + round(beyond * (z - y + bend / 2 * (beyond + 1)))
+        # What one length alone adds is another instant's bytes, and no growth.
+        return z + round(beyond * max(0, min(z - y, y - x)))
 
     def curve(x, y):
-        square = (y / two - x / one) / (two - one)
-        return (x / one - square * one) * tokens + square * tokens**2
+        square = (y / three - x / two) / tile
+        return (x / two - square * two) * tokens + square * tokens**2
 
-    def bytes_at(moment, x):
-        bend = moment.layer - 2 * x + before.get(moment.name, 2 * x - moment.layer)
-        # less is what tiles are rounded to
-        bend = bend if bend > SQUARE * (moment.layer - x) > 0 else 0
-        more = bend / 2 * beyond * (tokens - one) / (two - one) ** 2
-        return line(x, moment.layer) + round(more)
-
-    shorter = {m.name: m.layer for m in a.moments}
-    moments = tuple(replace(m, layer=bytes_at(m, shorter.get(m.name, m.layer))) for m in b.moments)
-    flops = Flops(*(curve(x, y) for x, y in zip(vars(fa).values(), vars(fb).values())))
-    return replace(b, moments=moments, host=line(a.host, b.host)), flops, whole, rows
+    before, between = ({m.name: m.layer for m in memory.moments} for memory in (a, b))
+    moments = []
+    for moment in c.moments:
+        y = between.get(moment.name, moment.layer)
+        layer = onward(before.get(moment.name, y), y, moment.layer)
+        moments.append(replace(moment, layer=layer))
+    flops = Flops(*(curve(x, y) for x, y in zip(vars(fb).values(), vars(fc).values())))
+    memory = replace(c, moments=tuple(moments), host=onward(a.host, b.host, c.host))
+    return memory, flops, whole, rows
 
 
 @contextmanager

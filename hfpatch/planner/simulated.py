@@ -23,7 +23,13 @@ from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
 from hfpatch.planner.counted import Counted, Values, layers_of, trained_bytes_of
 from hfpatch.planner.evaluate import free_bytes
-from hfpatch.planner.fewer import STRETCHED, depths, groups_of_width, moments_of, stretched
+from hfpatch.planner.fewer import (
+    STRETCHED,
+    depths,
+    groups_of_width,
+    moments_of,
+    stretched,
+)
 from hfpatch.planner.placements import placement_named, resident
 
 STEPS_TO_LEARN = 4  # simulated while layers keep more and more
@@ -292,8 +298,8 @@ def _grown(config: Values, run: Run, found: Plan, policy: Policy) -> Plan:
 
 
 def _slow(run: Run, tile: int) -> bool:
-    """Whether two shorter steps tell what one of this length takes."""
-    return run.shape.carries_states and run.seq_len > STRETCHED[1] * tile
+    """Whether shorter steps tell what one of this length takes."""
+    return run.shape.carries_states and run.seq_len > STRETCHED[-1] * tile
 
 
 def _under(config: Values, run: Run, names: list, policy) -> Plan:
@@ -313,9 +319,8 @@ def _under(config: Values, run: Run, names: list, policy) -> Plan:
     why += f"; {WAITS}" if counted.carries_states and run.ranks > 1 else ""
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     if slow:
-        one, two = (n * tile for n in STRETCHED)
-        third, by = (f"{2 * one - two:,}, ", "square") if rows else ("", "line")
-        why += f"; run at {third}{one:,} and {two:,} tokens and carried on by a {by}"
+        run_at = " and ".join(f"{n * tile:,}" for n in (STRETCHED[0], STRETCHED[-1]))
+        why += f"; run at {run_at} tokens and carried on by a {'square' if rows else 'line'}"
     if isinstance(policy, Policy) and whole:
         reasons = ", ".join(whole)
         if sum(whole.values()) == counted.num_layers:

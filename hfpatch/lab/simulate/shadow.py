@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hfpatch.compat import real_tensors, schema_of, simulation_parts
 
-LARGEST_WHOLE = 64 << 20  # bytes, integer and boolean tensors
+LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
 LARGEST_FLOAT = 1 << 20  # bytes, floating-point ones: scalars, counts, frequencies
 
 aten = torch.ops.aten
