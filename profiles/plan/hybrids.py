@@ -5,6 +5,9 @@ families.csv, with mixers over whole rows and through time.
     python -W ignore profiles/plan/hybrids.py > profiles/plan/hybrids.csv
     python -W ignore profiles/plan/hybrids.py families > profiles/plan/families.csv
     python -W ignore profiles/plan/hybrids.py qwen3_5_text 131072 least
+    python -W ignore profiles/plan/hybrids.py qwen3_5_text 1048576 least 8
+
+The last says what one of eight GPUs takes that share each row.
 """
 
 import sys
@@ -40,7 +43,7 @@ def stock(family: str):
     return build(config, torch.bfloat16), config
 
 
-def row(family: str, tokens: int, word: str) -> str:
+def row(family: str, tokens: int, word: str, ranks: int = 1) -> str:
     """word: "least", or "before", which is least without chains and without heads on the host, or
     "whole": mixers over whole rows.
     """
@@ -48,7 +51,7 @@ def row(family: str, tokens: int, word: str) -> str:
     settings = Checkpointing(offload="host", aim="least")
     body = sum(p.numel() for layer in find_decoder(model).layers for p in layer.parameters())
     sums = 4 * body // len(find_decoder(model).layers)
-    policy = unplanned(settings, tokens, False, config["hidden_size"], None, sums)
+    policy = unplanned(settings, tokens // ranks, False, config["hidden_size"], None, sums)
     if word == "before":
         policy = replace(policy, chain=0, by_group=False, stream_attention=False)
     if word == "whole":
@@ -58,7 +61,7 @@ def row(family: str, tokens: int, word: str) -> str:
         verdict._verdict.cache_clear()
     else:
         model = prepare(model, "hfpatch")
-    found = simulate(model, 1, tokens, policy=policy)
+    found = simulate(model, 1, tokens // ranks, policy=policy, ranks=ranks)
     gib = (found.beyond_bytes, found.most_beyond_bytes, found.host_peak_bytes)
     matmul = sum(found.flops["matmul"].values())
     figures = [*(f"{x / 2**30:.2f}" for x in gib), f"{matmul:.4g}"]
@@ -66,8 +69,8 @@ def row(family: str, tokens: int, word: str) -> str:
 
 
 def main(asked: list[str]) -> None:
-    if len(asked) == 3:
-        return print(row(asked[0], int(asked[1]), asked[2]))
+    if len(asked) >= 3:
+        return print(row(asked[0], int(asked[1]), asked[2], *map(int, asked[3:])))
     print(HEADER)
     if asked:
         rows = [(family, 32768, word) for family in FAMILIES for word in ("whole", "least")]
