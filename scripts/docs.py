@@ -136,7 +136,7 @@ transformers 5.0. Some things need more:
 | --- | --- |
 | hybrids and OPT in tiles | transformers above 5.0 |
 | Qwen3-Next in tiles beside flash-linear-attention | transformers 5.16 |
-| experts within the planned memory in a layer of one tile | transformers 5.10 ([figures](benchmarks/plan/index.md)) |
+| experts within the planned memory in a layer of one tile | transformers 5.4 ([figures](benchmarks/plan/index.md)) |
 | FSDP config files in a Trainer | transformers 5.17 |
 | Ulysses | accelerate 1.12, transformers above 5.0 |
 | tensor parallelism that saves | transformers 5.18 |

@@ -158,8 +158,8 @@ def name_experts(config, name: str | None) -> None:
 
 def is_fused_experts(module) -> bool:
     """Whether these are experts in two tensors, which one of those functions runs."""
-    # has_post_expert_norm came with 5.23
-    names = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+    # is_concatenated came with 5.10, has_post_expert_norm with 5.23
+    names = ("has_gate", "has_bias", "is_transposed")
     own = getattr(module, "__dict__", {})
     return all(n in own for n in names) and gate_of(module) is not None
 

@@ -59,13 +59,16 @@ def layout_of(module: nn.Module) -> Layout | None:
     """What fused experts compute, None where ops/experts.py has no form of it."""
     plain = all(_takes(module, name) for name in ("gate_up_proj", "down_proj"))
     # Older versions of transformers say less of their experts: those run by their own forward.
-    told = all(hasattr(module, name) for name in ("has_gate", "is_concatenated", "is_transposed"))
+    told = all(hasattr(module, name) for name in ("has_gate", "is_transposed"))
     normed = getattr(module, "has_post_expert_norm", False)
     if not plain or not told or not module.has_gate or normed or hooks_on_all():
         return None
     gate = gate_of(module)
-    where = {"interleaved": not module.is_concatenated, "transposed": module.is_transposed}
-    if gate.__qualname__ == _SWIGLU_OF_GPT_OSS:
+    of_gpt_oss = gate.__qualname__ == _SWIGLU_OF_GPT_OSS
+    # Before transformers 5.10 no module says so: gpt-oss's gate and up alternate, others' do not.
+    together = getattr(module, "is_concatenated", not of_gpt_oss)
+    where = {"interleaved": not together, "transposed": module.is_transposed}
+    if of_gpt_oss:
         return Layout(CLAMPED, module.alpha, module.limit, **where)
     act = getattr(module, "act_fn", None)
     if gate.__qualname__ != _GATED or not isinstance(act, nn.Module) or where["interleaved"]:

@@ -23,6 +23,7 @@ from tests.numerics import lifted
 BY_NAME = {"target_modules": ["q_proj", "v_proj"],
            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}  # fmt: skip
 ALL = {"target_modules": "all-linear", "use_rslora": True}
+PAST_WRAPPERS = tiny.not_before_transformers((5, 16), "reads its routers' bias past PEFT's wrapper")
 
 
 def randomised(model: nn.Module) -> nn.Module:
@@ -62,7 +63,7 @@ def tiles(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family, settings", [
     ("qwen3_moe", BY_NAME), ("gpt_oss", BY_NAME), ("qwen3_moe", ALL), ("mixtral", ALL),
-    ("glm4_moe", ALL),
+    pytest.param("glm4_moe", ALL, marks=PAST_WRAPPERS),
 ])  # fmt: skip
 def test_every_gradient_is_that_of_stock_in_tiles(family, settings, tiles):
     stock = adapted(family, settings)
