@@ -70,13 +70,18 @@ def _text_decoder(model: nn.Module) -> nn.Module:
 
 
 def _stacks(model: nn.Module) -> list[nn.Module]:
-    """The modules that run layers. Stacks of models whose main input is tokens come before those
-    of images or sound, which are then left out."""
+    """The modules that run layers. Stacks of models that read tokens of a vocabulary come before
+    those of images or sound, which are then left out."""
     models = [m for m in model.modules() if hasattr(type(m), "main_input_name")]
     # the innermost model comes last
-    reads = {m: type(of).main_input_name for of in models for m in of.modules()}
+    owner = {m: of for of in models for m in of.modules()}
     stacks = [m for m in model.modules() if list_of_layers(m) is not None]
-    return [m for m in stacks if reads.get(m) == "input_ids"] or stacks
+    return [m for m in stacks if m in owner and _reads_tokens(owner[m])] or stacks
+
+
+def _reads_tokens(model: nn.Module) -> bool:
+    # older transformers name the input of some image towers input_ids too
+    return model.main_input_name == "input_ids" and hasattr(model.config, "vocab_size")
 
 
 def find_decoder(model: nn.Module) -> Decoder | None:
