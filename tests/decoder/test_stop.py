@@ -55,7 +55,9 @@ def test_without_a_gradient_layers_run_by_tiles(name):
         for a, b in zip(got.router_logits, wanted.router_logits, strict=True):
             assert a.shape == b.shape and (a - b).norm() <= 1e-5 * b.norm()
     assert max(found) == 16  # tokens of both rows together
-    ours.eval(), stock.eval()
+    for model in (stock, ours):
+        model.eval()
+        model.config.output_router_logits = False  # older gpt-oss fails with them beside a cache
     ids = batch()["input_ids"][:1]
     more = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():

@@ -35,6 +35,8 @@ FAMILIES = {
     "gemma4_text": {"global_head_dim": 16},
     "gemma3n_text": {"laurel_rank": 8, "activation_sparsity_pattern": [0.95] * 2 + [0.0] * 5},
 }
+OF_GEMMA_3N = tiny.not_before_transformers((5, 6), "keeps Gemma 3n's keys in its cache")
+NAMES = ["gemma4_text", pytest.param("gemma3n_text", marks=OF_GEMMA_3N)]
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
 TILES = hfpatch.Checkpointing(offload="host", tile=16)
 POLICIES = [
@@ -78,7 +80,7 @@ def check(ours, stock, given, accuracy=1e-6):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_tiled_layers_give_later_ones_their_keys_and_take_back_the_gradients(name, policy):
     """Gemma 3n's hidden states have four streams, which are rows of four times the width to
     tiles.
@@ -103,7 +105,7 @@ def packed():
 
 @pytest.mark.parametrize("given", [masked, packed])
 @pytest.mark.parametrize("policy", POLICIES[:3])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_under_masks_and_in_packed_rows(name, given, policy):
     stock = small(name)
     ours, _ = patched(stock, policy)
@@ -135,6 +137,8 @@ def test_two_backwards_through_one_graph(policy):
 def test_keys_that_the_caller_asked_for_stay_as_they_are(policy):
     ours, _ = patched(small(), policy)
     out = ours(**batch(), use_cache=False, return_shared_kv_states=True)
+    if not hasattr(out, "shared_kv_states"):
+        pytest.skip("an older transformers, whose callers cannot ask for them")
     kept = {key: [x.detach().clone() for x in pair] for key, pair in out.shared_kv_states.items()}
     out.loss.backward()
     for key, pair in out.shared_kv_states.items():
@@ -222,6 +226,7 @@ def test_something_else_than_keys_runs_whole(monkeypatch):
     check(ours, stock, batch())
 
 
+@OF_GEMMA_3N
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_the_gradient_of_hidden_states_in_streams(policy):
     """Of what a caller, or a hook, holds of a layer's output: the next layer took the rows behind
@@ -237,6 +242,7 @@ def test_the_gradient_of_hidden_states_in_streams(policy):
         assert (got - wanted).norm() <= 1e-6 * wanted.norm()
 
 
+@OF_GEMMA_3N
 def test_layers_over_streams_know_which_came_before(monkeypatch):
     """Whose backward comes next, and whose input is kept where only every second's is."""
     ours, _ = patched(small("gemma3n_text"), Policy("host", tile=16, every=2))

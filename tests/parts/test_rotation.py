@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GptOssConfig
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as of_parts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as of_halves
@@ -38,7 +39,7 @@ def test_angles_of_half_a_head_are_those_of_gpt_oss(dtype, monkeypatch):
 
 
 def test_gpt_oss_attention_has_the_fused_rotation():
-    config = GptOssAttention.__init__.__globals__["GptOssConfig"](hidden_size=32, head_dim=8)
+    config = GptOssConfig(hidden_size=32, head_dim=8)
     part = rotation.rope_part(GptOssAttention(config, 0))
     assert part[0] is rotation.FusedAttention
 
