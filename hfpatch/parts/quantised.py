@@ -171,6 +171,8 @@ def scales_over_tokens(module: nn.Module) -> str | None:
         return _SAME_SCALE if module.activation_config.use_per_tensor_scale else None
     if "torchao.MXFakeQuantizedLinear" in kinds:  # blocks of channels
         return None
+    if "torchao.MXFP8Linear" in kinds:  # the same, but for the product of the weight's gradient
+        return None if module.wgrad_with_hp else _SAME_SCALE
     trained = type(weight) if weight.requires_grad else nn.Parameter
     for kind in (type(module), trained):
         if kind.__module__.startswith("torchao."):

@@ -51,6 +51,29 @@ def fake_quantised(activation, weight):
     return prepare
 
 
+def trained_in_mx(**settings):
+    """The layers' projections in MXFP8, which scales blocks of 32 channels; of the weight's
+    gradient, blocks of 32 tokens.
+    """
+
+    def convert(model):
+        from torchao.prototype.moe_training import mxfp8_linear as mx
+
+        emulated = mx.KernelPreference.EMULATED
+        for layer in model.model.layers:
+            for block in (layer.self_attn, layer.mlp):
+                for name, linear in list(block.named_children()):
+                    if type(linear) is nn.Linear:
+                        made = mx.MXFP8Linear(
+                            linear.in_features, linear.out_features, bias=False,
+                            kernel_preference=emulated, **settings,
+                        )  # fmt: skip
+                        made.weight = linear.weight
+                        setattr(block, name, made)
+
+    return convert
+
+
 def of_groups(qat):
     return qat.IntxFakeQuantizeConfig(torch.int4, group_size=16)
 
@@ -90,6 +113,8 @@ RECIPES = {
     "qat per tensor": (fake_quantised(of_tensors, of_tensors), "one scale"),
     "qat static": (fake_quantised(static, of_groups), "kept from its first call"),
     "qat mx": (fake_quantised(of_blocks, of_blocks), None),
+    "mx": (trained_in_mx(), "one scale"),
+    "mx with gw hp": (trained_in_mx(wgrad_with_hp=True), None),
 }
 
 
@@ -111,7 +136,7 @@ def test_recipes(recipe, order, batch, capsys):
         convert(ours)
         report = hfpatch.apply(ours, **options)
         assert reason is None or reason in str(report)
-    rows = tiny.labelled(batch, 48)
+    rows = tiny.labelled(batch, 64 if recipe == "mx" else 48)  # it takes whole blocks of tokens
     got, usual = tiny.step(ours, rows), tiny.step(stock, rows)
     reasons = {look(layer).reason for layer in ours.model.layers}
     assert len(reasons) == 1 and got.keys() == usual.keys()
