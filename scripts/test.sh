@@ -13,10 +13,10 @@ case ${1:-} in -h | --help) sed -n '2,/^case /{/^case /d;s/^# \{0,1\}//p}' "${BA
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
-# Trainers that hfpatch works in, as pip knows them: tests/hosts/test_NAME.py. Their pins choose transformers.
+# Trainers that hfpatch works in, and Ray, as pip knows them: tests/hosts/test_NAME.py. Their pins choose transformers.
 declare -A HOSTS=(
     [sentence_transformers]="sentence-transformers[train]" [lightning]=lightning [ms_swift]=ms-swift
-    [llamafactory]=llamafactory [axolotl]=axolotl [verl]=verl
+    [llamafactory]=llamafactory [axolotl]="axolotl[deepspeed]" [verl]=verl [ray]="ray accelerate"
 )
 if [ "${1:-}" = "--hosts" ]; then
     export HFPATCH_BARE=${HFPATCH_BARE:-1} OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false DS_ACCELERATOR=cpu
@@ -25,7 +25,9 @@ if [ "${1:-}" = "--hosts" ]; then
         (
             HFPATCH_VENV=$HFPATCH_ROOT/.venv-host-$name
             make_env report &&
-                python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT" "${HOSTS[$name]}" pytest pytest-timeout || exit 2
+                python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT" ${HOSTS[$name]} pytest pytest-timeout || exit 2
+            # An index may hold these for CUDA alone, which load beside no torch for CPUs; transformers does without.
+            python -c 'import torchvision' 2>/dev/null || python -m pip uninstall -q -y torchvision torchaudio 2>/dev/null
             echo "hfpatch: $name: $(python -m pip list 2>/dev/null | grep -iE "^(${name//_/[-_]}|transformers|trl|peft|torch) " | xargs)"
             python -m pytest -q -W ignore "tests/hosts/test_$name.py"
         ) || { status=1 && echo "hfpatch: $name failed, or cannot be installed here" >&2; }
@@ -84,7 +86,7 @@ if [ ${#ALL[@]} -gt 0 ]; then
             exit $status
     }
     # Those that other trainers pin (docs/start/run.md), beside the newest and the oldest.
-    for version in 5.5 5.16 5.19; do
+    for version in 5.5 5.6 5.16 5.19; do
         (HFPATCH_VENV=$HFPATCH_ROOT/.venv-transformers-$version && suite_with "transformers==$version.*") || status=1
     done
     # What the GPU queue was written for, a machine without a network: scripts/gpu/README.md.
