@@ -49,14 +49,20 @@ def assert_tiled(model) -> None:
 
 def assert_same_training(ours, stock) -> None:
     """The same trained weights, to their dtype's rounding."""
-    mine, theirs = dict(ours.named_parameters()), dict(stock.named_parameters())
-    assert mine.keys() == theirs.keys() and any(w.requires_grad for w in theirs.values())
+    mine, theirs = (dict(model.named_parameters()) for model in (ours, stock))
+    trained = {name for name, weight in theirs.items() if weight.requires_grad}
+    assert mine.keys() == theirs.keys() and trained
+    assert_same_weights(*({n: weights[n].detach() for n in trained} for weights in (mine, theirs)))
+
+
+def assert_same_weights(mine: dict, theirs: dict) -> None:
+    """The same numbers under the same names, to their dtype's rounding."""
+    assert mine.keys() == theirs.keys()
     for name, weight in theirs.items():
-        if weight.requires_grad:
-            assert not torch.isnan(weight).any()
-            near = max(1e-3, torch.finfo(weight.dtype).eps)
-            found, wanted = (w.detach().float().cpu() for w in (mine[name], weight))
-            assert found == pytest.approx(wanted, rel=near, abs=1e-5), name
+        assert not torch.isnan(weight).any()
+        near = max(1e-3, torch.finfo(weight.dtype).eps)
+        found, wanted = (w.float().cpu() for w in (mine[name], weight))
+        assert found == pytest.approx(wanted, rel=near, abs=1e-5), name
 
 
 def assert_command_is_patched(*command, places=PLACES, **variables) -> None:

@@ -1,13 +1,18 @@
-"""Axolotl on one CPU process: its own check of the YAML with the plugin, and its own training
-beside stock.
+"""Axolotl on CPUs: its own check of the YAML with the plugin, and its own training beside stock, in
+one process and, under FSDP2 and DeepSpeed, in two.
 """
 
+import json
 import os
+import re
+import sys
+from pathlib import Path
 
 import host_runs
 import pytest
 import torch
 import yaml
+from trainer.workbench import execute
 
 from hfpatch.context.classes import is_mixed
 
@@ -15,13 +20,12 @@ os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 config = pytest.importorskip("axolotl.utils.config")
 
-YAML = {
-    "base_model": "a/model", "adapter": "lora", "lora_r": 8, "lora_alpha": 16,
-    "lora_target_linear": True, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
-    "learning_rate": 1e-4, "num_epochs": 1, "sequence_len": 64,
+DOCS = (Path(__file__).parents[2] / "docs/start/run.md").read_text()
+DIFF = re.search(r"```diff\n(.*?)```", DOCS, re.DOTALL)[1].splitlines()
+YAML = yaml.safe_load("\n".join(line[1:] for line in DIFF)) | {
+    "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True, "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1, "learning_rate": 1e-4, "num_epochs": 1, "sequence_len": 64,
     "datasets": [{"path": "a/set", "type": "alpaca"}],
-    "plugins": ["hfpatch.trainer.plugins.axolotl.HFPatchPlugin"],
-    "hfpatch": {"checkpointing": {"offload": "host", "tile": 4096}},
 }  # fmt: skip
 ABLE = {"bf16": True, "n_gpu": 1, "compute_capability": "sm_80"}
 
@@ -41,9 +45,12 @@ def test_the_yaml_of_the_docs_is_accepted():
     from hfpatch.trainer.plugins.axolotl import LORA_KERNELS, HFPatchPlugin
 
     cfg = checked()
+    assert sum(line.startswith("+") for line in DIFF) == 3
     assert not any(cfg.get(name) for name in LORA_KERNELS)
-    assert cfg["hfpatch"]["checkpointing"]["tile"] == 4096
+    assert cfg["hfpatch"]["checkpointing"] == "least"
     HFPatchPlugin().pre_model_load(cfg)
+    cfg = checked(hfpatch={"checkpointing": {"offload": "host", "tile": 4096}})
+    assert cfg["hfpatch"]["checkpointing"]["tile"] == 4096
 
 
 ENGINES = {
@@ -100,15 +107,15 @@ def yaml_of(folder, data, out, **more):
     return file
 
 
-def trained(*places, **more):
-    """(the model after the steps of a YAML, its losses)"""
+def trained_by(file):
+    """(the model after the steps of a YAML's file, its losses)"""
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets
     from axolotl.integrations.base import PluginManager
     from axolotl.train import train
 
     PluginManager.get_instance().plugins.clear()  # those of an earlier YAML would stay
-    cfg = load_cfg(str(yaml_of(*places, **more)))
+    cfg = load_cfg(str(file))
     rows = load_datasets(cfg=cfg)
     torch.manual_seed(0)  # of an adapter's first weights, which Axolotl draws before it seeds
     model, _, trainer = train(cfg=cfg, dataset_meta=rows)
@@ -117,14 +124,53 @@ def trained(*places, **more):
 
 @pytest.mark.parametrize("kind", TRAININGS)
 def test_against_stock(kind, tmp_path):
-    folder, data = host_runs.saved_llama(tmp_path / "model"), host_runs.alpaca_file(tmp_path)
+    places = host_runs.saved_llama(tmp_path / "model"), host_runs.alpaca_file(tmp_path)
     off = {"lora_mlp_kernel": False}  # Axolotl's own LoRA kernels, which need a GPU
-    stock, theirs = trained(folder, data, tmp_path / "stock", **TRAININGS[kind], **off)
-    ours, mine = trained(folder, data, tmp_path / "ours", **TRAININGS[kind], **PLUGIN)
+    stock, theirs = trained_by(yaml_of(*places, tmp_path / "stock", **TRAININGS[kind], **off))
+    ours, mine = trained_by(yaml_of(*places, tmp_path / "ours", **TRAININGS[kind], **PLUGIN))
     host_runs.assert_tiled(ours)
     assert not any(map(is_mixed, stock.modules()))
     assert len(theirs) == 4 and mine == pytest.approx(theirs, rel=1e-4)
     host_runs.assert_same_training(ours, stock)
+
+
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True,
+                          "sub_group_size": 0, "reduce_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+}  # fmt: skip
+
+
+def on_two_ranks(engine, *places, **more):
+    """(what each rank found, the weights) of a YAML's training."""
+    out = places[-1]
+    out.mkdir()
+    own = dict(ENGINES[engine])
+    if engine == "deepspeed":
+        (out / "zero3.json").write_text(json.dumps(ZERO3))
+        own["deepspeed"] = str(out / "zero3.json")
+    worker, launcher = Path(__file__).with_name("axolotl_worker.py"), "torch.distributed.run"
+    code, words, err = execute(
+        sys.executable, "-m", launcher, "--standalone", "--nproc_per_node", 2,
+        worker, engine, yaml_of(*places, **own, **more), out,
+    )  # fmt: skip
+    assert code == 0, words[-4000:] + err[-4000:]
+    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return ranks, torch.load(out / "weights.pt")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_on_two_ranks_against_stock(engine, tmp_path):
+    places = host_runs.saved_llama(tmp_path / "model"), host_runs.alpaca_file(tmp_path)
+    stock, theirs = on_two_ranks(engine, *places, tmp_path / "stock")
+    ours, mine = on_two_ranks(engine, *places, tmp_path / "ours", **PLUGIN)
+    assert all(found["sharded"] for found in ours + stock)
+    assert [found["layers"] for found in ours] == [[True, True]] * 2
+    assert [found["layers"] for found in stock] == [[False, False]] * 2
+    wanted = stock[0]["losses"]
+    assert len(wanted) == 4 and ours[0]["losses"] == pytest.approx(wanted, rel=1e-4)
+    host_runs.assert_same_weights(mine, theirs)
 
 
 def test_the_command_is_patched(tmp_path):
