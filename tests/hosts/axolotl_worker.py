@@ -47,7 +47,8 @@ def main(engine: str, file: str, folder: str) -> None:
     if engine == "deepspeed":
         gathered = deepspeed.zero.GatheredParameters(list(weights.values()))
     with gathered:
-        whole = {n: getattr(w, "full_tensor", w.detach)().clone() for n, w in weights.items()}
+        plain = {name: weight.detach() for name, weight in weights.items()}
+        whole = {n: getattr(w, "full_tensor", w.clone)() for n, w in plain.items()}
     if torch.distributed.get_rank() == 0:
         torch.save(whole, Path(folder) / "weights.pt")
     layers = [m for m in model.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
