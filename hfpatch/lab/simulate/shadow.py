@@ -7,11 +7,18 @@ in-place operations need no cases of their own.
 """
 
 import weakref
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hfpatch.compat import real_tensors, schema_of, simulation_parts
+from hfpatch.compat import (
+    buffers_of,
+    parameters_of,
+    real_tensors,
+    schema_of,
+    simulation_parts,
+)
 
 LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
 LARGEST_FLOAT = 1 << 20  # bytes, floating-point ones: scalars, counts, frequencies
@@ -164,3 +171,36 @@ class Shadows:
     def _blank(fake: Tensor) -> Tensor:
         with real_tensors():
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+
+
+def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() <= 1 << 20:
+        shadows.put(made, tensor)
+    return made
+
+
+@contextmanager
+def fake_weights(model: nn.Module, shadows: Shadows):
+    """Within, fake parameters and buffers stand in the place of a model's own."""
+    tables = [
+        table for module in model.modules() for table in (parameters_of(module), buffers_of(module))
+    ]
+    own = [
+        (table, name, tensor)
+        for table in tables
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    fakes = {id(tensor): tensor for *_, tensor in own}
+    fakes = {key: _fake(tensor, shadows) for key, tensor in fakes.items()}
+    try:
+        for table, name, tensor in own:
+            table[name] = fakes[id(tensor)]
+        yield
+    finally:
+        model.zero_grad()
+        for table, name, tensor in own:
+            table[name] = tensor

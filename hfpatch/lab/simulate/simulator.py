@@ -22,20 +22,14 @@ from torch import Tensor, nn
 
 import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
-from hfpatch.compat import (
-    buffers_of,
-    closing_checkpoints,
-    parameters_of,
-    plain_scans,
-    simulation_parts,
-)
+from hfpatch.compat import closing_checkpoints, plain_scans, simulation_parts
 from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.simulate.follow import Follower, module_calls
 from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
-from hfpatch.lab.simulate.shadow import Shadows
+from hfpatch.lab.simulate.shadow import Shadows, fake_weights
 from hfpatch.layer import route
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
@@ -248,39 +242,6 @@ def _modules_named(model: nn.Module, follower: Follower):
     return module_calls(enter, leave)
 
 
-def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() <= 1 << 20:
-        shadows.put(made, tensor)
-    return made
-
-
-@contextlib.contextmanager
-def _fake_weights(model: nn.Module, shadows: Shadows):
-    """Within, fake parameters and buffers stand in the place of a model's own."""
-    tables = [
-        table for module in model.modules() for table in (parameters_of(module), buffers_of(module))
-    ]
-    own = [
-        (table, name, tensor)
-        for table in tables
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    fakes = {id(tensor): tensor for *_, tensor in own}
-    fakes = {key: _fake(tensor, shadows) for key, tensor in fakes.items()}
-    try:
-        for table, name, tensor in own:
-            table[name] = fakes[id(tensor)]
-        yield
-    finally:
-        model.zero_grad()
-        for table, name, tensor in own:
-            table[name] = tensor
-
-
 @contextlib.contextmanager
 def following(model: nn.Module, follower: Follower):
     """Follows what runs inside: the model's parameters and buffers are its "parameters", their
@@ -382,7 +343,7 @@ def simulate(
     around = (
         mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares,
         plain_scans(), scans_by_blocks(),
-        few_blocks(follower), few_queries(follower), _fake_weights(model, shadows),
+        few_blocks(follower), few_queries(follower), fake_weights(model, shadows),
     )  # fmt: skip
     try:
         with contextlib.ExitStack() as stack:
