@@ -111,7 +111,9 @@ class Given:
         if self.covers_the_cache:
             return self.mask[:, -self.T :]
         if self.own and self.T > 1:
-            cached = 0 if self.cache is None else int(self.cache.get_seq_length())
+            cached = 0 if self.cache is None else cached_tokens(self.cache)
+            if cached is None:
+                cached = max(0, self.mask.shape[-1] - self.T)
             return shown(self.mask, self.B, self.T, cached)
         return None
 
@@ -361,6 +363,14 @@ def shared_without(config, batch: Batch) -> dict:
     return {"attention_mask": torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)}
 
 
+def cached_tokens(cache) -> int | None:
+    """How many tokens a cache holds; None where it holds states alone (Mamba 2), which do not say."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:
+        return None
+
+
 def is_empty(cache) -> bool:
     """Whether this is a plain KV cache that holds nothing yet."""
-    return type(cache) is DynamicCache and not cache.get_seq_length()
+    return type(cache) is DynamicCache and cached_tokens(cache) == 0
