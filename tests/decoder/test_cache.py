@@ -176,7 +176,7 @@ def test_a_cache_of_states_alone():
     from copy import deepcopy
 
     stock = families.small_model("mamba2", torch.float32).eval()
-    ours = deepcopy(stock)
+    ours = copy.deepcopy(stock)
     hfpatch.apply(ours)
     ids = torch.arange(12)[None] + 3
     said = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
