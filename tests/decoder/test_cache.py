@@ -173,7 +173,6 @@ def test_a_family_that_makes_no_cache_in_training_is_asked_for_none():
 @tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
 def test_a_cache_of_states_alone():
     """Mamba 2's does not say how many tokens it holds: patched it generates as it did."""
-    from copy import deepcopy
 
     stock = families.small_model("mamba2", torch.float32).eval()
     ours = copy.deepcopy(stock)
