@@ -106,7 +106,8 @@ def _step(
     config: "Values", counted: Counted, batch: int, seq_len: int, policy, width=None
 ) -> tuple[StepMemory, Flops, dict, int]:
     """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
-    whole, and how many; layers whose mixer takes whole rows. width: KV heads of a group in attention, None where as many as it has.
+    whole, and how many; layers whose mixer takes whole rows. width: KV heads of a group in
+    attention, None where as many as it has.
     """
     adapters = counted.adapters
     own = getattr(policy, "every", 1), getattr(policy, "plain", 0)
@@ -319,8 +320,8 @@ def _under(config: Values, run: Run, names: list, policy) -> Plan:
     why += f"; {WAITS}" if counted.carries_states and run.ranks > 1 else ""
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     if slow:
-        run_at = " and ".join(f"{n * tile:,}" for n in (STRETCHED[0], STRETCHED[-1]))
-        why += f"; run at {run_at} tokens and carried on by a {'square' if rows else 'line'}"
+        *shorter, last = (f"{n * tile:,}" for n in STRETCHED)
+        why += f"; run at {', '.join(shorter)} and {last} tokens and carried on by a {'square' if rows else 'line'}"
     if isinstance(policy, Policy) and whole:
         reasons = ", ".join(whole)
         if sum(whole.values()) == counted.num_layers:
