@@ -22,11 +22,6 @@ def cache_name(arguments) -> str | None:
     return None
 
 
-def cache_in(arguments):
-    """The cache in keyword arguments, or in a model's output; None where there is none."""
-    return arguments.get(cache_name(arguments))
-
-
 def record_outputs_like(made: type, base: type) -> None:
     """Registers for `made` the outputs that output_hidden_states and the like record of `base`.
 

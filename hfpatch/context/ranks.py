@@ -13,7 +13,6 @@ from hfpatch.compat import (
     deepspeed_config,
     engine_hook,
     evaluated_by_trainer,
-    modules_in,
     ulysses,
     ulysses_group,
 )
@@ -158,12 +157,12 @@ def items_of_a_mean_over_rows(
     return mine.clamp_min(1) * step.clamp_min(1) / (rows * row.clamp_min(1)), rows
 
 
-def weights_move(model: nn.Module) -> bool:
-    """Whether accelerate's hooks bring weights to the device for each call, or lay the model out
-    over several devices.
+def weights_move(modules: list[nn.Module]) -> bool:
+    """Whether accelerate's hooks on these bring weights to the device for each call, or lay the
+    model out over several devices.
     """
     devices = set()
-    for hook in filter(None, map(engine_hook, modules_in(model))):
+    for hook in filter(None, map(engine_hook, modules)):
         for one in getattr(hook, "hooks", (hook,)):
             if getattr(one, "offload", False):
                 return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hfpatch.compat import cache_in, cache_name
+from hfpatch.compat import cache_name
 from hfpatch.context.current import current, named, not_exchanged, standard
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
@@ -153,7 +153,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     if isinstance(positions, Tensor) and positions.dim() == 3:
         # text, then time, height and width
         positions = positions[0] if len(positions) == 4 else None
-    visible = isinstance(mask, Tensor) and mask.shape == (B, T)
+    visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
     # Under its own checkpointing transformers makes no cache.
     uncached = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
@@ -172,8 +172,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         offsets=kwargs.get("cu_seq_lens_q"),
         seq_idx=kwargs.get("seq_idx") is not None,
         use_cache=kwargs.get("use_cache"),
-        cache=cache_in(kwargs),
-        cache_name=cache_name(kwargs),
+        cache=kwargs.get(cached_as),
+        cache_name=cached_as,
         makes_cache=bool(getattr(config, "use_cache", False)) and not uncached,
         uncached=current.uncached,
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),

@@ -15,6 +15,8 @@ from hfpatch.compat import (
     compiled_by_itself,
     forward_mode,
     hooks_on_all,
+    modules_in,
+    modules_of,
     name_attention,
     transforming,
 )
@@ -108,10 +110,11 @@ class OurAttention(KeepsSignature):
             kwargs.setdefault("return_dict", True)
         if forward_mode() or transforming():
             self._hfpatch_refuse_transforms(kwargs)
-        for module in list_of_layers(self) or ():
+        layers = list_of_layers(self) or ()
+        hooked = [self, *(m for m in modules_of(self).values() if m is not None)]
+        for module in layers:
             layer = module if isinstance(module, UntiledLayer) else _wrapped(module)
-            if layer is not None:
-                look(layer)
+            hooked += modules_in(module) if layer is None else (module, *look(layer).hooked)
         if (
             kwargs.get("pixel_values") is not None
             and "pixel_values" not in self._hfpatch_positional
@@ -123,7 +126,7 @@ class OurAttention(KeepsSignature):
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
-        if weights_move(self):
+        if weights_move(hooked if layers else modules_in(self)):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
             if given is not None and given.sequence is not None:
                 raise not_exchanged("a model with a device map or offloaded weights")

@@ -82,26 +82,22 @@ def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRo
     tokens too; where a layer is not what was tried; and where the small instance's outputs
     differed.
     """
-    # The bounds are what the layers would look up, and wait for, in any case.
-    bounds = batch.rows().real if _serves(stack, given, batch, kwargs) else None
-    N = 0 if bounds is None else _rounded(bounds[-1])
-    return _packed_row(batch, bounds, N) if 0 < N < given.B * given.T else None
-
-
-def _serves(stack, given: Given, batch: Batch, kwargs: dict) -> bool:
-    """Whether the packed row of such a forward gives the same, whatever its padding."""
     traits, positions = stack._hfpatch_traits, kwargs.get("position_ids")
     padded = traits.unpads and given.rows_mask is not None and given.idle_BT is not None
     if not padded or given.offsets is not None or batch.sequence or batch.weights:
-        return False
+        return None
     others = pytree().tree_leaves([x for name, x in kwargs.items() if name not in _BY_TOKEN])
-    return (
+    same = (
         (given.tiled or not traits.mixers)  # transformers' mixers do not isolate documents
         and (positions is None or positions.dim() > 1 and positions.shape[-1] == given.T)
         and not any(isinstance(x, Tensor) and x.numel() > 1 for x in others)
         and not asks_for_hidden_states(stack, kwargs)
         and all(map(_as_tried, list_of_layers(stack) or (None,)))
     )
+    # The bounds are what the layers would look up, and wait for, in any case.
+    bounds = batch.rows().real if same else None
+    N = 0 if bounds is None else _rounded(bounds[-1])
+    return _packed_row(batch, bounds, N) if 0 < N < given.B * given.T else None
 
 
 def _as_tried(layer) -> bool:

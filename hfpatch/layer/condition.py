@@ -54,6 +54,7 @@ class Condition:
         mixing: the modules by which tokens meet, those that call attention first.
         head_dim: the largest of its attention's, 0 where they do not say.
         experts: the fused experts inside, and PEFT's wrappers around them (adapted_experts.py).
+        hooked: the modules inside that have a hook of accelerate's.
         packed: whether experts of 4 bits are among them.
         block: layer.block.Block, None where nobody asked.
         direct: layer.direct.Direct; False where the layer is none, None where nobody asked.
@@ -75,6 +76,7 @@ class Condition:
     mixing: list[nn.Module] = field(default_factory=list)
     head_dim: int = 0
     experts: tuple[list, list] = ((), ())
+    hooked: list[nn.Module] = field(default_factory=list)
     packed: bool = False
     block: object = None
     direct: object = None
@@ -119,6 +121,7 @@ def _condition_of(layer: nn.Module) -> Condition:
     found.units = fsdp2_units(found.inside)
     found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
     found.experts, found.packed = fused_in(found.inside), any(map(holds_packed, found.inside))
+    found.hooked = [m for m in found.inside if engine_hook(m) is not None]
     stranger = stranger_in(layer)
     found.unknown = stranger or _why_unknown(layer, layer._hfpatch_places)
     found.reason = (

@@ -16,17 +16,16 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
-    cache_in,
     cache_name,
     caller_reads_logits,
     context_parallel,
-    forward_hooks,
     hooks_on_all,
     modules_in,
     modules_of,
     own_loss,
     set_own_loss,
     step_under_ulysses,
+    watched,
     watched_by_user,
 )
 from hfpatch.context.classes import KeepsSignature, as_made, is_mixed, whose
@@ -66,7 +65,9 @@ def _as_called(kwargs) -> dict:
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
     given = kwargs.get("position_ids")
-    uncached = current.uncached or cache_in(kwargs) is None and kwargs.get("use_cache") is None
+    uncached = current.uncached or all(
+        kwargs.get(n) is None for n in (cache_name(kwargs), "use_cache")
+    )
     return {"positions": current.positions if given is None else given, "uncached": uncached}
 
 
@@ -329,7 +330,7 @@ class FusedCausalLM(KeepsSignature):
             return False
         for name in path.split("."):
             module = modules_of(module)[name]
-            if not as_made(module) or forward_hooks(module):
+            if not as_made(module) or watched([module]):
                 return False
         return isinstance(module, FusedRMSNorm)
 

@@ -10,11 +10,16 @@ import torch
 from transformers import MistralForCausalLM, StaticCache
 
 import hfpatch
-from hfpatch.compat import cache_in
+from hfpatch.compat import cache_name
 from tests.layer.test_mixers import lengths
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
 MASKS_OF_HYBRIDS = tiny.not_before_transformers((5, 16), "makes no such masks of a hybrid's layers")
+
+
+def cache_of(out):
+    """The cache in a model's output."""
+    return out[cache_name(out)]
 
 
 def both(name):
@@ -44,7 +49,7 @@ def test_a_prompt_fills_the_cache_as_in_transformers(name):
             {"input_ids": ids, "attention_mask": mask, "labels": ids},
         ):
             got, wanted = ours(**given), stock(**given)
-            for a, b in zip(cache_in(got).layers, cache_in(wanted).layers, strict=True):
+            for a, b in zip(cache_of(got).layers, cache_of(wanted).layers, strict=True):
                 close(a.keys, b.keys), close(a.values, b.values)
         more = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask}
         assert torch.equal(ours.generate(ids, **more), stock.generate(ids, **more))
@@ -82,7 +87,7 @@ def test_other_caches_are_left_to_transformers(name):
         for model in (ours, stock):
             fixed = model(ids, **{name: StaticCache(model.config, max_cache_len=48)}).logits
             first = model(ids[:, :24])
-            more = {name: cache_in(first)}
+            more = {name: cache_of(first)}
             results.append((fixed, model(ids[:, 24:], **more).logits))
     for a, b in zip(*results):
         close(a, b)
