@@ -89,10 +89,16 @@ def lengths(model, device):
         loss(model, T).backward()
 
 
+def decoded(model) -> torch.Tensor:
+    """Hidden states. Ranks that share rows want to know where their tokens are."""
+    positions = torch.arange(22).repeat(2, 1)
+    return model.model(tokens(2, 22), position_ids=positions).last_hidden_state
+
+
 def partial(model, device):
     """A backward that ends at a middle layer, and graphs that are dropped."""
     for _ in range(2):
-        hidden = model.model(tokens(2, 22)).last_hidden_state
+        hidden = decoded(model)
         torch.autograd.grad(hidden.sum(), model.model.layers[-1].mlp.up_proj.weight)
         del hidden
         loss(model)
@@ -143,7 +149,7 @@ def written_at_rest(model, device):
     Of one ended early those of the layers that ran: a copy ahead of that is thrown away.
     """
     for ran in (model.model.layers, model.model.layers[-1:], model.model.layers):
-        hidden = model.model(tokens(2, 22)).last_hidden_state
+        hidden = decoded(model)
         torch.autograd.grad(hidden.sum(), ran[0].mlp.up_proj.weight)
         del hidden
         for parameter in ran.parameters():
