@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import transformers
 from blocks import PAGES, ROOT
 from packaging.version import Version
 
+TEXT = "{http://www.w3.org/2000/svg}text"
 STATUS = ("Measured", "Simulated", "Planned", "Compiled", "Counted")
 
 
@@ -136,6 +138,35 @@ def test_the_picture_is_current():
     readme = (ROOT / "README.md").read_text()
     for gib in re.findall(r">([0-9.]+)</text>", made):
         assert gib in readme.split("docs/assets/memory.svg")[0], gib
+
+
+def test_the_picture_of_axolotls_yaml_is_that_of_the_page():
+    made = script("docs").axolotl()
+    assert (ROOT / "docs/assets/axolotl-yaml.svg").read_text() == made, (
+        "run python scripts/docs.py axolotl"
+    )
+    page = (ROOT / "docs/start/run.md").read_text()
+    assert re.search(r"!\[[^\]]+\]\(\.\./assets/axolotl-yaml\.svg\)", page), "with words for it"
+    shown = [line.text for line in ElementTree.fromstring(made).iter(TEXT)]
+    lines = re.search(r"```diff\n(.*?)```", page, re.S)[1].splitlines()
+    assert shown[1:] == lines and sum(line.startswith("+") for line in lines) == 3
+
+
+def hosts(page: str) -> dict[tuple[str, str], str]:
+    """Of a page's table of trainers: (name, version), and what its second column says."""
+    rows = r"^\| ([A-Za-z][\w-]*) (\d+\.[\d.]+)[^|]*\| ([^|]*) \|"
+    return {row[:2]: row[2] for row in re.findall(rows, (ROOT / page).read_text(), re.M)}
+
+
+def test_each_trainer_of_the_tests_has_a_row():
+    """In README, and on the page that says more, of the same versions."""
+    listed = (ROOT / "scripts/test.sh").read_text().split("declare -A HOSTS=(")[1].split("\n)")[0]
+    tested = {name.replace("_", "") for name in re.findall(r"\[(\w+)\]=", listed)}
+    readme, page = hosts("README.md"), hosts("docs/start/run.md")
+    assert {name.replace("-", "").lower() for name, _ in readme} == tested | {"trl"}
+    assert readme.keys() == page.keys()
+    for row, version in readme.items():
+        assert re.search(rf"\b{re.escape(version)}\b", page[row]), row
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():
