@@ -1,6 +1,7 @@
-"""Seconds of real steps of TRL's GRPO and DPO trainers on eight rows of up to 512 tokens, 879 of them
-real: stock, patched, and as ratios to the same passes over the packed row of these tokens, by a
-patched model without TRL. GRPO's completions are given (rollout_func): no time is sampling's.
+"""Seconds and matmul FLOPs of real steps of TRL's GRPO and DPO trainers on eight rows of up to 512
+tokens, 879 of them real: stock, patched, and as ratios to the same passes over the packed row of
+these tokens, by a patched model without TRL. GRPO's completions are given (rollout_func): no time
+is sampling's. The products of one more step are counted as the profiler saw them, attention's not.
 
     python profiles/padding/trl_steps.py
 """
@@ -17,6 +18,7 @@ import transformers
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 import hfpatch
@@ -42,10 +44,13 @@ def model(patched: bool = False, folder: str | None = None):
 
 
 def tokenizer():
-    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t2"))
+    """A special token is found inside words too: "t1" would cut "t123" in two."""
+    special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    names = special | {f"t{i}": i for i in range(3, VOCAB)}
+    inner = Tokenizer(models.WordLevel(names, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="t0", eos_token="t1", unk_token="t2"
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
 
 
@@ -62,25 +67,44 @@ PROMPTS = [words(PROMPT, 0)] * len(LENGTHS)
 COMPLETIONS = [words(n - PROMPT, i + 1) for i, n in enumerate(LENGTHS)]
 
 
+def products(seen: profile) -> int:
+    """FLOPs of the products over tokens: their weights have two dimensions."""
+    count = 0
+    for row in seen.key_averages(group_by_input_shape=True):
+        if row.key in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            (m, k), (_, n) = [x for x in row.input_shapes if x][row.key != "aten::mm" :][:2]
+            count += 2 * m * k * n * row.count
+    return count
+
+
 class Clock(TrainerCallback):
-    """Seconds of each step: of the processor, and by the clock."""
+    """Seconds of each step, of the processor and by the clock; FLOPs of the first."""
 
     def __init__(self):
-        self.steps = []
+        self.steps, self.flops = [], None
 
     def on_step_begin(self, *args, **kwargs):
+        self.seen = None
+        if self.flops is None:
+            self.seen = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self.seen.start()
         self.began = time.process_time(), time.perf_counter()
 
     def on_step_end(self, *args, **kwargs):
         ended = time.process_time(), time.perf_counter()
-        self.steps.append([b - a for a, b in zip(self.began, ended)])
+        if self.seen is None:
+            self.steps.append([b - a for a, b in zip(self.began, ended)])
+        else:
+            self.seen.stop()
+            self.flops = products(self.seen)
 
 
 def settings(folder: str) -> dict:
     return {
         "output_dir": folder, "max_steps": STEPS + 1, "use_cpu": True, "bf16": False, "optim": "sgd",
         "gradient_checkpointing": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no",
-        "logging_strategy": "no", "dataloader_pin_memory": False, "shuffle_dataset": False,
+        "logging_strategy": "no", "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
     }  # fmt: skip
 
 
@@ -104,9 +128,7 @@ def grpo(folder: str, made) -> Clock:
 
 
 def dpo(folder: str, made) -> Clock:
-    values = settings(folder)
-    del values["shuffle_dataset"]
-    args = trl.DPOConfig(**values, per_device_train_batch_size=4, max_length=None)
+    args = trl.DPOConfig(**settings(folder), per_device_train_batch_size=4, max_length=None)
     one = [text(c[:-1]) for c in COMPLETIONS]  # TRL puts the last token, that ends a row, behind
     columns = {"prompt": [text(PROMPTS[0]) + " "] * 4, "chosen": one[:4], "rejected": one[4:]}
     clock, rows = Clock(), Dataset.from_dict({name: 16 * of for name, of in columns.items()})
@@ -144,18 +166,24 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     for name, run in (("GRPO", grpo), ("DPO", dpo)):
-        found = {"stock": [], "patched": [], "packed": []}
+        found, flops = {"stock": [], "patched": [], "packed": []}, {}
         for _ in range(ROUNDS):  # in turn: the machine's load changes
             with tempfile.TemporaryDirectory() as folder:
-                found["stock"] += run(folder, model(False, folder)).steps[1:]
-                found["patched"] += run(folder, model(True, folder)).steps[1:]
-                found["packed"] += packed(model(True), name == "DPO").steps[1:]
+                clocks = {
+                    "stock": run(folder, model(False, folder)),
+                    "patched": run(folder, model(True, folder)),
+                    "packed": packed(model(True), name == "DPO"),
+                }
+            for way, clock in clocks.items():
+                found[way] += clock.steps
+                flops[way] = clock.flops
         median = {way: [statistics.median(x) for x in zip(*rows)] for way, rows in found.items()}
         for way, values in median.items():
             cpu, wall = (a / b for a, b in zip(values, median["packed"]))
             print(
                 f"{name:5} {way:8} {values[0]:6.2f} s of the processor, {cpu:5.2f} x packed; "
-                f"by the clock {values[1]:6.2f} s, {wall:5.2f} x",
+                f"by the clock {values[1]:6.2f} s, {wall:5.2f} x; "
+                f"{flops[way] / 1e9:7.1f} GFLOPs, {flops[way] / flops['packed']:5.3f} x",
                 flush=True,
             )
 
