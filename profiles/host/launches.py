@@ -1,11 +1,12 @@
 """Kernels that a step launches: for a tile of 8,192 tokens of hfpatch, and for a row of as many
 under transformers' checkpointing.
 
-    python -W ignore profiles/host/launches.py > profiles/host/launches.csv
+    python -W ignore profiles/host/launches.py qwen3_5_text > profiles/host/launches.csv
 
 Counted are operations that PyTorch dispatches in a step of a small model of each family, on fake
-tensors, views not; a fused one counts once, as it launches one kernel on a GPU. Loops over chunks
-run as they are. A tile is what one more of them adds to a row, of 16,384 tokens and of 65,536.
+tensors; not views, empty tensors and questions (of a device, of a dtype), which launch nothing; a
+fused one counts once, as it launches one kernel on a GPU. Loops over chunks run as they are. A tile
+is what one more of them adds to a row, of 16,384 tokens and of 32,768.
 chain: the most layers without attention that share one saved input.
 """
 
@@ -25,7 +26,18 @@ from hfpatch.lab.simulate.rivals import build, config_class, prepare
 
 TILE = 8192
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}
-CHAINS = 0, 1, 8
+CHAINS = 0, 8
+
+
+NONE = "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"
+
+
+def launches_one(func) -> bool:
+    """Whether an operation of torch takes a kernel."""
+    if getattr(func, "is_view", False) or func.namespace == "prim":
+        return False
+    of_tensors = any("Tensor" in str(r.type) for r in func._schema.returns)
+    return of_tensors and func._schema.name.partition("::")[2] not in NONE
 
 
 class Launches(Follower):
@@ -34,7 +46,7 @@ class Launches(Follower):
     found: dict = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not getattr(func, "is_view", True):
+        if launches_one(func):
             self.found[self.phase] = self.found.get(self.phase, 0) + self.times
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -62,7 +74,7 @@ def main(families) -> None:
         table.writerow([family, "a row, transformers' checkpointing", "", TILE, *row])
         for chain in CHAINS:
             ours, policy = prepare(small(family), "hfpatch"), Policy("gpu", tile=TILE, chain=chain)
-            for tokens in (2 * TILE, 8 * TILE):
+            for tokens in (2 * TILE, 4 * TILE):
                 few, many = (launches(ours, n, policy) for n in (tokens - TILE, tokens))
                 more = (b - a for a, b in zip(few, many))
                 table.writerow([family, "a tile", chain, tokens, *more])
