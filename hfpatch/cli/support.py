@@ -65,7 +65,8 @@ class Support:
 
     @property
     def verdict(self) -> str:
-        said = "agrees" if self.tiled else next(iter(self.reasons), "")
+        whole = "; ".join(self.reasons)
+        said = whole if not self.tiled else f"agrees; whole: {whole}" if whole else "agrees"
         return f"{said}; planned whole on a GPU: {self.on_gpu}" if self.on_gpu else said
 
 

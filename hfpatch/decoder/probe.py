@@ -29,6 +29,7 @@ from hfpatch.parts.unread import can_go_without, idle, without_values
 
 TOKENS = 12
 FEW = 4
+STREAMS = "its hidden states are several streams a token, [batch, tokens, streams, hidden]"
 MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to single tokens"
 
 
@@ -100,6 +101,8 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[
 def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
     """The LayerTraits of a small stack's layer."""
     (x, *args), kwargs, batch = captured(stack, layer)
+    if x.dim() == 4 and x.shape[:2] == (batch.B, batch.T):
+        return LayerTraits(reason=STREAMS)
     streams = len(x) if x.dim() == 4 else None
     forward = by_rows(type(layer).forward.__get__(layer), streams)
     return ask_layer(
