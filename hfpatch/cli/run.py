@@ -114,7 +114,16 @@ def _child(command: list[str], environment: dict[str, str]) -> int:
     """
     linux = sys.platform == "linux"
     variables = os.environ | environment
-    child = subprocess.Popen(command, env=variables, preexec_fn=_end_with_parent if linux else None)
+    first = _end_with_parent if linux else None
+    try:
+        child = subprocess.Popen(command, env=variables, preexec_fn=first)
+    except OSError as error:
+        print(
+            f"hfpatch: expected a command that the system can start, {command[0]} came "
+            f"({error.strerror}); name its interpreter, as in: hfpatch run bash {command[0]}",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
     signals = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in signals}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup

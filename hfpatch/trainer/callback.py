@@ -22,7 +22,7 @@ from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.hardware import gpu_named
 from hfpatch.budget.seconds import Resident
 from hfpatch.compat import parallelism_config
-from hfpatch.context.classes import inner_model
+from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.parts.quantised import as_trained
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
@@ -109,8 +109,9 @@ class Callback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._go_first()
         # FSDP1 and compile put the model inside another; a model made anew by model_init is nowhere
-        # in it.
-        if self.apply and not any(module is self._applied() for module in model.modules()):
+        # in it, and may be patched there.
+        known = (module is self._applied() or is_mixed(module) for module in model.modules())
+        if self.apply and not any(known):
             raise ValueError(
                 "hfpatch: expected the model that Trainer was made with, another one trains; pass "
                 "Callback(apply=True) "
