@@ -19,13 +19,13 @@ from hfpatch.compat import (
     cache_name,
     caller_reads_logits,
     context_parallel,
+    forward_hooks,
     hooks_on_all,
     modules_in,
     modules_of,
     own_loss,
     set_own_loss,
     step_under_ulysses,
-    watched,
     watched_by_user,
 )
 from hfpatch.context.classes import KeepsSignature, as_made, is_mixed, whose
@@ -330,7 +330,7 @@ class FusedCausalLM(KeepsSignature):
             return False
         for name in path.split("."):
             module = modules_of(module)[name]
-            if not as_made(module) or watched([module]):
+            if not as_made(module) or forward_hooks(module):
                 return False
         return isinstance(module, FusedRMSNorm)
 
