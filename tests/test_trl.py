@@ -3,6 +3,7 @@ through ops.linear_log_prob.
 """
 
 import copy
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,10 @@ datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast  # noqa: E402
 
+_file = Path(__file__).parents[1] / "profiles/padding/trl_steps.py"
+_spec = importlib.util.spec_from_file_location("trl_steps", _file)
+trl_steps = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(trl_steps)
 add_fused_lm_head = getattr(trl.trainer.utils, "add_fused_lm_head", None)
 of_the_head = pytest.mark.skipif(
     add_fused_lm_head is None, reason=f"trl {trl.__version__} has no fused head"
@@ -276,12 +281,7 @@ def products(model, batch: dict) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         model(**batch, use_cache=False, fused_lm_head=True).log_probs.sum().backward()
-    count = 0
-    for row in seen.key_averages(group_by_input_shape=True):
-        if row.key in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            (m, k), (_, n) = [x for x in row.input_shapes if x][row.key != "aten::mm" :][:2]
-            count += 2 * m * k * n * row.count
-    return count
+    return trl_steps.products(seen)
 
 
 @of_the_head

@@ -103,7 +103,6 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
         now += keys * 4 // s if s < 4 and rounds.of_keys > 2 else keys
     if ahead and rounds.count > 1:
         now += 2 * q  # the round before: dq on its way, sent and received
-    if ahead and rounds.count > 1:
         now += 2 * (q + 2 * v)
         now += 2 * keys if rounds.own > rounds.repeat else 0
     if rounds.uneven:

@@ -317,17 +317,25 @@ def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     return next((m for m in hooked if user_hooks(m)), None) if hooked else None
 
 
+def put(table: dict, name: str, value) -> None:
+    """Sets an attribute in the table that holds it; GONE takes it away."""
+    if value is GONE:
+        table.pop(name, None)
+    else:
+        table[name] = value
+
+
 @contextmanager
 def values_for_now(rows: list[tuple[dict, str, object]]):
-    """Within, each of these tables has this value by this name, which it has another one by."""
-    before = [(table, name, table[name]) for table, name, _ in rows]
+    """Within, each of these tables has this value by this name."""
+    before = [(table, name, table.get(name, GONE)) for table, name, _ in rows]
     try:
-        for table, name, value in rows:
-            table[name] = value
+        for row in rows:
+            put(*row)
         yield
     finally:
-        for table, name, value in before:
-            table[name] = value
+        for row in before:
+            put(*row)
 
 
 @contextmanager

@@ -10,13 +10,13 @@ import copyreg
 import inspect
 import sys
 import types
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial, wraps
 
 import torch
 from torch import nn
 
-from hfpatch.compat import MADE_FROM, Turn, members_of, record_outputs_like
+from hfpatch.compat import MADE_FROM, Turn, members_of, record_outputs_like, values_for_now
 from hfpatch.context.current import in_the_midst, on_its_own
 
 
@@ -180,24 +180,11 @@ def package_of(module: nn.Module) -> str:
 # --- forwards for a moment ------------------------------------------------------------------------
 
 
-@contextmanager
 def forwards_for_now(pairs, name: str = "forward"):
-    """Within, calls of each module run the forward beside it; (module, forward) pairs. The model's
-    lock is held.
+    """A context in which calls of each module run the forward beside it; (module, forward) pairs.
+    The model's lock is held.
     """
-    before: list[tuple[dict, object]] = []
-    try:
-        for module, forward in pairs:
-            own = module.__dict__
-            before.append((own, own.get(name)))
-            own[name] = forward
-        yield
-    finally:
-        for own, forward in reversed(before):
-            if forward is None:
-                own.pop(name, None)
-            else:
-                own[name] = forward
+    return values_for_now([(module.__dict__, name, forward) for module, forward in pairs])
 
 
 # --- forwards that know their caller's arguments by name ------------------------------------------

@@ -94,8 +94,10 @@ def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRo
         and not asks_for_hidden_states(stack, kwargs)
         and all(map(_as_tried, list_of_layers(stack) or (None,)))
     )
+    if not same:
+        return None
     # The bounds are what the layers would look up, and wait for, in any case.
-    bounds = batch.rows().real if same else None
+    bounds = batch.rows().real
     N = 0 if bounds is None else _rounded(bounds[-1])
     return _packed_row(batch, bounds, N) if 0 < N < given.B * given.T else None
 

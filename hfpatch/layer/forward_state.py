@@ -31,6 +31,7 @@ from hfpatch.compat import (
     is_view_of_flat,
     modules_in,
     parameters_of,
+    put,
     storage_of,
     switches_of,
     version,
@@ -366,16 +367,9 @@ class AsInForward:
         )
 
     def _put(self, table: dict, name: str, value) -> None:
-        self.before.append((table, name, table[name] if name in table else GONE))
-        _set(table, name, value)
+        self.before.append((table, name, table.get(name, GONE)))
+        put(table, name, value)
 
     def __exit__(self, *exc):
         for row in self.before:
-            _set(*row)
-
-
-def _set(table: dict, name: str, value) -> None:
-    if value is GONE:
-        table.pop(name, None)
-    else:
-        table[name] = value
+            put(*row)

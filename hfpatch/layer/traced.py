@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from hfpatch.compat import backward_from, collecting, modules_in
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
 from hfpatch.layer import adapted_experts
-from hfpatch.layer.adapted_experts import fused_in
 from hfpatch.layer.arguments import Arguments, has_other_values
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
@@ -162,7 +161,9 @@ class Traced:
             found += [] if written is None else written.forwards(found)
             found += add_up(self.layer, found, device, adding) if adding else []
             known, taken = self.condition, {id(m) for m, _ in found}
-            fused, wrappers = known.experts if known else fused_in(modules_in(self.layer))
+            fused, wrappers = (
+                known.experts if known else adapted_experts.fused_in(modules_in(self.layer))
+            )
             if fused:
                 mine = [m for m in fused if id(m) not in taken]
                 found += experts.pairs(mine, adding=adding, weight_of=weight_of)

@@ -37,7 +37,10 @@ STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until
 LONGEST = 1 << 24  # tokens
 # of a simulated step, or one a token: no code that loops over single tokens ends within these
 OPERATIONS = 400_000
-WAITS = "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave out"
+WAITS = (
+    "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave "
+    "out"
+)
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
 
 

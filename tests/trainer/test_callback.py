@@ -190,6 +190,24 @@ def test_apply_with_model_init_is_refused(tmp_path):
         trainer.train()
 
 
+def test_a_model_made_anew_and_patched_there_trains(tmp_path):
+    """As under `hfpatch run`, which gives every Trainer such a callback."""
+
+    def model_init():
+        model = tiny.llama()
+        hfpatch.apply(model)
+        return model
+
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=1
+    )
+    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}]
+    trainer = Trainer(
+        model_init=model_init, args=args, train_dataset=rows, callbacks=[Callback(apply=True)]
+    )
+    assert trainer.train().global_step == 1
+
+
 class Counts(TrainerCallback):
     """FLOPs that a Callback counted of each step."""
 

@@ -157,6 +157,16 @@ def test_bad_arguments(capsys, argv, words):
     assert err.startswith("hfpatch: ") and words in err and "usage: hfpatch run" in err
 
 
+def test_a_command_that_cannot_start_is_one_sentence(tmp_path, capfd):
+    script = tmp_path / "train"
+    script.write_text("echo no interpreter is named\n")
+    script.chmod(0o755)
+    assert run.main([str(script)]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("hfpatch: expected a command that the system can start") and "bash" in err
+    assert err.count("\n") == 1
+
+
 def test_help(capsys):
     with pytest.raises(SystemExit) as exit:
         run.main(["--help"])

@@ -114,14 +114,13 @@ def _new_run(options: Options, device) -> Run:
     return run
 
 
-def _recorded_step(step: "Step", profiler, device) -> None:
-    with record.module_markers(step.model) as step.inputs:
-        profiler.start()
-        try:
-            step(marked=True)
-            _synchronize(device)
-        finally:
-            profiler.stop()
+@contextlib.contextmanager
+def _recording(profiler):
+    profiler.start()
+    try:
+        yield
+    finally:
+        profiler.stop()
 
 
 def record_run(
@@ -153,8 +152,10 @@ def record_run(
         progress("recorded step")
         before = _preexisting(model, optimizer, batch, device, held)
         _start_history(device)
-        recorded = True
-        _recorded_step(step, profiler, device)
+        with record.module_markers(model) as step.inputs, _recording(profiler):
+            recorded = True
+            step(marked=True)
+            _synchronize(device)
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)

@@ -103,6 +103,14 @@ def scans_by_blocks():
         yield
 
 
+def _counted(follower, rows):
+    """Yields what stands in rows of (times, item), each counted so many times."""
+    for times, item in rows:
+        follower.times = times
+        yield item
+    follower.times = 1
+
+
 INDEXERS = ("Qwen4ExpTextQSAIndexer",)  # each query of theirs is a loop's turn
 
 
@@ -112,17 +120,14 @@ def few_queries(follower):
     counted, and the last one, which takes the most bytes and is not counted.
     """
 
-    def queries(n: int):
-        for times, query in ((n, n // 2), (0, n - 1)):
-            follower.times = times
-            yield query
-        follower.times = 1
-
     def few(code):
         def counting(*bounds):
             caller = sys._getframe(1)
             inner = caller.f_code is code and "batch_idx" in caller.f_locals
-            return queries(*bounds) if inner else range(*bounds)
+            if not inner:
+                return range(*bounds)
+            (n,) = bounds
+            return _counted(follower, ((n, n // 2), (0, n - 1)))
 
         return counting
 
@@ -147,11 +152,9 @@ def few_blocks(follower):
     def few(q_BTHE, pattern):
         every = list(stock(q_BTHE, pattern))
         middle = sorted({(len(every) - 1) // 2, len(every) // 2})
-        counted = [(len(every) // len(middle), i) for i in middle]
-        for times, i in (*counted, (0, max(0, len(every) - 2)), (0, -1)):
-            follower.times = times
-            yield every[i]
-        follower.times = 1
+        counted = [(len(every) // len(middle), every[i]) for i in middle]
+        last = (0, every[max(0, len(every) - 2)]), (0, every[-1])
+        yield from _counted(follower, (*counted, *last))
 
     with mock.patch.object(_attention_blocks, "_blocks", few):
         yield
