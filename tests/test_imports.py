@@ -56,7 +56,7 @@ TRANSFORMERS = (
     "trainer",
     "cli",
 )
-STANDARD_LIBRARY_ONLY = ("budget", "report", "trainer.configs", "cli.main")
+STANDARD_LIBRARY_ONLY = ("budget", "report", "trainer.configs", "trainer.locks", "cli.main")
 
 
 def within(name: str, packages) -> bool:

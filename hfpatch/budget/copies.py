@@ -66,10 +66,8 @@ def link_bytes(
     if not isinstance(policy, Policy) or not memory.host:
         return 0, 0
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
-    inputs, keeping = (
-        -(-n // policy.every) * rows * shape.hidden_size,
-        n - min(policy.keeps_less, n),
-    )
+    inputs = -(-n // policy.every) * rows * shape.hidden_size
+    keeping = n - min(policy.keeps_less, n)
     kept = keeping * rows * sum(kept_columns(shape, name) for name in policy.keep)
     single = tiles(batch, tokens, policy.tile)[0] == 1
     one = 0 if single or not policy.offload_dx else rows * shape.hidden_size

@@ -19,11 +19,11 @@ from pathlib import Path
 from hfpatch.budget.free import cores, host_free, host_limit
 from hfpatch.budget.hardware import GiB
 from hfpatch.budget.limits import flag, parse_length
-from hfpatch.budget.locks import left_builds
 from hfpatch.budget.nodes import gpu_node
 from hfpatch.cli.env_problems import NO_GPU, problems
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.timeline import size, versions
+from hfpatch.trainer.locks import left_builds
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl",
             "peft",

@@ -143,7 +143,7 @@ def _fit(run, checkpoint: str | None, stop, say) -> int:
 
 def _warn_of_left_builds(args, say) -> None:
     """DeepSpeed waits for ever for the lock of a build that was killed."""
-    from hfpatch.budget.locks import left_builds
+    from hfpatch.trainer.locks import left_builds
 
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         for lock in left_builds():

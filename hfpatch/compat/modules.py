@@ -212,21 +212,17 @@ def compiled_by_itself(module: nn.Module) -> bool:
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """module.modules(), whose names take longer than a small layer's matmuls."""
-    found = {module: None}
-    _walk(modules_of(module), found)
+    found, todo = {}, [module]
+    while todo:
+        one = todo.pop()
+        if one is None or one in found:
+            continue
+        found[one] = None
+        own = one.__dict__
+        below = own["_modules"] if "_modules" in own else modules_of(one)
+        if below:
+            todo += reversed(below.values())
     return list(found)
-
-
-def _walk(children: dict, found: dict) -> None:
-    # Not a function within the other: that would hold itself and, until the collector comes, the
-    #     modules.
-    for child in children.values():
-        if child is not None and child not in found:
-            found[child] = None
-            own = child.__dict__
-            below = own["_modules"] if "_modules" in own else modules_of(child)
-            if below:
-                _walk(below, found)
 
 
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
@@ -328,10 +324,11 @@ def put(table: dict, name: str, value) -> None:
 @contextmanager
 def values_for_now(rows: list[tuple[dict, str, object]]):
     """Within, each of these tables has this value by this name."""
-    before = [(table, name, table.get(name, GONE)) for table, name, _ in rows]
+    before = []
     try:
-        for row in rows:
-            put(*row)
+        for table, name, value in rows:
+            before.append((table, name, table.get(name, GONE)))
+            put(table, name, value)
         yield
     finally:
         for row in before:

@@ -5,7 +5,6 @@ import sys
 import traceback
 from contextlib import contextmanager, nullcontext
 from inspect import isgenerator
-from operator import attrgetter
 from types import SimpleNamespace
 
 import torch
@@ -40,8 +39,11 @@ except ImportError:
         return type(x).__name__ == "FakeTensor"
 
 
-def ops_are_seen() -> bool:
-    """Whether a mode, a profiler or a transform observes operators; True where unknown."""
+def ops_are_seen(x: Tensor) -> bool:
+    """Whether x's class, a mode, a profiler or a transform observes operators; True where
+    unknown."""
+    if x.__class__ is not Tensor:
+        return True
     c = torch._C
     try:
         modes = (
@@ -114,15 +116,16 @@ def version(x: Tensor) -> int:
         return 0
 
 
-_version_of = attrgetter("_version")
-
-
-def versions(tensors: list[Tensor]) -> list[int]:
-    """`version` of each tensor, in one call where all have one."""
+def marks_of(tensors: list[Tensor]) -> tuple[list[int], list[int | None]]:
+    """`version` and `storage_of` of each tensor; where all have both, without a call for each."""
+    counts, storages = [], []
     try:
-        return list(map(_version_of, tensors))
-    except (AttributeError, RuntimeError):
-        return [version(x) for x in tensors]
+        for x in tensors:
+            storages.append(x.untyped_storage()._cdata)
+            counts.append(x._version)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        counts, storages = list(map(version, tensors)), list(map(storage_of, tensors))
+    return counts, storages
 
 
 def storage_of(x: Tensor) -> int | None:

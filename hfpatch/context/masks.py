@@ -131,7 +131,7 @@ ANSWERED: dict = {}
 @dataclass(frozen=True, eq=False)
 class Mask:
     """Causal attention within `rows`, within a window; build: makes the [B, 1, T, T] mask of what
-    has no such description.
+    has no such description. rows are found before the layers run.
 
     Code that makes something of it (sparse attention, scores written out) meets transformers' own
     mask: `tensor`. added: the dtype in which that is added to scores, as eager attention has it;
@@ -144,8 +144,11 @@ class Mask:
     build: object = None
     added: torch.dtype | None = None
 
+    def __post_init__(self):
+        vars(self)["rows"] = self.batch.rows(self.chunk)
+
     def pattern(self, softcap: float | None = None) -> Pattern:
-        rows = self.batch.rows(self.chunk)
+        rows = self.rows
         window = self.window if self.window is not None and self.window < self.batch.T else None
         return Pattern(rows.documents, window, rows.hidden_BT, softcap, rows.blind_BT)
 

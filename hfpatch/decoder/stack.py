@@ -111,10 +111,10 @@ class OurAttention(KeepsSignature):
         if forward_mode() or transforming():
             self._hfpatch_refuse_transforms(kwargs)
         layers = list_of_layers(self) or ()
-        hooked = [self, *(m for m in modules_of(self).values() if m is not None)]
+        hooked = {self, *modules_of(self).values()} - {None}
         for module in layers:
             layer = module if isinstance(module, UntiledLayer) else _wrapped(module)
-            hooked += modules_in(module) if layer is None else (module, *look(layer).hooked)
+            hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
         if (
             kwargs.get("pixel_values") is not None
             and "pixel_values" not in self._hfpatch_positional

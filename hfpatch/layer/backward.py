@@ -75,7 +75,9 @@ class Backward:
         """dx or None. before: the call whose backward comes next; its first tiles are sent for."""
         call = self.call
         self.single, self.passes = len(call.bounds) == 1, iter(call.passes)
-        self.lse_ticket, self.qkv_ticket = self._tickets(before)
+        self.lse_ticket, self.qkv_ticket = call.ticket(call.lses), call.ticket(call.qkv)
+        if before is not None and before.earlier is None:
+            before.prefetch()  # behind them, the first tiles of the layer whose turn is next
         if self.single:
             held = call.tiles(next(self.passes))
             self.stays = [next(held)]
@@ -94,16 +96,6 @@ class Backward:
         if self.single:
             next(held, None)  # its slot is free again
         return self.dx
-
-    def _tickets(self, before) -> tuple:
-        """This layer's lse and its q, k, v on their way, and behind them the first tiles of the
-        layer whose turn is next.
-        """
-        call = self.call
-        tickets = call.ticket(call.lses), call.ticket(call.qkv)
-        if before is not None and before.earlier is None:
-            before.prefetch()
-        return tickets
 
     def _tiles(self):
         """(index, x, outs, what is kept inside) of the tiles of the next pass."""
@@ -178,8 +170,9 @@ class Backward:
             parts, self.back = call.parts.before_again(
                 x, a, b, self.need_x, self.weights, unread=False
             )
-            # The graph must not see its outputs overwritten by the gradients.
-            self.qkv = [p.detach().contiguous() for p in parts]
+            self.qkv = []
+            for part in parts:  # the graph must not see its outputs overwritten by the gradients
+                self.qkv.append(part.detach().contiguous())
 
     # -- C -----------------------------------------------------------------------------------------
     def attend_backward(self) -> None:

@@ -42,10 +42,6 @@ _SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
 _AT_ONCE = _Ops(*[IMPLEMENTATIONS[op] for op in _SEEN])
 
 
-def _ops(x: Tensor) -> _Ops:
-    return _AT_ONCE if x.__class__ is Tensor and not ops_are_seen() else _SEEN
-
-
 _PLAIN = nn.Parameter, Tensor
 
 
@@ -137,14 +133,6 @@ class Direct(Block):
                 return False
         return gate == up
 
-    def _angles(self, a: int, b: int) -> tuple[Tensor, Tensor]:
-        if (a, b) not in self.angles:
-            whole = (a, b) == (0, self.cos.shape[1])
-            self.angles[a, b] = (
-                (self.cos, self.sin) if whole else (self.cos[:, a:b], self.sin[:, a:b])
-            )
-        return self.angles[a, b]
-
     def before(
         self, x_BtD: Tensor, a: int, b: int, kept: list | None = None, unread: bool = False
     ) -> list[Tensor]:
@@ -154,7 +142,7 @@ class Direct(Block):
             list.
         """
         wq, bq, wk, bk, wv, bv = _tensors(self.linears_before)
-        op = _ops(x_BtD)
+        op = _SEEN if ops_are_seen(x_BtD) else _AT_ONCE
         h, rstd = op.norm(x_BtD, *self.first.read())
         B, t, D = h.shape
         h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
@@ -173,7 +161,10 @@ class Direct(Block):
             kept += h_ND if read else None, rstd, q_dtype, of_heads
         if unread:
             return []
-        q, k, angles = q.transpose(1, 2), k.transpose(1, 2), self._angles(a, b)
+        q, k, angles = q.transpose(1, 2), k.transpose(1, 2), (self.cos, self.sin)
+        if (a, b) != (0, self.cos.shape[1]):
+            angles = self.cos[:, a:b], self.sin[:, a:b]
+        self.angles[a, b] = angles  # a view costs the host as much as an op
         each = self.as_given and q.dtype is not k.dtype  # in its own dtype
         dtype = q.dtype if self.as_given else None
         q, k = self.rotate(q, k, *angles) if each else op.rope(q, k, *angles, False, dtype)
@@ -195,8 +186,8 @@ class Direct(Block):
         (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
         kept.clear()
         (wq, bq, wk, bk, wv, bv), norm = _tensors(self.linears_before), self.first.read()[0]
-        op = _ops(x_BtD)
-        dq, dk = op.rope(dq.transpose(1, 2), dk.transpose(1, 2), *self._angles(a, b), True, dtype)
+        op = _SEEN if ops_are_seen(x_BtD) else _AT_ONCE
+        dq, dk = op.rope(dq.transpose(1, 2), dk.transpose(1, 2), *self.angles[a, b], True, dtype)
         dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
         if of_heads:
             rows = zip(self.of_heads, (dq, dk), of_heads)
@@ -251,7 +242,7 @@ class Direct(Block):
 
         noted: receives the values of the names that it has as keys, [B, t, ...].
         """
-        op = _ops(x_BtD)
+        op = _SEEN if ops_are_seen(x_BtD) else _AT_ONCE
         total, _, _, gate, up = self._inside(op, x_BtD, outs_BtHE[0], {})
         found = {"mid": (total,), "gate_up": (gate, up)} if noted else {}
         for name in found.keys() & noted if noted else ():
@@ -271,7 +262,7 @@ class Direct(Block):
             _tensors(self.linears_after),
             self.second.read()[0],
         )
-        op = _ops(dy_BtD)
+        op = _SEEN if ops_are_seen(dy_BtD) else _AT_ONCE
         total, normed, rstd, gate, up = self._inside(op, x_BtD, out_BtHE, known)
         known.clear()
         if not (wg.requires_grad or wu.requires_grad):
@@ -362,7 +353,7 @@ def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Dir
         return None
     call.layer, call.modules = layer, [layer, *condition.inside]
     call.condition, call.traits = condition, condition.traits
-    call.angles, call.asked = {}, [call.asked]  # angles: of each tile
+    call.angles, call.asked = {}, [call.asked]  # angles: of each tile, from its `before` on
     return call
 
 

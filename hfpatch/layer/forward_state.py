@@ -11,6 +11,7 @@ them as they like: there the tensors of the moment are the same weights.
 import dis
 import inspect
 import weakref
+from dataclasses import dataclass, field
 from functools import cache
 
 from torch import Tensor, nn
@@ -29,13 +30,13 @@ from hfpatch.compat import (
     in_fsdp2,
     is_shard,
     is_view_of_flat,
+    marks_of,
     modules_in,
     parameters_of,
     put,
     storage_of,
     switches_of,
     version,
-    versions,
 )
 
 STANDS_FOR = "_hfpatch_stands_for"
@@ -224,14 +225,14 @@ class ForwardState:
                 condition.places = found
         self.found = found
         tensors = there[: len(found.places)]
-        self.counts: list[int | None] = versions(tensors)
-        self.trained, self.tensors, self.storages = [], [], []
-        for place, tensor in zip(found.places, tensors):
+        self.counts, self.storages = marks_of(tensors)
+        self.trained, self.tensors = [], []
+        for index, (place, tensor) in enumerate(zip(found.places, tensors)):
             trained = tensor.requires_grad
-            moves = place.gathered or streamed and not trained
             self.trained.append(trained)
             self.tensors.append(None if place.gathered else tensor)
-            self.storages.append(None if moves else storage_of(tensor))
+            if place.gathered or streamed and not trained:
+                self.storages[index] = None
 
     def wanted(self) -> list[Tensor]:
         """Its tensors that want a gradient, in the order of the places."""
@@ -257,14 +258,15 @@ class ForwardState:
 
     def unchanged(self) -> bool:
         """Whether every place, none of them an engine's, has what it had then, as it was."""
-        if self.found.now() is None or versions(self.tensors) != self.counts:
+        if self.found.now() is None:
             return False
-        for tensor, trained, storage in zip(self.tensors, self.trained, self.storages):
-            if tensor.requires_grad != trained:
+        counts, storages = marks_of(self.tensors)
+        for tensor, trained, storage, now in zip(
+            self.tensors, self.trained, self.storages, storages, strict=True
+        ):
+            if tensor.requires_grad != trained or storage not in (None, now):
                 return False
-            if storage is not None and storage_of(tensor) != storage:
-                return False
-        return True
+        return counts == self.counts
 
     def refuse_others(self) -> None:
         """RuntimeError where the layer is made of other modules now, or has other hooks, forwards
@@ -291,23 +293,25 @@ class ForwardState:
         write to again. Whether it cast what wants a gradient.
         """
         theirs = [i for i, t in enumerate(self.tensors) if t is not None]
+        counts, storages = marks_of([self.tensors[i] for i in theirs])
         cast = False
-        for i, now in zip(theirs, versions([self.tensors[i] for i in theirs]), strict=True):
-            if now != self.counts[i]:
+        for i, count, storage in zip(theirs, counts, storages, strict=True):
+            if count != self.counts[i]:
                 self.counts[i] = None
-            if self.storages[i] not in (None, storage_of(self.tensors[i])):
+            if self.storages[i] not in (None, storage):
                 self.storages[i] = None
                 cast |= self.trained[i]
         return cast
 
 
+@dataclass(eq=False)
 class AsInForward:
     """Context in which the layer has the tensors that forward used, without a gradient of theirs,
     and its modules' switches are as they were.
     """
 
-    def __init__(self, then: ForwardState):
-        self.then, self.before = then, []
+    then: ForwardState
+    before: list = field(default_factory=list, init=False)  # what stood where this puts something
 
     def __enter__(self):
         self.then.refuse_others()

@@ -195,10 +195,9 @@ class Kept:
         for out in self.outs if with_outs else ():
             if out.resident:
                 here.append(self.cut(out.tensor()))
-        for index, (a, b) in enumerate(self.bounds):
-            ticket = None if stays else self.queue.next()
-            tensors = [] if ticket is None else list(ticket.wait())
-            x, known, outs = None, {}, list(map(next, here))
+        count = len(self.bounds)
+        for index, tensors in enumerate(repeat([], count) if stays else self.queue.turns(count)):
+            x, known, outs, (a, b) = None, {}, list(map(next, here)), self.bounds[index]
             if with_x:
                 x = next(x_tiles) if stays else tensors.pop(0)
                 x = x if self.shards is None else self.shards.whole(x, b - a)
@@ -209,8 +208,6 @@ class Kept:
                 known[name] = [s.tensor() if stays else tensors.pop(0) for s in saved]
             yield index, x, outs, known
             del x, outs, known, tensors
-            if ticket is not None:
-                self.queue.release(ticket)
 
     # -- what comes back whole ---------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from hfpatch.compat import (
     collected_now,
@@ -172,11 +173,13 @@ class TiledLayer(UntiledLayer):
         """This call. The stack around has looked at the layer, but for one that is called by
         hand.
         """
-        condition, x = self._hfpatch_condition, given
+        condition, x, cache = self._hfpatch_condition, given, None
         if condition is None or batch is None and not current.declined:
             condition, batch = look(self), self._by_hand(given, batch, kwargs)
         if batch is not None and given.dim() == 4 and given.shape[1:3] == (batch.B, batch.t):
             self._hfpatch_streams, x = len(given), joined(given)
+        for value in (*args, *kwargs.values()):
+            cache = value if isinstance(value, Cache) else cache
         return Request(
             self,
             x,
@@ -188,6 +191,7 @@ class TiledLayer(UntiledLayer):
             condition,
             kwargs.get("attention_mask"),
             kwargs.get(SHARED_KEYS),
+            cache,
         )
 
     def _by_hand(self, given: Tensor, batch: Batch | None, kwargs) -> Batch | None:

@@ -154,7 +154,7 @@ class Packed:
 
     def _to_host(self, transfers: Transfers) -> None:
         block = transfers.pool.take(self.nbytes)
-        self.saved = Saved((1, self.nbytes), torch.uint8, block=block, row_bytes=1)
+        self.saved = Saved((1, self.nbytes), torch.uint8, block=block, row_bytes=1, resident=False)
         self.requests.append((self.saved, 0, self.nbytes, None))
         block, device = self.saved.block.thing.bytes, transfers.device
         with torch.no_grad():

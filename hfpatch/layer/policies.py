@@ -155,11 +155,19 @@ class Policies:
         self.policies[key] = policy  # last: what failed before is tried again
         self.loss_bytes = policy.loss_bytes
         if training:
-            self._leave_room(layer, policy, B, longest, x_BTD, alone=begins or unknown)
+            # Sources of earlier layers' copies stay as far as the plan has room for them beside
+            # this one; none where a pass begins, or nobody knows what the layer takes.
+            shape = policy, B, longest
+            if shape not in self._spares:
+                self._spares[shape] = self._spares_of(layer, *shape, x_BTD)
+            spares = self._spares[shape]
+            self.spare = spares[index + 1]
+            for queue in self.queues.values():
+                queue.transfers.settle(room=0 if begins or unknown else spares[index])
             if room is not None:
-                (room.begin if begins else room.also)(self.planned.get((policy, B, longest)))
+                (room.begin if begins else room.also)(self.planned.get(shape))
                 if unknown and not whole and not self.weights.on:
-                    self.learned.step = policy, B, longest
+                    self.learned.step = shape
         return policy
 
     def _opened(self, policy, layer, x_BTD: Tensor, longest: int, whole: bool, able) -> Policy:
@@ -178,27 +186,14 @@ class Policies:
             return self.sequence.together(open_shape)
         return open_shape() if group is None else together(group, open_shape)
 
-    def _leave_room(
-        self, layer: nn.Module, policy: Policy, B: int, T: int, x: Tensor, alone: bool
-    ) -> None:
-        """Before a layer runs forward: sources of earlier layers' copies stay as far as the plan
-        has room for them beside it.
-
-        alone: none may stay, for a pass begins, or nobody knows what the layer takes.
-        """
-        key, i = (policy, B, T), layer._hfpatch_index
-        if key not in self._spares:
-            self._spares[key] = (0,) * (self.n_layers + 1)
-            # experts of 4 bits are written out for a phase, which no closed form counts
-            known = self.shape is not None and not any(map(holds_packed, layer.modules()))
-            if known and self.sequence is None and self.shape.num_layers == self.n_layers:
-                sizes = {"batch": B, "tokens": T, "itemsize": x.element_size()}
-                memory = step_memory(self.shape, policy, **sizes)
-                self._spares[key] = spare_bytes(memory, self.shape, policy, **sizes)
-        spares = self._spares[key]
-        self.spare = spares[i + 1]
-        for queue in self.queues.values():
-            queue.transfers.settle(room=0 if alone else spares[i])
+    def _spares_of(self, layer: nn.Module, policy: Policy, B: int, T: int, x: Tensor) -> tuple:
+        """Bytes that sources of copies may take beside each layer, and behind the last."""
+        # experts of 4 bits are written out for a phase, which no closed form counts
+        known = self.shape is not None and not any(map(holds_packed, layer.modules()))
+        if not known or self.sequence is not None or self.shape.num_layers != self.n_layers:
+            return (0,) * (self.n_layers + 1)
+        sizes = {"batch": B, "tokens": T, "itemsize": x.element_size()}
+        return spare_bytes(step_memory(self.shape, policy, **sizes), self.shape, policy, **sizes)
 
     def room_of(self, device: torch.device) -> Room | None:
         """The memory budget of a device; None where no memory is counted."""

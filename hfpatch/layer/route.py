@@ -8,6 +8,7 @@ stack looked at its layers (condition.py).
 
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ class Request:
         x: [B, T, D], residual streams joined; given: as it came.
         batch: what the caller said of the tokens, None where transformers' attention runs.
         sequence: the ranks that share the rows, or None.
-        mask: the layer's attention_mask; shared: keys of earlier layers, or None.
+        mask: the layer's attention_mask; shared: keys of earlier layers, or None; cache: its KV
+            cache, or None.
     """
 
     layer: nn.Module
@@ -49,6 +51,7 @@ class Request:
     condition: Condition
     mask: object
     shared: object
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,7 @@ class Stock:
 def _not_described(r: Request) -> str | None:
     b = r.batch
     described = b is not None and not b.weights and r.x.dim() == 3 and r.x.numel()
-    return None if described and cache_of(r.args, r.kwargs) is None else NOT_DESCRIBED
-
-
-def _in_this_forward(r: Request) -> str | None:
-    return r.condition.now
+    return None if described and r.cache is None else NOT_DESCRIBED
 
 
 def _not_causal(r: Request) -> str | None:
@@ -101,7 +100,8 @@ def _no_kernels(r: Request) -> str | None:
     return supported(r.condition.head_dim, dtype, device, pattern)
 
 
-RULES = (_not_described, _in_this_forward, _not_causal, _no_kernels)
+# the second: what the stack found as it looked at the layer
+RULES = (_not_described, attrgetter("condition.now"), _not_causal, _no_kernels)
 
 
 def route(r: Request) -> Tiled | Whole | Stock:
@@ -111,14 +111,6 @@ def route(r: Request) -> Tiled | Whole | Stock:
         if reason is not None:
             return _whole(r, reason)
     return _tiled(r)
-
-
-def cache_of(args: tuple, kwargs: dict) -> Cache | None:
-    """The KV cache among a layer's arguments, or None."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Cache):
-            return value
-    return None
 
 
 def _tiled(r: Request) -> Tiled | Stock:
@@ -150,7 +142,7 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
     if reason not in (NOT_DESCRIBED, layer._hfpatch_traits.reason):  # the report has the latter
         runtime.tell(f"{kind}s run whole, their inputs offloaded: {reason}.")
     # asked for by the caller; running the layer again would write its keys twice
-    if cache_of(r.args, r.kwargs) is not None:
+    if r.cache is not None:
         runtime.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
         return Stock(KEEPS)
     policy = runtime.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None

@@ -6,6 +6,7 @@ post-accumulate hooks, those of DDP, FSDP and ZeRO) see nothing until the layer'
 returns the final gradients, once.
 """
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from hfpatch.layer.forward_state import (
     STANDS_FOR,
     AsInForward,
-    ForwardState,
     edited,  # noqa: F401 (these for callers of both)
     is_sharded,  # noqa: F401
 )
@@ -24,6 +24,7 @@ from hfpatch.ops.experts import EXPERT_SUMS
 _WIDE = {torch.float32, torch.float64}  # what sums of them are in
 
 
+@dataclass(eq=False)
 class WeightGradients(AsInForward):
     """Context in which the layer's trained tensors are leaves of their own, whose gradients add up
     here.
@@ -34,18 +35,24 @@ class WeightGradients(AsInForward):
     graph, nor leaves; who computes the gradients adds them (`add`, `add_product`).
     """
 
-    def __init__(self, then: ForwardState, several: bool, by_hand: bool = False):
-        super().__init__(then)
-        self.several, self.by_hand, self.leaves, self.originals = several, by_hand, [], []
-        self.sums: list[Tensor | None] = [None] * sum(then.trained)
-        self.index: dict[int, int] = {}  # of what stands in their place, by their ids
+    several: bool
+    by_hand: bool = False
+    leaves: list[Tensor] = field(default_factory=list, init=False)
+    originals: list[Tensor] = field(default_factory=list, init=False)
+    sums: list[Tensor | None] = field(init=False)
+    # of what stands in their place, by their ids
+    index: dict[int, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self):
+        self.sums = [None] * sum(self.then.trained)
 
     def _nothing_to_restore(self) -> bool:
         if not (self.by_hand and self.then.unchanged()):
             return False
-        self.originals = self.then.wanted()
-        for index, tensor in enumerate(self.originals):
-            self.index[id(tensor)] = index
+        for tensor, trained in zip(self.then.tensors, self.then.trained):
+            if trained:
+                self.index[id(tensor)] = len(self.originals)
+                self.originals.append(tensor)
         return True
 
     def _of(self, trained: bool, tensor: Tensor) -> Tensor:

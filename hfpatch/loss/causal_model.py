@@ -65,10 +65,11 @@ def _as_called(kwargs) -> dict:
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
     given = kwargs.get("position_ids")
-    uncached = current.uncached or all(
-        kwargs.get(n) is None for n in (cache_name(kwargs), "use_cache")
-    )
-    return {"positions": current.positions if given is None else given, "uncached": uncached}
+    uncached = kwargs.get(cache_name(kwargs)) is None and kwargs.get("use_cache") is None
+    return {
+        "positions": current.positions if given is None else given,
+        "uncached": current.uncached or uncached,
+    }
 
 
 class TellsPositions(KeepsSignature):

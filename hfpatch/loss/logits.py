@@ -116,11 +116,11 @@ def _loss_over(words: int, hidden, weight, labels, bias: Tensor | None = None, *
     return ops.linear_cross_entropy(hidden, weight[:words], labels, bias=bias, **options)
 
 
+@dataclass(eq=False)
 class Head:
     """Replaces a model's head for one forward. A call returns Logits; attributes are the head's."""
 
-    def __init__(self, head: nn.Module):
-        self._head = head
+    _head: nn.Module
 
     @torch.compiler.disable
     def __call__(self, hidden: Tensor) -> "Logits | Tensor":

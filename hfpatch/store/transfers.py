@@ -58,6 +58,7 @@ class Saved:
     block: Loan | None = None
     file: File | None = None
     row_bytes: int = 0  # of one token of one batch row, where it is not on the device
+    resident: bool = True  # on the device
 
     def tensor(self) -> Tensor:
         """The kept tensor, checked not to have been written to since."""
@@ -72,10 +73,7 @@ class Saved:
 
     def release(self) -> None:
         self.kept = self.block = self.file = None
-
-    @property
-    def resident(self) -> bool:
-        return self.block is None and self.file is None
+        self.resident = True  # where one that is asked for says that it is gone
 
 
 @dataclass
@@ -168,7 +166,8 @@ class Transfers:
         """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece
         by piece.
         """
-        saved = Saved(tuple(shape), dtype, row_bytes=prod(shape[2:]) * dtype.itemsize)
+        row_bytes = prod(shape[2:]) * dtype.itemsize
+        saved = Saved(tuple(shape), dtype, row_bytes=row_bytes, resident=False)
         if self.disk is not None:
             saved.file = self.disk.file()
         else:
@@ -382,12 +381,12 @@ class FetchQueue(Ring):
         self.pending.clear()
         self.under_way.clear()
 
-    def next(self) -> Ticket:
-        """The ticket of the next tile; call release() with it when the last use of its tensors is
-        launched.
+    def turns(self, count: int):
+        """Yields the tensors of each of the next `count` tiles; their memory is re-used once the
+        next is asked for.
         """
-        return self.under_way.popleft()[1]
-
-    def release(self, ticket: Ticket) -> None:
-        ticket.done()
-        self._fill()
+        for _ in range(count):
+            ticket = self.under_way.popleft()[1]
+            yield list(ticket.wait())
+            ticket.done()
+            self._fill()

@@ -14,7 +14,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from hfpatch.budget.locks import try_lock
+from hfpatch.trainer.locks import try_lock
 
 RUN_FILE = "hfpatch_run.json"  # what a resume must match, and the list of files
 STATE_FILE = "trainer_state.json"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hfpatch.budget.locks import try_lock
 from hfpatch.trainer import chat, folders, sources
+from hfpatch.trainer.locks import try_lock
 
 _FORMAT = 3  # part of the name: raise it when the files' content changes
 _FILES = ("ids.bin", "learned.bin", "offsets.npy")

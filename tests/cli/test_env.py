@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from hfpatch.budget import families as memory_families
-from hfpatch.budget.locks import left_builds
 from hfpatch.cli import env as doctor
 from hfpatch.cli import support
 from hfpatch.cli.main import main
 from hfpatch.planner.plan import plan
+from hfpatch.trainer.locks import left_builds
 
 GOOD = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0",

@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicCache
 
 from hfpatch.budget.policy import Policy
 from hfpatch.context.masks import Batch, Mask
+from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.route import KEEPS, NOT_DESCRIBED, RULES, Request, Stock, Tiled, Whole, route
 from hfpatch.layer.traits import LayerTraits
 
@@ -87,8 +88,7 @@ TABLE = {
     "output_attentions": (
         {"batch": None, "kwargs": {"output_attentions": True}}, Stock, NOT_DESCRIBED, None
     ),
-    "a cache": ({"kwargs": {"cache": DynamicCache()}}, Stock, KEEPS, "run whole"),
-    "a cache by place": ({"args": (None, DynamicCache())}, Stock, KEEPS, "run whole"),
+    "a cache": ({"cache": DynamicCache()}, Stock, KEEPS, "run whole"),
     "evaluation, whole": ({"training": False, "batch": None}, Stock, NOT_DESCRIBED, None),
     "an adapter told by the model's forward": (
         {"settled": "an adapter", "adapter": "a task for each row"},
@@ -105,6 +105,15 @@ def test_the_way_of_a_call(name):
     assert type(found) is way and getattr(found, "reason", None) == reason
     lines = request.layer._hfpatch_runtime.lines
     assert words in lines[0] if words else not lines
+
+
+@pytest.mark.parametrize("by_place", [True, False])
+def test_a_cache_is_found_by_any_name_and_by_place(by_place):
+    layer, cache = SimpleNamespace(_hfpatch_condition=object()), DynamicCache()
+    given = ((None, cache), {}) if by_place else ((), {"some_name": cache})
+    batch, x = described(), torch.zeros(B, T, D)
+    assert TiledLayer._request(layer, x, batch, *given).cache is cache
+    assert TiledLayer._request(layer, x, batch, (None,), {"other": 1}).cache is None
 
 
 def test_a_whole_layer_of_another_shape_keeps_its_input_on_the_device():

@@ -139,13 +139,11 @@ def test_queue_keeps_as_many_under_way_as_there_are_slots(tier, tmp_path):
     queue.push(first, [[(saved, a, b, None)] for a, b in tiles])
     queue.push(second, [[(saved, 0, 2, None)]])
     assert len(queue.under_way) == 3
-    for a, b in tiles:
-        ticket = queue.next()
-        assert torch.equal(ticket.wait()[0], x[:, a:b])
-        queue.release(ticket)
+    for tensors, (a, b) in zip(queue.turns(len(tiles)), tiles):
+        assert torch.equal(tensors[0], x[:, a:b])
     queue.push(first, [[(saved, 4, 6, None)]])
     assert queue.is_for(first), "what second was promised goes"
-    assert torch.equal(queue.next().wait()[0], x[:, 4:6]) and not queue.is_for(second)
+    assert torch.equal(next(queue.turns(1))[0], x[:, 4:6]) and not queue.is_for(second)
     assert len(queue.free) == 3
     transfers.close()
 
