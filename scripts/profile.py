@@ -37,7 +37,8 @@ def main(argv=None) -> int:
 
 def _main(argv) -> int:
     parser = Parser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    command.add_arguments(parser)
+    command.add_step(parser)
+    command.add_run(parser)
     args = parser.parse_args(argv)
     check_ranges(vars(args))
     lengths = parse_lengths(args.seq_len)

@@ -17,14 +17,19 @@ from hfpatch.lab.profile.timeline import size
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_step(parser)
-    add_checkpointing(parser.add_argument)
+    parser.add_argument(
+        "--clock", action="store_true",
+        help=(
+            "the planned step with hfpatch on a GPU whose streams are clocks: where copies are "
+            "exposed; needs no GPU"
+        ),
+    )  # fmt: skip
     add_clock(parser)
-    add_adapters(parser.add_argument)
-    add_report(parser)
+    add_run(parser)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """What runs, and how often."""
+    """What a step is of, run or clocked, and where its report goes."""
     parser.add_argument(
         "--model",
         required=True,
@@ -33,10 +38,21 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-len", default="8192", help="tokens, or several lengths with commas (default 8192)"
     )
+    parser.add_argument("--batch", type=int, default=1, help="sequences a step (default 1)")
+    add_checkpointing(parser.add_argument)
+    parser.add_argument(
+        "--out", default="runs/profile", help="the report's folder (default runs/profile)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="results on stdout as JSON, nothing else"
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """What steps that run take: which, how often, and what is recorded."""
     parser.add_argument(
         "--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)"
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences a step (default 1)")
     parser.add_argument(
         "--steps", type=int, default=3, help="one recorded, the rest timed (default 3)"
     )
@@ -63,17 +79,18 @@ def add_step(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="follow the step on fake tensors: any size, any machine",
     )
+    parser.add_argument(
+        "--no-stacks",
+        action="store_true",
+        help="no Python lines in the report; a lighter recording",
+    )
+    parser.add_argument(
+        "--no-trace", action="store_true", help="no Chrome trace: a folder of a few hundred KiB"
+    )
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:
-    """The planned step with streams as clocks."""
-    parser.add_argument(
-        "--clock", action="store_true",
-        help=(
-            "the planned step with hfpatch on a GPU whose streams are clocks: where copies are "
-            "exposed; needs no GPU"
-        ),
-    )  # fmt: skip
+    """What the planned step with streams as clocks takes besides."""
     parser.add_argument("--gpu", help="with --clock: the GPU, as of plan (default h100)")
     parser.add_argument(
         "--host-ram", help="with --clock: of the machine, 256GiB for example (default: enough)"
@@ -87,24 +104,19 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --clock: a Chrome trace of the step, for ui.perfetto.dev",
     )
+    add_adapters(parser.add_argument)
 
 
-def add_report(parser: argparse.ArgumentParser) -> None:
-    """What is written down."""
-    parser.add_argument(
-        "--no-stacks",
-        action="store_true",
-        help="no Python lines in the report; a lighter recording",
-    )
-    parser.add_argument(
-        "--no-trace", action="store_true", help="no Chrome trace: a folder of a few hundred KiB"
-    )
-    parser.add_argument(
-        "--out", default="runs/profile", help="the report's folder (default runs/profile)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="results on stdout as JSON, nothing else"
-    )
+def _refuse_idle(args) -> None:
+    """ValueError for a flag that does nothing, with --clock or without it."""
+    parser = argparse.ArgumentParser()
+    (add_run if args.clock else add_clock)(parser)
+    for name, usual in vars(parser.parse_args([])).items():
+        if getattr(args, name) != usual:
+            raise ValueError(
+                f"hfpatch: --{name.replace('_', '-')} goes {'without' if args.clock else 'with'} "
+                f"--clock; {'drop one of them' if args.clock else 'add that, or leave it out'}."
+            )
 
 
 def options(args) -> dict:
@@ -154,13 +166,9 @@ def clock_main(args) -> int:
 
 
 def main(args) -> int:
+    _refuse_idle(args)
     if args.clock:
         return clock_main(args)
-    for name in ("gpu", "host_ram", "placement", "trace", "ranks", "lora_r"):
-        if getattr(args, name):
-            raise ValueError(
-                f"hfpatch: --{name.replace('_', '-')} goes with --clock; add that, or leave it out."
-            )
     command = (
         shlex.join(["hfpatch", *sys.argv[1:]])
         if sys.argv[1:2] == ["profile"]

@@ -12,6 +12,7 @@ from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.timeline import Timeline
 from hfpatch.planner.answer import Plan
+from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
 
 
@@ -27,13 +28,31 @@ def clipped_adamw(parameters) -> torch.optim.Optimizer:
     return made
 
 
-def _check(found: Plan, ranks: int) -> None:
-    moved = ranks == 1 and found.placement.startswith(("zero3", "fsdp2"))
-    if not isinstance(found.policy, dict) or moved:
+def _placement(asked: str | None, ranks: int) -> str:
+    """What is planned: "gpu8bit", of ranks that share rows "fsdp2", where none is named. ValueError
+    for one whose engine moves weights.
+    """
+    among = ["fsdp2"] if ranks != 1 else [p.name for p in PLACEMENTS.values() if not p.many]
+    if asked not in (None, *among):
+        how = "weights that stay on the GPU" if ranks == 1 else "ranks under FSDP"
         raise ValueError(
-            "hfpatch: the clock expects layers in tiles and weights that stay on the GPU, "
-            f"{found.policy if isinstance(found.policy, str) else found.placement!r} came; pass "
-            "placement='gpu8bit' or 'adamw'."
+            f"hfpatch: the clock expects {how}, placement {asked!r} came; pass one of "
+            f"{', '.join(among)}, or none."
+        )
+    return asked or among[0]
+
+
+def _check(found: Plan, seq_len: int, ranks: int) -> None:
+    """ValueError for a planned step that the clock cannot run."""
+    if not isinstance(found.policy, dict):
+        raise ValueError(
+            f"hfpatch: the clock expects layers in tiles, {found.policy!r} came; pass "
+            "checkpointing='auto'."
+        )
+    if found.seq_len != seq_len:
+        raise ValueError(
+            f"hfpatch: the clock expects rows that {ranks} ranks divide evenly, {seq_len:,} tokens "
+            f"came; pass {found.seq_len - ranks} or {found.seq_len}."
         )
     if not found.fits:
         raise ValueError(
@@ -45,29 +64,29 @@ def _check(found: Plan, ranks: int) -> None:
 
 
 def clock(
-    model, *, seq_len: int, batch: int = 1, gpu="h100", host_ram=None, placement: str = "gpu8bit",
-    checkpointing="auto",
+    model, *, seq_len: int, batch: int = 1, gpu="h100", host_ram=None,
+    placement: str | None = None, checkpointing="auto",
     adapters: Adapters | None = None, ranks: int = 1, allocator=None,
 ) -> Timeline:  # fmt: skip
     """One planned step on the clock.
 
     Args: as of `hfpatch.plan`, whose policy is taken. placement: one that keeps all weights on the
-    GPU ("gpu8bit", "adamw", whose optimizer runs too). ranks: GPUs that share each row; they are planned with FSDP, whose
-    gathers are not on the clock. allocator: as of lab.clock.clocked. Returns: the Timeline. Raises
-    ValueError where the plan knows no tiled policy or says that it does not fit, or where an engine
-    moves the weights.
+    GPU ("gpu8bit", "adamw", whose optimizer runs too). ranks: GPUs that share each row; they are
+    planned with FSDP, whose gathers are not on the clock. allocator: as of lab.clock.clocked.
+    Returns: the Timeline. Raises ValueError where the plan knows no tiled policy or says that it
+    does not fit, where an engine moves the weights, or where ranks do not divide the row.
     """
     asked = {
         "batch": batch,
         "gpu": gpu,
         "host_ram": host_ram,
-        "placement": placement,
+        "placement": _placement(placement, ranks),
         "checkpointing": checkpointing,
     }
     if ranks != 1:
-        asked |= {"placement": "fsdp2", "gpus": ranks, "sp_size": ranks}
+        asked |= {"gpus": ranks, "sp_size": ranks}
     found = plan(model, seq_len=seq_len, adapters=adapters, **asked)
-    _check(found, ranks)
+    _check(found, seq_len, ranks)
     config, dtype = (
         text_config_of(model)[1],
         torch.float32 if found.placement == "adamw-fp32" else torch.bfloat16,
@@ -85,7 +104,7 @@ def clock(
         rates,
         policy,
         batch=batch,
-        seq_len=-(-seq_len // ranks),
+        seq_len=seq_len // ranks,
         title=title,
         optimizer=clipped_adamw if real else found.seconds["optimizer"],
         ranks=ranks,

@@ -2,6 +2,7 @@
 pipe.
 """
 
+import argparse
 import json
 import re
 import stat
@@ -14,6 +15,7 @@ import hfpatch
 from hfpatch.budget.limits import parse_lengths
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.main import main
+from hfpatch.cli.profile import add_arguments, add_clock, add_run, add_step
 from hfpatch.lab.profile import run as runner
 from hfpatch.lab.profile.options import Options, words_of
 
@@ -147,9 +149,42 @@ def test_a_clocked_step_says_what_its_copies_expose(capfd, tmp_path):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_what_goes_with_the_clock_is_refused_without_it(capfd):
-    code, _, err = call(capfd, "--model", "llama-tiny", "--trace", "t.json")
-    assert code != 0 and "--trace goes with --clock" in err
+# Every flag that the parser has for one of the two ways, with a value that is not its default.
+@pytest.mark.parametrize("clock, flags", [
+    *((False, f) for f in (
+        ("--gpu", "h100"), ("--host-ram", "1GiB"), ("--placement", "adamw"), ("--ranks", 2),
+        ("--trace", "t.json"), ("--lora-r", 8), ("--base", "4bit"), ("--lora-target", "q_proj"),
+    )),
+    *((True, f) for f in (
+        ("--impl", "hf"), ("--steps", 1), ("--warmup", 2), ("--from-first-step",),
+        ("--dtype", "float32"), ("--optimizer", "sgd"), ("--no-gradient-checkpointing",),
+        ("--device", "cpu"), ("--simulate",), ("--no-stacks",), ("--no-trace",),
+    )),
+])  # fmt: skip
+def test_a_flag_that_does_nothing_is_refused(clock, flags, capfd, tmp_path):
+    code, out, err = call(
+        capfd, "--model", "llama-tiny", *["--clock"] * clock, *flags, "--out", tmp_path
+    )
+    flag = flags[0].replace("--no-grad", "--grad")
+    assert code == 2 and not out and err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert f"{flag} goes with{'out' if clock else ''} --clock" in err, err
+
+
+def test_the_two_ways_of_profile_have_every_flag_between_them():
+    """A flag that is added later is of one way, or of both and named here."""
+    parsers = [argparse.ArgumentParser() for _ in range(4)]
+    for add, parser in zip((add_arguments, add_step, add_run, add_clock), parsers):
+        add(parser)
+    named = ["--model", "m"]
+    every, both = (vars(p.parse_args(named)) for p in parsers[:2])
+    run, clock = (vars(p.parse_args([])) for p in parsers[2:])
+    assert not set(run) & set(clock)
+    assert set(every) - set(run) - set(clock) - {"clock"} == set(both) == {
+        "model", "seq_len", "batch", "checkpointing", "every", "out", "json",
+    }  # fmt: skip
+
+
+def test_a_trace_is_of_one_length(capfd):
     code, _, err = call(
         capfd, "--model", "llama-tiny", "--clock", "--trace", "t.json", "--seq-len", "64,128"
     )
@@ -176,9 +211,14 @@ def test_what_the_clock_is_asked_for_is_what_runs(flags, title, capfd, tmp_path)
     (("--gpu", "h1000"), "the known GPUs are .*'h1000' came"),
     (("--host-ram", "many"), "'many' came"),
     (("--placement", "zero3-offload"), "weights that stay on the GPU"),
+    (("--placement", "zero3"), "weights that stay on the GPU"),
+    (("--placement", "fsdp2-offload"), "weights that stay on the GPU"),
+    (("--placement", "zero3", "--ranks", 2), "ranks under FSDP, placement 'zero3' came; pass one of fsdp2"),
+    (("--checkpointing", "off"), "layers in tiles, 'off' came"),
     (("--placement", "fastest"), "'fastest' came"),
     (("--ranks", 0), "must be a positive"),
     (("--ranks", -2), "must be a positive"),
+    (("--ranks", 3), "3 ranks divide evenly, 512 tokens came; pass 510 or 513"),
     (("--batch", 0), "batch"),
     (("--seq-len", "0"), "a length"),
     (("--gpu", "rtx4090", "--model", "llama-3.1-8b"), "a step that fits"),
