@@ -34,7 +34,8 @@ class Plan:
     frontier: what more or less GPU memory makes of the step. contradicted: a simulated step takes
     more. sp_size: GPUs that share each sequence. visual_tokens: of seq_len, of images and videos.
     first_step: seconds that it takes beside its own (budget/seconds.py). closed_form: False where
-    the step was simulated for want of one.
+    the step was simulated for want of one. faster: a later placement that fits and takes less
+    by more than the plan's error, {"placement", "step_seconds"}.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Plan:
     closed_form: bool = True
     num_layers: int | None = None
     visual_tokens: int = 0
+    faster: dict = field(default_factory=dict)
 
     def to_dict(self) -> dict:
         """All fields, ready for JSON."""

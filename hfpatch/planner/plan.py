@@ -19,7 +19,7 @@ from hfpatch.planner.answer import (
     settings_of,
     with_float8,
 )
-from hfpatch.planner.evaluate import best, frontier_of, longest_ways, placements, weights_at
+from hfpatch.planner.evaluate import best, faster, frontier_of, longest_ways, placements, weights_at
 from hfpatch.planner.suggestions import suggestions
 
 
@@ -111,7 +111,9 @@ def plan(
 
         return simulated_plan(model, run, names, max_seq_len=max_seq_len, progress=progress)
     found = best(run, names)
-    if not found.fits:
+    if found.fits:
+        found = replace(found, faster=faster(run, found, names))
+    else:
         found = replace(found, suggestions=suggestions(run, found, placement))
     tiled = isinstance(found.policy, dict)
     chosen = (

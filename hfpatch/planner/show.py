@@ -6,6 +6,7 @@ from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.budget.seconds import FIRST_STEP_BUDGET
 from hfpatch.budget.sequence import FLOAT32_ANGLES
+from hfpatch.planner.placements import placement_named
 
 # What the lines of a plan and the legend of a picture call the parts of the GPU's memory.
 NAMES = {"slack": "slack (lost between blocks)"}
@@ -78,6 +79,12 @@ def text(plan) -> str:
     points = _points(plan)
     if len(points) > 1:
         lines.append(f"frontier        the step in less or more GPU memory: {', '.join(points)}")
+    if plan.faster:
+        name = plan.faster["placement"]
+        lines.append(
+            f"faster          {plan.faster['step_seconds']:.1f} s with --placement {name}: "
+            f"{placement_named(name).summary}"
+        )
     if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
         lines.append(
             "angles          apply(rope_float64=True): so far out, float32 angles are off by more "

@@ -19,7 +19,13 @@ from hfpatch.budget import choice
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import Moment, StepMemory, step_memory
-from hfpatch.budget.hardware import DISK_READS, DISK_WRITES, GPUS, PIN_BYTES_PER_SECOND
+from hfpatch.budget.hardware import (
+    DISK_READS,
+    DISK_WRITES,
+    GPUS,
+    PIN_BYTES_PER_SECOND,
+    SECONDS_ERROR,
+)
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
@@ -1021,3 +1027,22 @@ def test_longer_lengths_of_a_hybrid_simulate_nothing_more(monkeypatch):
     longer = plan(config, seq_len=4096, checkpointing=tiles)
     assert "768, 1,024 and 1,280 tokens" in found.why and longer.why == found.why
     assert longer.host_peak_bytes > found.host_peak_bytes
+
+
+def test_a_faster_placement_that_fits_is_named():
+    """Auto takes the most exact one; what is faster by more than the plan's error gets a line, with
+    what it gives up. What is as fast, or does not fit, gets none.
+    """
+    run = {"seq_len": 8192, "gpu": "h100"}
+    found = plan("llama-3.1-8b", **run)
+    other = plan("llama-3.1-8b", **run, placement="gpu8bit")
+    assert found.placement == "zero3-offload" and other.fits
+    assert other.step_seconds < (1 - SECONDS_ERROR) * found.step_seconds
+    assert found.faster == {"placement": "gpu8bit", "step_seconds": other.step_seconds}
+    line = f"faster          {other.step_seconds:.1f} s with --placement gpu8bit: bf16 weights"
+    assert line in str(found)
+    large = plan("llama-3.1-8b", **run | {"seq_len": 131072})
+    assert large.placement == "zero3-offload" and not large.faster  # attention takes most of both
+    small = plan("llama-3.1-8b", **run | {"gpu": "rtx4090"})
+    for same in (other, large, small):
+        assert not same.faster and "\nfaster" not in str(same)
