@@ -1,15 +1,19 @@
 """TRL's DPOTrainer at long context. The one argument that hfpatch adds is marked; it patches policy
 and reference.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/dpo.py MODEL PAIRS.jsonl
-    OUTPUT_DIR
+    python scripts/examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR
 
 PAIRS.jsonl: {"prompt": ..., "chosen": ..., "rejected": ...} a line.
 
 `python scripts/examples/dpo.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
+import os
 import sys
+
+# before torch is imported: at long sequences fixed segments fragment
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 from datasets import load_dataset
 from trl import DPOConfig, DPOTrainer

@@ -1,15 +1,19 @@
 """TRL's GRPOTrainer with long prompts and completions. The one argument that hfpatch adds is
 marked.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/grpo.py MODEL PROMPTS.jsonl
-    OUTPUT_DIR
+    python scripts/examples/grpo.py MODEL PROMPTS.jsonl OUTPUT_DIR
 
 PROMPTS.jsonl: {"prompt": ...} a line. Put a reward of your own in the place of `ends_itself`.
 
 `python scripts/examples/grpo.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
+import os
 import sys
+
+# before torch is imported: at long sequences fixed segments fragment
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer

@@ -1,8 +1,7 @@
 """QLoRA with transformers' Trainer and PEFT: a base of 4 bits, adapters on every Linear layer. What
 hfpatch adds is marked.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/qlora.py MODEL TEXT_FILE
-    OUTPUT_DIR
+    python scripts/examples/qlora.py MODEL TEXT_FILE OUTPUT_DIR
 
 `hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand
 what fits.
@@ -10,8 +9,13 @@ what fits.
 `python scripts/examples/qlora.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
+import os
 import sys
 from pathlib import Path
+
+# before torch is imported: at long sequences fixed segments fragment
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from peft import LoraConfig, get_peft_model

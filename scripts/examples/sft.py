@@ -1,14 +1,18 @@
 """TRL's SFTTrainer, which loads the model itself. The one argument that hfpatch adds is marked.
 
-    PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/sft.py MODEL CHAT.jsonl
-    OUTPUT_DIR
+    python scripts/examples/sft.py MODEL CHAT.jsonl OUTPUT_DIR
 
 Or leave the script as it is: `accelerate launch -m hfpatch run your_sft_script.py ...`.
 
 `python scripts/examples/sft.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
+import os
 import sys
+
+# before torch is imported: at long sequences fixed segments fragment
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer

@@ -1,13 +1,17 @@
 """A stock Trainer script. The one line that hfpatch adds is marked; without it the script runs as
 before.
 
-PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/examples/trainer.py MODEL TEXT_FILE
-OUTPUT_DIR
+python scripts/examples/trainer.py MODEL TEXT_FILE OUTPUT_DIR
 
 `python scripts/examples/trainer.py --small` runs it on a CPU, on a tiny model and made data.
 """
 
+import os
 import sys
+
+# before torch is imported: at long sequences fixed segments fragment
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from datasets import load_dataset

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import runpy
 import sys
@@ -18,6 +19,14 @@ from packaging.version import Version
 from workbench import PLACES, ROOT, execute
 
 from hfpatch.context.classes import is_mixed
+
+
+@pytest.fixture(autouse=True)
+def allocator_as_it_is(monkeypatch):
+    """What an example sets is gone after the test."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
 
 
 @pytest.fixture
@@ -111,6 +120,20 @@ def example(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["trainer", "sft", "dpo", "grpo", "qlora"])
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_examples_have_the_allocator_grow_its_segments(name, own, monkeypatch):
+    """Before torch is imported, and not where the user says otherwise, by either name."""
+    if own:
+        monkeypatch.setenv(own, "max_split_size_mb:128")
+    source = (ROOT / f"scripts/examples/{name}.py").read_text()
+    before, *_ = re.split(r"^(?:import|from) (?!os$|sys$|pathlib )", source, flags=re.M)
+    exec(compile(before, name, "exec"), {})
+    wanted = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == wanted.get(own)
 
 
 # of datasets' and TRL's own use of their dependencies
