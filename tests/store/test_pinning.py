@@ -2,13 +2,24 @@
 took.
 """
 
+from collections import Counter
+from functools import cache
 from math import ceil, log2
 from random import Random
 
 import pytest
+import torch
 
 import hfpatch
+from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST
+from hfpatch.budget.hardware import GiB
+from hfpatch.budget.host_blocks import host_blocks
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.presets import preset_config
+from hfpatch.budget.shape import ModelShape
 from hfpatch.layer import policies as session_module
+from hfpatch.planner.plan import plan
+from hfpatch.store import device as store_device
 from hfpatch.store.transfers import HostPool
 from tests.faults.checker import standing_in
 from tests.faults.test_host_memory import CPU, Pinning
@@ -16,51 +27,62 @@ from tests.layer.deep import tiny_llama, tokens
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
-STEPS, LAYERS = 200, 8
-BOUND = 1 << 24
-# Bytes a token and layer by policy, from 8k to 32k scaled down to 512 to 2,048 tokens: what is
-#     short keeps more.
-KEPT = {"short": (128, 128, 8, 96, 160), "long": (128, 128, 8)}
+# Llama-3.1-8B on an H100 with 256 GiB of host memory; pages that nobody writes cost none.
+STEPS, SHORTEST, LONGEST, APART = 200, 8192, 32768, 8192
+SHAPE = ModelShape.from_config(preset_config("llama-3.1-8b"))
+BOUND = min(int(HOST_SHARE * 256 * GiB), PINNED_MOST)
+
+
+@cache
+def policy_up_to(tokens: int) -> Policy:
+    """What "auto" chooses at that length, for shorter ones too."""
+    run = {"gpu": "h100", "host_ram": "256GiB", "placement": "gpu8bit"}
+    return Policy(**plan("llama-3.1-8b", seq_len=tokens, **run).policy)
+
+
+def sizes_of(T: int) -> Counter:
+    return host_blocks(SHAPE, policy_up_to(-(-T // APART) * APART), batch=1, tokens=T)
+
+
+def bytes_of(T: int) -> int:
+    return sum(-(-n // 64) * 64 * count for n, count in sizes_of(T).items())
 
 
 def registered(device: Pinning) -> list[int]:
     return [nbytes for call, _, nbytes in filter(lambda c: c[0] == "pin", device.calls)]
 
 
-def sizes_of(T: int) -> list[int]:
-    kept = KEPT["short" if T < 900 else "long"]
-    return [T * width for _ in range(LAYERS) for width in kept]
-
-
 def step(pool: HostPool, T: int) -> None:
     """What a step of that length takes in forward, and gives back in reverse."""
     sizes = sizes_of(T)
-    pool.reserve({n: sizes.count(n) for n in sizes}, BOUND)
-    leases = [pool.take(n) for n in sizes]
+    pool.reserve(sizes, BOUND)
+    leases = [pool.take(n) for n in sizes.elements()]
     while leases:
         leases.pop()
 
 
 @pytest.mark.parametrize("lengths", ["mixed", "little by little", "from the longest"])
-def test_lengths_of_all_kinds_register_few_times(lengths):
-    draw = Random(0)
+def test_lengths_of_all_kinds_register_few_times(lengths, monkeypatch):
+    """200 steps of 8,192 to 32,768 tokens: bytes registered by step."""
+    on_meta = lambda nbytes, mapped: torch.empty(nbytes, dtype=torch.uint8, device="meta")  # noqa: E731
+    monkeypatch.setattr(store_device, "host_empty", on_meta)
+    draw, apart = Random(0), (LONGEST - SHORTEST) // (STEPS - 1)
     found = {
-        "mixed": [draw.randrange(512, 2048) for _ in range(STEPS)],
-        "little by little": [512 + 7 * i for i in range(STEPS)],
-        "from the longest": [2048 - 7 * i for i in range(STEPS)],
+        "mixed": [draw.randint(SHORTEST, LONGEST) for _ in range(STEPS)],
+        "little by little": [SHORTEST + apart * i for i in range(STEPS)],
+        "from the longest": [LONGEST - apart * i for i in range(STEPS)],
     }[lengths]
     device, most, by_step = Pinning(), 0, []
     pool = HostPool(device)
     for T in found:
-        needed = sum(-(-n // 64) * 64 for n in sizes_of(T))
-        before = len(registered(device))
+        needed, before = bytes_of(T), len(registered(device))
+        assert 4 * GiB < needed <= BOUND
         step(pool, T)
         by_step.append(registered(device)[before:])
         assert not by_step[-1] or needed > most, "what was covered registers nothing"
         assert len(by_step[-1]) <= 1 and pool.bytes_held == device.held <= BOUND
         most = max(most, needed)
-    first = sum(-(-n // 64) * 64 for n in sizes_of(found[0]))
-    assert sum(map(len, by_step)) <= ceil(log2(most / first)) + 1
+    assert sum(map(len, by_step)) <= ceil(log2(most / bytes_of(found[0]))) + 1
     assert pool.bytes_held < 2 * most and pool.bytes_free == pool.bytes_held
 
 
