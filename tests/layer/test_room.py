@@ -12,9 +12,10 @@ from tiny import gradients
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.budget.choice import reserve
+from hfpatch.budget.choice import Budget, Option, reserve
 from hfpatch.budget.free import gpu_fragments
 from hfpatch.budget.hardware import GPUS, place_of
+from hfpatch.budget.policy import Policy
 from hfpatch.budget.presets import preset_config
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.simulate import simulator
@@ -208,6 +209,33 @@ def test_more_is_left_until_a_step_was_measured(free, step):
     given = room_module.unmeasured(free)
     largest = max((n for n in range(0, free + 1, 1 << 20) if n + reserve(n) <= given), default=0)
     assert abs(largest - step) <= 2 << 20 and given <= free
+
+
+def largest_step(room: Room) -> float:
+    """GiB of the largest step that a policy may plan, to a thousandth."""
+    budget, low, high = Budget(room.bytes(), None), 0, 128 * 1024
+    while high - low > 1:
+        n = (low + high) // 2
+        fits = budget.admits_device(Option(Policy(), n * GiB // 1024, 0, 0.0))
+        low, high = (n, high) if fits else (low, n)
+    return low / 1024
+
+
+@pytest.mark.parametrize("free, first, later", [
+    (78.0, 78 / 1.10, 78 / 1.04),  # a tenth, then 4%
+    (12.0, 12 - 2.00, 12 / 1.04),  # 2 GiB are more than a tenth
+    (4.0, 4 - 2.00, 4 - 0.25),  # and 256 MiB more than 4%
+])  # fmt: skip
+def test_a_tenth_is_left_until_a_step_was_measured_and_four_percent_after(free, first, later, told):
+    """The numbers themselves: of what is free beside gradients, the largest step that is planned."""
+    model = tiny_llama()
+    hfpatch.apply(model)
+    told["free"] = int(free * GiB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step(model)
+    assert largest_step(room_of(model)) == pytest.approx(first, abs=0.003)
+    optimizer.step()
+    assert largest_step(room_of(model)) == pytest.approx(later, abs=0.003)
 
 
 def test_the_second_step_has_what_the_first_one_left(told):
