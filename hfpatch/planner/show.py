@@ -80,9 +80,9 @@ def text(plan) -> str:
     if len(points) > 1:
         lines.append(f"frontier        the step in less or more GPU memory: {', '.join(points)}")
     if plan.faster:
-        name = plan.faster["placement"]
+        name, seconds = plan.faster["placement"], plan.faster["step_seconds"]
         lines.append(
-            f"faster          {plan.faster['step_seconds']:.1f} s with --placement {name}: "
+            f"faster          {seconds:.1f} s ({span(seconds)}) with --placement {name}: "
             f"{placement_named(name).summary}"
         )
     if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):

@@ -8,6 +8,7 @@ python profiles/clock/measure.py picture llama-3.1-8b h100 16384 profiles/clock/
 """
 
 import csv
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,14 @@ MORE = (
     ("QLoRA, streamed weights", "llama-3.1-70b", "h100", 128, 8192, {"weights": "host"}),
     *(("LoRA", "openai/gpt-oss-20b", gpu, 512, tokens, {"lora": 16})
       for gpu in ("h100", "a100-80gb") for tokens in (16384, 131072)),
+    ("QLoRA", "llama-3.1-8b", "a100-80gb", 128, 32768, {"weights": "gpu"}),
+    ("QLoRA", "Qwen/Qwen3-8B", "h100", 128, 131072, {"weights": "gpu"}),
+    ("QLoRA, streamed weights", "llama-3.1-8b", "rtx4090", 128, 65536, {"weights": "host"}),
+    ("QLoRA, streamed weights", "llama-3.1-70b", "a100-80gb", 128, 32768, {"weights": "host"}),
+    ("disk", "llama-3.1-8b", "a100-80gb", 128, 131072, {"checkpointing": "/tmp"}),
+    ("disk", "Qwen/Qwen3-8B", "h100", 128, 32768, {"checkpointing": "/tmp"}),
+    ("disk", "google/gemma-3-12b", "h100", 128, 131072, {"checkpointing": "/tmp"}),
+    ("8 ranks", "Qwen/Qwen3-8B", "h100", None, 1048576, {"ranks": 8}),
 )  # fmt: skip
 
 
@@ -58,7 +67,7 @@ def command(model, gpu, host, tokens, more: dict) -> str:
     words += [f"--host-ram {host}GiB"] * (host is not None)
     if "weights" in more:
         words += ["--lora-r 16 --base 4bit", f"--checkpointing frozen_weights={more['weights']}"]
-    words += [f"--lora-r {more['lora']}"] * ("lora" in more)
+    words += [f"--lora-r {more['lora']}"] if "lora" in more else []
     words += [f"--{name} {more[name]}" for name in ("ranks", "checkpointing") if name in more]
     return " ".join(words)
 
@@ -147,9 +156,10 @@ def table(path: Path) -> None:
             cells += [r["step_s"], r["planned_s"], f"{float(r['difference_percent']):+.1f}%"]
             cells += [f"{r['forward_exposed_s']} + {r['backward_exposed_s']}"]
             cells += [f"{float(r['exposed_percent']):.1f}%"]
-        print(
-            "|", " | ".join(cells if r["step_s"] else [*cells, "does not fit", "", "", "", ""]), "|"
-        )
+        else:
+            of = re.search(r"takes ([\d.]+ of [\d.]+ GiB) on the GPU", r["policy"])
+            cells += [f"does not fit: {of[1]}", *[""] * 4]
+        print("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
 
 
 def before(path: Path) -> None:
@@ -216,12 +226,12 @@ def picture(model: str, gpu: str, tokens: int, path: Path) -> None:
             axis.barh(e["tid"], e["dur"] / 1e3, left=e["ts"] / 1e3, height=0.8, color=colour)
         axis.set_yticks(list(names), list(names.values()))
         axis.set_xlim(low / 1e3, high / 1e3)
-        axis.invert_yaxis()
+        axis.set_ylim(max(names) + 0.6, min(names) - 0.6)
     axes[0].set_title(found.title + " (simulated)", fontsize=9, wrap=True)
     axes[1].set_xlabel("ms; below: six layers of forward")
     seen = [name for name in COLOURS if name not in ("optimizer",)]
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in seen]
-    axes[0].legend(patches, seen, ncols=len(seen), fontsize=7, loc="upper right")
+    figure.legend(patches, seen, ncols=len(seen), fontsize=8, loc="outside lower center")
     figure.savefig(path, dpi=90)
 
 
