@@ -40,7 +40,8 @@ class Slice:
 class Timeline:
     """One step. seconds: of each turn and of the whole step ("step"); waits: slices of compute's
     waits for copies; late: seconds in which compute waited for the host to issue work; peak_bytes:
-    on the device, as simulated.
+    on the device, as simulated. planned, planned_python: seconds of the closed form, and those of
+    them in which a GPU would wait for Python, of which the clock knows the launches alone.
     """
 
     title: str
@@ -49,7 +50,8 @@ class Timeline:
     seconds: dict[str, float] = field(default_factory=dict)
     late: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
-    planned: float | None = None  # seconds of the closed form
+    planned: float | None = None
+    planned_python: float = 0.0
 
     def exposed(self, *by: str) -> dict[tuple, float]:
         """Seconds of copies that compute waited for, summed by fields of a Slice: exposed("turn",
@@ -103,9 +105,12 @@ class Timeline:
             if value > 1e-4
         ]
         if self.planned is not None:
+            slow = self.planned_python > 0.01 * self.planned
+            python = f", {self.planned_python:.3f} s of it Python's" * slow
+            counted = ", which counts launches" * slow
             lines.append(
-                f"the plan's closed form says {self.planned:.3f} s "
-                f"({step / self.planned - 1:+.1%} on the clock)"
+                f"the plan's closed form says {self.planned:.3f} s{python} "
+                f"({step / self.planned - 1:+.1%} on the clock{counted})"
             )
         lines.append(f"peak memory on the device: {self.peak_bytes / 2**30:.2f} GiB (simulated)")
         return "\n".join(lines)

@@ -110,5 +110,5 @@ def clock(
         ranks=ranks,
         allocator=allocator,
     )
-    timeline.planned = found.step_seconds
+    timeline.planned, timeline.planned_python = found.step_seconds, found.seconds["python_wait"]
     return timeline

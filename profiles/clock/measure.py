@@ -229,9 +229,8 @@ def picture(model: str, gpu: str, tokens: int, path: Path) -> None:
         axis.set_ylim(max(names) + 0.6, min(names) - 0.6)
     axes[0].set_title(found.title + " (simulated)", fontsize=9, wrap=True)
     axes[1].set_xlabel("ms; below: six layers of forward")
-    seen = [name for name in COLOURS if name not in ("optimizer",)]
-    patches = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[name]) for name in seen]
-    figure.legend(patches, seen, ncols=len(seen), fontsize=8, loc="outside lower center")
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    figure.legend(patches, [*COLOURS], ncols=len(COLOURS), fontsize=8, loc="outside lower center")
     figure.savefig(path, dpi=90)
 
 

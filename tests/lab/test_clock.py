@@ -291,6 +291,20 @@ def test_a_step_that_does_not_fit_is_refused():
         clock("openai/gpt-oss-20b", seq_len=4096)
 
 
+@pytest.mark.parametrize("tokens, slow", [(512, True), (8192, False)])
+def test_a_step_that_waits_for_python_says_so(tokens, slow):
+    """The plan prices Python by what a layer was measured to take, the clock by launches: where a
+    step is Python's, they differ by more than anything else explains.
+    """
+    found = clock("llama-160m", seq_len=tokens)
+    off = abs(found.seconds["step"] / found.planned - 1)
+    assert (off > 0.05) == slow
+    python = found.planned_python if slow else 0.0
+    assert off * found.planned <= python + 0.05 * found.planned
+    said = f", {python:.3f} s of it Python's (" if slow else " s ("
+    assert said in str(found) and ("which counts launches)" in str(found)) == slow
+
+
 def test_a_real_step_of_131072_tokens_takes_less_than_three_minutes():
     begin = time.process_time()
     found = clock("llama-3.1-8b", seq_len=131072)
