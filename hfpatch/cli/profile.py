@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_clock(parser)
     add_run(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="results on stdout as JSON, nothing else"
+    )
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +45,6 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     add_checkpointing(parser.add_argument)
     parser.add_argument(
         "--out", default="runs/profile", help="the report's folder (default runs/profile)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="results on stdout as JSON, nothing else"
     )
 
 
