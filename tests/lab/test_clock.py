@@ -101,17 +101,17 @@ def test_it_shows_sources_that_are_let_go_at_the_end_of_a_layer(way):
 
 
 def test_it_shows_a_layer_that_fetches_its_own_last():
-    tickets = Backward._tickets
+    run = Backward.run
 
     slow = partial(step, WAYS["one tile"], share=1.8)  # a backward is twice a forward
     unbroken = exposed(slow(), "backward")
 
-    def last(self, before):
+    def last(self, dy, private, before):
         if before is not None:
             before.prefetch()
-        return tickets(self, None)
+        return run(self, dy, private, None)
 
-    with mock.patch.object(Backward, "_tickets", last):
+    with mock.patch.object(Backward, "run", last):
         assert exposed(slow(), "backward") > unbroken + 0.03
 
 
