@@ -1,8 +1,8 @@
 """The loss of any causal language model from its hidden states, without logits.
 
-The model's own forward runs. Where it calls its head, it gets lazy logits (logits.py). Where it
-calls its loss function, the head is called once, with the fused loss as its `forward` (head.py), so
-the hooks of engines around that call gather the weight.
+The model's own forward runs. Its call of the head returns lazy logits (logits.py). Its call of the
+loss function calls the head once, with the fused loss as the head's `forward` (head.py), so engine
+hooks around that call gather the weight.
 """
 
 import sys
@@ -52,15 +52,15 @@ _LABELS_TAKEN_OUT = (
     "compute_loss_func or label smoothing",
     "gives labels that end with each GPU's part",
 )
-# logits="auto" returns, in evaluation, logits beside a loss where all their copies together stay
+# In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
 EVAL_LOGITS_BYTES = 2 << 30
 BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its loss
 
 
 def _as_called(kwargs) -> dict:
-    """The caller's arguments for the decoder: positions, and whether neither a cache nor use_cache
-    came.
+    """The caller's arguments for the decoder: positions, and whether the caller passed neither a
+    cache nor use_cache.
 
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
@@ -91,9 +91,9 @@ class FusedCausalLM(KeepsSignature):
         _hfpatch_head_name: the attribute that holds the head.
         _hfpatch_logits: "auto", True or False.
         _hfpatch_norm_path: path of the norm before the head, or None.
-        _hfpatch_trl: the TrlHead that a trainer asked for, or None.
+        _hfpatch_trl: the TrlHead of the trainer's own head, or None.
         _hfpatch_beside: `apply` with this model's options, for another model.
-        _hfpatch_holder: path of the inner model that has the head, where this model computes only
+        _hfpatch_holder: path of the inner model that holds the head, for a model that computes only
             the loss (Llama 4 with images).
     """
 
@@ -129,8 +129,8 @@ class FusedCausalLM(KeepsSignature):
                     "fused_lm_head=True is not hfpatch's."
                 )
             return super().__setattr__(name, value)
-        # This class's forward returns the same fields as TRL's. A reference model in the same
-        # trainer must give equal log-probabilities for equal weights, so it is patched too.
+        # This class's forward returns the same fields as TRL's. The trainer's reference model is
+        # patched too: equal weights must give equal log-probabilities.
         vars(self)["_hfpatch_trl"] = head
         reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
         if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
@@ -166,7 +166,7 @@ class FusedCausalLM(KeepsSignature):
             alone = not self.training and not torch.is_grad_enabled()
             if alone and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
                 return out
-            # In evaluation an outer caller may have set the count already.
+            # In evaluation an outer call may have set the count already.
             if self.training or current.balance is None:
                 rows = 0  # the caller has num_items_in_batch
                 if kwargs.get("num_items_in_batch") is None:
@@ -181,20 +181,20 @@ class FusedCausalLM(KeepsSignature):
         return self._with_labels(labels, scores, kwargs)
 
     def _with_labels(self, labels, scores: bool, kwargs):
-        """The forward, with labels or without. scores: compute the outputs of TRL's head."""
+        """The forward, with or without labels. scores: compute the outputs of TRL's head."""
         if scores:
             return self._hfpatch_log_probs(kwargs)
         if labels is not None and self._loss_is_fused(labels, kwargs):
             return self._hfpatch_fused(labels, kwargs)
         return self._hfpatch_stock(kwargs)
 
-    # Lazy logits cannot be traced: this frame breaks the graph, and the backbone is one of its own.
+    # Dynamo cannot trace lazy logits: the graph breaks here and resumes inside, at the backbone.
     @partial(torch.compiler.disable, recursive=False)
     def _hfpatch_fused(self, labels, kwargs):
         """The forward with the fused loss.
 
-        Within it, the holder's own table has a stand-in for the head, found before the module of
-        that name, and `loss_function` is `_hfpatch_loss`.
+        Within it, a stand-in for the head lies in the holder's `__dict__`, where attribute access
+        finds it before the module of that name, and `loss_function` is `_hfpatch_loss`.
         """
         return_dict = kwargs.pop("return_dict", None)
         kwargs.pop("skip_logits", None)
@@ -204,7 +204,7 @@ class FusedCausalLM(KeepsSignature):
         labels_in = lambda target: (target[..., first:] != ignore).sum()  # noqa: E731
         count = ToHost(labels_in, target) if target.is_cuda else None
         holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
-        before = holder.get(name)  # of the forward in whose midst a hook runs this one
+        before = holder.get(name)  # set by an outer forward whose hook calls this one
         try:
             holder[name] = Head(self._hfpatch_head())
             with (
@@ -228,7 +228,7 @@ class FusedCausalLM(KeepsSignature):
         """Makes the loss under Ulysses a mean over the step's tokens, as in one process.
 
         transformers' Trainer passes no num_items_in_batch there and averages over rows. Returns how
-        many times this rank's loss contains the losses beside its tokens'
+        many times this rank's loss contains the router's balancing loss
         (context/router_balance.py: counted).
         """
         for name in ("compute_loss_func", "label_smoother"):
@@ -259,9 +259,9 @@ class FusedCausalLM(KeepsSignature):
 
     @torch.compiler.disable
     def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
-        """A context with the labels, and with the tokens whose outputs are unread.
+        """A context that holds the labels, and the tokens whose outputs are unread.
 
-        The output of a token is unread if no label follows it, unless a hook or the caller reads
+        A token's output is unread if no label follows the token, unless a hook or the caller reads
         hidden states.
         """
         idle_BT = current.idle_BT
@@ -271,13 +271,13 @@ class FusedCausalLM(KeepsSignature):
             def unread(target):
                 return [~nn.functional.pad(target[..., first:] != ignore, (0, first))]
 
-            # On a side stream: the host waits for it when it looks for documents, and must not wait
-            # for the previous step too.
+            # On a side stream: when looking for documents the host waits for this mask, and must
+            # not wait for the previous step with it.
             (idle_BT,) = beside(unread, target)
         return having(labels=target, idle_BT=idle_BT)
 
     def _hfpatch_log_probs(self, kwargs):
-        """The outputs of TRL's fused head, from our op where it computes the same."""
+        """The outputs of TRL's fused head, from our op where both compute the same."""
         head, asked = self._hfpatch_head(), self._hfpatch_trl
         reason = why_theirs(asked, head)
         if reason is not None:
@@ -324,7 +324,7 @@ class FusedCausalLM(KeepsSignature):
         return LOSS_WORKSPACE if runtime is None else runtime.loss_bytes
 
     def _hidden_is_ours(self, kwargs) -> bool:
-        """Whether no one else can hold the normed hidden states, so their gradient may overwrite
+        """Whether nothing else can hold the normed hidden states, so their gradient may overwrite
         them."""
         path, module = self._hfpatch_norm_path, self
         if path is None or asks_for_hidden_states(self, kwargs):
@@ -336,8 +336,10 @@ class FusedCausalLM(KeepsSignature):
         return isinstance(module, FusedRMSNorm)
 
     def _loss_is_fused(self, labels, kwargs) -> bool:
-        """Whether a forward with these labels computes the loss without logits: where transformers'
-        loss is all that is asked for, and the head can be called with the fused one.
+        """Whether a forward with these labels computes the loss without logits.
+
+        It does if the loss is transformers' own, the head can be called with the fused loss as its
+        forward, and the caller gets no logits.
         """
         keep = kwargs.get("logits_to_keep", 0)
         if not isinstance(keep, int) or keep != 0:
@@ -353,7 +355,7 @@ class FusedCausalLM(KeepsSignature):
         traced = torch.compiler.is_compiling()
         if kwargs.get("inputs_embeds") is not None and not traced and caller_reads_logits():
             return False
-        # In evaluation logits are returned where all their copies together are small.
+        # In evaluation small logits are returned.
         columns = self.config.get_text_config().vocab_size
         return self.training or labels.numel() * columns * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
 
@@ -365,5 +367,5 @@ class FusedCausalLM(KeepsSignature):
 
 
 def as_stock(loss: Tensor) -> Tensor:
-    """float32, the dtype of transformers' loss for any model, float64 ones too."""
+    """The loss as float32, the dtype of transformers' loss for any model, float64 models too."""
     return loss.float()

@@ -68,7 +68,7 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
 
     Args:
         head: the head, or PEFT's modules_to_save wrapper around it.
-        pass_forward: accept a forward set on the instance; for callers that would not call it.
+        pass_forward: accept a forward set on the instance; for callers that would bypass it.
 
     Returns:
         A phrase that names the head's class, forward or hook, for a report.
@@ -89,7 +89,7 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     held = vars(inner).get(hooked_forward(inner))
     if held is not None and getattr(held, "__func__", None) is not LINEAR and not pass_forward:
         return f"lm_head is a {kind} with a forward of another library"
-    # FSDP2 gathers its sharded weights within the call; quantised weights stay quantised.
+    # FSDP2 gathers its sharded weight within the call; a quantised weight stays quantised.
     weight = parameters_of(inner).get("weight")
     if hasattr(type(weight), "__tensor_flatten__") and not in_fsdp2(inner):
         return f"lm_head's weight is a {type(weight).__module__}.{type(weight).__name__}"
@@ -109,21 +109,23 @@ def not_its_own_loss(model: nn.Module) -> str | None:
 
 @dataclass(slots=True)
 class _Found:
-    """Why a model's loss runs through whole logits, or None, for as long as its head is made of the
-    same; beside: what else that depends on.
+    """A cached answer of why_whole_logits, valid while the head's snapshot and `beside` hold.
+
+    beside: the other inputs of the answer.
     """
 
     snapshot: Snapshot
     beside: tuple
     reason: str | None
 
-    def __reduce__(self):  # a copy of the model looks for itself
+    def __reduce__(self):  # a copy of the model runs the check itself
         return type(None), ()
 
 
 def why_whole_logits(model: nn.Module, head: nn.Module) -> str | None:
-    """Why this model's loss runs through whole logits, found anew where its head or its loss
-    changed; None where it does not.
+    """Why this model's loss runs through whole logits, or None where it is fused.
+
+    The check runs again only after the head or the loss changed.
     """
     if torch.compiler.is_compiling():
         return not_its_own_loss(model) or why_not_fused(head)
@@ -196,8 +198,8 @@ class Call:
 
 
 def call_under_way(head: nn.Module) -> Call | None:
-    """The Call that is the head's forward now, for hooks on the head; None where it computes
-    logits."""
+    """The Call that currently replaces the head's forward, for hooks on the head; None while the
+    head computes logits."""
     inner = linear_of(head)
     found = vars(inner).get(hooked_forward(inner))
     return found if isinstance(found, Call) else None
@@ -206,7 +208,7 @@ def call_under_way(head: nn.Module) -> Call | None:
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     """function(hidden, weight, *args, bias=bias, **options), computed inside one call of the head.
 
-    The hooks of engines (FSDP, ZeRO-3) around that call gather the head's weight.
+    Engine hooks (FSDP, ZeRO-3) around that call gather the head's weight.
     """
     inner = linear_of(head)
     call = Call(function, inner, args, options)

@@ -1,8 +1,8 @@
 """TRL's fused head through ops.linear_log_prob: `model(..., labels=, fused_lm_head=True)`.
 
 TRL's SFT, DPO, KTO, GRPO and RLOO trainers set `model.forward` to a function that runs the backbone
-and reads the head's weight. A patched model runs our op inside a call of the head instead, and
-returns the same fields with the same meaning.
+and reads the head's weight. A patched model runs our op inside a call of the head, and returns the
+same fields with the same meaning.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _FIELDS = {
 class TrlHead:
     """The arguments of TRL's add_fused_lm_head.
 
-    theirs: the bound forward that it made. output: the class which that forward returns.
+    theirs: the bound forward that TRL made. output: the class that this forward returns.
     """
 
     theirs: object
@@ -52,8 +52,7 @@ def why_theirs(asked: TrlHead, head: nn.Module) -> str | None:
     """Why TRL's own head must run, or None where our op computes the same."""
     if not 0.0 < asked.scale < float("inf"):
         return f"its logits are multiplied by {asked.scale}"
-    # With cast_lm_head_to_fp32 GRPO sets a forward on the head, which TRL's fused head does not
-    # call.
+    # With cast_lm_head_to_fp32 GRPO sets a forward on the head; TRL's fused head does not call it.
     return why_not_fused(head, pass_forward=asked.in_float32)
 
 
@@ -74,7 +73,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     Args:
         model: the patched causal model.
         head: its head.
-        asked: what the trainer asked add_fused_lm_head for.
+        asked: the arguments of the trainer's add_fused_lm_head.
         kwargs: the other arguments of the call.
 
     Returns:
@@ -121,7 +120,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
 
 
 def _balance(model: nn.Module, config, router_logits, attention_mask) -> Tensor:
-    """The load-balancing loss. Models or their configs hold the number of experts."""
+    """The load-balancing loss. The number of experts is on the model or on its config."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     number = getattr(model, "num_experts", None) or config.num_experts

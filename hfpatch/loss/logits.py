@@ -1,4 +1,4 @@
-"""Lazy logits: what a model gets from its head while it computes a loss.
+"""Lazy logits: the head's output while a model computes a loss.
 
 The stand-in records a scale, a soft cap and a cut of the vocabulary. Any other use computes the
 real logits.
@@ -20,7 +20,7 @@ from hfpatch.loss.head import has_rows_of_it, linear_of, rows_of, through
 class Logits:
     """hidden @ head.T, not computed: inner * logits, or outer * tanh(inner * logits), [..., V].
 
-    words: V, where only the first rows of the head count; None means all rows. Operations other
+    words: V where only the first V rows of the head are used; None means all rows. Operations other
     than scaling, capping and cutting compute the real logits.
     """
 

@@ -1,9 +1,9 @@
 """Rows that ranks share: each rank's part of a batch, and evaluation of every rank's rows by all
 ranks together.
 
-In evaluation accelerate turns Ulysses off, and TRL context parallelism. Each rank would then
-compute whole rows, which need more memory than training's parts. Under context parallelism
-transformers' Trainer evaluates parts, and each rank has its part's loss.
+In evaluation accelerate turns Ulysses off, and TRL turns context parallelism off. Each rank would
+then compute whole rows, which need more memory than the parts in training. Under context
+parallelism transformers' Trainer evaluates parts, and each rank gets the loss of its part.
 
 B batch, T tokens of whole rows, t of this rank.
 """
@@ -35,10 +35,10 @@ _BESIDE = ("num_items_in_batch", "ignore_index", "logits_to_keep", "skip_logits"
 
 
 def part_of(sequence: Sequence, batch: dict) -> dict:
-    """This rank's tokens of whole rows [B, T], which are padded to a multiple of the ranks and to
-    what mixers take at least.
+    """This rank's tokens of whole rows [B, T].
 
-    Labels are shifted first, because the next token may be on another rank.
+    Rows are padded to a multiple of the ranks, and to the shortest part that mixers accept. Labels
+    are shifted first, because the next token may be on another rank.
     """
     batch, (B, T) = dict(batch), batch["input_ids"].shape
     given = batch.get("position_ids")
@@ -64,7 +64,7 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
 
 
 def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
-    """The batches that the ranks of a group hold, in order: each has rows of its own."""
+    """The batches of a group's ranks, in rank order."""
     found = [None] * sequence.size
     dist.all_gather_object(
         found,
@@ -77,7 +77,7 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
 def _in_turn(sequence: Sequence, batch: dict, device, run):
     """run(part, count) for this rank's rows. All ranks compute the rows of each rank in turn.
 
-    count: the number of labels of those rows.
+    count: the number of labels in the rows that run() computes.
     """
     batches, mine = of_all_ranks(sequence, batch), None
     # Context parallelism gives all its ranks the same rows: one forward is enough. Engines gather
@@ -93,8 +93,8 @@ def _in_turn(sequence: Sequence, batch: dict, device, run):
             (whole["labels"][:, 1:] != IGNORE).sum().to(device),
             part.get("num_items_in_batch"),
         )
-        # Each rank divides by its share, and the mean is taken over ranks, because the experts'
-        # balancing loss in the same sum is equal on all of them.
+        # Each rank divides by its share, and _mean averages over the ranks: the experts' balancing
+        # loss in the same sum is equal on all ranks.
         share = (
             count.clamp_min(1) if items is None else torch.as_tensor(items, device=device)
         ) / sequence.size
@@ -121,7 +121,7 @@ def _mean(sequence: Sequence, x: Tensor) -> Tensor:
 
 
 def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
-    """The loss of this rank's rows: the mean over their labels (nan without any), or the sum
+    """The loss of this rank's rows: the mean over their labels (nan if they have none), or the sum
     divided by num_items_in_batch."""
 
     def run(part: dict, count: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def labelled_alike(able: bool, labelled: bool, device) -> bool:
     """Whether all ranks are able.
 
     Raises:
-        ValueError: on all ranks, where only some have labels: they would wait for the others.
+        ValueError: on all ranks, if only some have labels: these would wait for the others.
     """
     able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)], device)
     if not having and not lacking:
@@ -164,7 +164,7 @@ def labelled_alike(able: bool, labelled: bool, device) -> bool:
 
 
 def unlabelled(model, kwargs: dict) -> None:
-    """Tells the other ranks that this rank's rows of an evaluation have no labels."""
+    """Reports to the other ranks that this rank's evaluation rows have no labels."""
     sequence = left_alone_in_evaluation(model.config.get_text_config())
     if (
         sequence is not None
@@ -186,7 +186,7 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
     """The output of an evaluation forward for this rank's rows, computed by all ranks that share
     rows in training. All of them call this together.
 
-    scores: the caller wants the outputs of TRL's head. Returns None where each rank computes alone.
+    scores: compute the outputs of TRL's head. Returns None where each rank computes alone.
     """
     parts = parts_of_trainers_evaluation()
     return_dict = kwargs.get("return_dict")
@@ -197,8 +197,7 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
         out["loss"] = _mean(parts, out["loss"])
         return out if return_dict else out.to_tuple()
     sequence = left_alone_in_evaluation(model.config.get_text_config())
-    # A model that no engine shards (a judge on one rank, a later run) may be called by one rank
-    # alone.
+    # Without sharded weights one rank may call the model alone (a judge, a run after training).
     if sequence is None or not any(map(is_sharded, model.modules())):
         return None
     labels = kwargs["labels"]
@@ -218,8 +217,8 @@ def evaluated_by_ranks(model, kwargs: dict, scores: bool):
 
 
 def _rows_alone(model, kwargs: dict) -> bool:
-    """Whether a forward computes the loss of rows of tokens only: no images, no cache, no mask of
-    the caller's own."""
+    """Whether a forward computes the loss of token rows alone: no images, no cache, no custom
+    mask."""
     ids = kwargs.get("input_ids")
     if not isinstance(ids, Tensor) or any(getattr(model.config, n, False) for n in _WITHIN):
         return False
