@@ -1,3 +1,1 @@
-"""What transformers' own code meets while a patched model runs: attention, masks, documents,
-ranks.
-"""
+"""The interface to transformers' own code in a patched model: attention, masks, documents, ranks."""

@@ -1,5 +1,6 @@
-"""What is registered in transformers' interfaces under our names: the mask, and attention, which
-asks or computes itself.
+"""The mask function and the attention function that transformers' interfaces hold under our names.
+
+Attention hands its call to the role that is current, or computes the result itself.
 """
 
 import inspect
@@ -18,16 +19,16 @@ from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.ops._library import one_gradient
 from hfpatch.parallel.exchange import ExchangedAttention
 
-# in a compiled graph: no mask function goes with it, so no mask is built
+# The name in a compiled graph. No mask function is registered under it, so no mask is built.
 CAUSAL_NAME = "hfpatch_causal"
 
 
 def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None,
          local_size=None,
          use_vmap=False, device=None, **kwargs):  # fmt: skip
-    """A Mask. Keywords are those that transformers passes to its own mask functions."""
+    """A Mask. The keywords are the keywords of transformers' own mask functions."""
     batch = current.batch
-    if batch is None:  # a model of somebody else's: what it says is all there is
+    if batch is None:  # the model is not patched: only the arguments describe its tokens
         batch = Batch(batch_size, kv_length, device or torch.device("cpu"), attention_mask)
     added = (
         kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
@@ -62,12 +63,13 @@ def attention(
     s_aux=None,
     **kwargs,
 ):
-    """What layers call: ([B, T, H, E], None). The window is the mask's, as in transformers' own
-    eager and sdpa functions.
+    """The attention function of patched layers: returns ([B, T, H, E], None).
+
+    The mask holds the window, as in transformers' own eager and sdpa functions.
     """
     extra = {name: x for name, x in {"softcap": softcap, "s_aux": s_aux}.items() if x is not None}
     if attention_mask is None and current.batch is not None and current.batch.sequence is not None:
-        # accelerate's hooks take masks away; before 1.15 those of windows too
+        # accelerate's hooks drop masks; before 1.15 they drop masks of windows too
         if not attends_to_all_before(getattr(module, "config", None)):
             raise not_exchanged(
                 "a window whose mask accelerate took away (hfpatch.Callback keeps it)"
@@ -79,7 +81,7 @@ def attention(
         dropout if module.training else 0.0, _told(module, kwargs),
     )  # fmt: skip
     if current.role is None and current.batch is not None and (current.batch.weights or asked.told):
-        function = _own_eager(module)  # families differ in what they call weights (sinks)
+        function = _own_eager(module)  # families differ in whether weights include sinks
         if function is None:
             return _eager(asked)
         mask = _whole_mask(asked)
@@ -92,14 +94,14 @@ def attention(
 
 
 def _own_eager(module):
-    """The eager attention in the file of this module's class; None where it has none."""
+    """The eager attention in the file that defines this module's class, or None."""
     own = inspect.unwrap(getattr(module, "_hfpatch_base", type(module)).forward)
     return own.__globals__.get("eager_attention_forward")
 
 
 def _told(module, kwargs) -> str | None:
-    """What else its eager attention is given that says who sees whom and how much (a bias of
-    positions).
+    """The name of a float tensor among the arguments that the family's eager attention takes too
+    and that changes its scores (a bias of positions), or None.
     """
     given = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
     function = _own_eager(module) if given else None
@@ -108,7 +110,7 @@ def _told(module, kwargs) -> str | None:
 
 
 class _Attention(torch.autograd.Function):
-    """The two directions of attention/attention.py for a layer that is not tiled."""
+    """Forward and backward of attention/attention.py for a layer that is not tiled."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, asked, backend):
@@ -169,7 +171,7 @@ def _whole(asked: Asked) -> Tensor:
 
 
 def _plain(asked: Asked) -> Tensor:
-    """With a whole mask, or dropout, as transformers' own functions do it."""
+    """Attention with a dense mask or dropout, computed as transformers' own functions do."""
     q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
     mask, causal = _mask_and_causal(asked)
     if asked.softcap is None and asked.sinks_H is None:
@@ -188,8 +190,8 @@ def _plain(asked: Asked) -> Tensor:
 
 
 def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
-    """The whole mask, where one says more than causality, and whether the call is causal without
-    one.
+    """(the dense mask, or None where causality describes it; whether the call is causal without a
+    mask).
     """
     mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
     same = asked.q_BHTE.shape[2] == asked.k_BKTE.shape[2]
@@ -197,7 +199,7 @@ def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
 
 
 def _whole_mask(asked: Asked) -> Tensor | None:
-    """The whole mask, a causal one's too."""
+    """The dense mask, also of causal attention."""
     mask, causal = _mask_and_causal(asked)
     if mask is None and causal:
         T = asked.q_BHTE.shape[2]
@@ -206,8 +208,8 @@ def _whole_mask(asked: Asked) -> Tensor | None:
 
 
 def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
-    """(out, probabilities [B, H, T, T]) with all scores at once, as transformers' eager functions
-    have it.
+    """(out, probabilities [B, H, T, T]) with all scores at once, as in transformers' eager
+    functions.
     """
     q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
     repeat = q.shape[1] // k.shape[1]
@@ -229,7 +231,7 @@ def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
 
 
 def causal_attention(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
-    """Every row one causal sequence, in torch's own attention: ([B, T, H, E], None)."""
+    """torch's own attention, with each row as one causal sequence: ([B, T, H, E], None)."""
     out = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -239,8 +241,8 @@ def causal_attention(module, query, key, value, attention_mask=None, scaling=Non
 def _torchs_own(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """For torch's function of this name with a Mask of ours: [B, H, T, E]."""
-    frame, module = sys._getframe(1), None  # torch's function is not told whose attention it is
+    """Replaces torch's function of this name where the mask is a Mask: [B, H, T, E]."""
+    frame, module = sys._getframe(1), None  # torch's function gets no module: the caller has it
     while not isinstance(module, torch.nn.Module):
         module, frame = frame.f_locals.get("self"), frame.f_back
     return attention(module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)[
@@ -249,6 +251,6 @@ def _torchs_own(
 
 
 ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own
-ALL_ATTENTION_FUNCTIONS.register(str(NAME), attention)  # a graph takes keys of str alone
+ALL_ATTENTION_FUNCTIONS.register(str(NAME), attention)  # a graph accepts only str itself as a key
 ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, causal_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(str(NAME), mask)

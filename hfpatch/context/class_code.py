@@ -1,4 +1,4 @@
-"""The code that a class of modules runs, and whether it is still what `apply` saw."""
+"""The code that a class of modules runs, and whether it changed since `apply`."""
 
 import sys
 
@@ -13,9 +13,9 @@ def rope_of(attn: nn.Module):
 
 
 def _code(kind: type) -> tuple:
-    """A class's forward, and its file's rotation.
+    """A class's forward, and the rotation of its file.
 
-    Some libraries replace the latter process-wide.
+    Some libraries replace the rotation process-wide.
     """
     return MADE_FROM[kind].forward, getattr(
         sys.modules.get(kind.__module__), "apply_rotary_pos_emb", None
@@ -28,7 +28,7 @@ _asked: dict[type, tuple] = {}
 def code_asked(layers) -> frozenset:
     """The code of every class in these layers, before apply.
 
-    Remembered for `as_asked`; part of the key of a verdict.
+    `as_asked` compares with it later. It is part of the key of a cached verdict.
     """
     found = {kind: _code(kind) for kind in {type(m) for layer in layers for m in layer.modules()}}
     _asked.update(found)
@@ -36,5 +36,5 @@ def code_asked(layers) -> frozenset:
 
 
 def as_asked(kind: type) -> bool:
-    """Whether a class still has the code that it had when a model with it was probed."""
+    """Whether a class still has the code that the probe of its model saw."""
     return _asked.get(kind) in (None, _code(kind))

@@ -1,9 +1,9 @@
 """A module gets its fused class by `module.__class__ = mixed(Part, type(module))`.
 
-That is transformers' own class with a part mixed over it, of the same name and module, so that wrap
-policies, `save_pretrained` (which writes experts as the hub has them for transformers' own classes
-alone) and whoever else reads names find what they look for. Parameters, hooks and state_dict keys
-stay as they were, and the class survives pickle and deepcopy.
+The result is transformers' own class with a part mixed over it, of the same name and module. Code
+that looks for classes by name finds it: wrap policies, and `save_pretrained`, which writes experts
+in the hub's layout for transformers' own classes alone. Parameters, hooks and state_dict keys stay
+the same, and the class survives pickle and deepcopy.
 """
 
 import copyreg
@@ -25,16 +25,16 @@ def _rebuild(part: type, base: type):
 
 
 class Mixed:
-    """What every mixed class knows: the class it was made from."""
+    """Base of every mixed class: records the class that it was made from."""
 
     _hfpatch_base: type
     _hfpatch_part: type
-    _hfpatch_code: object  # that class's forward then: what stands there later is somebody's own
+    _hfpatch_code: object  # the base's forward at that time; a later forward is another library's
 
     def __reduce_ex__(self, protocol):
         state = super().__reduce_ex__(protocol)
-        # (copyreg.__newobj__, (cls,), state, ...): the class is made anew, what it holds is the
-        # object's own.
+        # state is (copyreg.__newobj__, (cls,), state, ...): _rebuild makes the class again, and the
+        # rest is the instance's own.
         assert state[0] is copyreg.__newobj__, (
             "hfpatch: a module with a pickling of its own cannot be rebuilt"
         )
@@ -42,8 +42,8 @@ class Mixed:
 
 
 def mixed(part: type, base: type) -> type:
-    """The class of modules of class `base`, as it is now, with `part` over it, and what that wants
-    beneath it.
+    """The class for modules of class `base`, in its current form, with `part` over it and the
+    classes of `part._hfpatch_beneath` under it.
     """
     return _mixed(part, base, base.forward)
 
@@ -61,9 +61,7 @@ def _mixed(part: type, base: type, forward) -> type:
 
 
 def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The outermost model of transformers inside another library's module, and its name there; None
-    where there is none.
-    """
+    """(name, module) of the outermost transformers model inside another library's module, or None."""
     inside = ((name, m) for name, m in module.named_modules() if m is not module)
     return next(
         ((name, m) for name, m in inside if hasattr(vars(m).get("config"), "model_type")), None
@@ -71,7 +69,7 @@ def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def not_a_model(came) -> ValueError:
-    """What to raise where something else than a model came."""
+    """The error for an argument that is no model."""
     name = f"the class {came.__name__}" if isinstance(came, type) else type(came).__name__
     found = inner_model(came) if isinstance(came, nn.Module) else None
     if found is not None:
@@ -86,7 +84,7 @@ def not_a_model(came) -> ValueError:
 
 
 def expect_module(model) -> None:
-    """ValueError for what is no module."""
+    """Raises ValueError for anything but a module."""
     if not isinstance(model, nn.Module):
         raise not_a_model(model)
 
@@ -96,7 +94,8 @@ def swap(module: nn.Module, part: type) -> None:
 
 
 def as_made(module: nn.Module) -> bool:
-    """Whether calls of it run the code for which its class was mixed, or its own class's."""
+    """Whether a call of this module runs the code for which its class was mixed, or its own
+    class's code."""
     kind = type(module)
     return "forward" not in vars(module) and MADE_FROM[kind].forward is getattr(
         kind, "_hfpatch_code", kind.forward
@@ -108,8 +107,8 @@ def is_mixed(module: nn.Module) -> bool:
 
 
 def unswap(module: nn.Module) -> None:
-    """transformers' class again, under what another library (parametrize) may have put over ours
-    meanwhile.
+    """Restores transformers' class, also beneath a class that another library (parametrize) put
+    over ours.
     """
     module.__class__ = _unmixed(type(module))
 
@@ -124,26 +123,27 @@ def _unmixed(cls: type) -> type:
     )
 
 
-# Libraries whose classes that stand for a Linear are projections: of each token by itself.
+# Libraries whose replacements of nn.Linear are projections: they compute each token by itself.
 PROJECTIONS = {
     "torch", "torchao", "transformers", "deepspeed", "hfpatch",
     "aqlm", "auto_gptq", "awq", "bitsandbytes", "compressed_tensors", "eetq", "gptqmodel", "hqq",
     "optimum", "vptq",
 }  # fmt: skip
-# Libraries whose modules and forwards in a layer are known: they keep nothing of their calls but in
-#     buffers.
+# Libraries whose modules and forwards in a layer are known: they keep state of their calls only in
+# buffers.
 LIBRARIES = PROJECTIONS | sys.stdlib_module_names | {
     "accelerate", "causal_conv1d", "fla", "flash_attn", "kernels", "liger_kernel", "mamba_ssm",
     "peft", "transformer_engine", "trl",
 }  # fmt: skip
 
-LINEAR, CALL = nn.Linear.forward, nn.Linear.__call__  # torch's own, whatever stands there later
+LINEAR, CALL = nn.Linear.forward, nn.Linear.__call__  # torch's own, from before any replacement
 
 
 def whose(code) -> str:
-    """The module in which a class, a function or a forward on an instance (a trainer's, a kernel's
-    of use_kernels) was written; a function's, a partial's or a callable object's is not what
-    wraps() says.
+    """The module that defines a class, a function, or a forward on an instance (a trainer's, or a
+    kernel of use_kernels).
+
+    The attributes that functools.wraps() copies do not change the answer.
     """
     while isinstance(code, partial):
         code = code.func
@@ -156,24 +156,24 @@ def whose(code) -> str:
 
 
 def home_of(code) -> str:
-    """The package of that module."""
+    """The package of the module that `whose` returns."""
     return whose(code).partition(".")[0]
 
 
 def replaced_forward(module: nn.Module) -> str | None:
-    """Whose forward this instance has in place of its class's; None where it has none."""
+    """A phrase that names the module of this instance's own forward; None without one."""
     forward = vars(module).get("forward")
     return None if forward is None else f"its forward is {whose(forward)}'s"
 
 
 def other_forward(module: nn.Module) -> bool:
-    """Whether calls of this instance run another forward than its class's."""
+    """Whether a call of this instance runs another forward than its class's."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def package_of(module: nn.Module) -> str:
-    """The package that its class is from, under those that torch's FSDP makes."""
+    """The package that defines the module's class, beneath a class that torch's FSDP made."""
     return home_of(MADE_FROM[type(module)])
 
 
@@ -181,21 +181,23 @@ def package_of(module: nn.Module) -> str:
 
 
 def forwards_for_now(pairs, name: str = "forward"):
-    """A context in which calls of each module run the forward beside it; (module, forward) pairs.
-    The model's lock is held.
+    """A context in which each module of these (module, forward) pairs runs that forward.
+
+    The caller holds the model's lock.
     """
     return values_for_now([(module.__dict__, name, forward) for module, forward in pairs])
 
 
-# --- forwards that know their caller's arguments by name ------------------------------------------
+# --- forwards that keep the signature of transformers' own ----------------------------------------
 
 
 class KeepsSignature:
-    """What is mixed over a model's class: that gets a forward which hands on to
-    `_hfpatch_forward(args, kwargs)` under its own signature, by which Trainer decides which columns
-    of a dataset to keep.
+    """Mixed over a model's class: gives the class a forward that calls `_hfpatch_forward(args,
+    kwargs)` and keeps the original signature.
 
-    `_hfpatch_turn`: the model's lock; instances that apply() has not seen share one.
+    Trainer reads the signature to decide which columns of a dataset to keep.
+
+    `_hfpatch_turn`: the model's lock. Instances that apply() has not seen share one.
     """
 
     _hfpatch_turn = Turn()
@@ -203,7 +205,7 @@ class KeepsSignature:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         base = next((c for c in cls.__mro__[1:] if "forward" in vars(c)), None)
-        if base is None:  # a part by itself
+        if base is None:  # a part that is not mixed over a model yet
             return
 
         @wraps(base.forward)

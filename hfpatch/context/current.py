@@ -1,13 +1,13 @@
-"""The attention and the mask that a patched model's layers meet, and the three ways in which a
-layer is asked.
+"""The thread's state while a patched model runs, the name of our attention in configs, and the
+roles of attention.
 
-Both are registered in transformers' interfaces (attention.py) under our name, which a model's
-configs carry only while its decoder (or a layer in backward) runs: `config.json`, other code that
-reads `config._attn_implementation`, and other models see the user's choice.
+Attention and the mask are registered in transformers' interfaces (attention.py) under our name. A
+model's configs carry that name only while its decoder, or a layer in backward, runs: `config.json`,
+other code that reads `config._attn_implementation`, and other models see the user's choice.
 
-    pre     Noting: attention notes q, k, v and what was asked of it, and stops the layer's forward with an exception
-    post    Answering: attention answers with the tile of the output that it is given
-    whole   neither: attention computes itself, for layers that do not run tile by tile
+    pre     Noting: attention records q, k, v and its options, and ends the forward by an exception
+    post    Answering: attention returns the tile of the output that was computed for it
+    whole   no role: attention computes the result itself, for layers that do not run in tiles
 """
 
 import threading
@@ -33,9 +33,10 @@ from hfpatch.context.masks import Batch, Mask
 
 
 class _Name(str):
-    """Our attention's name. Code of a family that asks for "sdpa" by name, to make its own of the
-    mask (sparse attention) or to call torch's function itself, does so under ours as well: it would
-    leave that out without a word.
+    """Our attention's name, which compares equal to "sdpa" too.
+
+    Some families check for "sdpa" by name, to derive their own mask (sparse attention) or to call
+    torch's function themselves. Under any other name they would skip this silently.
     """
 
     def __eq__(self, other):
@@ -51,35 +52,36 @@ NAME = _Name("hfpatch")
 
 
 class Stopped(BaseException):
-    """Ends a layer's forward at its attention. Not an Exception: code that catches those must not
-    swallow it.
+    """Ends a layer's forward at its attention.
+
+    It is a BaseException, so that a layer's `except Exception` does not swallow it.
     """
 
 
 class NotStopped(RuntimeError):
-    """A layer's forward went on beyond the attention that it was asked for; its message says
+    """A layer's forward ran past the attention call that should have ended it; the message says
     why.
     """
 
 
 class _Current(threading.local):
     role = None  # Noting or Answering
-    batch: Batch | None = None  # what the mask function describes
-    declined = False  # whether the stack around runs as transformers has it
-    causal = False  # whether a causal model's own forward runs around this one
-    embeds = None  # the patched model whose forward runs, where that hands nobody what it embedded
-    # What its caller said: some models drop positions before their layers (Mamba, Bloom).
+    batch: Batch | None = None  # of the decoder's forward that runs, for the mask function
+    declined = False  # whether the decoder runs with transformers' own code
+    causal = False  # whether a causal model's forward runs around the decoder's
+    embeds = None  # the patched model that runs, if it does not return its embeddings
+    # The caller's positions: some models drop them before their layers (Mamba, Bloom).
     positions: Tensor | None = None
-    uncached = False  # whether it asked for no cache, nor against one
-    # parallel.exchange.Sequence that the caller says shares rows (context/ranks.py)
+    uncached = False  # whether the caller passed neither a cache nor use_cache
+    # The parallel.exchange.Sequence that shares the rows (context/ranks.py); False for no ranks.
     sequence = None
-    # The model that is asked for a loss, its labels, whether they are to be shifted, their count.
+    # (the model that computes a loss, its labels, whether to shift them, their count)
     target: tuple | None = None
-    labels: Tensor | None = None  # that the forward under way computes the loss of
-    balance = None  # context.router_balance.Counted, where a causal model's loss is computed
-    # of the experts that are called: a parameter's name -> the factors of its adapters
+    labels: Tensor | None = None  # of the loss that the running forward computes
+    balance = None  # context.router_balance.Counted, while a causal model computes its loss
+    # of the experts that run: a parameter's name -> the factors of its adapters
     factors: dict | None = None
-    # tokens whose output the loss does not read, where a loss is all that is asked for
+    # tokens whose output is unread, where the forward returns only a loss
     idle_BT: Tensor | None = None
 
 
@@ -87,9 +89,7 @@ current = _Current()
 
 
 def why_not_causal(module: torch.nn.Module, mask) -> str | None:
-    """None where attention with this mask can be tiled, whatever its queries are, else the
-    reason.
-    """
+    """The reason why attention with this mask cannot be tiled, or None. Queries are not looked at."""
     if isinstance(mask, Tensor):
         return "an attention mask of the caller's own"
     if isinstance(mask, Mask) and mask.build is not None:
@@ -99,9 +99,7 @@ def why_not_causal(module: torch.nn.Module, mask) -> str | None:
 
 @dataclass
 class Asked:
-    """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and what it asks
-    for.
-    """
+    """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and its options."""
 
     module: torch.nn.Module
     q_BHTE: Tensor
@@ -112,7 +110,7 @@ class Asked:
     softcap: float | None = None
     sinks_H: Tensor | None = None
     dropout: float = 0.0
-    told: str | None = None  # what else the family's own attention takes
+    told: str | None = None  # the name of another input of the family's own attention
 
     def why_not_tiled(self) -> str | None:
         """None where this call can be tiled, else the reason."""
@@ -138,7 +136,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of attention was asked for."""
+    """The options of one attention call."""
 
     scale: float
     pattern: Pattern
@@ -146,8 +144,9 @@ class Call:
 
 
 class Noting:
-    """pre: keeps the calls of one forward, which ends at the last of them. mixed: (args, kwargs) of
-    each mixer, by name.
+    """The role in `pre`: records the attention calls of one forward, and stops it at the last call.
+
+    mixed: (args, kwargs) of each mixer, by name.
     """
 
     def __init__(self, n_calls: int):
@@ -156,8 +155,8 @@ class Noting:
     def _noted(self, answer: Tensor) -> Tensor:
         if len(self.calls) + len(self.mixed) == self.n_calls:
             raise Stopped
-        # The calls of a layer do not depend on each other (decoder/probe.py saw to it): any answer
-        # does.
+        # decoder/probe.py checked that a layer's calls do not depend on each other: any value will
+        # do.
         return answer
 
     def __call__(self, asked: Asked):
@@ -166,7 +165,7 @@ class Noting:
         return self._noted(q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
     def not_stopped(self) -> NotStopped:
-        """What ends a forward that came to its end."""
+        """The error for a forward that was not stopped."""
         came = len(self.calls) + len(self.mixed)
         return NotStopped(
             "its forward catches what stops it at its attention (BaseException)"
@@ -181,15 +180,15 @@ class Noting:
 
 
 class Answering:
-    """post: gives the calls of one forward their answers, [B, t, H, E] each, in order; mixers
-    theirs, [B, t, D], by name.
+    """The role in `post`: returns the attention outputs of one forward in order, [B, t, H, E] each,
+    and the outputs of mixers, [B, t, D], by name.
     """
 
     def __init__(self, answers: list[Tensor], mixed: dict | None = None):
         self.answers, self.mixed = list(answers), mixed
 
     def __call__(self, asked: Asked):
-        if not self.answers:  # a decoder layer called by hand, with an encoder's states
+        if not self.answers:  # a decoder layer that the user calls with an encoder's states
             raise NotStopped("its forward calls attention more often than it did when it was asked")
         return self.answers.pop(0)
 
@@ -199,28 +198,29 @@ class Answering:
 
 @contextmanager
 def having(**values):
-    """Within, `current` has these values for this thread."""
+    """A context in which `current` has these values, for this thread."""
     here = vars(current)
     before = here.copy()
     try:
         here.update(values)
         yield
     finally:
-        here.clear()  # a field that is not there has its class's value
+        here.clear()  # a missing field has its class's default
         here.update(before)
 
 
 def in_the_midst() -> bool:
-    """Whether a patched decoder's forward, or a layer's backward, is under way in this thread."""
+    """Whether this thread runs a patched decoder's forward or a layer's backward."""
     return current.batch is not None or current.declined or current.role is not None
 
 
 @contextmanager
 def on_its_own():
-    """Within, a forward knows nothing of the one in whose midst it is called (by a hook, or a
-    signal's handler).
+    """A context for a forward that a hook or a signal's handler calls within another forward: it
+    sees none of the outer forward's state.
 
-    RuntimeError in the midst of a tile, whose layer's modules do not go their ordinary ways.
+    Raises:
+        RuntimeError: within a tile, while the layer's modules have other forwards.
     """
     if current.role is not None:
         raise RuntimeError(
@@ -239,14 +239,14 @@ def on_its_own():
 
 
 def asks_for_hidden_states(model, kwargs) -> bool:
-    """Whether the caller of this model's forward is to have its hidden states."""
+    """Whether this model's forward returns its hidden states."""
     asked = kwargs.get("output_hidden_states")
     return bool(getattr(model.config, "output_hidden_states", False) if asked is None else asked)
 
 
 @contextmanager
 def asking(role):
-    """Layers that run here meet `role` at their attention."""
+    """A context in which layers meet `role` at their attention."""
     before, current.role = current.role, role
     try:
         yield role
@@ -255,7 +255,7 @@ def asking(role):
 
 
 def not_exchanged(what: str) -> ValueError:
-    """What ends a forward that would take a rank's part of each row for the whole."""
+    """The error for a forward that would take a rank's part of each row for the whole row."""
     return ValueError(
         "hfpatch: expected attention that can be exchanged between the ranks of a sequence, "
         f"{what} came; "
@@ -265,14 +265,14 @@ def not_exchanged(what: str) -> ValueError:
 
 # --- which configs name our attention now ---------------------------------------------------------
 
-# id(config): [the config, the attention that it named before, how many contexts name ours, the
-# experts that it named before]
+# id(config): [the config, its own attention name, the number of contexts that name ours, its own
+# experts name]
 _entered: dict = {}
 
 
 @contextmanager
 def our_attention(configs, batch: Batch | None):
-    """Within, the configs name our attention, and masks describe `batch`."""
+    """A context in which the configs name our attention, and masks describe `batch`."""
     before, entered = current.batch, []
     try:
         current.batch = batch
@@ -291,16 +291,14 @@ def our_attention(configs, batch: Batch | None):
         try:
             for config in entered:
                 _leave(config)
-        except (
-            BaseException
-        ):  # Ctrl-C in the midst of it, which ends every context around this one too
+        except BaseException:  # Ctrl-C within _leave: it ends every context around this one too
             for config in entered:
                 _leave(config, wholly=True)
             raise
 
 
 def _leave(config, wholly: bool = False) -> None:
-    """One context less in which a config names our attention, or none left."""
+    """Ends one context in which a config names our attention, or all of them (`wholly`)."""
     entry = _entered.get(id(config))
     if entry is None:
         return
@@ -313,26 +311,26 @@ def _leave(config, wholly: bool = False) -> None:
 
 
 def unnamed(configs) -> bool:
-    """Whether a forward with our attention is under way, and these configs do not name it: of a
-    layer that came later.
+    """Whether a forward with our attention runs and one of these configs does not name it, as for a
+    layer that was added later.
     """
     return current.batch is not None and any(id(config) not in _entered for config in configs)
 
 
 def named(config) -> str | None:
-    """The attention that a config names outside of ours."""
+    """The attention that a config names when ours is not entered."""
     entry = _entered.get(id(config))
     return attention_of(config) if entry is None else entry[1]
 
 
 def named_experts(config) -> str | None:
-    """What runs the experts of this config outside of ours; "" where it says nothing."""
+    """The experts implementation that a config names when ours is not entered; "" for no name."""
     entry = _entered.get(id(config))
     return experts_of(config) if entry is None else entry[3]
 
 
 def with_experts(name: str | None, config, forward, *args) -> Tensor:
-    """forward(*args) of fused experts, whose config names this meanwhile."""
+    """forward(*args) of fused experts, with `name` in their config during the call."""
     now = experts_of(config)
     name_experts(config, name)
     try:
@@ -342,16 +340,17 @@ def with_experts(name: str | None, config, forward, *args) -> Tensor:
 
 
 def standard(config) -> str | None:
-    """Which of transformers' own attentions, for all of which ours may stand, a config names:
-    eager, sdpa, flex_attention or flash; None for another, or for one of these names under which
-    somebody registered a function that may see tokens which this process does not have. Each
-    version of FlashAttention, and its kernels on the hub under the name of their repository, are
-    called by one function.
+    """The kind of transformers' own attention that a config names: eager, sdpa, flex_attention or
+    flash. Ours can replace each of them.
+
+    None for other names, and for one of these names where another function is registered, which may
+    read tokens that this process does not have. One function serves every version of FlashAttention
+    and its kernels on the hub, which are named by their repository.
     """
     name = named(config) or ""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     theirs = function is None or function.__module__.startswith("transformers.")
-    by_engine = not theirs and ulysses(function) is not None  # ranks.sequence_now says what it does
+    by_engine = not theirs and ulysses(function) is not None  # see ranks.sequence_now
     if name in ("eager", "sdpa", "flex_attention"):
         return name if theirs or by_engine else None
     flash = function is flash_attention_forward or by_engine and "flash" in name

@@ -1,12 +1,12 @@
-"""Which tokens may see each other, decided once a step from what the caller passed, never as a [T,
+"""Which tokens may see each other, decided once a step from the caller's arguments, never as a [T,
 T] mask.
 
-One rule for every family. Without a mask and without a cache a document starts wherever a position
-is not its predecessor plus 1 (transformers' rule for sdpa). Beside a 2D mask or a cache, where
-transformers looks at the mask alone, a document starts where the positions of the visible tokens
-restart: jumps (PoSE), fractions (interpolation) and repeats start none, so those equal
-transformers; packed rows stay isolated, where transformers lets their documents see each other. A
-masked token is seen by nobody; before a row's first visible token it also sees nobody.
+One rule serves every family. Without a mask and without a cache, a document starts wherever a
+position is not its predecessor plus 1 (transformers' rule for sdpa). With a 2D mask or a cache
+transformers reads the mask alone; here a document starts where the positions of the visible tokens
+restart. Jumps (PoSE), fractions (interpolation) and repeats start none, so such rows equal
+transformers. Packed rows stay isolated, where transformers lets their documents see each other. No
+token sees a masked token; before a row's first visible token a masked token also sees no other.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,15 @@ from hfpatch.store.device import ToHost
 
 @dataclass(frozen=True)
 class Rows:
-    """What a batch says of its tokens. documents: None where every row is one; hidden_BT: keys that
-    nobody sees, or None; blind_BT: tokens before a row's first visible one, which see nobody, or
-    None where there is none whose output is read; real: where documents start among the visible
-    tokens alone, and how many these are, or None where no token is padding that nobody reads.
+    """The documents and the padding of a batch.
+
+    Attributes:
+        documents: None where every row is one document.
+        hidden_BT: keys that no query sees, or None.
+        blind_BT: tokens before a row's first visible one, which see no key. None if there are none
+            whose output is read.
+        real: the document starts among the visible tokens alone, and their number. None without
+            padding, or where padding is read.
     """
 
     documents: Documents | None = None
@@ -33,8 +38,8 @@ class Rows:
     real: tuple[int, ...] | None = None
 
     def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
-        """What it says of so many tokens of one row, the first given among the flattened ones,
-        where no keys are hidden.
+        """The Rows of `tokens` tokens of one row, from `first` among the flattened ones, where no
+        keys are hidden.
         """
         bounds = [] if self.documents is None else self.documents.bounds
         inside = {x - first for x in bounds if first < x < first + tokens}
@@ -42,10 +47,10 @@ class Rows:
 
 
 def _restarts(positions_BT: Tensor) -> Tensor:
-    """Where positions fall: [B, T-1], for tokens 1 to T-1.
+    """Where positions restart: [B, T-1], for tokens 1 to T-1.
 
-    A token that repeats its row's least position starts a document of its own, unless the row
-    repeats others too (positions that were interpolated, not counted) or holds nothing else.
+    A token that repeats its row's least position starts a document, unless the row repeats other
+    positions too (interpolated positions) or holds no other position.
     """
     step_BT = positions_BT[:, 1:] - positions_BT[:, :-1]
     least_B1 = positions_BT.amin(1, keepdim=True)
@@ -59,26 +64,26 @@ def _restarts(positions_BT: Tensor) -> Tensor:
 def _document_starts(
     positions_BT: Tensor, visible_BT: Tensor | None, beside_a_mask: bool
 ) -> Tensor:
-    """[B, T-1] of bool. beside_a_mask: whether a mask or a cache stands beside the positions."""
+    """[B, T-1] of bool. beside_a_mask: whether a mask or a cache came with the positions."""
     if not beside_a_mask:
         return positions_BT[:, 1:] != positions_BT[:, :-1] + 1
     if visible_BT is None:
         return _restarts(positions_BT)
-    # Of the visible tokens alone, in their order: stable, so that hidden ones go behind them.
+    # Only the visible tokens, in their order: the stable sort puts hidden ones behind them.
     order_BT = (~visible_BT).to(torch.uint8).argsort(dim=1, stable=True)
     ordered_BT = positions_BT.gather(1, order_BT)
     last_B1 = visible_BT.sum(1, keepdim=True) - 1
     top_B1 = ordered_BT.gather(1, last_B1.clamp_min(0))
     index_BT = torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(order_BT)
-    # Behind them positions go on counting.
+    # Behind the visible tokens positions go on counting, so that none restarts.
     ordered_BT = torch.where(index_BT <= last_B1, ordered_BT, top_B1 + index_BT - last_B1)
     starts_BT = torch.zeros_like(visible_BT).scatter(1, order_BT[:, 1:], _restarts(ordered_BT))
     return starts_BT[:, 1:] & visible_BT[:, 1:]
 
 
 def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether the positions [B, T] of the visible tokens restart anywhere: whether a row holds more
-    than one document.
+    """Whether the positions [B, T] of the visible tokens restart: whether a row holds more than one
+    document.
     """
     given = [position_ids] if attention_mask is None else [position_ids, attention_mask]
     starts = lambda positions, mask=None: _document_starts(  # noqa: E731
@@ -88,10 +93,10 @@ def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
 
 
 def shown(mask, B: int, T: int, past: int) -> Tensor | None:
-    """[B, T] of bool: which of the T tokens behind `past` ones a mask of scores, or a dict of them,
-    lets see themselves.
+    """[B, T] of bool: which of the T tokens behind `past` ones a 4D mask, or a dict of masks, lets
+    see themselves.
 
-    Padding is hidden from itself. None where the mask is of another kind, or does not reach so far.
+    Padding is hidden from itself. None where the mask is of another kind, or too short.
     """
     masks = mask.values() if isinstance(mask, dict) else [mask]
     for mask in masks:
@@ -109,8 +114,8 @@ def shown(mask, B: int, T: int, past: int) -> Tensor | None:
 def packs(
     B: int, position_ids: Tensor | None, attention_mask: Tensor | None, cu_seq_lens: Tensor | None
 ) -> bool:
-    """Whether a batch of B rows holds more documents than rows, as its positions [1 or B, T] or its
-    offsets say.
+    """Whether a batch of B rows holds more documents than rows, by its offsets or by its positions
+    [1 or B, T].
     """
     if cu_seq_lens is not None:
         return cu_seq_lens.numel() > B + 1
@@ -118,7 +123,7 @@ def packs(
 
 
 def refuse_packed(kind: type, advice: str = "do not pack"):
-    """ValueError: documents would see each other in this class of model, or layer."""
+    """Raises ValueError: documents would see each other in this class of model or layer."""
     raise ValueError(
         "hfpatch: expected one document a row, position_ids that restart came to a "
         f"{kind.__name__}, in which what mixes tokens "
@@ -132,15 +137,23 @@ def find_rows(
     cu_seq_lens: Tensor | Sequence[int] | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
     padding: bool = True, cached: bool = False,
 ) -> Rows:  # fmt: skip
-    """Documents and hidden keys of a batch (the module's rule).
+    """Documents and hidden keys of a batch, by the rule in this module's docstring.
 
-    attention_mask: [B, T] of 0 and 1, or None; position_ids: [1 or B, T]; cu_seq_lens: [n+1]
-    offsets over the flattened tokens (FlashAttention's keyword), which win over positions; chunk:
-    attention ends every so many tokens of a document, which left padding is not (Llama 4); idle_BT:
-    tokens whose output nobody reads, so that hidden ones among them at a row's end cost nothing;
-    padding: False where masked tokens are no rows of their own and only a restart starts a
-    document; cached: transformers would make a cache of this batch. ValueError where offsets do not
-    cover the tokens.
+    Args:
+        B, T, device: rows, tokens of each, and the device of the results.
+        attention_mask: [B, T] of 0 and 1, or None.
+        position_ids: [1 or B, T], or None.
+        cu_seq_lens: [n+1] offsets over the flattened tokens (FlashAttention's keyword), which
+            override positions.
+        chunk: attention ends every so many tokens of a document, left padding not counted (Llama
+            4).
+        idle_BT: tokens whose output is unread. Hidden ones among them at a row's end cost nothing.
+        padding: False where masked tokens form no rows of their own, and only a restart starts a
+            document.
+        cached: whether transformers would make a cache for this batch.
+
+    Raises:
+        ValueError: the offsets do not cover the tokens.
     """
     bounds = ToHost(cu_seq_lens).get() if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
     packed = bounds is not None
@@ -156,14 +169,14 @@ def find_rows(
         every = sorted({*bounds, *range(0, B * T, T)}) if packed else ()
         return Rows(_from_bounds(every, B, T, device) if packed else None)
     given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
-    where = device if given else torch.device("cpu")  # what is known here waits for no device
+    where = device if given else torch.device("cpu")  # no value is on the device: no wait for it
     inside = None
     if packed:
         inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
     beside_a_mask = attention_mask is not None or cached or not padding
 
     def find(*_):
-        # Runs beside the layers, on what came with the batch.
+        # On a side stream, from the batch's own tensors: it does not wait for the layers.
         return _marks(
             B,
             T,
@@ -178,7 +191,7 @@ def find_rows(
         )
 
     found = (ToHost(find, *given) if given else ToHost(find())).get()
-    if found is None:  # without values every row is one document
+    if found is None:  # a simulation has no values: every row is one document
         return Rows()
     starts_N, seen_N = found[:-2].view(2, -1)
     left_BT, _, holes_BT = _hidden(attention_mask, idle_BT) if found[-2:].any() else (None,) * 3
@@ -192,10 +205,10 @@ def _marks(
     B: int, T: int, device, attention_mask: Tensor | None, position_ids: Tensor | None,
     inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, padding: bool, beside_a_mask: bool,
 ) -> Tensor:  # fmt: skip
-    """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether keys are hidden,
-    and whether some tokens are blind.
+    """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether keys are
+    hidden, and whether tokens are blind.
 
-    inside: where documents start among the flattened tokens, where offsets say so; the rest as in
+    inside: the document starts among the flattened tokens, if offsets came; the others as in
     find_rows and _document_starts.
     """
     starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
@@ -209,8 +222,8 @@ def _marks(
     seen_BT = torch.ones_like(starts_BT) if attention_mask is None else attention_mask.bool()
     if attention_mask is not None and padding:
         left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
-        # Before the first visible token nobody is seen, and behind the last one nobody is asked:
-        # rows of their own.
+        # Tokens before the first visible one see no key, and the output of tokens behind the last
+        # one is unread: both become rows of their own.
         starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
         starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
         hidden = holes_BT.any()
@@ -219,21 +232,21 @@ def _marks(
         at = torch.arange(T, device=device)
         index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
         if position_ids is not None and inside is None and not beside_a_mask:
-            # Where transformers found documents, it counts as their positions do, which may begin
-            # anywhere.
+            # If transformers finds documents, it counts chunks by their positions, which may begin
+            # at any number.
             index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
         starts_BT |= index_BT % chunk == 0
     return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), hidden[None], blind[None]])
 
 
 def _bounds(starts_N: Tensor) -> tuple[int, ...]:
-    """Where documents start, and the number of tokens."""
+    """The document starts, and the number of tokens."""
     return *starts_N.nonzero().flatten().tolist(), len(starts_N)
 
 
 def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Masked tokens before a row's first visible one, idle ones behind its last, and all others:
-    [B, T] of bool each.
+    """[B, T] of bool each: masked tokens before a row's first visible one, idle ones behind its
+    last, and all other masked ones.
     """
     visible_BT = attention_mask.bool()
     left_BT = ~visible_BT & (visible_BT.cumsum(1) == 0)

@@ -1,9 +1,9 @@
-"""The mask as a description: what transformers' mask factories hand on in place of a [T, T] tensor.
+"""The mask as a description, which transformers' mask factories return in place of a [T, T] tensor.
 
-A family asks `create_causal_mask` and its relatives for masks; those call the function registered
-for the attention implementation with a closure `mask_function(batch, head, query, key)`. Ours asks
-the closure which kind it is, once a kind, and returns a `Mask`, which the model hands to attention
-untouched.
+A family calls `create_causal_mask` and its relatives. These call the mask function that is
+registered for the attention implementation, with a closure `mask_function(batch, head, query,
+key)`. Ours finds the closure's kind by a few calls, once for each kind, and returns a `Mask`. The
+model passes it to attention unchanged.
 """
 
 from contextlib import nullcontext
@@ -19,18 +19,18 @@ from hfpatch.attention.attention import Pattern
 from hfpatch.compat import is_fake, lock, pytree, real_tensors
 from hfpatch.context.documents import Rows, find_rows
 
-SAMPLES = 4096  # pairs a closure is asked about beside all neighbours
-_kinds: dict = {}  # what closures of one structure turned out to be
+SAMPLES = 4096  # (query, key) pairs near the diagonal, and as many at random, to test a closure on
+_kinds: dict = {}  # structure of a closure -> its kind
 _asking = lock()
 
 
 class Batch:
-    """What the caller said of a batch's tokens: who asks first looks it up, for each chunk size
-    once.
+    """The caller's description of a batch's tokens. Documents are found on first need, once for
+    each chunk size.
 
-    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T]: as
-    documents.find_rows takes them. sequence: the ranks that share these rows
-    (parallel.exchange.Sequence), or None; t: how many tokens this one has.
+    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T]: as in
+    documents.find_rows. sequence: the ranks that share these rows (parallel.exchange.Sequence), or
+    None. t: the number of tokens of this rank.
     """
 
     def __init__(
@@ -48,17 +48,18 @@ class Batch:
         self.t = T if sequence is None else T // sequence.size
         self.said = (attention_mask, position_ids, cu_seq_lens)
         self._idle = idle_BT
-        self.cached = False  # whether transformers would make a cache, which nobody reads
-        self.weights = False  # whether attention is to give its probabilities too
-        self.even = True  # ranks that exchange tokens in each tile have batches of this size
+        self.cached = False  # whether transformers would make a cache, although it is unread
+        self.weights = False  # whether attention returns its probabilities too
+        self.even = True  # whether the ranks that exchange tokens per tile have batches of one size
         self._rows: dict = {}
         self._parts: dict = {}
 
     @cached_property
     def apart(self) -> tuple[int, ...] | None:
-        """Where documents start and end in the flattened tokens as the positions say, whatever is
-        masked: for mixers, which see masked tokens as transformers has them do. None where every
-        row is one.
+        """The document bounds in the flattened tokens by the positions alone, whatever is masked.
+
+        For mixers, which see masked tokens, as in transformers. None where every row is one
+        document.
         """
         visible, positions, offsets = self.said
         if positions is None and offsets is None:
@@ -69,9 +70,7 @@ class Batch:
         return None if documents is None else documents.bounds
 
     def part(self, rows: slice, a: int, b: int) -> "Batch":
-        """Of these rows' tokens a to b, one document each; of one row, more where its positions
-        jump.
-        """
+        """Tokens a to b of these rows, each as one document; a single row may have more documents."""
         if (rows.start, a, b) not in self._parts:
             visible, idle = (
                 None if x is None else x[rows, a:b] for x in (self.said[0], self._idle)
@@ -87,9 +86,11 @@ class Batch:
         return self._parts[rows.start, a, b]
 
     def within_documents(self, function):
-        """A closure of the caller's own as transformers asks it of packed rows, where neither a
-        mask nor a cache came: each document sees itself alone, and is asked at positions inside it
-        or, by older versions, inside its row.
+        """The caller's own closure, as transformers calls it for packed rows if neither a mask nor
+        a cache came.
+
+        Each document sees only itself. The closure gets positions inside the document or, in older
+        versions, inside the row.
         """
         visible, positions, offsets = self.said
         if (
@@ -124,18 +125,21 @@ class Batch:
         return self._rows[chunk]
 
 
-# functions of torch that take a mask -> what answers for them where that is a Mask
+# function of torch that takes a mask -> its replacement for a Mask
 ANSWERED: dict = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Causal attention within `rows`, within a window; build: makes the [B, 1, T, T] mask of what
-    has no such description. rows are found before the layers run.
+    """Causal attention within `rows` and a window, or a mask that `build` makes.
 
-    Code that makes something of it (sparse attention, scores written out) meets transformers' own
-    mask: `tensor`. added: the dtype in which that is added to scores, as eager attention has it;
-    None where it is bool, as sdpa takes it.
+    The rows are found when the Mask is made, before the layers run. Code that computes with the
+    mask (sparse attention, explicit scores) gets transformers' own mask: `tensor`.
+
+    Attributes:
+        build: makes the [B, 1, T, T] mask of a closure that has no such description.
+        added: the dtype of a mask that is added to scores, as in eager attention. None for a bool
+            mask, as in sdpa.
     """
 
     batch: Batch
@@ -153,9 +157,7 @@ class Mask:
         return Pattern(rows.documents, window, rows.hidden_BT, softcap, rows.blind_BT)
 
     def dense(self) -> Tensor | None:
-        """As sdpa takes it: bool [B, 1, T, T], True where seen; None where plain causality says it
-        all.
-        """
+        """The mask of sdpa: bool [B, 1, T, T], True where seen; None for plain causality."""
         pattern, b = self.pattern(), self.batch
         if pattern.plain and self.build is None:
             return None
@@ -163,15 +165,14 @@ class Mask:
         if self.build is None:
             return allowed
         theirs = self.build()
-        # A closure of its own may show keys that come later: only documents and hidden keys narrow
-        #     it.
+        # A custom closure may show later keys: only documents and hidden keys restrict it.
         apart = replace(pattern, window=None).allowed(range(b.T), range(b.T), b.B, b.T, b.device)
         causal = torch.ones(b.T, b.T, dtype=torch.bool, device=b.device).tril()
         return (apart | ~causal) & theirs if theirs is not None else apart
 
     @cached_property
     def tensor(self) -> Tensor:
-        """[B, 1, T, T], whole also where causality says it all."""
+        """[B, 1, T, T], dense also for plain causality."""
         allowed, b = self.dense(), self.batch
         if allowed is None:
             allowed = (
@@ -196,11 +197,11 @@ class Mask:
             and all(isinstance(x, slice) for x in index)
         )
         if cut and not any(x.start for x in index) and all(x.stop is None for x in index[:3]):
-            return self  # models cut masks to the keys' length, which is ours already
+            return self  # models cut masks to the length of the keys, which is T
         return self.tensor[index]
 
     def part(self, rows: slice, a: int, b: int) -> "Mask | Tensor":
-        """Of these rows' tokens a to b, one document each."""
+        """The mask of tokens a to b of these rows, each as one document."""
         if self.build is not None:
             return self.tensor[rows, :, a:b, a:b]
         return replace(self, batch=self.batch.part(rows, a, b))
@@ -216,7 +217,7 @@ class Mask:
     def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in ("shape", "size", "dim", "ndim"):  # for which T x T values are not to be made
+        if name in ("shape", "size", "dim", "ndim"):  # these need no T x T values
             b = self.batch
             return getattr(torch.empty(b.B, 1, b.t, b.t, device="meta"), name)
         return self.batch.device if name == "device" else getattr(self.tensor, name)
@@ -262,8 +263,8 @@ for _operator in _OPERATORS:
 
 
 def _structure(function, tensors: list) -> list:
-    """The code of a closure, the owner of a method, and what it and those it holds were made with,
-    flat. Tensors go to `tensors`; their class stands for them.
+    """A flat list that identifies a closure: its code, a method's owner, and its cells and
+    defaults, recursively. Tensors are appended to `tensors`; the list has their class instead.
     """
     if isinstance(function, Tensor):
         tensors.append(function)
@@ -285,8 +286,9 @@ def _structure(function, tensors: list) -> list:
 
 
 def _unpadded(function):
-    """The closure with zeros for its tensors, which have no values in a simulation: chunks count
-    from the left padding.
+    """The closure with zeros in place of its tensors, which have no values in a simulation.
+
+    Such a tensor is the left padding, from which chunks count.
     """
     if isinstance(function, (tuple, list)):
         return type(function)(map(_unpadded, function))
@@ -301,7 +303,7 @@ def _unpadded(function):
 
 
 def _ask(function, T: int, local: int | None, device):
-    """("causal" | "window" | "chunk", size) of a closure, None where it is none of these."""
+    """("causal" | "window" | "chunk", size) of a closure, or None for another kind."""
     zero = torch.zeros((), dtype=torch.long, device=device)
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(T, (SAMPLES,), generator=generator)
@@ -329,15 +331,13 @@ def _ask(function, T: int, local: int | None, device):
 
 
 def describe(function, T: int, local: int | None, device) -> tuple | None:
-    """The kind of a mask closure, from what it answers; closures of a structure seen before are
-    known.
-    """
+    """The kind of a mask closure, from sample calls. The kind of a closure's structure is cached."""
     tensors: list[Tensor] = []
     try:
         key = *_structure(function, tensors), local, T
         if key in _kinds:
             return _kinds[key]
-    except (TypeError, ValueError):  # what has no hash, an empty cell
+    except (TypeError, ValueError):  # an unhashable value, an empty cell
         return None
     has_tensor, simulated = bool(tensors), any(map(is_fake, tensors))
     with _asking:
@@ -353,8 +353,8 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
         except (RuntimeError, IndexError, TypeError, ValueError):
             kind = None
         if has_tensor and (kind is None or kind[0] != "chunk"):
-            # what a tensor says may change with the batch; a chunk's says the left padding, which
-            # we count too
+            # A tensor's values may change with the batch, so the kind is not cached. The tensor of
+            # a chunk's closure is the left padding, which find_rows counts too.
             return None
         _kinds[key] = kind
     return kind

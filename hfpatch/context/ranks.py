@@ -1,6 +1,4 @@
-"""What hfpatch asks about the parallelism around it, so that a shard is never taken for a whole
-sequence.
-"""
+"""The parallelism around a forward, so that a shard is never taken for a whole sequence."""
 
 import torch
 import torch.distributed as dist
@@ -22,15 +20,16 @@ from hfpatch.parallel.exchange import Sequence
 from hfpatch.store.device import ToHost
 
 SHORTEST_PART = 4  # tokens: two in each of two chunks
-_sequences: dict = {}  # by what they are made of: what ranks agreed on stays agreed
+_sequences: dict = {}  # one Sequence a key, so that the agreements of its ranks persist
 
 
 def sequence_now(config, training: bool, name: str | None = None) -> Sequence | None:
-    """The ranks that share the rows of the forward under way; None where every process has whole
-    rows. name: the attention that the config names, where the caller knows.
+    """The ranks that share the rows of the forward that runs, or None where every process has whole
+    rows.
 
-    Under Ulysses training batches are sharded, evaluation's where accelerate was not told to leave
-    it alone or `sharded()` says so; under torch's context_parallel whatever runs in its context.
+    Under Ulysses, training batches are sharded. Evaluation batches are too, unless accelerate turns
+    Ulysses off there; `sharded()` overrides. Under torch's context_parallel, every forward inside
+    the context is sharded. name: the attention that the config names, if the caller knows it.
     """
     if current.sequence is not None:
         return current.sequence or None
@@ -56,21 +55,21 @@ def sequence_now(config, training: bool, name: str | None = None) -> Sequence | 
 
 @torch.compiler.assume_constant_result
 def shared_in_a_graph(name: str, training: bool) -> bool:
-    """Whether ranks share rows, or may, where a graph runs in which attention of this name is asked
-    for: also one that was traced in an evaluation of whole rows.
+    """Whether ranks share rows, or may, while a graph runs that calls attention of this name. The
+    graph may have been traced in an evaluation of whole rows.
     """
     groups = (ulysses_group(), context_parallel_group())
     if any(group is not None and dist.get_world_size(group) > 1 for group in groups):
         return True
     try:
         return sequence_now(None, training, name) is not None
-    except ValueError:  # which the forward outside the graph says
+    except ValueError:  # the forward outside the graph raises it
         return True
 
 
 def left_alone_in_evaluation(config) -> Sequence | None:
-    """The ranks that share rows in training but not here: accelerate told Ulysses to leave
-    evaluation's whole, or nobody entered context parallelism for it.
+    """The ranks that share rows in training but not in this evaluation: accelerate turned Ulysses
+    off for it, or it runs outside of context parallelism.
     """
     if current.sequence is not None or context_parallel() is not None:
         return None
@@ -86,8 +85,8 @@ def left_alone_in_evaluation(config) -> Sequence | None:
 
 
 def parts_of_trainers_evaluation() -> Sequence | None:
-    """The ranks that have a part each of the rows which transformers' Trainer evaluates now; None
-    elsewhere.
+    """The ranks that each have a part of the rows that transformers' Trainer evaluates now, or
+    None.
     """
     found = context_parallel() if current.sequence is None else None
     if found is None or dist.get_world_size(found[0]) == 1 or not evaluated_by_trainer():
@@ -96,11 +95,11 @@ def parts_of_trainers_evaluation() -> Sequence | None:
 
 
 def summed_gradients(config: dict, size: int) -> None:
-    """ValueError for a DeepSpeed config under which gradients are summed over a sequence's ranks,
-    not averaged.
+    """Raises ValueError for a DeepSpeed config that sums gradients over a sequence's ranks.
 
-    The loss that transformers makes of the ranks' losses has gradients `size` times too large,
-    which ZeRO-3's reduce-scatter divides away; Adam hides that, clipping does not.
+    transformers' loss over the ranks has gradients `size` times too large, and ZeRO-3's
+    reduce-scatter divides by it. Without that division Adam hides the factor, but clipping does
+    not.
     """
     zero = config.get("zero_optimization", {})
     stage, scatters = zero.get("stage", 3), zero.get("reduce_scatter", True)
@@ -114,23 +113,21 @@ def summed_gradients(config: dict, size: int) -> None:
 
 
 def sequence_of(group, zigzag: bool = False) -> Sequence:
-    """One Sequence a process group and way of dealing."""
+    """The one Sequence of a process group and its way of dealing tokens."""
     if (group, zigzag) not in _sequences:
         _sequences[group, zigzag] = Sequence(group, zigzag)
     return _sequences[group, zigzag]
 
 
 def sharded(sequence: Sequence | None | bool):
-    """Within, forwards share their rows with the ranks of `sequence`; with nobody where it is
-    False.
+    """A context in which forwards share their rows with the ranks of `sequence`; with no ranks if
+    it is False.
     """
     return having(sequence=sequence)
 
 
 def why_not_exchanged(config, training: bool) -> str | None:
-    """None where attention over rows that ranks share can be ours, else the reason in a few
-    words.
-    """
+    """The reason why our attention cannot run over rows that ranks share, in a few words, or None."""
     dropout = getattr(config.get_text_config(), "attention_dropout", 0.0)
     return "attention dropout" if training and dropout else None
 
@@ -138,12 +135,21 @@ def why_not_exchanged(config, training: bool) -> str | None:
 def items_of_a_mean_over_rows(
     sequence: Sequence, shift_labels: Tensor, batches: list[dict], args, ignore: int
 ) -> tuple[Tensor, int]:
-    """(num_items_in_batch, rows) with which the mean that transformers' Trainer takes under Ulysses
-    is that over a step's tokens.
+    """(num_items_in_batch, rows): with this num_items_in_batch the mean that transformers' Trainer
+    takes under Ulysses equals the mean over a step's tokens.
 
-    It takes the mean over a step's rows of each row's own mean, in which this rank's weighs by its
-    labels. batches: this rank's of the step, with shift_labels; args: TrainingArguments, whose
-    `average_tokens_across_devices` says which ranks' tokens count; rows: whose mean it is.
+    Trainer averages the means of a step's rows, and weighs this rank's part of a row by its labels.
+
+    Args:
+        sequence: the ranks that share each row.
+        shift_labels: this rank's labels of one batch.
+        batches: this rank's batches of the step, with shift_labels.
+        args: TrainingArguments; `average_tokens_across_devices` selects the ranks whose tokens
+            count.
+        ignore: the label of a token that is not predicted.
+
+    Returns:
+        The divisor, and the number of rows that Trainer averages.
     """
     everybody = dist.group.WORLD if args.average_tokens_across_devices else sequence.group
     mine = (shift_labels != ignore).sum()
@@ -158,8 +164,8 @@ def items_of_a_mean_over_rows(
 
 
 def weights_move(modules: list[nn.Module]) -> bool:
-    """Whether accelerate's hooks on these bring weights to the device for each call, or lay the
-    model out over several devices.
+    """Whether accelerate's hooks on these modules bring weights to the device for each call, or
+    spread the model over several devices.
     """
     devices = set()
     for hook in filter(None, map(engine_hook, modules)):
@@ -171,7 +177,8 @@ def weights_move(modules: list[nn.Module]) -> bool:
 
 
 def refuse_training_over_a_device_map(training: bool) -> None:
-    """ValueError: a layer runs again in backward, when the hooks have taken its weights away."""
+    """Raises ValueError in training: hooks have removed a layer's weights when its backward runs it
+    again."""
     if training:
         raise ValueError(
             "hfpatch: expected a model on one device, one with a device map or offloaded weights "
@@ -182,8 +189,8 @@ def refuse_training_over_a_device_map(training: bool) -> None:
 
 
 def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
-    """ValueError: other mixers of tokens than attention want whole rows. unknown: why nobody could
-    look for them.
+    """Raises ValueError: mixers of tokens other than attention need whole rows. unknown: why the
+    probe could not look for mixers.
     """
     mixes = "mixes tokens by something else than attention too"
     if unknown:
@@ -196,8 +203,8 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
 
 
 def refuse_short_parts(t: int) -> None:
-    """ValueError for so few tokens of a row on each rank that a mixer's kernels of generation would
-    run.
+    """Raises ValueError if each rank has so few tokens of a row that a mixer would run its kernels
+    for generation.
     """
     if t < SHORTEST_PART:
         raise ValueError(
@@ -208,7 +215,7 @@ def refuse_short_parts(t: int) -> None:
 
 
 def require_positions(position_ids: Tensor | None) -> None:
-    """ValueError without position_ids: each rank would count its own tokens from 0."""
+    """Raises ValueError without position_ids: each rank would count its own tokens from 0."""
     if position_ids is None:
         raise ValueError(
             "hfpatch: expected position_ids where a row's tokens lie on several ranks, none came, "
@@ -221,10 +228,17 @@ def require_positions(position_ids: Tensor | None) -> None:
 def refuse_uneven_rows(
     sequence: Sequence, given: Tensor, watched: int, **beside: Tensor | None
 ) -> None:
-    """ValueError on all ranks where their parts of the rows differ in shape, or one's labels and
-    the like from its tokens: those that go on would wait for the others; so they would where layers
-    with hooks inside, which `watched` stands for, are others: run whole, they exchange once more.
-    given: [B, t] or [B, t, D]; beside: [B or 1, t] by name, or None.
+    """Raises ValueError on all ranks if their parts of the rows differ in shape, or labels and the
+    like differ from the tokens, or hooks are inside other layers.
+
+    Ranks that continued would wait for the others: a layer with hooks inside runs whole, and
+    exchanges once more.
+
+    Args:
+        sequence: the ranks that share the rows.
+        given: [B, t] or [B, t, D].
+        watched: a number that identifies the layers with hooks inside.
+        beside: name -> [B or 1, t], or None.
     """
     B, t = given.shape[:2]
     mine = {"input_ids": (B, t)}
@@ -261,8 +275,8 @@ def refuse_uneven_rows(
 
 
 def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tensor | None]:
-    """Whole rows [B, T] of attention_mask, position_ids and the like [1 or B, t], in one exchange;
-    None where none came.
+    """Whole rows [B, T] from parts [1 or B, t] (attention_mask, position_ids and the like), in one
+    exchange; None for None.
     """
     given = [x.expand(B, -1) for x in shards if x is not None]
     whole = iter(sequence.whole(*(x.long() for x in given)) if given else ())
@@ -270,8 +284,8 @@ def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tenso
 
 
 def refuse_unless_by_engine(config) -> None:
-    """ValueError where ranks share rows and no engine put a function that exchanges tokens in place
-    of transformers' attention.
+    """Raises ValueError if ranks share rows and no engine replaced transformers' attention by a
+    function that exchanges tokens.
     """
     name = named(config)
     by_engine = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or name == "sdpa" and context_parallel()
@@ -280,9 +294,11 @@ def refuse_unless_by_engine(config) -> None:
 
 
 def refuse_parts(config, batch: Batch) -> None:
-    """ValueError where transformers' own attention, as engines replace it, would not see the rows
-    of a batch, which ranks share, as they are: it takes whole rows and drops masks; flash attention
-    alone reads documents and windows elsewhere.
+    """Raises ValueError for shared rows that transformers' own attention, as engines replace it,
+    would read wrongly.
+
+    The engines' attention takes whole rows and drops masks. Only flash attention reads documents
+    and windows from other arguments.
     """
     refuse_unless_by_engine(config)
     name, (mask, *_) = named(config), batch.said
@@ -303,7 +319,7 @@ def refuse_parts(config, batch: Batch) -> None:
 
 
 def attends_to_all_before(config) -> bool:
-    """Whether no layer has a window or chunks, as far as the config says."""
+    """Whether no layer has a window or chunks, by the config."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     narrow = any(getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return not narrow and set(kinds) == {"full_attention"}

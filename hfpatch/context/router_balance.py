@@ -1,8 +1,8 @@
 """The load-balancing loss of experts where ranks share rows: over all tokens of a row.
 
 The loss is a product of two means over tokens, so the mean of the ranks' losses is another number.
-A family's module looks transformers' function up by name. `balance` takes its place there and sends
-the router logits of shared rows to `of_whole_rows`.
+A family's module looks transformers' function up by name. `balance` replaces it under that name and
+sends the router logits of shared rows to `of_whole_rows`.
 
 B batch, t tokens of this rank, X experts.
 """
@@ -92,7 +92,7 @@ class Counted:
     """How many times a rank's loss contains the balancing loss of shared rows.
 
     times: 0 means one share of it, for losses that are summed over the ranks. sequence: the ranks
-    that shared the rows of the decoder's last forward, None where the rows were whole.
+    that shared the rows of the decoder's last forward, or None for whole rows.
     """
 
     times: float
@@ -123,7 +123,7 @@ def balance(stock, gate_logits, num_experts=None, top_k=2, attention_mask=None):
 
 
 def once(aux_loss):
-    """The unscaled balancing loss, for callers that read it beside the loss."""
+    """The unscaled balancing loss, for callers that read it separately from the loss."""
     return aux_loss / current.balance.factor if _of_shared_rows() else aux_loss
 
 
