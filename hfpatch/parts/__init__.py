@@ -1,1 +1,1 @@
-"""Fused norms, MLPs, rotations and embeddings, and whose values nobody reads."""
+"""Fused norms, MLPs, rotations and embeddings; values kept inside a layer, and values unread."""

@@ -1,4 +1,4 @@
-"""Embeddings: a backward in slices, and no gradient that nobody reads."""
+"""Embeddings: a backward in slices, and no gradient that is unread."""
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ class FreeEmbedding:
     it.
 
     As a leaf that requires a gradient, the output would live for the whole step, and the first
-    layer would compute a gradient that no one reads. The request is honoured where the embedding is
-    called by hand, where hidden states are returned (the caller may read the gradient), and in a
-    frozen model (the backward has no other leaf).
+    layer would compute a gradient that is unread. The hook still works where the user calls the
+    embedding directly, where hidden states are returned (the caller may read the gradient), and in
+    a frozen model (the backward has no other leaf).
     """
 
     def __call__(self, *args, **kwargs):
@@ -47,10 +47,10 @@ class FusedEmbedding(FreeEmbedding, _Sliced):
 
 
 class _SlicedEmbedding(_Sliced, nn.Embedding):
-    """The base class of a family's own embedding."""
+    """The base class that replaces nn.Embedding under a family's own embedding."""
 
 
 class ScaledEmbedding(FreeEmbedding):
-    """A family's own embedding on top of nn.Embedding (Gemma scales the result)."""
+    """Mixed over a family's own subclass of nn.Embedding (Gemma scales the result)."""
 
     _hfpatch_beneath = (_SlicedEmbedding,)

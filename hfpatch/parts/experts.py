@@ -1,9 +1,10 @@
 """Fused experts of any family, run by ops/experts.py.
 
-transformers asks a table which function runs a class of experts; ours is in it under the name that
-configs carry while our attention does (context/current.py), so it is met inside of what expert
-parallelism or an adapter puts around. Experts whose activation or form is not known here, and
-configs that name another backend (deepgemm, sonicmoe, batched_mm), keep their own.
+transformers looks up the function that runs a class of experts in a table. Ours is in that table
+under the name that configs carry while our attention runs (context/current.py), so it also runs
+inside the wrappers of expert parallelism and of adapters. Experts whose activation or layout is
+unknown here, and configs that name another backend (deepgemm, sonicmoe, batched_mm), keep their
+own function.
 """
 
 from functools import partial
@@ -34,7 +35,7 @@ _GATED = "_default_apply_gate"
 
 
 def _activation(act: nn.Module) -> str | None:
-    """The name of what this module computes, found on a few numbers."""
+    """The name of the function that this module computes, found on a few numbers."""
     key = type(act), repr(act)
     if key not in _known:
         x = torch.linspace(-6, 6, 49, dtype=torch.float64)
@@ -45,27 +46,27 @@ def _activation(act: nn.Module) -> str | None:
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """Whether this weight has a matrix an expert, of a dtype that products take."""
-    if is_packed(module, name):  # to look at it would write it out
+    """Whether this weight has one matrix per expert, of a dtype that the matmuls accept."""
+    if is_packed(module, name):  # reading the attribute would dequantise it
         return True
     weight = getattr(module, name, None)
     plain = isinstance(weight, Tensor) and not hasattr(weight, "placements")
-    # torchao's tensors have no product by groups
+    # torchao's tensors have no grouped matmul
     plain = plain and (not hasattr(weight, "__tensor_flatten__") or is_fake(weight))
     return plain and weight.dim() == 3 and weight.dtype in (*KERNEL_DTYPES, torch.float64)
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """What fused experts compute, None where ops/experts.py has no form of it."""
+    """The layout of fused experts, or None where ops/experts.py cannot compute them."""
     plain = all(_takes(module, name) for name in ("gate_up_proj", "down_proj"))
-    # Older versions of transformers say less of their experts: those run by their own forward.
+    # Older versions of transformers lack these attributes: their experts run by their own forward.
     told = all(hasattr(module, name) for name in ("has_gate", "is_transposed"))
     normed = getattr(module, "has_post_expert_norm", False)
     if not plain or not told or not module.has_gate or normed or hooks_on_all():
         return None
     gate = gate_of(module)
     of_gpt_oss = gate.__qualname__ == _SWIGLU_OF_GPT_OSS
-    # Before transformers 5.10 no module says so: gpt-oss's gate and up alternate, others' do not.
+    # transformers before 5.10 has no such attribute: only gpt-oss's gate and up alternate.
     together = getattr(module, "is_concatenated", not of_gpt_oss)
     where = {"interleaved": not together, "transposed": module.is_transposed}
     if of_gpt_oss:
@@ -79,7 +80,8 @@ def layout_of(module: nn.Module) -> Layout | None:
 
 
 def can_run(module: nn.Module | None) -> bool:
-    """Whether these are fused experts that run here, with no forward of their own."""
+    """Whether these are fused experts that ops/experts.py can run, without their own forward on the
+    instance."""
     return (
         is_fused_experts(module)
         and "forward" not in vars(module)
@@ -89,8 +91,9 @@ def can_run(module: nn.Module | None) -> bool:
 
 
 def pairs(mine, **settings) -> list:
-    """(module, forward) of these fused experts. What an engine put around experts (expert
-    parallelism) stays, and finds ours inside.
+    """(module, forward) pairs of these fused experts.
+
+    A wrapper of an engine (expert parallelism) stays around them and calls ours inside.
     """
     found = [(m, partial(run, m, **settings)) for m in mine if can_run(m)]
     around = (m for m in mine if "forward" in vars(m))
@@ -104,8 +107,14 @@ def run(
     *, value: float | None = None,
     adding=None, weight_of=getattr,
 ) -> Tensor:  # fmt: skip
-    """The experts' forward. value: see ops.experts. adding: WeightGradients.adding. weight_of:
-    (module, name) -> a weight, which may be quantised.
+    """The experts' forward.
+
+    Args:
+        module: the fused experts.
+        hidden_states, top_k_index, top_k_weights: as transformers calls them.
+        value: see ops.experts.
+        adding: see WeightGradients.adding.
+        weight_of: (module, name) -> a weight, dequantised where it is quantised.
     """
     layout = layout_of(module)
     if layout is None:

@@ -1,9 +1,9 @@
-"""Values inside a layer that are kept from its forward to its backward, so they need no
-recomputation.
+"""Values inside a layer that are kept from its forward for its backward, so they are not computed
+again.
 
 Fused MLPs and the common block store and look up such values by name (budget/policy.py: KEEPABLE).
 In the backward a kept value replaces the recomputed one. Its gradient goes to the tensors it was
-computed from, and those tensors' own values are not read.
+computed from; the values of these tensors are unread.
 """
 
 import threading
@@ -39,7 +39,7 @@ def keeping(noted: dict, known: dict):
 class _InPlaceOf(torch.autograd.Function):
     """Returns `value`.
 
-    Its gradient goes unchanged to each of `parts`, the terms of the sum it holds.
+    Its gradient goes unchanged to each of `parts`, the terms of the sum that it is.
     """
 
     @staticmethod
@@ -60,7 +60,7 @@ def known_value(name: str) -> tuple[Tensor, ...] | None:
 
 
 def known_sum(name: str, *parts: Tensor) -> Tensor | None:
-    """The kept sum of `parts` under that name, or None. Gradients go to the parts."""
+    """The kept sum of `parts` by that name, or None. Gradients go to the parts."""
     value = known_value(name)
     return None if value is None else _in_place_of(value[0], *parts)
 
@@ -76,7 +76,7 @@ def note(name: str, *values: Tensor) -> None:
 
 
 def kept(name: str, *values: Tensor) -> tuple[Tensor, ...]:
-    """Records `values` if asked to. Returns them, or the kept values of that name."""
+    """Records `values` if keeping() wants them. Returns them, or the kept values of that name."""
     note(name, *values)
     known = known_value(name)
     return (

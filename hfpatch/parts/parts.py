@@ -85,8 +85,8 @@ def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
 
 
 def _plain_items(module: nn.Module) -> tuple:
-    """The (name, value) pairs of settings that a forward may branch on and functions that it may
-    call.
+    """The (name, value) pairs of a module's settings and functions, on which a forward may branch
+    or which it may call.
 
     Names with an underscore are left out: engines and transformers set them.
     """
@@ -131,9 +131,9 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
         try:
             with torch.no_grad():
                 theirs, ours = probe(x), ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
-        except Exception:  # a family's code may raise anything on a probe: then it is not this norm
+        except Exception:  # a family's code may raise anything on a probe: it is another norm then
             return False
-        # In float32 implementations may differ in the order of a sum.
+        # In float32 the order of a sum may differ.
         if not close(ours, theirs, 4 if x_dtype == torch.float32 else 0 if exact else 1):
             return False
     return True
@@ -147,7 +147,8 @@ class FusedMLP:
 
     Attributes:
         _hfpatch_activation: the name of the activation that the probe found.
-        _hfpatch_activations: the class, forward and settings of the MLP and of its activation then.
+        _hfpatch_activations: (class, forward, settings) of the MLP and of its activation at that
+            time.
         _hfpatch_gates: the projections that can be skipped where gate and up are kept.
     """
 
@@ -181,7 +182,7 @@ def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
 def activation_as_found(mlp: nn.Module) -> bool:
     """Whether the fused form, which does not call the activation module, still computes the same.
 
-    It does where the MLP and its activation have the classes, forwards and settings that apply()
+    It does while the MLP and its activation have the classes, forwards and settings that apply()
     found, and no hooks.
     """
     found, now = mlp._hfpatch_activations, _activations(mlp, mlp._hfpatch_gates)
@@ -219,7 +220,7 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     generator = torch.Generator().manual_seed(0)
 
     def linear(n_in, n_out):
-        # skip_init: the caller's random state stays as it is.
+        # skip_init leaves the caller's random state unchanged.
         made = nn.utils.skip_init(
             nn.Linear, n_in, n_out, bias=False, device="cpu", dtype=torch.float32
         )

@@ -46,8 +46,8 @@ def _eight_bits(module, dtype) -> Tensor:
     return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 
-# Quantised Linears: their base in budget/adapters.py, and the dense weight that their own backward
-# computes.
+# Class of a quantised Linear -> (its base in budget/adapters.py, its dense weight, as its own
+# backward computes it).
 _QUANTISED = {
     "bitsandbytes.Linear4bit": ("4bit", _four_bits), "bitsandbytes.Linear8bitLt": ("8bit",
                                                                                    _eight_bits),
@@ -76,7 +76,7 @@ def is_written_out(module: nn.Module) -> bool:
     dtype."""
     if _quantised(module)[0] != "4bit" or (module.bias is not None and module.bias.requires_grad):
         return False
-    # bitsandbytes' own; its packed format for CPUs has kernels of its own
+    # Only bitsandbytes' own has a state. Its packed format for CPUs has other kernels.
     state = getattr(module.weight, "quant_state", None)
     if state is None:
         return not hasattr(module, "compute_dtype")
@@ -85,20 +85,21 @@ def is_written_out(module: nn.Module) -> bool:
 
 
 def is_packed(experts: nn.Module, name: str) -> bool:
-    """Whether this weight of fused experts is what bitsandbytes made of 4 bits, and no more."""
+    """Whether bitsandbytes' 4-bit parametrization, and no other one, holds this weight of fused
+    experts."""
     made = modules_of(experts).get("parametrizations")
     steps = modules_of(made[name]).values() if made is not None and name in made else ()
     return [kinds_of(type(s)) & {_PACKED} for s in steps] == [{_PACKED}]
 
 
 def holds_packed(module: nn.Module) -> bool:
-    """Whether these are fused experts with such weights, and nothing else was put over them."""
+    """Whether these are fused experts with only such weights under parametrizations."""
     made = modules_of(module).get("parametrizations")
     return made is not None and all(is_packed(module, name) for name in modules_of(made))
 
 
 def class_of(module: nn.Module) -> type:
-    """The module's class, of fused experts the one under what bitsandbytes put over it."""
+    """The module's class; for packed experts, the class beneath bitsandbytes' parametrization."""
     return type(module).__mro__[1] if holds_packed(module) else type(module)
 
 
@@ -116,7 +117,7 @@ def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape 
         for n, p in trained.items()
         if ".lora_A." in n
     ]
-    # FSDP1's are flat; "all-linear" doubles the rank over gate and up of experts
+    # FSDP1's are flat. "all-linear" doubles the rank over gate and up of experts.
     ranks = [size[0] // experts for size, experts in sizes if len(size) == 2]
     ranks = [r for r, (_, experts) in zip(ranks, sizes) if experts == 1] or ranks
     if shape is None or not ranks or not all(".lora_" in name for name in trained):
@@ -143,7 +144,7 @@ def is_quantised(module: nn.Module) -> bool:
 # --- torchao's projections that train -------------------------------------------------------------
 
 _SAME_SCALE = "it rounds several tokens by one scale, and a tile's is not a row's"
-# What torchao.Float8Linear casts that has tokens. A weight is whole in every tile.
+# The casts of torchao.Float8Linear whose tensor has tokens. A weight is whole in every tile.
 _FLOAT8_CASTS = ("input", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
 
 
@@ -153,8 +154,8 @@ def is_fake_quantised(module: nn.Module) -> bool:
 
 
 def scales_over_tokens(module: nn.Module) -> str | None:
-    """Why tiles would change what a projection of torchao computes; None where each token has a
-    scale of its own.
+    """Why tiles would change the result of a torchao projection, or None where each token has its
+    own scale.
 
     A scale for whole rows, found first, would be the same in every tile. For gate and up, and for
     q, k and v, it needs a second backward of the layer, far above 3% of a step: such a layer runs
@@ -171,7 +172,7 @@ def scales_over_tokens(module: nn.Module) -> str | None:
         return _SAME_SCALE if module.activation_config.use_per_tensor_scale else None
     if "torchao.MXFakeQuantizedLinear" in kinds:  # blocks of channels
         return None
-    if "torchao.MXFP8Linear" in kinds:  # the same, but for the product of the weight's gradient
+    if "torchao.MXFP8Linear" in kinds:  # blocks too, except in the weight gradient's matmul
         return None if module.wgrad_with_hp else _SAME_SCALE
     trained = type(weight) if weight.requires_grad else nn.Parameter
     for kind in (type(module), trained):
@@ -181,8 +182,10 @@ def scales_over_tokens(module: nn.Module) -> str | None:
 
 
 def _float8_over_tokens(config) -> bool:
-    """Whether a Float8LinearConfig has a cast with one scale for all tokens, or, for the product of
-    the weight's gradient, one a channel. Powers of two there change the exponent alone.
+    """Whether a Float8LinearConfig has a cast with one scale for all tokens, or with one scale per
+    channel in the weight gradient's matmul.
+
+    A per-channel scale that is a power of two changes only the exponent, so it is allowed.
     """
     for name in _FLOAT8_CASTS:
         cast = getattr(config, f"cast_config_{name}")
@@ -195,7 +198,8 @@ def _float8_over_tokens(config) -> bool:
 
 
 def _why_not_of_tokens(activation, weight) -> str | None:
-    """The same of the fake quantisers of a Linear's input and weight, None where it has none."""
+    """The reason of scales_over_tokens for the fake quantisers of a Linear's input and weight, each
+    of which may be None."""
     for quantiser in (activation, weight):
         if not getattr(getattr(quantiser, "config", None), "is_dynamic", True):
             return "its scale is kept from its first call, of a tile there"
@@ -203,5 +207,5 @@ def _why_not_of_tokens(activation, weight) -> str | None:
 
 
 def _per_tensor(config) -> bool:
-    """Whether a config of torchao's rounds a whole tensor by one scale."""
+    """Whether a torchao config rounds a whole tensor by one scale."""
     return type(getattr(config, "granularity", None)).__name__ == "PerTensor"

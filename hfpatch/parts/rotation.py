@@ -1,5 +1,5 @@
-"""The fused rotation in an attention's own forward, for any family whose rotation a probe finds to be
-the same.
+"""The fused rotation inside an attention's own forward, for any family whose rotation a probe finds
+equal.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from hfpatch.parts.unread import is_unread, rotation_without_values
 
 
 class FusedAttention:
-    """An attention's own forward, with the fused op as its rotation: q and k in one launch."""
+    """An attention's own forward, with the fused op as rotation: q and k in one launch."""
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
@@ -35,7 +35,7 @@ def rotation_in(forward):
 
 
 class _Names(dict):
-    """A file's globals with some names replaced. Other names are looked up live in the file."""
+    """A file's globals with some names replaced. Other names are read from the file each time."""
 
     def __init__(self, file_globals: dict, own: dict):
         super().__init__(own)
@@ -45,12 +45,12 @@ class _Names(dict):
         return self.file_globals[name]
 
 
-# Dtypes of (q and k, angles) in families that keep float32 angles.
+# Dtypes of (q and k, angles) in families with float32 angles.
 _MIXED = (torch.bfloat16, torch.float32)
 
 
 def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype, halves: bool) -> tuple[Tensor, ...]:
-    """q, k, cos, sin. halves: angles as gpt-oss has them, of E / 2."""
+    """(q, k, cos, sin). halves: angles of width E / 2, as in gpt-oss."""
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
@@ -64,25 +64,25 @@ def _repeated(angles: Tensor) -> Tensor:
 
 @cache
 def rotates_by_halves(theirs) -> bool:
-    """Whether this rotation of whole heads takes angles of half their width (gpt-oss). Where heads
-    are rotated in part, such angles mean another thing."""
+    """Whether this rotation takes angles of half a head's width (gpt-oss), where it rotates whole
+    heads. In a partial rotation such a width has another meaning."""
     given = _rotation_probe(torch.float32, torch.float32, True)
     whole = _rotation_probe(torch.float32, torch.float32, False)
     try:
         with torch.no_grad():
             return all(close(a, b, 8) for a, b in zip(theirs(*given), ops.rope(*whole)))
-    except Exception:  # a rotation of another kind
+    except Exception:  # another kind of rotation
         return False
 
 
 @cache
 def rotates_into_what_came(theirs) -> bool:
-    """Whether results keep the dtype of q and k where the angles' dtype is wider (OLMo 2)."""
+    """Whether results keep the dtype of q and k if the angles' dtype is wider (OLMo 2)."""
     try:
         with torch.no_grad():
             probe = _rotation_probe(*_MIXED, rotates_by_halves(theirs))
             return theirs(*probe)[0].dtype == _MIXED[0]
-    except Exception:  # a rotation of another kind, which keeps its own code
+    except Exception:  # another kind of rotation, which keeps its own code
         return False
 
 
@@ -95,7 +95,7 @@ def rotation(theirs):
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
         whole = plain and cos.shape[-1] * (1 + halves) == q.shape[-1]
-        if not whole or as_given and q.dtype != k.dtype:  # each keeps its own dtype
+        if not whole or as_given and q.dtype != k.dtype:  # two dtypes of results
             return theirs(q, k, cos, sin, *args, **kwargs)
         dtype = q.dtype if as_given else None
         cos, sin = (_repeated(cos), _repeated(sin)) if halves else (cos, sin)
@@ -108,8 +108,8 @@ def rotation(theirs):
 
 @cache
 def rotating(forward, theirs):
-    """A copy of an attention's forward in which the rotation `theirs` is replaced, inside what
-    decorates it."""
+    """A copy of an attention's forward in which `theirs` is replaced by the fused rotation, under
+    the same decorators."""
     inner = getattr(forward, "__wrapped__", None)
     if inner is not None:
         return _decorated(forward, inner, rotating(inner, theirs))
@@ -126,7 +126,7 @@ def rotating(forward, theirs):
 
 
 def _decorated(forward, inner, made):
-    """A copy of the function `forward`, which decorates `inner`, over `made`."""
+    """A copy of the decorated function `forward` that calls `made` in place of `inner`."""
     cells = [types.CellType(made) if c.cell_contents is inner else c for c in forward.__closure__]
     copied = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)

@@ -1,8 +1,8 @@
-"""Linears whose output values are unread: when a backward runs a layer again, some matmuls are not
-needed.
+"""Linears whose output values are unread when a backward runs a layer again, so their matmul is
+skipped.
 
 Two examples. The last projection in `post` is added to the residual, and no gradient reads the sum.
-A q or k projection in `pre` is rotated, and the rotation's backward reads the angles only. Such a
+A q or k projection in `pre` is rotated, and the rotation's backward reads only the angles. Such a
 Linear returns one constant row, expanded over all tokens, and keeps its ordinary backward, so every
 gradient stays the same to the bit. A probe finds these Linears (decoder/verdict.py).
 
@@ -49,9 +49,9 @@ class _Valueless(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, value, columns, add):
         ctx.add, ctx.make = add, None if isinstance(weight, Tensor) else weight
-        # A frozen weight needs no x; saving it would keep it alive beside its own gradient.
+        # A frozen weight needs no x; a saved x would live next to its own gradient.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
-        # One full row: a rotation in complex numbers (Llama 4) needs contiguous pairs.
+        # A whole row is stored: a rotation in complex numbers (Llama 4) needs contiguous pairs.
         return x.new_full((columns,), value).expand(*x.shape[:-1], columns)
 
     @staticmethod
@@ -133,8 +133,8 @@ def is_unread(x: Tensor) -> bool:
 
 
 def can_go_without(module: nn.Module | None) -> bool:
-    """Whether this is now a plain Linear with a plain weight, or a quantised one of a known
-    library; or fused experts that run here."""
+    """Whether this is now a plain Linear with a plain weight, a quantised Linear of a known
+    library, or fused experts that run here."""
     return experts.can_run(module) or (
         isinstance(module, nn.Linear)
         and (type(module).forward is LINEAR or dense_of(module) is not None)
@@ -169,7 +169,7 @@ def idle(
     filled=False,
     weight_of=getattr,
 ) -> list:
-    """The named Linears that can skip their matmul now, each with the forward to use instead.
+    """The named Linears that can skip their matmul now, each with its replacement forward.
 
     Args:
         layer: the decoder layer.
@@ -179,7 +179,7 @@ def idle(
         dense_of: see quantised.dense_of.
         adding: see add_up.
         filled: return contiguous tensors. Dropout on a GPU draws by memory layout, so the layout
-            must be the usual one. Not for adapters' bases, whose values enter a sum.
+            must be the usual one. Bases of adapters are excluded: their values enter a sum.
         weight_of: (experts, name) -> a weight, dequantised where it is quantised.
 
     Returns:
@@ -201,8 +201,8 @@ def idle(
 
 
 def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
-    """(module, forward) pairs of the layer's other plain Linears whose gradients the matmul can
-    sum.
+    """(module, forward) pairs of the layer's other plain Linears whose matmul can sum the weight's
+    gradient over tiles.
 
     Args:
         layer: the decoder layer.
