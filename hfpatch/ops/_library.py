@@ -40,7 +40,7 @@ def use_kernel(*tensors: Tensor | None) -> bool:
 
 
 def refuse(op: str, *rules: tuple) -> None:
-    """Raises ValueError for the first broken rule (broken, message, what its {} stand for)."""
+    """Raises ValueError for the first broken rule (broken, message, the values of its {})."""
     for broken, message, *came in rules:
         if broken:
             raise ValueError(f"hfpatch: {op} expected {message.format(*came)}.")
@@ -62,7 +62,7 @@ def define(
     """Registers `hfpatch::<schema>` and returns the overload to call.
 
     Args:
-        schema: without namespace and without default values. The dispatcher strips defaults, and
+        schema: without namespace and default values. The dispatcher strips defaults from calls, and
             restoring them costs time.
         impl: the implementation for every device.
         fake: returns empty outputs with the right shapes, dtypes and strides.
@@ -92,8 +92,7 @@ def define(
 
 
 def _autograd_impl(op, impl, backward, setup_context):
-    """Does what torch.library.register_autograd does, for positional arguments, in half the time
-    per call."""
+    """torch.library.register_autograd for positional arguments, in half the time per call."""
     below, keys, backends = below_autograd()
 
     def run(keyset, args):
@@ -129,7 +128,7 @@ def _autograd_impl(op, impl, backward, setup_context):
 
 
 def one_gradient(backward: Callable) -> Callable:
-    """Wraps backward(ctx, *grads): a batch of gradients is refused with a sentence
+    """Wraps backward(ctx, *grads), so that a batch of gradients raises a clear error
     (refuse_a_batch).
 
     Not for a backward that counts references to its gradients: the wrapper holds one.
@@ -147,7 +146,7 @@ def one_gradient(backward: Callable) -> Callable:
 
 
 def refuse_a_batch(error: RuntimeError) -> None:
-    """Raises a RuntimeError with a sentence if `error` is torch's about a missing batching rule."""
+    """Raises a clear RuntimeError if `error` is torch's about a missing batching rule."""
     if "Batching rule" in str(error) or "BatchedTensorImpl" in str(error):
         raise RuntimeError(
             "hfpatch: expected one gradient at a time, a batch of them came (is_grads_batched, "
@@ -157,7 +156,7 @@ def refuse_a_batch(error: RuntimeError) -> None:
 
 
 def no_second_derivative(name: str) -> Callable:
-    """The backward of a backward op: raises, where otherwise the gradient would be silently
+    """The backward of a backward op: it raises, because the second derivative would be silently
     wrong."""
 
     def backward(ctx, *grads):

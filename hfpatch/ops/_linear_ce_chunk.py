@@ -15,11 +15,10 @@ with six factors a row: for a loss that enters the total with factor s, Y = s (1
 e/V, P = Y + U sum_j w_j + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss,
 lse and the others 0, best -1 and an exactly zero gradient.
 
-lse is kept as two numbers: the largest u, and log L with L = sum_j exp(z_j - largest z). Where
-logits are large, one rounding step of lse or z is many steps of a probability, while differences of
-u near the largest are exact. The backward therefore takes factors for q_j = exp(z_j - largest z) =
-L p_j and its
-logarithm: P / L, H / L, Q / L^2, entropy - log L (`_linear_ce_loop.py`).
+lse is kept as two numbers: the largest u, and log L with L = sum_j exp(z_j - largest z). For large
+logits one rounding step of lse or z is many steps of a probability, while differences of u near the
+largest are exact. The backward therefore takes factors for q_j = exp(z_j - largest z) = L p_j and
+its logarithm: P / L, H / L, Q / L^2, entropy - log L (`_linear_ce_loop.py`).
 """
 
 import torch
@@ -47,7 +46,7 @@ def _tiles(logits_CV: Tensor, labels_C: Tensor, ignore_index: int, inner: float)
 
 
 def whole_lse(lse_2N: Tensor, outer: float) -> Tensor:
-    """lse from its two numbers, see the top of this file; 0 where ignored."""
+    """lse from its two numbers (see the top of this file); 0 where the label is ignored."""
     return outer * lse_2N[0] + lse_2N[1]
 
 
@@ -200,7 +199,7 @@ def _scale(x: Tensor, factor: Tensor) -> None:
 
         scale_(x, factor)
     else:
-        # In float32, because a 16-bit x would round the factor first.
+        # In float32: a 16-bit x would round the factor first.
         for part in x.view(-1).split(TILE):
             part.copy_(part.to(factor.dtype) * factor)
 
@@ -209,8 +208,8 @@ def _no_output(*args) -> None:
     return None
 
 
-# Where `grad` is set, the logits become their gradient. inner 0 means no soft cap; scale is a 0-d
-# tensor on the device. stats has a row each for entropy, mean and square.
+# With `grad` the logits become their gradient. inner 0 means no soft cap; scale is a 0-d tensor on
+# the device. stats has one row each for entropy, mean and square.
 cross_entropy_chunk_ = define(
     "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor? class_weight, "
     "Tensor(b!) loss,"
@@ -228,6 +227,5 @@ cross_entropy_chunk_bwd_ = define(
     _chunk_bwd,
     _no_output,
 )
-# x *= factor. The kernel reads the factor on the device, and leaves x as it is where the factor is
-# 1.
+# x *= factor. The kernel reads the factor on the device, and does not touch x if the factor is 1.
 scale_ = define("scale_(Tensor(a!) x, Tensor factor) -> ()", _scale, _no_output)

@@ -72,11 +72,11 @@ def check_head(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, sha
 
     Args:
         op: the name for messages.
-        hidden, weight, bias: [..., D], [V, D] (this rank's rows where it is sharded), [V].
+        hidden, weight, bias: [..., D], [V, D] (this rank's rows with a shard), [V].
         shard: a VocabShard or None.
 
     Returns:
-        The dtype in which F.linear would return the logits under the current autocast.
+        The dtype of the logits that F.linear would return under the current autocast.
     """
     V, b = tuple(weight.shape[:1]), weight if bias is None else bias
     dtypes = hidden.dtype, weight.dtype, b.dtype

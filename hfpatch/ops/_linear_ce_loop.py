@@ -11,7 +11,7 @@ Legend: N tokens, M tokens kept (label is not ignore_index), C rows of one chunk
 V vocabulary.
 
 A sweep allocates: one logits buffer [C, V], reused by every chunk; dX [N, D], unless it overwrites
-hidden; where ignored tokens are dropped, the gathered rows [C, D] and their dX; dW
+hidden; the gathered rows [C, D] and their dX, where ignored tokens are dropped; dW
 (_linear_ce_weight.py). All of it comes from aten calls, so a TorchDispatchMode that follows
 allocations sees it, also over fake tensors.
 """
@@ -44,7 +44,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # dX, dW, dbias
 class Options(NamedTuple):
     """The options of a loss.
 
-    z = outer * u with u = tanh(inner * logit), or u = logit where inner is 0. dtype is the logits'.
+    z = outer * u with u = tanh(inner * logit), or u = logit if inner is 0. dtype is the logits'.
     With a shard, weight and bias are this rank's rows of a head of vocab_size rows.
     """
 
@@ -62,7 +62,7 @@ class Options(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Returned by forward_pass. best_N and stats_3N are empty where not asked for."""
+    """The result of forward_pass. best_N and stats_3N are empty if not requested."""
 
     total: Tensor  # scale * sum of token_loss
     token_loss_N: Tensor
@@ -95,9 +95,8 @@ def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
 
     Returns:
         (order, M): the first M entries of order [N] are the tokens to keep. order is None where all
-        are kept, which includes the case that less than 1/32 would be dropped: gathering costs
-        more. M comes from the host (num_valid, or a count of labels on the CPU), so nothing waits
-        for the device.
+        are kept. If less than 1/32 could be dropped, all are kept: gathering costs more. M comes
+        from the host (num_valid, or a count of labels on the CPU), so nothing waits for the device.
 
     Raises:
         ValueError: num_valid is smaller than the number of labels.
@@ -191,12 +190,12 @@ def sweep(
     bounds = _chunks(hidden_ND, width, opts, kept, needs, upcast, stats)
 
     weight_work_VD, bias_work_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
-    # Lengths differ in the last chunk alone.
+    # Only the last chunk differs in length.
     rows = max(bounds[0][1], bounds[-1][1] - bounds[-1][0]) if bounds else 0
     buffer_CV = hidden_ND.new_empty(rows, width, dtype=dtype)[:, :vocab_size]
     dx_ND = dw = db_V = None
     if need_dx:
-        written = order is None and bounds  # every row of it
+        written = order is None and bounds  # the loop writes every row
         make = torch.empty_like if written else torch.zeros_like
         dx_ND = hidden_ND if overwrite else make(hidden_ND, memory_format=torch.contiguous_format)
     if needs[1]:
@@ -249,8 +248,7 @@ def divisor(
     opts: Options,
     device: torch.device,
 ) -> Tensor:
-    """What the sum of the token losses is divided by, a scalar on the device, not
-    differentiable."""
+    """The divisor of the sum of the token losses: a scalar on the device, not differentiable."""
     wide = wide_dtype(opts.dtype)
     if isinstance(num_items, Tensor):
         return num_items.detach().to(device=device, dtype=wide, non_blocking=True).reshape(())
@@ -296,7 +294,7 @@ def forward_pass(
     lse_2N = torch.zeros(2, tokens, dtype=wide, device=device)
     best_N = torch.full((tokens if best else 0,), -1, dtype=torch.int32, device=device)
     stats_3N = torch.zeros(3, tokens if stats else 0, dtype=wide, device=device)
-    # Written in the order of the kept tokens; moved to their places once, at the end.
+    # Written in the order of the kept tokens; one index_copy_ at the end restores the order.
     written = outputs = loss_N, lse_2N, best_N, stats_3N
     labels_M = labels_N
     if order is not None:
@@ -323,7 +321,8 @@ def forward_pass(
 
 
 def share(lse_2N: Tensor) -> Tensor:
-    """The largest probability of each token; a word's is this times exp(z - largest z)."""
+    """The largest probability of each token. A word's probability is this times exp(z - largest
+    z)."""
     return lse_2N[1].neg().exp_()
 
 

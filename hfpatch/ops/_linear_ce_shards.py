@@ -1,5 +1,4 @@
-"""One chunk of linear_cross_entropy and linear_log_prob where each rank has a part of the
-vocabulary.
+"""One chunk of linear_cross_entropy and linear_log_prob with the vocabulary split over ranks.
 
 Each rank computes the logits of its words. Two small all-reduces per chunk combine the results: one
 of the largest logit, one of sums. With s_r = exp(lse_r - lse) for rank r:
@@ -57,7 +56,7 @@ class VocabShard:
     def chunk_(
         self, logits_Cv, labels_C, scale, loss_C, lse_2C, best_C, stats_3C, opts, factors
     ) -> None:
-        """Does what `cross_entropy_chunk_` does, over all ranks, without smoothing or weights.
+        """`cross_entropy_chunk_` over all ranks, without smoothing or class weights.
 
         factors: loss_factors where the logits are to become their gradient, else None.
         """
@@ -73,7 +72,7 @@ class VocabShard:
         else:
             log_C.fill_(ruled_out)
             u_C = torch.zeros_like(log_C)
-        top_C.masked_fill_(log_C == ruled_out, ruled_out)  # every word of this part
+        top_C.masked_fill_(log_C == ruled_out, ruled_out)  # if every word of this part is at -inf
         part_2C = lse_2C.clone()
         self.reduce_(top_C, dist.ReduceOp.MAX)
         below_C = (part_2C[0] - top_C).mul_(outer).add_(part_2C[1])
@@ -117,14 +116,14 @@ class VocabShard:
         mean_C *= v / self.size
         square_C *= share_C.square()
         for out_C in (entropy_C, square_C):
-            out_C.masked_fill_(share_C == 0.0, 0.0)  # every word of this part is ruled out
+            out_C.masked_fill_(share_C == 0.0, 0.0)  # every word of this part is at -inf
         stats_3C.masked_fill_(~keep_C, 0.0)
         summed_3C = stats_3C.contiguous()
         self.reduce_(summed_3C, dist.ReduceOp.SUM)
         stats_3C.copy_(summed_3C)
 
     def chunk_bwd_(self, logits_Cv: Tensor, labels_C: Tensor, rows_KC: Tensor, opts) -> None:
-        """Does what `cross_entropy_chunk_bwd_` does. rows_KC: of the whole vocabulary."""
+        """`cross_entropy_chunk_bwd_` for this rank's part. rows_KC: of the whole vocabulary."""
         if not logits_Cv.shape[1]:
             return
         local_C, here_C = self._local(labels_C, opts.ignore_index)

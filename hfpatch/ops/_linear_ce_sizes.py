@@ -1,4 +1,4 @@
-"""How many tokens of a loss have logits at a time: chunks within the workspace.
+"""The chunk length of a loss: how many tokens have logits at a time within the workspace.
 
 Legend: N tokens, C rows of one chunk, D hidden, V vocabulary.
 """
@@ -6,13 +6,13 @@ Legend: N tokens, C rows of one chunk, D hidden, V vocabulary.
 from hfpatch.compat import is_fake
 
 ROWS = 128  # chunks are multiples of this many tokens, the row tile of the matmuls
-# Of the workspace, per token: loss, lse in two numbers, best, label, sort key and order.
+# Workspace bytes per token: loss, lse in two numbers, best, label, sort key and order.
 BYTES_PER_TOKEN = 56
-# Besides, for entropy and related values: three numbers, twice, and the factors of the backward.
+# More bytes for entropy and related values: three numbers, twice, and the backward's factors.
 STATS_BYTES_PER_TOKEN = 56
 COLUMNS = 256  # a matmul's tile has ROWS rows and COLUMNS columns
-# A pass over the float32 sum of dW takes as long as dX of this many rows. By data-sheet rates it is
-# 428 on an A100 and 827 on an H100.
+# A pass over the float32 sum of dW takes as long as dX of this many rows: by data-sheet rates 428
+# on an A100 and 827 on an H100.
 ROWS_OF_A_PASS = 512
 
 
@@ -21,15 +21,15 @@ def chunk_bounds(
 ) -> list[tuple[int, int]]:
     """Cuts the tokens into as few chunks of equal length as workspace_bytes allows.
 
-    Lengths are multiples of 128 rows, or less where the budget holds fewer. The last chunk may be
-    longer by what the budget leaves over, so one token more than a round number does not cost a
-    further chunk.
+    Lengths are multiples of 128 rows, or less where the budget holds fewer. The budget's remainder
+    may lengthen the last chunk, so that one token more than a round number does not cost another
+    chunk.
 
     Args:
-        tokens: how many rows there are.
+        tokens: the number of rows.
         row_bytes: the bytes of one row of logits and its buffers.
         workspace_bytes: the budget.
-        best: a function (the longest chunk that fits) -> the length to use; None uses the longest.
+        best: the longest chunk that fits -> the length to use; None uses the longest.
 
     Returns:
         [start, end) of each chunk.
@@ -63,10 +63,10 @@ def rows_that_fill(
     3 rounds; at 1,664 x 4,096 they fill them 1.93 times and take 2.
 
     Args:
-        most: the longest chunk; returned where no other length saves a sixteenth.
-        tokens: how many rows there are in all.
+        most: the longest chunk; returned if no other length saves a sixteenth.
+        tokens: the number of rows in all.
         hidden_size: D.
-        processors: how many the GPU has.
+        processors: the number of the GPU's processors.
         pass_rows: a chunk's fixed cost, in rows of dX that take as long.
     """
     across = -(-hidden_size // COLUMNS)

@@ -20,7 +20,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextlib.contextmanager
 def as_on_cuda():
-    """A context in which fake CPU tensors take the route of CUDA tensors, with its allocations."""
+    """A context in which fake CPU tensors take the code path of CUDA tensors, with its
+    allocations."""
     token = _AS_CUDA.set(True)
     try:
         with shapes_of_out_dtype():
@@ -30,12 +31,12 @@ def as_on_cuda():
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Whether x is on a GPU, or a fake tensor that stands for one (as_on_cuda)."""
+    """Whether x is on a GPU, or is a fake tensor that represents one (as_on_cuda)."""
     return x.is_cuda or (_AS_CUDA.get() and is_fake(x))
 
 
 def sums_in_matmul(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `into` serves products of this dtype on x's device."""
+    """Whether `into` supports matmuls of this dtype on x's device."""
     if dtype not in _HALF or not on_cuda(x):
         return False
     return is_fake(x) or exact_there(x.device, dtype)
@@ -52,11 +53,12 @@ def into(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, first: bool) -> None:
 
 @lru_cache(maxsize=32)
 def exact_there(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device's matmul adds to a float32 sum with float32 precision. Tried once, on a
+    """Whether a device's matmul adds to a float32 sum with float32 precision. Measured once, on a
     small product.
 
     Raises:
-        torch.OutOfMemoryError: no room for the trial. Raised because the answer is cached.
+        torch.OutOfMemoryError: no room for the trial. It is not caught, because the answer is
+            cached.
     """
     M, K, N = 64, 256, 128
     generator = torch.Generator(device).manual_seed(0)

@@ -1,7 +1,7 @@
 """Cross-entropy of existing logits: one pass for the loss, one for the gradient, no float32 copy.
 
 Legend: N tokens, V vocabulary. Arithmetic and kernels are those of linear_cross_entropy
-(_linear_ce_chunk.py). The backward reads the logits and writes a gradient of their dtype. Where the
+(_linear_ce_chunk.py). The backward reads the logits and writes a gradient of their dtype. If the
 logits need not exist, use linear_cross_entropy.
 """
 
@@ -20,7 +20,7 @@ SCHEMA = "int ignore_index, float smoothing, float inner, float outer, float z_l
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss with further outputs. Fields that were not asked for are None."""
+    """The loss with further outputs. Fields that were not requested are None."""
 
     loss: Tensor
     accuracy: (
@@ -32,7 +32,7 @@ class CrossEntropyOutput(NamedTuple):
     def of(
         cls, loss, best_N, labels, ignore_index, accuracy: bool = True, predicted: bool = True
     ) -> "CrossEntropyOutput":
-        """best_N: int32, -1 where ignored. accuracy, predicted: whether each is wanted."""
+        """best_N: int32, -1 where ignored. accuracy, predicted: whether to return each field."""
         best = best_N.view(labels.shape)
         return cls(
             loss,

@@ -2,7 +2,7 @@
 
 `embedding_dense_backward` sums repeated tokens in float32 partials as large as the output's
 gradient: 2.2 GiB for 131,072 tokens of 4096. In column slices only one slice of partials exists at
-    a time.
+a time.
 
 N tokens, V vocabulary, D hidden.
 """

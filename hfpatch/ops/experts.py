@@ -1,14 +1,15 @@
-"""A mixture of experts: each token through the gated MLPs that its router chose, weighted and summed.
+"""A mixture of experts: each token runs through the gated MLPs that its router chose, and their
+weighted outputs are summed.
 
 Legend: N tokens, K experts a token, S = N*K routed rows sorted by their expert, E experts, D hidden,
 F intermediate, r rank of an adapter. offs_E: the end of each expert's rows.
 
     a = act(x W1^T + b1) * w        y = sum over K of (a W2^T + w b2)
-The routing weight comes before W2: its gradient is then <act, da>, and the output of W2 is not
-needed in backward. b2 joins as a product of the routing weights [N, E] with b2 [E, D].
+The routing weight comes before W2: its gradient is then <act, da>, so the backward needs no output
+of W2. b2 is added as a product of the routing weights [N, E] with b2 [E, D].
 
-A row whose expert is E or more belongs to another rank (expert parallelism): it stands behind
-offs_E[-1], where products write nothing, and `inverse_NK` has -1 for it.
+A row whose expert is E or more belongs to another rank (expert parallelism). It is sorted behind
+offs_E[-1], where grouped matmuls write nothing, and `inverse_NK` has -1 for it.
 """
 
 from dataclasses import dataclass
@@ -25,10 +26,11 @@ CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both cl
 
 @dataclass(frozen=True)
 class Layout:
-    """How experts lie in memory, and what they compute.
+    """The memory layout of experts, and their activation.
 
-    activation: of swiglu.ACTIVATIONS' values, or CLAMPED with alpha and limit. interleaved: gate and
-    up alternate in the columns of W1. transposed: weights are [E, in, out], else [E, out, in].
+    activation: one of swiglu.ACTIVATIONS' values, or CLAMPED with alpha and limit. interleaved:
+    gate and up alternate in the columns of W1. transposed: weights are [E, in, out], else [E, out,
+    in].
     """
 
     activation: str
@@ -42,13 +44,14 @@ class Layout:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether a grouped matmul takes this layout: one stride of 1, the others of whole 16 bytes."""
+    """Whether a grouped matmul accepts these strides: one is 1, the others whole 16 bytes."""
     strides = sorted(x.stride())
     return strides[0] == 1 and not any(s * x.element_size() % 16 for s in strides[1:])
 
 
 def _in_groups(a: Tensor, b: Tensor) -> bool:
-    """Whether one kernel serves all experts; else a loop over them (CPU, float64, odd widths)."""
+    """Whether one grouped matmul can run all experts. If not (CPU, float64, odd widths), a loop
+    runs them."""
     able = a.dtype in KERNEL_DTYPES and grouped_mm() is not None and _aligned(a)
     if not (able and _aligned(b)):
         return False
@@ -56,7 +59,7 @@ def _in_groups(a: Tensor, b: Tensor) -> bool:
 
 
 def _parts(offs_E: Tensor):
-    """(expert, first row, last row) of each expert. Waits for the device."""
+    """(expert, first row, end of rows) of each expert. Waits for the device."""
     ends = offs_E.tolist()
     return zip(range(len(ends)), [0, *ends], ends)
 
@@ -72,7 +75,7 @@ def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
-    """[E, M, N]: a^T b over the rows of each expert, zero where it has none."""
+    """[E, M, N]: a^T b over the rows of each expert, zero for an expert without rows."""
     if _in_groups(a_SM.t(), b_SN):
         return grouped_mm()(a_SM.t(), b_SN, offs=offs_E)
     return torch.stack([a_SM[a:b].t() @ b_SN[a:b] for _, a, b in _parts(offs_E)])
@@ -102,7 +105,7 @@ EXPERT_SUMS = define(
 
 
 def _gate_up(gu, bias, ids, interleaved):
-    """gate and up [S, F] in the wide dtype, the bias of each row's expert added."""
+    """(gate, up), each [S, F] in the wide dtype, with the bias of each row's expert added."""
     gu = gu.to(wide_dtype(gu.dtype))
     if bias is not None:
         gu = gu + bias.to(gu.dtype)[ids.clamp(max=bias.shape[0] - 1)]
@@ -159,7 +162,7 @@ def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved,
     return _joined(dgate, dup, interleaved).to(gu.dtype), a, dw
 
 
-# dgu [S, 2F], the activation times w [S, F] where need_a, and dw [S] in the wide dtype.
+# dgu [S, 2F], the activation times w [S, F] if need_a, and dw [S] in the wide dtype.
 EXPERT_ACT_BACK = define(
     "expert_act_bwd(Tensor da, Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, "
     "float alpha, float limit, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
@@ -194,7 +197,7 @@ EXPERT_COMBINE = define(
 )
 
 
-# --- the whole of it ------------------------------------------------------------------------------
+# --- the whole op ---------------------------------------------------------------------------------
 
 
 def _sorted(ids_NK: Tensor, experts: int) -> tuple:
@@ -215,7 +218,7 @@ def _routed(ids_NK: Tensor, w_NK: Tensor, b2_ED: Tensor) -> Tensor:
 
 
 def _up(x, w_EOI, adapter, offs):
-    """x W^T, and x A^T where there is an adapter; both [S, ...]."""
+    """x W^T, and x A^T with an adapter; both [S, ...]."""
     y = product(x, w_EOI.transpose(1, 2), offs)
     if adapter is None:
         return y, None
@@ -224,7 +227,7 @@ def _up(x, w_EOI, adapter, offs):
 
 
 def _down(dy, w_EOI, adapter, offs):
-    """The gradients of x, and of x A^T."""
+    """The gradients of x, and of x A^T with an adapter."""
     dx = product(dy, w_EOI, offs)
     if adapter is None:
         return dx, None
@@ -304,12 +307,12 @@ def _kind(layout: Layout) -> tuple:
 
 
 def _sums(x_SM: Tensor, offs_E: Tensor) -> Tensor:
-    """[E, M]: the sum of each expert's rows; by a product, which takes them in groups."""
+    """[E, M]: the sum of each expert's rows, as a matmul, because that runs in groups."""
     return products(x_SM, x_SM.new_ones(len(x_SM), 8), offs_E)[:, :, 0]
 
 
 def _weight_gradient(needed: bool, layout: Layout, dy, x, offs, add):
-    """In the weight's layout; None where `add` takes it."""
+    """The gradient in the weight's layout; None if `add` received it."""
     pair = (x, dy) if layout.transposed else (dy, x)
     if not needed or add is not None:
         return add(*pair, offs) if needed else None
@@ -330,11 +333,12 @@ def experts(
         x_ND, w1, w2, b1, b2: of one dtype; w1 [E, 2F, D], w2 [E, D, F], or as the layout says.
         ids_NK, w_NK: the experts of each token, all different, and their routing weights.
         first, second: adapters of w1 and w2, A [E, r, in] and B [E, out, r], scaled; of x's dtype.
-        adds: of w1 and w2, what takes (a_SM, b_SN, offs_E) in place of a gradient a^T b.
-        value: return this constant, in place of values that nobody reads; gradients stay.
+        adds: for w1 and w2, a function that receives (a_SM, b_SN, offs_E) in place of a returned
+            gradient a^T b, or None.
+        value: return this constant in place of values that are unread; gradients stay the same.
 
     Raises:
-        ValueError: for weights of other experts or sizes.
+        ValueError: the weights' shapes do not fit each other or x.
     """
     (E, rows, D), second_shape = (tuple(w.shape) for w in _views(layout, w1, w2))
     refuse("experts", (

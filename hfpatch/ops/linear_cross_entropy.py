@@ -6,12 +6,12 @@ thousand tokens at a time (_linear_ce_loop.py). A small in-place op turns them i
 gradient (_linear_ce_chunk.py, kernels/cross_entropy.py).
 
 When the gradients are computed:
-- A scalar loss: in the forward, while the logits are there. The logits are computed once, three
-  matmuls in all. The backward multiplies the gradients by the upstream scalar, which costs nothing
-  where it is 1.
+- A scalar loss: in the forward, while the logits exist. The logits are computed once, three matmuls
+  in all. The backward multiplies the gradients by the upstream scalar, which costs nothing if it is
+  1.
 - reduction="none", or logits in float16: in the backward, from logits computed a second time (four
-  matmuls). With "none" each token has an upstream gradient of its own. In float16 the upstream
-  gradient carries the GradScaler's factor, without which small gradients would vanish.
+  matmuls). With "none" each token has its own upstream gradient. In float16 the upstream gradient
+  carries the GradScaler's factor, without which small gradients would vanish.
 
 Under torch.compile the op runs outside the graph. Its body is aten calls and in-place ops, so a
 simulator that follows allocations sees every buffer, also over fake tensors.
@@ -159,14 +159,14 @@ def linear_cross_entropy(
         z_loss: adds z_loss * lse^2 to each token's loss.
         shift: position t is scored against labels[..., t + 1]; the last position of a row is
             ignored.
-        workspace_bytes: how much may be allocated beyond the gradients. Sets how many tokens have
-            logits at a time. Where a 16-bit weight's gradient is summed over several chunks, the
-            sum is float32.
+        workspace_bytes: how much may be allocated beyond the gradients; limits the number of tokens
+            whose logits exist at a time. If a 16-bit weight's gradient is summed over several
+            chunks, the sum is float32.
         return_accuracy, return_predicted: return a CrossEntropyOutput with these fields.
-        inplace_hidden: the gradient of hidden may overwrite hidden. For a caller that made hidden,
-            shares it with nobody, and whose producer does not need it in its backward (autograd
-            raises if it does). Ignored where hidden is a leaf, not contiguous or of another dtype
-            than the logits, and for reduction="none".
+        inplace_hidden: the gradient of hidden may overwrite hidden. For a caller that made hidden
+            and does not share it, if the op that produced hidden does not need it in its backward
+            (autograd raises if it does). Ignored if hidden is a leaf, not contiguous or of another
+            dtype than the logits, and for reduction="none".
         shard: hfpatch.ops.VocabShard(group, V), for a vocabulary split over the ranks of a group
             (tensor parallelism), without label_smoothing and class_weight. weight and bias are then
             this rank's rows. hidden and labels are the same on every rank, and so are the results

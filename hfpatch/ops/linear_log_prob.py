@@ -4,9 +4,9 @@ logits.
 Preference and policy-gradient losses read these. Legend: N tokens, D hidden size, V vocabulary.
 
 Chunks, dropped tokens, weight gradient and kernels are those of linear_cross_entropy
-(_linear_ce_loop.py, _linear_ce_chunk.py). A token's upstream gradient is known in the backward
-only. So the forward saves a few numbers per token, and the backward computes the logits a second
-time: four matmuls in all.
+(_linear_ce_loop.py, _linear_ce_chunk.py). A token's upstream gradient is known only in the
+backward. So the forward saves a few numbers per token, and the backward computes the logits a
+second time: four matmuls in all.
 
 With z = softcap * tanh(scale * logits / softcap) / temperature (without a cap: scale * logits /
 temperature) and p = softmax(z):
@@ -36,7 +36,7 @@ from hfpatch.ops._linear_ce_shards import VocabShard
 class LinearLogProbOutput(NamedTuple):
     """Each shaped like labels, float32 (float64 for float64 inputs) and differentiable.
 
-    0 where the label is ignored, None where the field was not asked for.
+    0 where the label is ignored; None if the field was not requested.
     """
 
     log_prob: Tensor | None
@@ -85,7 +85,7 @@ def linear_log_prob_ref(
 def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int) -> Tensor:
     """The factors that backward_pass takes; see the formula at the top of this file.
 
-    backward_pass multiplies them by p / c, c being the largest p, so P and H contain c, and Q
+    backward_pass multiplies them by p / c, where c is the largest p, so P and H contain c, and Q
     contains c^2. An upstream gradient may be None. The gradient of lse is dlse_2N[1].
     """
     top_N, c_N = lse_2N[0], share(lse_2N)
@@ -104,7 +104,7 @@ def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int)
 class _LinearLogProb(torch.autograd.Function):
     """Returns log_prob, lse as two numbers [2, N], stats [3, N] and best (int32).
 
-    stats and best are empty where not asked for.
+    stats and best are empty if not requested.
     """
 
     @staticmethod
@@ -134,8 +134,7 @@ class _LinearLogProb(torch.autograd.Function):
             no_second_derivative("linear_log_prob")(ctx)
         hidden_ND, weight_VD, bias_V, labels_N, lse_2N, stats_3N = ctx.saved_tensors
         rows_KN = _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, ctx.opts.vocab_size)
-        # Detached: its values are not read again, so autograd need not see that they are
-        # overwritten.
+        # Detached: autograd need not see the overwrite, because the values are not read again.
         head = hidden_ND.detach(), weight_VD, bias_V
         overwrite = ctx.private and not keeps_graph()
         with autocast(hidden_ND.device.type, enabled=False):
@@ -174,14 +173,14 @@ def linear_log_prob(
             linear_cross_entropy.
         temperature, scale, softcap: logits are multiplied by scale, soft-capped, then divided by
             temperature, in float32.
-        outputs: names of the wanted fields of LinearLogProbOutput, defined at the top of this file.
-            entropy, mean_logit and sum_sq_prob are computed together: one costs as much as all
-            three.
+        outputs: names of the requested fields of LinearLogProbOutput, defined at the top of this
+            file. entropy, mean_logit and sum_sq_prob are computed together: one costs as much as
+            all three.
         inplace_hidden: the backward may write hidden's gradient over hidden, as in
-            linear_cross_entropy; ignored where the graph is kept for another backward.
+            linear_cross_entropy; ignored if the graph is kept for another backward.
 
     Returns:
-        A LinearLogProbOutput: each wanted field is shaped like labels, and 0 (False) where the
+        A LinearLogProbOutput. Each requested field is shaped like labels, and 0 (False) where the
         label is ignored. All but is_top1 are differentiable.
 
     Raises:

@@ -26,7 +26,7 @@ from torch import Tensor
 from hfpatch.ops._library import define, no_second_derivative, refuse, use_kernel, wide_dtype
 
 CASTS = ("before", "after", "weight", "rstd")
-MAX_KERNEL_WIDTH = 16384  # a program holds a row in registers; wider rows take the plain path
+MAX_KERNEL_WIDTH = 16384  # a program holds a row in registers; plain torch computes wider rows
 
 
 def rms_norm_ref(
@@ -89,8 +89,8 @@ def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
 
 
 def _dtypes(dtype, weight, cast):
-    """The dtype to which x_hat is rounded before it is multiplied by the weight, and the
-    result's."""
+    """(the dtype to which x_hat is rounded before it is multiplied by the weight, the result's
+    dtype)."""
     if cast == "after":
         return wide_dtype(dtype), dtype
     if cast == "weight":
@@ -108,7 +108,7 @@ def _rms_norm(x, weight, eps, offset, cast):
 
 
 def _fwd(x, residual, weight, eps, offset, cast):
-    """(y, rstd, x + residual). Without a residual the third is not read."""
+    """(y, rstd, x + residual). Without a residual the third is unread."""
     if use_kernel(x, weight, residual) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
         from hfpatch.kernels import rms_norm as kernels
 
@@ -244,7 +244,7 @@ def rms_norm(
         eps: added to the mean of squares.
         offset: added to the weight in float32; 1.0 for Gemma.
         cast: where the result is rounded to 16 bits, one of CASTS, which also decides the dtype of
-            the result (see the top of this file). The default is Llama's; Gemma takes cast="after".
+            the result (see the top of this file). The default is Llama's; Gemma needs cast="after".
 
     Returns:
         [..., D], contiguous. It has one derivative.

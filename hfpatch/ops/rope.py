@@ -75,7 +75,7 @@ def _backward(ctx, dq, dk):
     dk = dk if ctx.needs_input_grad[1] else None
     if dq is None and dk is None:
         return (None,) * 6
-    # A side without a gradient goes in with zero heads.
+    # The op gets zero heads for a side without a gradient.
     q_in = dk[:, :0] if dq is None else dq
     k_in = dq[:, :0] if dk is None else dk
     dtype = ctx.dtypes[0] if ctx.dtypes[0] == ctx.dtypes[1] else None
@@ -109,7 +109,7 @@ def rope(
         q: [B, H, T, E], E even, any strides. The result has the same layout.
         k: [B, K, T, E].
         cos, sin: [1 or B, T, E], as transformers' rotary_emb returns them.
-        dtype: of the results; by default the promoted dtype of q and cos, which under autocast is
+        dtype: of the results. By default the promoted dtype of q and cos, which under autocast is
             float32 where transformers' is.
 
     Returns:
@@ -121,7 +121,7 @@ def rope(
     Example:
         q, k = rope(q, k, *rotary_emb(x, position_ids))
     """
-    batch, _, tokens, width = q.shape if q.dim() == 4 else (0, 0, 0, 1)  # odd, which is refused
+    batch, _, tokens, width = q.shape if q.dim() == 4 else (0, 0, 0, 1)  # an odd width is refused
     same = (k.shape[0], *k.shape[2:]) == (batch, tokens, width) and cos.shape == sin.shape
     fits = same and cos.shape[1:] == (tokens, width) and cos.shape[0] in (1, batch)
     refuse(
@@ -133,7 +133,7 @@ def rope(
          "pass HF's rotary_emb output as it is", q.shape, k.shape, cos.shape, sin.shape),
     )  # fmt: skip
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        # transformers makes cos and sin without gradients; a learned rotation takes the plain
+        # transformers makes cos and sin without gradients; a learned rotation needs the plain
         # version.
         outs = rope_ref(q, k, cos, sin)
         return outs if dtype is None else tuple(x.to(dtype) for x in outs)
