@@ -1,9 +1,8 @@
 """Every private name of torch, transformers, accelerate, DeepSpeed, TRL and PEFT that the package
-needs: a function each, with what happens where the name is gone (tests/test_compat.py takes each
-away, and finds private names elsewhere).
+needs: one function for each, with a fallback or an error for a version without the name.
 
-Names are looked up when they are used: one that is gone costs what needs it, never `import
-    hfpatch`.
+tests/test_compat.py removes each name in turn, and finds private names elsewhere. Names are looked
+up on use: a missing one costs only the feature that needs it, never `import hfpatch`.
 """
 
 from hfpatch.compat.engines import *  # noqa: F403

@@ -16,8 +16,8 @@ def engine_hook(module: nn.Module):
 
 
 def hooked_forward(module: nn.Module) -> str:
-    """The attribute that holds the forward a call of the module runs last. accelerate's hooks move
-    it to another one."""
+    """The attribute of the forward that a call of the module runs last. accelerate's hooks move it
+    to another attribute."""
     own = vars(module)
     return "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
 
@@ -28,11 +28,11 @@ def forward_before_wrapping(module: nn.Module):
 
 
 def drop_wrapped_forward(module: nn.Module) -> None:
-    """Removes that wrapper."""
+    """Removes the wrapper of `forward_before_wrapping`."""
     del module.forward, module._original_forward
 
 
-# The method by which verl's FSDP2 engine shards its model; a plugin refuses an engine without it.
+# The method by which verl's FSDP2 engine shards its model. The plugin refuses an engine without it.
 VERL_SHARDS = "_build_fsdp_module"
 
 
@@ -48,7 +48,7 @@ def in_fsdp2(module: nn.Module) -> bool:
 
 
 def fsdp2_units(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those of these modules that torch's FSDP2 gathers and reduces by themselves."""
+    """The modules among these that torch's FSDP2 gathers and reduces as units of their own."""
     hooked = [
         m
         for m in modules
@@ -61,13 +61,14 @@ _OF_UNITS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def hooks_put_off(units: list[nn.Module]) -> list[tuple[dict, str, dict]]:
-    """(where hooks stand, the name, none) of each unit: a tiled layer runs them at its edges."""
+    """Rows for values_for_now that disable these units' hooks: a tiled layer runs them itself, at
+    its edges."""
     return [(unit.__dict__, name, {}) for unit in units for name in _OF_UNITS]
 
 
 def gathered_with(units: list[nn.Module], x: Tensor) -> Tensor:
-    """x as FSDP2's units inside a layer would be given it: their weights are there from now on, and
-    their gradients are reduced once those of x are there.
+    """x after the pre-forward hooks of FSDP2's units inside a layer: their weights are gathered
+    from here on, and their gradients are reduced once the gradient of x exists.
     """
     for unit in units:
         for hook in unit.__dict__["_forward_pre_hooks"].values():
@@ -76,7 +77,8 @@ def gathered_with(units: list[nn.Module], x: Tensor) -> Tensor:
 
 
 def freed_with(units: list[nn.Module], y: Tensor) -> Tensor:
-    """y as these units would give it: their weights go, and come again before y's gradient."""
+    """y after the forward hooks of these units: their weights are freed, and gathered again before
+    the gradient of y."""
     for unit in reversed(units):
         for hook in unit.__dict__["_forward_hooks"].values():
             y = hook(unit, (), y)
@@ -84,8 +86,10 @@ def freed_with(units: list[nn.Module], y: Tensor) -> Tensor:
 
 
 def members_of(kind: type) -> dict:
-    """What a class has of its own, to make another one like it. transformers gives each class of
-    layers that is made a forward around its base's.
+    """A class's own attributes, to make another class like it.
+
+    A `forward` of FSDP2's class is left out: transformers wraps the base's forward for each new
+    class of layers.
     """
     members = {n: v for n, v in vars(kind).items() if n not in ("__dict__", "__weakref__")}
     if "FSDPModule" in [base.__name__ for base in kind.__bases__]:
@@ -95,8 +99,8 @@ def members_of(kind: type) -> dict:
 
 @contextmanager
 def as_before_fsdp2(model: nn.Module):
-    """Within, modules have the classes that FSDP2 found; after it FSDP2's lie over what they are
-    then."""
+    """A context in which modules have the classes from before FSDP2. On exit FSDP2's classes lie
+    over the modules' current ones."""
     units = [(m, type(m)) for m in model.modules() if in_fsdp2(m)]
     for unit, kind in units:
         unit.__class__ = kind.__bases__[-1]
@@ -121,8 +125,8 @@ def is_sharded_by_zero3(parameter: Tensor) -> bool:
 
 
 def gather_as_one(layer: nn.Module, wanted: bool) -> None:
-    """Has ZeRO-3 gather the layer once, not for every tile, as deepspeed.utils.set_z3_leaf_modules
-    does; `wanted` False takes it back."""
+    """Makes ZeRO-3 gather the layer once, not for every tile, as
+    deepspeed.utils.set_z3_leaf_modules does. wanted: False takes the mark back."""
     if wanted:
         layer._z3_leaf = True
     else:
@@ -168,7 +172,7 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def is_view_of_flat(tensor: Tensor) -> bool:
-    """Whether a tensor is FSDP1's view into such a row."""
+    """Whether a tensor is FSDP1's view into such a flat row."""
     return "_fsdp_flattened" in tensor.__dict__
 
 
@@ -188,7 +192,7 @@ def plain_construction():
 
 
 def _variable(function, name: str):
-    """The value of a closure's variable, or None."""
+    """The value of a closure's free variable, or None."""
     code = getattr(function, "__code__", None)
     if code is None or name not in code.co_freevars:
         return None
@@ -196,12 +200,13 @@ def _variable(function, name: str):
 
 
 def hooked_by_forward(module: nn.Module, name: str, parameter: Tensor) -> dict | None:
-    """The dict of parameters that the module's forward has hooked, by name; None without one.
+    """The dict of parameters by name to which the module's forward has added its hook; None without
+    one.
 
     Under transformers' tensor parallelism each rank has a whole norm between sharded projections.
-    The norm's forward puts a hook that sums gradients on each parameter that is not in this dict.
-    So the dict must contain a parameter's replacement too, and `parameter` is hooked here if that
-    forward has not seen it yet.
+    The norm's forward adds a hook that sums gradients to each parameter that is not in this dict.
+    So the dict must contain a parameter's replacement too, and `parameter` gets the hook here if
+    that forward has not seen it yet.
     """
     forward = module.__dict__.get("forward")
     forward = getattr(forward, "_hfpatch_before", forward)
@@ -249,7 +254,7 @@ def _accelerator_state():
 
 
 def deepspeed_config() -> dict:
-    """accelerate's settings of DeepSpeed; empty without either of them."""
+    """accelerate's DeepSpeed settings; empty without accelerate or DeepSpeed."""
     plugin = getattr(_accelerator_state(), "deepspeed_plugin", None)
     return getattr(plugin, "deepspeed_config", None) or {}
 
@@ -261,15 +266,15 @@ def parallelism_config():
 
 
 def context_parallel_group():
-    """The process group of accelerate's context parallelism, inside its context or not, or None."""
+    """The process group of accelerate's context parallelism, also outside its context, or None."""
     mesh = getattr(_accelerator_state(), "device_mesh", None)
     shares = getattr(parallelism_config(), "cp_enabled", False) and mesh is not None
     return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None
 
 
 def evaluated_by_trainer() -> bool | None:
-    """Whether the evaluation step of transformers' Trainer that runs this forward counts tokens in
-    its loss; None outside one."""
+    """Whether the evaluation step of transformers' Trainer around this forward counts tokens in its
+    loss; None outside such a step."""
     for frame, _ in walk_stack(sys._getframe(1)):
         if (
             frame.f_code.co_name == "prediction_step"
@@ -281,8 +286,8 @@ def evaluated_by_trainer() -> bool | None:
 
 @contextmanager
 def unless_shared(shares):
-    """Within, accelerate neither refuses a model by the types of its layers nor takes masks away
-    from its attention, where shares(model) is True."""
+    """A context in which accelerate, for a model with shares(model), neither refuses layer types
+    nor removes masks from attention."""
     module = sys.modules.get("accelerate.accelerator")
     names = "_attach_context_parallel_hooks", "_refuse_recurrent_layers_under_sequence_parallelism"
     theirs = {name: getattr(module, name) for name in names if hasattr(module, name)}
@@ -296,8 +301,8 @@ def unless_shared(shares):
 
 
 def deals_for_any_attention(trainer, shares) -> None:
-    """Has transformers' Trainer deal out rows by context parallelism, which it does for sdpa
-    alone, to a model of which shares(model) is True, whatever attention its config names."""
+    """Makes transformers' Trainer deal out rows by context parallelism to a model with
+    shares(model), whatever attention its config names. Trainer itself does so for sdpa only."""
     deal = getattr(trainer, "_prepare_context_parallel_inputs", None)
     if deal is None:
         return
@@ -317,8 +322,8 @@ def deals_for_any_attention(trainer, shares) -> None:
 
 
 def skips_by_itself(kind: type) -> None:
-    """Has Trainer, resuming in the middle of an epoch, call `skipping(n)` on loaders of this
-    kind."""
+    """Makes Trainer call `skipping(n)` on loaders of this kind when it resumes in the middle of an
+    epoch."""
     from transformers import trainer
 
     before = getattr(trainer, "skip_first_batches", None)
@@ -338,7 +343,7 @@ def skips_by_itself(kind: type) -> None:
 
 def step_under_ulysses():
     """(batches of this optimizer step, the Trainer) if transformers' loss for Ulysses called this
-    forward; ((), None) if they were not found; None if another caller did."""
+    forward; ((), None) if the batches were not found; None for another caller."""
     called = False
     for frame, _ in walk_stack(sys._getframe(1)) if "deepspeed" in sys.modules else ():
         code, module = frame.f_code, frame.f_globals.get("__name__", "")

@@ -10,12 +10,12 @@ from torch import nn
 
 # --- transformers ---------------------------------------------------------------------------------
 
-# What forwards call their cache: since 5.24, before it, and before that in mixers.
+# The cache argument of a forward: since 5.24, before 5.24, and in mixers before that.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_name(arguments) -> str | None:
-    """The name under which `arguments` (keywords, or a model's output) have a cache, be it None."""
+    """The name of the cache in `arguments` (keywords, or a model's output), also if it is None."""
     for name in CACHE_NAMES:
         if name in arguments:
             return name
@@ -69,18 +69,18 @@ def collecting(lists: dict):
 
 
 def _sizes(model, *names: str) -> list[int]:
-    """Numbers of the DistributedConfig that the model was loaded with; 1 where it has none."""
+    """Numbers from the DistributedConfig that the model was loaded with; 1 without one."""
     asked = getattr(getattr(model, "config", None), "distributed_config", None)
     return [getattr(asked, name, None) or 1 for name in names]
 
 
 def sharded_while_loaded(model) -> bool:
-    """Whether transformers had FSDP2 shard the model as it loaded it."""
+    """Whether transformers sharded the model by FSDP2 while loading it."""
     return max(_sizes(model, "fsdp_size", "dp_replicate_size")) > 1
 
 
 def token_exchange_group(model):
-    """The ranks that send tokens of batches of their own to each other's experts, or None."""
+    """The ranks that exchange tokens between their experts and have different batches, or None."""
     experts, shared = _sizes(model, "ep_size", "tp_size")
     meshes = getattr(model, "_mesh_manager", None)
     return None if meshes is None or experts <= shared else meshes.get_mesh("ep").get_group()
@@ -92,13 +92,13 @@ def attention_of(config) -> str | None:
 
 
 def names_attention(config) -> bool:
-    """Whether models read from this config which attention to run."""
+    """Whether models read their attention from this config."""
     return hasattr(config, "_attn_implementation")
 
 
 def name_attention(config, name: str | None) -> str | None:
     """Sets the attention of this config alone; the property's setter would write into sub-configs
-    too. Returns the name before."""
+    too. Returns the previous name."""
     field = "_attn_implementation_internal"
     if not hasattr(config, field):
         field = "_attn_implementation"
@@ -114,19 +114,19 @@ def carries_states(kind: type) -> bool:
 
 
 def run_experts_plainly(config) -> None:
-    """Runs experts one by one: grouped matmuls have no float64."""
+    """Makes experts run one by one: grouped matmuls have no float64."""
     if hasattr(config, "_experts_implementation_internal"):
         config._experts_implementation_internal = "eager"
 
 
 OUR_EXPERTS = "hfpatch"
-# What the config of a model names whose experts ours may run in their place.
+# Names in a config whose experts ours may replace.
 STANDARD_EXPERTS = (None, "eager", "grouped_mm")
 
 
 @functools.cache
 def _expert_tables() -> tuple:
-    """transformers' tables of functions that run fused experts; empty without any."""
+    """transformers' tables of functions that run fused experts; empty in versions without them."""
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -136,23 +136,23 @@ def _expert_tables() -> tuple:
 
 
 def register_experts(function) -> None:
-    """Puts the function into these tables under OUR_EXPERTS."""
+    """Registers the function in these tables as OUR_EXPERTS."""
     for table in _expert_tables():
         table.register(OUR_EXPERTS, function)
 
 
 def experts_of(config) -> str | None:
-    """What a config names to run its experts; "" where it has no such name."""
+    """The name of a config's experts function; "" for a config without that field."""
     return getattr(config, "_experts_implementation_internal", "") if _expert_tables() else ""
 
 
 def name_experts(config, name: str | None) -> None:
-    """Names it, in this config alone."""
+    """Sets that name in this config alone."""
     config._experts_implementation_internal = name
 
 
 def is_fused_experts(module) -> bool:
-    """Whether these are experts in two tensors, which one of those functions runs."""
+    """Whether these are experts in two tensors, as the functions of these tables run them."""
     # is_concatenated came with 5.10, has_post_expert_norm with 5.23
     names = ("has_gate", "has_bias", "is_transposed")
     own = getattr(module, "__dict__", {})
@@ -160,7 +160,8 @@ def is_fused_experts(module) -> bool:
 
 
 def gate_of(module):
-    """The function by which a class of experts makes one tensor of gate and up; None without."""
+    """The function of an experts class that combines gate and up, which it gets in one tensor, or
+    None."""
     return getattr(type(module), "_apply_gate", None)
 
 
@@ -173,7 +174,7 @@ def _with_balance(kind: type) -> list:
 def balances_through(kind: type, instead) -> bool:
     """Replaces the load-balancing loss of a class's family by instead(stock, ...).
 
-    stock is the family's own function. Returns False where that takes other arguments.
+    stock is the family's own function. Returns False if it takes other arguments.
     """
     able = True
     for file in _with_balance(kind):
@@ -194,25 +195,25 @@ def balances_through(kind: type, instead) -> bool:
 
 
 def balances_itself(kind: type) -> None:
-    """Takes that replacement back."""
+    """Takes the replacement of balances_through back."""
     for file in _with_balance(kind):
         if hasattr(file.load_balancing_loss_func, "_hfpatch"):
             file.load_balancing_loss_func = file.load_balancing_loss_func.__wrapped__
 
 
 def asks_inputs_for_gradients(module: nn.Module) -> bool:
-    """Whether enable_input_require_grads() was called on this model and not taken back."""
+    """Whether enable_input_require_grads() is on for this model."""
     known = vars(module)
     return bool(known.get("_require_grads_hooks")) or "_require_grads_hook" in known
 
 
 def own_loss(model: nn.Module):
-    """The loss function that was set on this model, or None."""
+    """The loss function that the user set on this model, or None."""
     return vars(model).get("_loss_function")
 
 
 def set_own_loss(model: nn.Module, function) -> None:
-    """Sets it, as transformers' own setter does."""
+    """Sets the model's loss function, as transformers' own setter does."""
     vars(model)["_loss_function"] = function
 
 
@@ -220,12 +221,12 @@ def set_own_loss(model: nn.Module, function) -> None:
 
 
 def trl_fused_head(forward) -> tuple | None:
-    """What TRL's add_fused_lm_head was asked for, where `forward` is the bound method that it made;
-    None for any other.
+    """The arguments of TRL's add_fused_lm_head, if `forward` is the bound method that it made, else
+    None.
 
-    In this order: the class of what it returns, outputs, temperature, scale, softcap, whether in
-    float32, the backbone's attribute, the text config. They stand in its closure alone; where a
-    later TRL calls them otherwise, its own head runs.
+    In this order: the class of the outputs, the outputs, temperature, scale, softcap, whether in
+    float32, the backbone's attribute, the text config. TRL keeps them only in the method's closure.
+    If a later TRL names them otherwise, its own head runs.
     """
     function = getattr(forward, "__func__", None)
     if getattr(function, "__globals__", {}).get("__name__") != "trl.trainer.utils":
@@ -240,8 +241,8 @@ def trl_fused_head(forward) -> tuple | None:
 
 
 def asks_for_input_gradients(hook) -> bool:
-    """Whether a forward hook on an embedding is that of enable_input_require_grads(); under another
-    name it stays in force.
+    """Whether a forward hook on an embedding is the one of enable_input_require_grads(). Under
+    another name it would not be found, and stay in force.
     """
     of = (getattr(hook, "__module__", None) or "").partition(".")[0]
     return of in ("transformers", "peft", "trl") and hook.__name__ in (
@@ -251,9 +252,7 @@ def asks_for_input_gradients(hook) -> bool:
 
 
 def caller_reads_logits() -> bool:
-    """Whether the forward under way was called by PEFT's CPT, which computes its loss from
-    outputs.logits itself.
-    """
+    """Whether PEFT's CPT called the running forward: it computes its loss from outputs.logits."""
     callers = walk_stack(sys._getframe(1)) if "peft" in sys.modules else ()
     return any(
         frame.f_code.co_name == "_cpt_forward"

@@ -13,8 +13,8 @@ from hfpatch.compat.tensors import gone
 
 
 class _Compiled(MutableMapping):
-    """Parameters or buffers of what torch.jit compiled, which keeps them in C++ and none of whose
-    names come or go.
+    """Parameters or buffers of a module that torch.jit compiled. They live in C++, under fixed
+    names.
     """
 
     def __init__(self, table):
@@ -37,8 +37,10 @@ class _Compiled(MutableMapping):
 
 
 def parameters_of(module: nn.Module) -> MutableMapping:
-    """The module's own parameters by name, to read and to write. RuntimeError where torch keeps
-    them otherwise.
+    """The module's own parameters by name, to read and to write.
+
+    Raises:
+        RuntimeError: a torch that keeps them elsewhere.
     """
     try:
         table = module.__dict__["_parameters"]
@@ -50,7 +52,7 @@ def parameters_of(module: nn.Module) -> MutableMapping:
 
 
 def buffers_of(module: nn.Module) -> MutableMapping:
-    """The same of buffers."""
+    """The module's own buffers by name."""
     own = module.__dict__
     table = own["_buffers"] if "_buffers" in own else getattr(module, "_buffers", {})
     return table if type(table) is dict or isinstance(table, dict) else _Compiled(table)
@@ -60,23 +62,23 @@ _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ALL_HOOKS = ("_forward_hooks", *_OTHER_HOOKS)
 _EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _ALL_HOOKS)
 
-# By what a module's forward goes another way, and a backward puts back: training or not, and which
-# of PEFT's adapters are on.
+# Attributes that change the course of a module's forward, which a backward restores: training or
+# not, and which of PEFT's adapters are on.
 _SWITCHES = ("training", "_disable_adapters", "_active_adapter")
 _SAYS = (bool, str, list)
 
 OF_ALL = vars(nn.Module()).keys()  # attributes of every module
 
 
-GONE = object()  # what an attribute is that was deleted, or not there
+GONE = object()  # the value of a deleted or missing attribute
 
 
 def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
-    """How a layer's modules, itself the first, go now: (where a switch stands, its name, its
-    value).
+    """The switches of a layer's modules, of which the layer is the first: (the dict that holds a
+    switch, its name, its value).
 
-    A forward on an instance is one too: older transformers record outputs by one, for as long as
-        the model's forward runs.
+    A forward on an instance counts as a switch: older transformers record outputs by one while the
+    model's forward runs.
     """
     tables = [module.__dict__ for module in modules]
     rows = [
@@ -87,8 +89,9 @@ def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
 
 
 class _MadeFrom(dict):
-    """Of a class that torch's FSDP or we made: the one that it was made from. Of what torch.jit
-    compiled, whose class has no forward: one that has None.
+    """Maps a class that torch's FSDP or we made to its base class.
+
+    A class that torch.jit compiled has no forward; it maps to a class whose forward is None.
     """
 
     def __missing__(self, kind: type) -> type:
@@ -104,20 +107,20 @@ MADE_FROM = _MadeFrom()
 
 
 class Snapshot:
-    """What a layer and the modules in it are made of: children, classes, forwards, rotations,
+    """The structure of a layer and the modules in it: children, classes, forwards, rotations,
     hooks, merged adapters, and the names of their tensors.
 
-    Numbers (rates, epsilons, scales) are not part of it: they are read when a module is called.
-    Everything is compared by identity, in flat lists, since every forward asks. Nothing here refers
-    to the layer, which may own this snapshot.
+    Numbers (rates, epsilons, scales) are not part of it: a module's call reads them. Comparison is
+    by identity, in flat lists, since every forward does it. Nothing here refers to the layer, which
+    may own this snapshot.
 
     Attributes:
-        inside: the modules in the layer, itself left out.
-        ran: what a backward must find as its forward did: the forward of each class, and the
-            user's hooks and forwards inside the layer, each behind the module that has it. Those
-            of libraries come and go within a step.
-        merged: how many adapters PEFT merged into the weights of each module that has some, past
-            their versions.
+        inside: the modules in the layer, without the layer.
+        ran: the code that a backward must run as its forward did: the forward of each class, and
+            the user's hooks and forwards inside the layer, each behind its module. Those of
+            libraries come and go within a step, so they are left out.
+        merged: the number of adapters that PEFT merged, for each module that can merge some. The
+            versions of weights do not show a merge.
     """
 
     __slots__ = ("inside", "made_of", "names", "hooks", "ran", "merged")
@@ -151,18 +154,18 @@ class Snapshot:
                 if name in own and own[name]:
                     hooks += map(id, own[name].values())
         for kind in kinds:
-            file = sys.modules.get(kind.__module__)  # whose rotation some libraries replace
+            file = sys.modules.get(kind.__module__)  # some libraries replace its rotation
             made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)
             made_of.append(getattr(file, "apply_rotary_pos_emb", None))
         return made_of, names, hooks, merged
 
     def holds(self, layer: nn.Module) -> bool:
-        """Whether the layer is made of the same things still."""
+        """Whether the layer still has the structure of this snapshot."""
         made_of, *others = self._read(layer)
         return _same(made_of, self.made_of) and others == [self.names, self.hooks, self.merged]
 
     def runs_alike(self, layer: nn.Module) -> bool:
-        """Whether a backward that runs the layer again runs what its forward did."""
+        """Whether a backward that runs the layer again runs the code of its forward."""
         if self.holds(layer):
             return True
         now = Snapshot(layer)
@@ -174,8 +177,8 @@ def _same(now: list, then: list) -> bool:
 
 
 def _code_of(forward):
-    """What a forward on an instance runs. Not the forward: a closure may hold the layer that holds
-    this.
+    """The code that a forward on an instance runs. Not the forward itself: its closure may hold the
+    layer that holds this snapshot.
     """
     while isinstance(forward, partial):
         forward = forward.func
@@ -184,19 +187,19 @@ def _code_of(forward):
 
 
 def forward_in(own: dict):
-    """The forward on the instance of these attributes, GONE where it has its class's."""
+    """The forward in an instance's attributes; GONE if it has its class's."""
     held = own.get("forward")
     return GONE if held is None else held
 
 
 def modules_of(module: nn.Module) -> dict:
-    """The module's children by name, those that are None too."""
+    """The module's children by name, including those that are None."""
     own = module.__dict__
     return own["_modules"] if "_modules" in own else dict(module.named_children())
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module:
-    """module.get_submodule(path); AttributeError where there is none."""
+    """module.get_submodule(path); raises AttributeError if there is none."""
     for name in path.split("."):
         below = modules_of(module).get(name)
         module = module.get_submodule(name) if below is None else below
@@ -204,14 +207,14 @@ def submodule(module: nn.Module, path: str) -> nn.Module:
 
 
 def compiled_by_itself(module: nn.Module) -> bool:
-    """Whether module.compile() was called: its calls run that, and no forward of a class that was
-    put over it since.
+    """Whether module.compile() was called. Calls then run the compiled code, and ignore a class
+    that was mixed in later.
     """
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
-    """module.modules(), whose names take longer than a small layer's matmuls."""
+    """module.modules(), but faster: there the names take longer than a small layer's matmuls."""
     found, todo = {}, [module]
     while todo:
         one = todo.pop()
@@ -226,7 +229,7 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
 
 
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
-    """A module of the same class and settings without parameters, with other children."""
+    """A module of the same class and settings, without parameters and with other children."""
     twin = module.__class__.__new__(module.__class__)
     vars(twin).update(vars(module))
     vars(twin).update(_parameters={}, _modules=dict(modules))
@@ -234,7 +237,7 @@ def twin_of(module: nn.Module, modules: dict) -> nn.Module:
 
 
 def forward_hooks(module: nn.Module) -> list:
-    """Hooks that run behind the module's forward."""
+    """Hooks that run after the module's forward."""
     return _hooks(module, ("_forward_hooks",))
 
 
@@ -244,7 +247,7 @@ def other_hooks(module: nn.Module) -> list:
 
 
 def output_hooks(module: nn.Module) -> list:
-    """Hooks that are given what the module's forward gives, or a gradient of it."""
+    """Hooks that receive the output of the module's forward, or its gradient."""
     return _hooks(module, ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"))
 
 
@@ -258,12 +261,12 @@ def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
 
 _SERVE_ANY_OUTPUT = ("torch.distributed.", "deepspeed.", "accelerate.", "transformers.", "hfpatch.",
                      "bitsandbytes.nn.parametrize.")  # fmt: skip
-# whose hooks and forwards come and go as a step goes on
+# Hooks and forwards of these libraries come and go within a step.
 _LIBRARIES = (*_SERVE_ANY_OUTPUT, "torch.", "peft.", "trl.")
 
 
 def _home(hook) -> str:
-    """The module in which a hook was written, with a dot behind it."""
+    """The module that defines a hook, followed by a dot."""
     while isinstance(hook, partial):
         hook = hook.func
     inner = inspect.unwrap(getattr(hook, "__func__", hook))
@@ -271,19 +274,19 @@ def _home(hook) -> str:
 
 
 def user_hooks(module: nn.Module, hooks=None) -> list:
-    """Hooks on this module (or of `hooks`) but for those of engines and transformers, which read no
-    values.
+    """Hooks on this module (or among `hooks`), without those of engines and transformers, which
+    read no values.
     """
     hooks = _hooks(module, _ALL_HOOKS) if hooks is None else hooks
     return [h for h in hooks if not _home(h).startswith(_SERVE_ANY_OUTPUT)]
 
 
 def hooks_on_all() -> list:
-    """The user's hooks on every module of the process; torch's own (module trackers) count, and
-    read no values.
+    """The user's hooks on every module of the process. torch's own (module trackers) are left out:
+    they read no values.
     """
     found = []
-    for name in _ON_ALL:  # asked at every tile: without a call where there are none
+    for name in _ON_ALL:  # every tile runs this: no call if there are no hooks
         if name in _EVERYWHERE and _EVERYWHERE[name]:
             found += _EVERYWHERE[name].values()
     return (
@@ -294,8 +297,8 @@ def hooks_on_all() -> list:
 
 
 def watched(modules: list[nn.Module]) -> bool:
-    """Whether anything hooks one of these modules, or all modules of the process: a user, an
-    engine, torch.
+    """Whether a hook of anybody (the user, an engine, torch) is on one of these modules, or on all
+    modules of the process.
     """
     for name in _ON_ALL:
         if _EVERYWHERE.get(name):
@@ -308,13 +311,13 @@ def watched(modules: list[nn.Module]) -> bool:
 
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
-    """The first of these modules that has such a hook of its own."""
+    """The first of these modules with a user's hook, or None."""
     hooked = [m for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]]
     return next((m for m in hooked if user_hooks(m)), None) if hooked else None
 
 
 def put(table: dict, name: str, value) -> None:
-    """Sets an attribute in the table that holds it; GONE takes it away."""
+    """Sets an attribute in the dict that holds it; GONE removes it."""
     if value is GONE:
         table.pop(name, None)
     else:
@@ -323,7 +326,7 @@ def put(table: dict, name: str, value) -> None:
 
 @contextmanager
 def values_for_now(rows: list[tuple[dict, str, object]]):
-    """Within, each of these tables has this value by this name."""
+    """A context in which table[name] is value, for each of these (table, name, value) rows."""
     before = []
     try:
         for table, name, value in rows:
@@ -337,7 +340,7 @@ def values_for_now(rows: list[tuple[dict, str, object]]):
 
 @contextmanager
 def unwatched():
-    """Within, no hook on all modules of the process runs."""
+    """A context in which no hook on all modules of the process runs."""
     noted = {n: _EVERYWHERE[n] for n in _ON_ALL if _EVERYWHERE.get(n)}
     _EVERYWHERE.update({n: type(hooks)() for n, hooks in noted.items()})
     try:
@@ -347,7 +350,7 @@ def unwatched():
 
 
 def pytree():
-    """torch's functions over nested containers. RuntimeError where gone."""
+    """torch's functions over nested containers. RuntimeError in a torch without them."""
     try:
         from torch.utils import _pytree
     except ImportError:

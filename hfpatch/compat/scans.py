@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from torch import nn
 
 _CHOOSES = (
-    # whose wrappers run a package's kernel in place of the function below them
+    # its wrappers run a package's kernel in place of the function that they wrap
     "transformers.integrations.hub_kernels"
 )
 
 
 def run_scans_plainly(model: nn.Module) -> None:
-    """Mixers of transformers 5.0 raise on a CPU where their config wants kernels, which is its
-    default.
+    """Turns kernels off in mixers of transformers 5.0: on a CPU they raise if the config asks for
+    kernels, which is its default.
     """
     for module in model.modules():
         if hasattr(module, "use_fast_kernels"):
@@ -23,8 +23,9 @@ def run_scans_plainly(model: nn.Module) -> None:
 
 @contextmanager
 def plain_scans():
-    """Within, transformers' mixers run its own code in place of packages' kernels (causal_conv1d,
-    mamba_ssm, flash-linear-attention), which take nothing on a CPU, no float64 and no fake tensors.
+    """A context in which transformers' mixers run its own code in place of packages' kernels
+    (causal_conv1d, mamba_ssm, flash-linear-attention), which support no CPU, float64 or fake
+    tensors.
     """
     before = []
     try:
@@ -43,9 +44,11 @@ def plain_scans():
 
 
 def _plain_form(value, names: dict):
-    """The function of a file, whose names these are, that a wrapper which may run a kernel was put
-    around; None for anything else. Where `kernels` is installed the wrapper is a module with
-    another inside.
+    """The function of a file that a wrapper, which may run a kernel, was put around; None for
+    another value.
+
+    names: the file's globals. If `kernels` is installed, the wrapper is a module that holds another
+    one.
     """
     if isinstance(value, nn.Module):
         cells = getattr(type(value).forward, "__closure__", None) or ()

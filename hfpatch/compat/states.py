@@ -1,9 +1,9 @@
-"""What transformers' mixers read their past from, and leave it in: the cache argument of a chunked
-prefill, here with states that carry gradients.
+"""The cache argument of transformers' mixers in a chunked prefill, here with states that carry
+gradients.
 
-transformers' cache copies states in place and cuts their graph. The methods are those that mixers
-call since transformers 5.23, `layers` is what they read from 5.16 on; a mixer that asks for
-something else raises, and runs whole.
+transformers' cache copies states in place and cuts their graph. The methods here are those that
+mixers call since transformers 5.23; `layers` is read from 5.16 on. A mixer that needs another
+method raises, and runs whole.
 """
 
 import inspect
@@ -16,13 +16,13 @@ from hfpatch.compat.models import CACHE_NAMES
 
 
 def state_argument(module: nn.Module) -> str | None:
-    """The argument by which a mixer takes its past; None where it takes none."""
+    """The argument by which a mixer receives its past states, or None."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 class _Layers:
-    """The states before a call as mixers read them before transformers 5.23:
+    """The states before a call, as mixers read them before transformers 5.23:
     layers[layer_idx].conv_states[state_idx].
     """
 
@@ -41,12 +41,12 @@ class _Layers:
 
 
 class States:
-    """Stands for the cache in one call of one mixer.
+    """Replaces the cache in one call of one mixer.
 
     Attributes:
-        before: the states that the call begins with, by ("conv" or "recurrent", state_idx); none of
-            them at a document's start.
-        after: the states that it left.
+        before: the states at the start of the call, by ("conv" or "recurrent", state_idx); empty at
+            a document's start.
+        after: the states at the end of the call.
     """
 
     def __init__(self, before: dict | None = None):
@@ -66,12 +66,12 @@ class States:
     def update_conv_state(
         self, x_BCt: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size=None, **_
     ) -> Tensor:
-        """The last tokens before this tile and the tile's own, which the convolution reads."""
+        """The last tokens before this tile and the tile's own: the convolution's input."""
         tail = self.before.get(("conv", state_idx))
         width = conv_kernel_size or (x_BCt if tail is None else tail).shape[-1]
         if tail is None:
             full = x_BCt
-        elif x_BCt.stride(1) == 1:  # kernels take the projection's layout, channels last
+        elif x_BCt.stride(1) == 1:  # kernels want the projection's layout, channels last
             full = torch.cat([tail.mT, x_BCt.mT], 1).mT
         else:
             full = torch.cat([tail, x_BCt], -1)
@@ -88,7 +88,8 @@ class States:
         return state
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: kernels of a single token write states in place, and have no backward."""
+        """Always True: otherwise mixers run kernels for a single token, which write states in place
+        and have no backward."""
         return True
 
     def has_previous_state(self, layer_idx=None, state_idx=None) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def gone(name: str, instead: str) -> RuntimeError:
-    """The error of a torch that lacks a name."""
+    """The error for a torch without a name that is needed."""
     return RuntimeError(
         f"hfpatch: expected a torch that has {name}, {torch.__version__} has not; {instead}."
     )
@@ -40,8 +40,7 @@ except ImportError:
 
 
 def ops_are_seen(x: Tensor) -> bool:
-    """Whether x's class, a mode, a profiler or a transform observes operators; True where
-    unknown."""
+    """Whether x's class, a mode, a profiler or a transform observes operators; True if unknown."""
     if x.__class__ is not Tensor:
         return True
     c = torch._C
@@ -57,7 +56,7 @@ def ops_are_seen(x: Tensor) -> bool:
 
 
 def forward_mode() -> bool:
-    """Whether forward-mode differentiation is active (torch.func.jvp, dual numbers); False where
+    """Whether forward-mode differentiation is active (torch.func.jvp, dual numbers); False if
     unknown."""
     return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
@@ -83,8 +82,8 @@ def closing_checkpoints():
 
 
 def autograd_node():
-    """The backward node that runs now, None outside of a backward; for simulations. RuntimeError
-    where torch lacks it."""
+    """The backward node that runs now, None outside of a backward; for simulations. RuntimeError in
+    a torch without it."""
     try:
         return torch._C._current_autograd_node()
     except AttributeError:
@@ -92,8 +91,8 @@ def autograd_node():
 
 
 def sequence_number(node=None) -> int:
-    """The sequence number of a node, or of the next node; for simulations. RuntimeError where torch
-    lacks it."""
+    """The sequence number of a node, or of the next node; for simulations. RuntimeError in a torch
+    without it."""
     try:
         return torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
     except AttributeError:
@@ -101,7 +100,7 @@ def sequence_number(node=None) -> int:
 
 
 def holders(x: Tensor) -> tuple[int, int]:
-    """The reference counts of this tensor and of its storage in C++; sys.maxsize where unknown."""
+    """The reference counts of this tensor and of its storage in C++; sys.maxsize if unknown."""
     try:
         return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
     except AttributeError:
@@ -109,7 +108,7 @@ def holders(x: Tensor) -> tuple[int, int]:
 
 
 def version(x: Tensor) -> int:
-    """How many in-place writes x has had; 0 for inference tensors, and where unknown."""
+    """The number of in-place writes to x; 0 for inference tensors, and if unknown."""
     try:
         return x._version
     except (AttributeError, RuntimeError):
@@ -117,7 +116,7 @@ def version(x: Tensor) -> int:
 
 
 def marks_of(tensors: list[Tensor]) -> tuple[list[int], list[int | None]]:
-    """`version` and `storage_of` of each tensor; where all have both, without a call for each."""
+    """`version` and `storage_of` of each tensor, without a call for each where all have both."""
     counts, storages = [], []
     try:
         for x in tensors:
@@ -129,8 +128,8 @@ def marks_of(tensors: list[Tensor]) -> tuple[list[int], list[int | None]]:
 
 
 def storage_of(x: Tensor) -> int | None:
-    """A number that identifies x's storage; None where unknown (a simulated tensor, another
-    library's class)."""
+    """A number that identifies x's storage; None if unknown (a simulated tensor, another library's
+    class)."""
     try:
         return x.untyped_storage()._cdata
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -154,10 +153,10 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def below_autograd():
-    """(context, keys, backends) for an op's autograd registration, or None where torch lacks them.
+    """(context, keys, backends) for an op's autograd registration, or None in a torch without them.
 
-    Inside the context it may call the implementation directly if the first key that is left is a
-    backend's, which means that no mode and no subclass intercepts the call.
+    Inside the context the op may call its implementation directly if the first remaining key is a
+    backend's: then no mode and no subclass intercepts the call.
     """
     try:
         key = torch._C.DispatchKey
@@ -171,7 +170,7 @@ def below_autograd():
 
 
 def backward_from(outputs: tuple, grads: tuple) -> None:
-    """torch.autograd.backward with a gradient for each output, without its checks: those take
+    """torch.autograd.backward with a gradient for each output, without its checks, which take
     longer than a small graph."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
@@ -183,7 +182,7 @@ def backward_from(outputs: tuple, grads: tuple) -> None:
 
 
 class _Aten:
-    """torch.ops.aten. A missing operator raises RuntimeError, as a backend does that cannot run.
+    """torch.ops.aten. A missing operator raises RuntimeError, like a backend that cannot run.
 
     Operators are cached as attributes.
     """
@@ -206,7 +205,7 @@ def has_kernel(name: str) -> bool:
 
 
 def flex_operators() -> tuple | None:
-    """(forward, backward, BlockMask) of flex_attention as two operators, or None where torch lacks
+    """(forward, backward, BlockMask) of flex_attention as two operators, or None in a torch without
     them."""
     try:
         from torch.nn.attention.flex_attention import BlockMask
@@ -221,10 +220,13 @@ def flex_operators() -> tuple | None:
 
 
 def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
-    """A function without gradients, compiled for tensors shaped like these. RuntimeError where
-    torch lacks a name.
+    """A function without gradients, compiled for tensors shaped like these.
 
-    torch.compile cannot do it: it accepts flex_attention's backward only behind its own forward.
+    torch.compile cannot compile it: it accepts flex_attention's backward only behind its own
+    forward.
+
+    Raises:
+        RuntimeError: torch lacks a name.
     """
     try:
         from torch._dynamo import lookup_backend
@@ -235,8 +237,8 @@ def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
 
 
 def flash3():
-    """FlashAttention-3's functions under the names of torch's operators. torch would register them
-    for the whole process. RuntimeError where its package is not installed."""
+    """FlashAttention-3's functions under the names of torch's operators. torch itself would
+    register them for the whole process. RuntimeError if the package is not installed."""
     try:
         from torch.nn.attention import _fa3
 
@@ -252,50 +254,51 @@ def flash3():
 
 
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
-    """int8 [m, k] times int8 [k, n]: int32 [m, n]; for simulations. Without torch's own, float64
-    gives the same."""
+    """int8 [m, k] times int8 [k, n]: int32 [m, n]; for simulations. Without torch's own matmul,
+    float64 gives the same."""
     product = getattr(torch, "_int_mm", None)
     return (a.double() @ b.double()).to(torch.int32) if product is None else product(a, b)
 
 
 def grouped_mm():
-    """torch's product of rows with a matrix a group; None where it has none."""
+    """torch's grouped matmul: each group of rows times its matrix. None without one."""
     return getattr(torch, "_grouped_mm", None)
 
 
 def assert_async(holds: Tensor, message: str) -> None:
-    """A check on the device, without waiting; no check where torch lacks it."""
+    """A check on the device that does not wait; no check in a torch without it."""
     check = getattr(torch, "_assert_async", None)
     if check is not None:
         check(holds, message)
 
 
 def autocast(device_type: str, **how):
-    """torch.autocast; no context on the meta device, for which torch raises."""
+    """torch.autocast; an empty context on the meta device, for which torch raises."""
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, **how)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on this kind of device, None where it is off."""
+    """The dtype of autocast on this type of device, or None if it is off."""
     on = device_type != "meta" and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if on else None
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether x's values can be read: not those of a meta or (in general) a fake tensor."""
+    """Whether x's values can be read. Those of a meta tensor cannot, nor in general those of a fake
+    one."""
     if x.device.type == "meta":
         return False
     if not is_fake(x) or not x.numel():
         return True
     try:
-        # a simulation knows the values of small tensors
+        # a simulation may know the values of small tensors
         return isinstance(x.flatten()[0].item(), (bool, int, float))
     except RuntimeError:
         return False
 
 
 def real_tensors():
-    """A context in which torch computes values, also inside a simulation on fake tensors."""
+    """A context in which torch computes real values, also inside a simulation on fake tensors."""
     try:
         from torch.utils._python_dispatch import _disable_current_modes
     except ImportError:
@@ -312,7 +315,7 @@ def schema_of(op):
 def shapes_of_out_dtype():
     """A context in which fake tensors support addmm with out_dtype into a given tensor.
 
-    torch 2.11 decomposes it with the dtype in beta's place. Where torch lacks the tables of shape
+    torch 2.11 decomposes it with the dtype in beta's place. In a torch without the tables of shape
     functions, nothing changes.
     """
     try:
@@ -325,7 +328,7 @@ def shapes_of_out_dtype():
     if op is None or op in meta_table or op in fakes:
         yield
         return
-    # An entry of the first table is not decomposed; the second table gives its result.
+    # An entry in the first table prevents the decomposition; the second table gives the result.
     meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
     try:
         yield
@@ -335,7 +338,7 @@ def shapes_of_out_dtype():
 
 def simulation_parts():
     """(FakeTensorMode, FakeTensor, the context of a kernel on fake tensors, TorchDispatchMode).
-    RuntimeError where torch lacks them."""
+    RuntimeError in a torch without them."""
     try:
         from torch._subclasses.fake_tensor import (
             FakeTensor,
@@ -349,7 +352,7 @@ def simulation_parts():
 
 
 def keep_busy(cycles: int) -> None:
-    """Keeps the GPU waiting for `cycles` while the host queues work. Where torch lacks it, timings
+    """Keeps the GPU busy for `cycles` while the host queues work. In a torch without it, timings
     include the host's gaps."""
     wait = getattr(torch.cuda, "_sleep", None)
     if wait is not None:
@@ -357,14 +360,14 @@ def keep_busy(cycles: int) -> None:
 
 
 def record_allocations(start: bool) -> None:
-    """Starts or ends the CUDA allocator's history; nothing where torch lacks it."""
+    """Starts or ends the CUDA allocator's history; does nothing in a torch without it."""
     record = getattr(torch.cuda.memory, "_record_memory_history", None)
     if record is not None:
         record(max_entries=1_000_000, stacks="python") if start else record(enabled=None)
 
 
 def dump_allocations(path: str) -> bool:
-    """Writes that history; False where torch lacks it."""
+    """Writes that history to a file; returns False in a torch without it."""
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if dump is None:
         return False

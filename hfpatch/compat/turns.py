@@ -10,15 +10,17 @@ _told: weakref.WeakSet = weakref.WeakSet()
 
 
 def told_of_forks(thing):
-    """The thing, whose `_at_fork_reinit` (locks have one) is called in a process that was forked:
-    it has no other thread, neither one that held a lock nor one that was to do something.
+    """Registers thing: its `_at_fork_reinit` (locks have one) runs in a forked process. Returns it.
+
+    A forked process has no other threads, so locks that they held and work that they queued are
+    lost.
     """
     _told.add(thing)
     return thing
 
 
 def lock():
-    """A lock that its thread may take again, free after a fork."""
+    """A reentrant lock, which is free after a fork."""
     return told_of_forks(threading.RLock())
 
 
@@ -32,10 +34,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Turn:
-    """The lock of one patched model: held during a forward of it and during each of its backward
-    nodes, never between them.
+    """The lock of one patched model: held during each forward and each backward node, never between
+    them.
 
-    A thread may take it again. A copy of the model, or a pickle, has a lock of its own.
+    It is reentrant. A copy or a pickle of the model has its own lock.
     """
 
     def __init__(self):
@@ -48,8 +50,8 @@ class Turn:
         return Turn, ()
 
     def __enter__(self):
-        # On a GPU autograd has threads of its own: one that waits for a forward which waits for it
-        #     would wait for ever.
+        # On a GPU autograd has its own threads. One that waits for a forward which waits for it
+        # would never return.
         if not self.lock.acquire(timeout=WAIT_SECONDS):
             raise RuntimeError(
                 "hfpatch: expected this model's other thread to end its forward or backward "
