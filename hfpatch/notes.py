@@ -1,4 +1,4 @@
-"""What the report says: what was swapped, how the layers run, and what one long sequence takes."""
+"""Lines of the report: the swapped modules, how the layers run, the memory of one long sequence."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ _DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range 
 
 
 def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:
-    """Adds to the report what was swapped, by class, and the reasons of what was not."""
+    """Adds the swapped modules to the report, by class, and the reasons of the others."""
     names = Counter(type(m).__name__ for m in done)
     report.swaps += [(option, name, n) for name, n in names.items()]
     for (name, reason), n in left.items():
@@ -31,7 +31,7 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
 
 
 def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> None:
-    """What the report says of the layers."""
+    """Adds the layers' notes to the report."""
     stack, layers, notes = decoder.stack, decoder.layers, report.notes
     whole = Counter(reason for layer in layers if (reason := look(layer).reason))
     for reason, n in whole.items():
@@ -75,7 +75,7 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
 
 
 def _mixer_notes(layers, answers) -> list[str]:
-    """How the modules run that mix tokens beside attention, a line for each way."""
+    """How the modules run that mix tokens beyond attention: a line for each class and way."""
     found = Counter()
     for layer, traits in zip(layers, answers):
         for name in traits.mixers if traits.reason is None else ():
@@ -85,9 +85,7 @@ def _mixer_notes(layers, answers) -> list[str]:
 
 
 def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: int) -> str:
-    """What the closed form expects of one long sequence on a GPU with the host memory it asks
-    for.
-    """
+    """The closed form's memory of one long sequence on a GPU, with enough host memory."""
     tokens = min(config.max_position_embeddings, 131072)
     policy = choose(settings, shape, batch=1, tokens=tokens, itemsize=itemsize)
     memory = step_memory(shape, policy, batch=1, tokens=tokens, itemsize=itemsize)

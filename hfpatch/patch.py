@@ -1,8 +1,7 @@
-"""`apply(model)` gives this model's modules their fused classes; `undo(model)` hands the old ones
-back.
+"""`apply(model)` gives a model's modules their fused classes; `undo(model)` restores the old ones.
 
-Nothing but `module.__class__` and a few `_hfpatch_*` attributes changes: parameters, hooks, names
-and checkpoints stay.
+Only `module.__class__` and a few `_hfpatch_*` attributes change. Parameters, hooks, names and
+checkpoints stay the same.
 """
 
 from collections import Counter
@@ -50,12 +49,12 @@ _TOO_LATE = {
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
 }
-# Lightning's and Fabric's modules hold a model, and may show its config as theirs.
+# Modules of Lightning and Fabric hold a model, and may expose its config as their own.
 _LOOPS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """ValueError for a model that an engine wrapped, or whose modules Liger replaced."""
+    """Raises ValueError for a model that an engine wrapped, or whose modules Liger replaced."""
     for module in model.modules():
         for kind in type(module).__mro__:
             home = kind.__module__.split(".")[0]
@@ -77,13 +76,12 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _unpin(module: nn.Module) -> None:
-    """Drops a `forward` on the instance that is no more than its class's own, or a wrapper around
-    ours.
+    """Removes a `forward` on the instance that is only its class's own, or a wrapper around ours.
 
-    accelerate leaves the first where it unwraps a model, its mixed precision the second.
+    accelerate leaves the first when it unwraps a model; its mixed precision leaves the second.
     """
     forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
-    # what torch.jit compiled has one on the instance alone
+    # a module that torch.jit compiled has a forward on the instance only
     own = getattr(type(module), "forward", None)
     if own is not None and getattr(forward, "__func__", None) is own:
         del module.forward
@@ -111,36 +109,41 @@ def apply(
     checkpointing: "str | Checkpointing" = "auto",
     logits: "str | bool" = "auto",
 ) -> Report:
-    """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place;
-    returns a Report.
+    """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place.
 
-    Parameters, their names, hooks, `state_dict` and `save_pretrained` stay as they were, and so do
-    other models. Gradients are exact. Documents packed in a row (positions that restart) stay
-    apart, also beside an attention mask of ones, where transformers lets them see each other.
-    `hfpatch.undo(model)` takes it back. Calling it again replaces the settings. One exception to
-    "other models": a TRL trainer made with this model patches its reference model likewise, so that
-    equal weights give equal numbers.
+    Parameters, their names, hooks, `state_dict`, `save_pretrained` and other models stay the same.
+    Gradients are exact. Documents packed in a row (positions that restart) stay isolated, also with
+    an attention mask of ones, where transformers lets them see each other. `hfpatch.undo(model)`
+    reverts it; a second call replaces the settings. One exception to "other models": a TRL trainer
+    made with this model patches its reference model too, so that equal weights give equal numbers.
 
-    Layers run again in backward, on the weights of their forward: what is written to a weight in
-    between is noticed and said, but for writes in place through its `.data`, which PyTorch does not
-    count: make those after backward.
+    Layers run again in backward, on the weights of their forward. A write to a weight in between
+    raises an error, except an in-place write through its `.data`, which PyTorch does not count:
+    make such writes after backward.
 
-    model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP,
-        DeepSpeed or torch.compile wrap it.
-    rope: fused rotary embedding of q and k, one launch for both. rope_float64: rotary angles in
-    float64, worth it above 131,072 tokens, where those of float32 are off by more than
-        bfloat16 rounds.
-    rms_norm: fused RMSNorm, and residual add with the norm after it. mlp: fused activation times
-    up. loss: head and cross-entropy by chunks of tokens, logits never whole. checkpointing: "auto"
-    is the fastest that fits the memory free at the first step; "least" takes the least device
-        memory; "off" leaves transformers' own checkpointing as it is; a place ("gpu", "host", a
-        folder) says where checkpoints wait; a hfpatch.Checkpointing says more.
-    logits: whether a forward with labels also returns logits, in training and in evaluation.
-        "auto": in evaluation up to 2 GiB with the copies that the loss makes of them; in training
-        outputs.logits is None, but for PEFT's CPT, which reads them.
+    Args:
+        model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP,
+            DeepSpeed or torch.compile wrap it.
+        rope: fused rotary embedding of q and k, one launch for both.
+        rope_float64: rotary angles in float64. Worth it above 131,072 tokens, where float32 angles
+            are off by more than bfloat16 rounds.
+        rms_norm: fused RMSNorm, and residual add with the norm after it.
+        mlp: fused activation times up.
+        loss: head and cross-entropy by chunks of tokens, without whole logits.
+        checkpointing: "auto" is the fastest that fits the memory free at the first step; "least"
+            takes the least device memory; "off" keeps transformers' own checkpointing; a place
+            ("gpu", "host", a folder) sets where checkpoints wait; a hfpatch.Checkpointing sets
+            more.
+        logits: whether a forward with labels also returns logits, in training and in evaluation.
+            "auto": in evaluation up to 2 GiB, counting the copies that the loss makes; in training
+            outputs.logits is None, except for PEFT's CPT, which reads them.
 
-    Raises ValueError, a sentence that says what to do, on a model that is wrapped already, one of
-    Liger's modules, one without decoder layers, and on settings out of range.
+    Returns:
+        A Report of the swapped modules.
+
+    Raises:
+        ValueError: the model is wrapped already, has Liger's modules or no decoder layers, or a
+            setting is out of range. The message says what to do.
 
     >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
     >>> print(hfpatch.apply(model))
@@ -188,9 +191,9 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
             "it."
         )
     report = Report(type(model).__name__)
-    # The small instance needs values, also where the caller's tensors have none.
+    # The probe's small instance needs values, also where the caller's tensors have none.
     with real_tensors(), torch.device("cpu"), unwatched():
-        found = ask_model(decoder)  # of transformers' own classes, before any is swapped
+        found = ask_model(decoder)  # probes transformers' own classes, before any is swapped
         for option in swaps.PARTS:
             if switches[option]:
                 swaps.fuse_parts(decoder, option, report)
@@ -221,11 +224,14 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
 
 
 def undo(model: nn.Module) -> None:
-    """Hands every module its own class back and frees the runtime's host memory. A model never
-    patched stays as it is.
+    """Restores every module's own class and frees the runtime's host memory. A model that was never
+    patched stays the same.
 
-    A reference model that a TRL trainer had patched with its policy is a model of its own:
-    undo(trainer.ref_model). Raises ValueError on what is no model.
+    A reference model that a TRL trainer patched with its policy needs its own call:
+    undo(trainer.ref_model).
+
+    Raises:
+        ValueError: the argument is no model.
     """
     expect_module(model)
     runtimes = set()

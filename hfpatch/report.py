@@ -1,4 +1,4 @@
-"""What apply() did, in at most ten lines; `details` holds the rest."""
+"""The report of apply(), printed in at most ten lines; `details` holds the rest."""
 
 import os
 import sys
@@ -8,21 +8,22 @@ LINES = 10
 
 
 def say(line: str) -> None:
-    """A line to the user on stderr, by rank 0 alone."""
+    """Prints a line for the user to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"hfpatch: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass
 class Report:
-    """What `hfpatch.apply` did; print it to read it, in ten lines at most. On ranks but 0 (RANK)
-    the printed form is empty; the fields are there.
+    """The result of `hfpatch.apply`. Printed, it has at most ten lines. On ranks other than 0
+    (RANK) the printed form is empty, but the fields are filled.
 
-    model: class name of the model.
-    swaps: (option, class name of the modules, how many of them) for each option that took effect.
-    skipped: (option, reason) for each that did not.
-    notes: further sentences: the kernels' path, what is kept for backward, the memory expected.
-    details: sentences that the printed form, ten lines at most, leaves out.
+    Attributes:
+        model: class name of the model.
+        swaps: (option, class name of the modules, their number) for each option that took effect.
+        skipped: (option, reason) for each option that did not.
+        notes: further sentences: the kernels' path, what is kept for backward, the expected memory.
+        details: sentences that the printed form leaves out.
 
     >>> report = hfpatch.apply(model)
     >>> report.count("rms_norm")  # 0 where the option was skipped
@@ -36,8 +37,8 @@ class Report:
     details: list[str] = field(default_factory=list)
 
     def count(self, option: str) -> int:
-        """How many modules an option ("rope", "rms_norm", "mlp", "loss", "checkpointing")
-        swapped.
+        """The number of modules that an option ("rope", "rms_norm", "mlp", "loss",
+        "checkpointing") swapped.
         """
         return sum(n for o, _, n in self.swaps if o == option)
 

@@ -1,7 +1,7 @@
-"""Which modules of a model get which class: fused parts, the loss, the stack and its layers, towers.
+"""The swap of a model's classes: fused parts, the loss, the stack and its layers, towers.
 
-`apply` (patch.py) calls these in order. Each writes into the report what it swapped and what it left
-as it is.
+`apply` (patch.py) calls these functions in order. Each reports the modules that it swapped, and
+those that keep their class with the reason.
 """
 
 import weakref
@@ -36,7 +36,7 @@ from hfpatch.parts.embedding import FreeEmbedding, FusedEmbedding, ScaledEmbeddi
 from hfpatch.parts.quantised import as_trained
 from hfpatch.report import Report
 
-# How the names of modules end that a part may stand for, and what finds it.
+# option -> (ending of the class names that a part may replace, the function that finds the part)
 PARTS = {
     "rms_norm": ("Norm", parts.norm_part),
     "mlp": ("MLP", parts.mlp_part),
@@ -83,14 +83,14 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
         outer._hfpatch_logits = logits
     model._hfpatch_trl = trl
     reason = why_whole_logits(model, model._hfpatch_head())
-    if reason:  # asked again in each call: an adapter may come off the head
+    if reason:  # each call checks again: an adapter may come off the head
         report.skipped.append(("loss", f"{reason}: the loss runs through whole logits"))
     else:
         report.swaps.append(("loss", type(outer).__name__, 1))
 
 
 def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:
-    """The stack gets our attention, and its layers run tile by tile where that is exact."""
+    """Gives the stack our attention, and its layers tile-by-tile execution where that is exact."""
     stack, layers, skipped = decoder.stack, decoder.layers, report.skipped
     if "forward" in vars(stack):
         skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
@@ -117,15 +117,16 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     not_for_ddp(runtime.owner(), Waiting(runtime))
     names = Counter(type(layer).__name__ for layer in layers)
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
-        if isinstance(layer, TiledLayer):  # one that runs again later in the same forward
+        if isinstance(layer, TiledLayer):  # a layer that runs again later in the same forward
             continue
         layer._hfpatch_index, layer._hfpatch_runtime = index, runtime
         _swap_layer(layer, TiledLayer, answer, found.places, configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, FusedEmbedding)
-        # A family's own scales its output; a plain one is left here where another library replaced
-        # its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps its class.
+        # A family's own embedding scales its output. A plain one remains here if another library
+        # replaced its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps
+        # its class.
         rest = stack.embed_tokens
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
             swap(rest, FreeEmbedding if type(rest) is nn.Embedding else ScaledEmbedding)
@@ -134,7 +135,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
 
 
 def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, report) -> None:
-    """Blocks of images and sound: checkpointed whole. Only beside layers that are ours."""
+    """Checkpoints the blocks of image and sound towers whole, if the decoder's layers are ours."""
     if not isinstance(decoder.layers[0], TiledLayer):
         return
     for name, lists in find_towers(model, decoder.stack).items():
@@ -151,21 +152,21 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
 
 
 def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> None:
-    """Our class for the stack, and for a model around it that must hand positions on."""
+    """Swaps the stack's class, and the class of a model around it that must hand positions on."""
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
     mixers = bool(mixing)
     timed = mixers and all(a.all_timed for a in mixing)
     stack._hfpatch_configs = configs
-    # Ranks that send tokens to each other's experts run equally many tiles.
+    # Ranks that send tokens to each other's experts must run equal numbers of tiles.
     asked = getattr((causal or stack).config, "distributed_config", None)
     unpads = found.unpads and (getattr(asked, "ep_size", None) or 1) == 1
     stack._hfpatch_traits = StackTraits(
         found.ours, mixers, mixers and found.across, found.apart, unpads, timed
     )
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
-        # A model between the two may make a cache.
+        # A model between causal and stack may make a cache.
         if mixers or not found.apart or stack not in causal.children():
             swap(causal, TellsPositions)
     if not found.apart:
@@ -188,7 +189,7 @@ def _swap_layer(
 
 
 def _configs(decoder: Decoder) -> tuple:
-    """The configs that the stack and what is in it read, each once."""
+    """The configs that the stack and its modules read, each once."""
     configs = (getattr(m, "config", None) for m in decoder.stack.modules())
     return tuple({id(c): c for c in configs if names_attention(c)}.values())
 
@@ -196,5 +197,5 @@ def _configs(decoder: Decoder) -> tuple:
 def _shape(config) -> ModelShape | None:
     try:
         return ModelShape.from_config(config)
-    except Exception:  # a config whose sizes differ from layer to layer raises one of its own
+    except Exception:  # a config whose sizes differ between layers raises its own kind of error
         return None
