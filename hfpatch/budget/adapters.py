@@ -1,13 +1,13 @@
-"""LoRA and QLoRA as sizes: which Linear layers a decoder has, what adapters over them hold, and
-bytes of a frozen base. Standard library only.
+"""LoRA and QLoRA as sizes: the Linear layers of a decoder, the adapters over them, and the bytes of
+a frozen base. Standard library only.
 """
 
 from dataclasses import dataclass
 
-# NF4: weights a scale of 8 bits, and scales a second scale of float32 (double quantisation)
+# NF4: BLOCK weights share an 8-bit scale, NESTED scales share a float32 scale (double quantisation)
 BLOCK, NESTED = 64, 256
-# Bytes of one weight of a quantised Linear: codes and scales as bitsandbytes keeps them. None: as
-#     it came.
+# Bytes of one weight of a quantised Linear: codes and scales as bitsandbytes stores them. None: the
+# model's dtype.
 BASES = {"bf16": None, "8bit": 1.0, "4bit": 0.5 + 1 / BLOCK + 4 / (BLOCK * NESTED)}
 ALL_LINEAR = "all-linear"
 
@@ -16,10 +16,15 @@ ALL_LINEAR = "all-linear"
 class Adapters:
     """Low-rank adapters over a base whose own parameters are all frozen.
 
-    rank: LoRA's r. base: of BASES, how the weights of the base's Linear layers are kept; embedding,
-    head, norms, biases and experts (which are no Linear layers) stay in the model's dtype. targets:
-    names of Linear layers, empty for all but the head. itemsize: bytes of an adapter's element,
-    None for the model's (PEFT makes them float32 unless told otherwise). Raises ValueError.
+    Attributes:
+        rank: LoRA's r.
+        base: a key of BASES, the storage of the base's Linear weights. Embedding, head, norms,
+            biases and experts (which are no Linear layers) stay in the model's dtype.
+        targets: names of Linear layers; empty for all but the head.
+        itemsize: bytes of an adapter's element; None for the model's (PEFT's default is float32).
+
+    Raises:
+        ValueError: a rank below 1, or an unknown base.
     """
 
     rank: int = 16
@@ -42,8 +47,8 @@ class Adapters:
 
     @classmethod
     def of(cls, rank: int, base: str = "bf16", targets=ALL_LINEAR) -> "Adapters":
-        """From flags. targets: "all-linear", or names in a list or with commas. ValueError for
-        none.
+        """From flags. targets: "all-linear", or names in a list or with commas. ValueError without
+        a name.
         """
         names = targets.split(",") if isinstance(targets, str) else list(targets)
         named = tuple(n.strip() for n in names if n.strip())
@@ -55,23 +60,23 @@ class Adapters:
         return cls(rank, base, () if names == [ALL_LINEAR] else named)
 
     def chosen(self, linears: dict) -> dict:
-        """Those of these Linear layers {name: (columns in, columns out)} that have an adapter."""
+        """The Linear layers among these, {name: (columns in, columns out)}, that get an adapter."""
         return {n: size for n, size in linears.items() if not self.targets or n in self.targets}
 
     def over(self, linears: dict) -> int:
-        """Parameters of the adapters of these Linear layers."""
+        """The number of parameters of the adapters of these Linear layers."""
         return self.rank * sum(map(sum, self.chosen(linears).values()))
 
     def packed_bytes(self, linears: dict, itemsize: int) -> int:
-        """Bytes of the base's weights of these Linear layers."""
+        """Bytes of the base's weights in these Linear layers."""
         each = BASES[self.base] or itemsize
-        # An 8-bit weight has a float32 scale a row.
+        # In 8 bits each row has a float32 scale.
         rows = 4 * sum(out for _, out in linears.values()) if self.base == "8bit" else 0
         return round(each * sum(i * o for i, o in linears.values())) + rows
 
 
 def attention_linears(shape) -> dict:
-    """{name: (columns in, columns out)} of the Linear layers of a ModelShape's attention."""
+    """{name: (columns in, columns out)} of the Linear layers in a ModelShape's attention."""
     D, heads, rope = shape.hidden_size, shape.num_heads, shape.rope_dim
     out = {"o_proj": (shape.out_size, D)}
     if shape.kv_rank:
@@ -93,8 +98,8 @@ def attention_linears(shape) -> dict:
 
 
 def mlp_linears(shape, layer: int) -> dict:
-    """The same of a layer's MLP: of a mixture of experts the shared ones alone, for routed experts
-    are no Linear layers.
+    """{name: (columns in, columns out)} of a layer's MLP. Of a mixture of experts only the shared
+    ones count: routed experts are no Linear layers.
     """
     D, F = (
         shape.hidden_size,
@@ -111,11 +116,11 @@ def mlp_linears(shape, layer: int) -> dict:
 
 
 def expert_tensors(shape, layer: int, every: bool) -> dict:
-    """The same of what PEFT adapts of routed experts, a matrix an expert in one tensor: columns of
-    all of them, {} without any.
+    """{name: (columns in, columns out)} that PEFT adapts of routed experts, whose tensors hold one
+    matrix per expert: columns of all experts together. {} without any.
 
-    every: by "all-linear", which adapts gate and up with twice the rank, and the router, and leaves
-    experts alone that are stored the other way round (gpt-oss).
+    every: for "all-linear", which adapts gate and up with twice the rank, adapts the router too,
+    and skips experts with transposed storage (gpt-oss).
     """
     if not shape.is_sparse(layer) or every and shape.expert_bias:
         return {}
@@ -126,5 +131,5 @@ def expert_tensors(shape, layer: int, every: bool) -> dict:
 
 
 def layer_linears(shape, layer: int) -> dict:
-    """The same of a whole layer."""
+    """{name: (columns in, columns out)} of a whole layer."""
     return attention_linears(shape) | mlp_linears(shape, layer)

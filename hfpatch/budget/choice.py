@@ -1,10 +1,10 @@
-"""Chooses what layers keep for backward, and where: free bytes make a `Policy` of a
-`Checkpointing`.
+"""Chooses what layers keep for backward, and where: resolves a `Checkpointing` to a `Policy` for
+the free bytes.
 
-The candidates are the rungs of a ladder (ladder.py). For each of them a binary search finds how
-many of the last layers can keep everything, since each of those shortens the step. Of the
-candidates that fit, the one with the fewest predicted seconds is taken. formula.py counts the
-bytes, seconds.py the seconds.
+The candidates are the rungs of a ladder (ladder.py). For each candidate a binary search finds how
+many of the last layers can keep everything, since each such layer shortens the step. The candidate
+with the fewest predicted seconds among those that fit is chosen. formula.py counts the bytes,
+seconds.py the seconds.
 """
 
 import math
@@ -25,25 +25,25 @@ from hfpatch.budget.policy import (
 )
 from hfpatch.budget.seconds import step_time
 
-# Device bytes that stay free beside a step, for fragmentation and for what the closed form does not
-# see: a share of the step's bytes, and at least so many.
+# Device bytes that stay free during a step, for fragmentation and for allocations that the closed
+# form lacks: a share of the step's bytes, and at least RESERVE_LEAST.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
-# Most pinned bytes for checkpoints that only save time: what one minute of the first step can pin.
+# Most pinned bytes for checkpoints that only save time: as many as a minute of the first step pins.
 PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
-# Part of the free host memory that checkpoints may take; the process, the data loader and page
-# tables need the rest.
+# Part of the free host memory for checkpoints; the process, the data loader and page tables need
+# the rest.
 HOST_SHARE = 0.9
 SAME = 1 + 1e-9  # predicted seconds whose ratio is below this count as equal
-NOMINAL = "a100-80gb"  # the rates that decide where the device's own are unknown
-REFINED = 3  # of the fastest options, how many are tried with other losses and attention again
+NOMINAL = "a100-80gb"  # its rates decide where the device's own are unknown
+REFINED = 3  # this many of the fastest options are tried with other losses and attention again
 
 
 @dataclass(frozen=True)
 class Option:
     """A policy with its cost.
 
-    device: most bytes on the device at any moment, beyond parameters and gradients.
-    host: pinned bytes. seconds: of a step without its optimizer. wait: those that copies add.
+    device: most bytes on the device at any moment, beyond parameters and gradients. host: pinned
+    bytes. seconds: of a step without its optimizer. wait: the seconds among them that copies add.
     """
 
     policy: Policy
@@ -53,7 +53,7 @@ class Option:
     wait: float = 0.0
 
     def line(self, free: int) -> str:
-        """What it takes, for users; free: bytes on the device."""
+        """The cost in words for users. free: bytes on the device."""
         pin = self.host / PIN_BYTES_PER_SECOND
         once = f", about {pin:.0f} s to pin once" if pin >= 1 else ""
         return (
@@ -64,9 +64,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a step may take on the device and on the host; None where unknown.
+    """Bytes that a step may take on the device and on the host; None if unknown.
 
-    pinned: the most on the host for a policy that keeps more than it must, to save time.
+    pinned: the limit on the host for a policy that keeps more than it must, to save time.
     """
 
     device: int | None
@@ -80,7 +80,7 @@ class Budget:
         return self.device is None or option.device + reserve(option.device) <= self.device
 
     def admits_host(self, option: Option) -> bool:
-        # Pinning must not take longer than what it saves.
+        # Pinning must not take longer than the time that it saves.
         limits = (self.host, self.pinned if option.policy.keep else None)
         return option.host <= min((n for n in limits if n is not None), default=option.host)
 
@@ -92,15 +92,16 @@ class Budget:
 
 
 def reserve(nbytes: int) -> int:
-    """Bytes that must stay free on the device beside a step that takes `nbytes`."""
+    """Bytes that must stay free on the device during a step that takes `nbytes`."""
     return max(RESERVE_LEAST, int(RESERVE_SHARE * nbytes))
 
 
 def best_interval(num_layers: int, checkpoint_bytes: float, recompute_bytes: float) -> int:
-    """Layers a checkpoint that keep the fewest bytes.
+    """The layers per checkpoint that keep the fewest bytes.
 
-    With one checkpoint of u bytes for every a layers, n / a checkpoints stand beside one segment of
-    a layers that runs again, v bytes each: n / a * u + a * v is least at a = sqrt(n * u / v).
+    With one checkpoint of u bytes for every a layers, memory holds n / a checkpoints and one
+    segment of a layers that runs again, v bytes each: n / a * u + a * v is least at
+    a = sqrt(n * u / v).
     """
     best = round(math.sqrt(num_layers * checkpoint_bytes / recompute_bytes))
     return max(1, min(num_layers, best))
@@ -111,7 +112,7 @@ class Search:
 
     Args:
         settings: the user's `Checkpointing`.
-        gpu: whose rates decide, None for NOMINAL's.
+        gpu: the GPU whose rates decide; None for NOMINAL.
         able: names of KEEPABLE that layers can keep now (adapters, autocast or unfused parts
             exclude some).
 
@@ -140,18 +141,18 @@ class Search:
         self.candidates = policies(settings, shape, **ladder)
 
     def budget(self, gpu_free: int | None, host_free: int | None, n_ranks: int = 1) -> Budget:
-        """The bytes of one of n_ranks that share the machine's free memory."""
+        """The bytes of one of the n_ranks that share the machine's free memory."""
         host = None if host_free is None else int(host_free * HOST_SHARE) // n_ranks
         return Budget(gpu_free, host, PINNED_MOST if self.settings.keep == "auto" else None)
 
     def memory(self, policy: Policy) -> tuple[StepMemory, Option]:
-        """The step's memory, also as an option without its seconds."""
+        """The step's memory, and the same as an option without its seconds."""
         memory = step_memory(self.shape, policy, **self.sizes)
         host = memory.host if policy.offload == "host" else 0
         return memory, Option(policy, max(m.beyond for m in memory.moments), host, math.nan)
 
     def price(self, policy: Policy) -> Option:
-        """The bytes and seconds of a policy, by the closed forms."""
+        """The bytes and seconds of a policy, from the closed forms."""
         memory, option = self.memory(policy)
         batch, tokens = self.sizes["batch"], self.sizes["tokens"]
         flops = step_flops(self.shape, policy, batch=batch, tokens=tokens)
@@ -159,7 +160,7 @@ class Search:
         return replace(option, seconds=time.total - time.optimizer, wait=time.copy_wait)
 
     def _losses(self) -> tuple[int, ...]:
-        """Workspaces of the loss to try: the one that takes the fewest bytes, then faster ones."""
+        """Workspaces of the loss to try: the one with the fewest bytes, then faster ones."""
         itemsize = self.sizes["itemsize"]
         tried = loss_workspaces(self.shape, self.rows, itemsize)
         priced = [self.price(Policy("gpu", loss_bytes=nbytes)) for nbytes in tried]
@@ -171,17 +172,17 @@ class Search:
     def plains(self) -> tuple[int, int]:
         """The fewest and the most layers that may keep everything."""
         if self.settings.frozen_weights == "host":
-            return 0, 0  # such a layer would keep its weights too
+            return 0, 0  # a layer that keeps everything would keep its weights too
         if self.settings.plain != "auto":
             return self.settings.plain, self.settings.plain
         return 0, self.shape.num_layers
 
     # -- the choice -----------------------------------------------------------------------
     def decide(self, budget: Budget) -> Option:
-        """The option that the settings' aim takes of the budget.
+        """The option that the settings' aim chooses within the budget.
 
         Raises:
-            ValueError: the host cannot hold what was asked for.
+            ValueError: the host cannot hold the requested checkpoints.
         """
         found = None
         if self.settings.aim == "fastest":
@@ -192,10 +193,10 @@ class Search:
         return found
 
     def best(self, budget: Budget) -> Option | None:
-        """The fastest option that fits, None where nothing does."""
+        """The fastest option that fits, or None."""
         found = self._fitting((p for p in self.candidates if p.every == 1), budget)
         # Segments copy fewer bytes, and leave room for a plain layer where hardly one fits. They
-        # keep nothing beside inputs, so what was asked to be kept goes first.
+        # keep only inputs, so an explicit `keep` excludes them if anything else fits.
         kept_as_asked = self.settings.keep not in ("auto", ())
         fastest = min(found, key=lambda o: o.seconds, default=None)
         if not fastest or not kept_as_asked and (fastest.wait or not fastest.policy.plain):
@@ -211,10 +212,10 @@ class Search:
         return [option for option in found if option]
 
     def _most_plain(self, base: Policy, budget: Budget) -> Option | None:
-        """The policy with as many layers that keep everything as fit; None where no number fits.
+        """The policy with as many plain layers (which keep everything) as fit, or None.
 
-        Each more such layer takes more bytes, with two exceptions: without any tiled layer there is
-        no tile's working set, and the first such layer may take less than what it spares.
+        Each further plain layer takes more bytes, with two exceptions: without any tiled layer
+        there is no tile's working set, and the first plain layer may take less than it spares.
         """
 
         def option(plain: int) -> Option:
@@ -231,8 +232,9 @@ class Search:
         return self.price(found.policy) if budget.admits_host(found) else None
 
     def _within_host(self, policy: Policy, budget: Budget) -> Policy:
-        """The policy with attention run again in as few layers as the host's room asks for. One that
-        keeps more stays as it is: rungs that keep less are tried too.
+        """The policy with attention run again in as few layers as the host's room requires.
+
+        A policy that keeps more is unchanged: rungs that keep less are tried too.
         """
         if policy.keep or not self._may_run_again(policy):
             return policy
@@ -246,7 +248,7 @@ class Search:
         return replace(policy, again=_last(lacks, 0, most) + 1)
 
     def _may_run_again(self, policy: Policy) -> bool:
-        """Whether some of the layers may run again what the others keep for speed."""
+        """Whether some layers may compute again what the others keep for speed."""
         asked = self.settings.keep if policy.keep else self.settings.save_attention
         keeps = policy.keep or policy.save_attention
         several = self.shape.num_layers - policy.plain > 1
@@ -254,8 +256,8 @@ class Search:
         return bool(asked == "auto" and keeps and where and several)
 
     def _refined(self, options: list[Option], budget: Budget) -> list[Option]:
-        """The options with larger workspaces of the loss, and those that wait for copies with
-        more layers that keep less."""
+        """The options with larger loss workspaces, and the options that wait for copies with more
+        layers that keep less."""
         found = [
             self._most_plain(replace(o.policy, loss_bytes=nbytes, again=0), budget)
             for o in options
@@ -270,8 +272,8 @@ class Search:
         return more
 
     def _cautious(self, budget: Budget) -> Option | None:
-        """The option where the device's free bytes are unknown: nothing is kept for speed alone,
-        and the host is used while it has room."""
+        """The option if the device's free bytes are unknown: nothing is kept for speed alone, and
+        checkpoints go to the host while it has room."""
         settings = self.settings
         auto = lambda value, other: other if value == "auto" else value  # noqa: E731
         settings = replace(
@@ -291,8 +293,8 @@ class Search:
         return None
 
     def least(self, budget: Budget) -> Option:
-        """The option of the fewest device bytes that the host admits, nothing kept for speed alone;
-        of nearly equal ones the fastest. Where nothing fits, the one with the smallest lack."""
+        """The option with the fewest device bytes that the host admits, with nothing kept for speed
+        alone; the fastest of nearly equal ones. If nothing fits, the one with the smallest lack."""
         plain, asked = self.plains()[0], self.settings.keep != "auto"
         frugal = (p for p in self.candidates if not p.wide and (asked or not p.keep))
         tried = (self._within_host(replace(p, plain=plain), budget) for p in frugal)
@@ -300,7 +302,7 @@ class Search:
         found = [o for o in every if budget.admits(o)]
         if not found:
             return min(every, key=lambda o: (budget.lack(o), o.seconds))
-        # Running attention twice is dear and saves few bytes, as do segments.
+        # Running attention twice costs much time and saves few bytes, as do segments.
         found = [o for o in found if o.policy.save_attention] or found
         found = [o for o in found if o.policy.every == 1] or found
         fewest = min(o.device for o in found)
@@ -308,14 +310,14 @@ class Search:
         return min(found, key=lambda o: (o.seconds, o.device))
 
     def _larger_loss(self, option: Option) -> Option:
-        """The option with the largest workspace of the loss that takes no more bytes in all."""
+        """The option with the fastest loss workspace that takes no more bytes in all."""
         others = (self.price(replace(option.policy, loss_bytes=nbytes)) for nbytes in self.losses)
         return min((o for o in others if o.device <= option.device), key=lambda o: o.seconds)
 
 
 def _simplest(options: list[Option]):
-    """A sorting key: the options that are as fast as the fastest first; of those the ones without
-    copies, then without ways of saving memory, then with the fewest bytes on the device; then the
+    """A sorting key. The options as fast as the fastest come first; among these the ones without
+    copies, then without memory-saving ways, then with the fewest device bytes, then with the
     largest tile."""
     fastest = min(o.seconds for o in options)
 
@@ -328,7 +330,7 @@ def _simplest(options: list[Option]):
 
 
 def _last(holds, low: int, high: int) -> int:
-    """The last i from low to high where holds(i). It holds at low, and from some i on no more."""
+    """The last i from low to high where holds(i). It holds at low and up to some i, not beyond."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
@@ -336,7 +338,7 @@ def _last(holds, low: int, high: int) -> int:
 
 
 def choose(checkpointing: Checkpointing, shape: ModelShape, **sizes) -> Policy:
-    """The policy that `decide` finds."""
+    """The policy of `decide`."""
     return decide(checkpointing, shape, **sizes).policy
 
 
@@ -352,14 +354,14 @@ def decide(
     """Resolves every "auto" of the settings for one batch shape.
 
     Args:
-        gpu_free: bytes on the device for the step's layers and loss, gradients and optimizer states
-            taken off (budget/free.py: to_come); None where unknown.
-        host_free: free bytes of the machine, shared by its n_ranks; None where unknown.
-        sizes: batch, tokens, and what else `Search` takes.
+        gpu_free: bytes on the device for the step's layers and loss, without gradients and
+            optimizer states (budget/free.py: to_come); None if unknown.
+        host_free: free bytes of the machine, shared by its n_ranks; None if unknown.
+        sizes: batch, tokens, and the other arguments of `Search`.
 
     Raises:
-        ValueError: the host cannot hold what was asked for (the message names what fits), or the
-            layers cannot keep a tensor that was asked for.
+        ValueError: the host cannot hold the requested checkpoints (the message names what fits), or
+            the layers cannot keep a requested tensor.
     """
     search = Search(checkpointing, shape, **sizes)
     return search.decide(search.budget(gpu_free, host_free, n_ranks))
@@ -382,7 +384,7 @@ def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
 def frontier(search: Search, budget: Budget, *, points: int = 8) -> list[Option]:
     """Options from the least device memory to the fastest step, each faster than all before it.
 
-    points: how many sizes of device memory are tried, both ends included.
+    points: the number of device memory sizes to try, both ends included.
     """
     ends = [search.least(budget), search.best(budget)]
     if ends[1] is None:

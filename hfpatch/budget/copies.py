@@ -1,8 +1,8 @@
-"""Bytes that a step copies between host and device, and the seconds that nothing hides.
+"""Bytes that a step copies between host and device, and the seconds of copies that nothing hides.
 
 A pass's copies hide behind the work of that pass, and behind layers as far as memory has room for
-their sources. `hfpatch profile --clock` shows the same copy by copy (lab/clock.py). Standard library
-only.
+the copies' sources. `hfpatch profile --clock` shows the same copy by copy (lab/clock.py). Standard
+library only.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.sizes import kept_columns
 
-# Bounce buffers of the disk tier (store/disk.py): bytes of one, how many there are a direction, and
-# how many of them are not for reading ahead.
+# Bounce buffers of the disk tier (store/disk.py): bytes of one, buffers per direction, and those
+# among them that do not read ahead.
 PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step whose seconds are asked for. gpu: with the rates of its shapes (pace.py); policy: as
-    step_memory takes it.
+    """A step to predict. gpu: with the rates at the step's shapes (pace.py). policy: as in
+    step_memory.
     """
 
     gpu: Gpu
@@ -60,7 +60,7 @@ def link_bytes(
 ) -> tuple[int, int]:
     """Bytes of checkpoints over the host link in one step: (to the host, back to the device).
 
-    The first go in forward, the second come in backward; the bytes that go against that direction
+    The first are copied in forward, the second in backward. The bytes against the main direction
     are fewer, so they hide. x comes back once for each pass over the tiles.
     """
     if not isinstance(policy, Policy) or not memory.host:
@@ -75,7 +75,7 @@ def link_bytes(
     saved = n - min(policy.attends_again, n) if policy.save_attention and policy.every == 1 else 0
     again = attended if saved < n else 0
     x, lse = rows * shape.hidden_size, 4 * batch * tokens * shape.num_heads
-    # Host buffers that one running layer uses, and those of a segment that runs again.
+    # Host buffers that one running layer uses, and the buffers of a segment that runs again.
     passing = 0
     if policy.by_group:
         passing = heads + attended + again + (min(policy.every, n) - 1) * (x + attended + lse)
@@ -87,7 +87,7 @@ def link_bytes(
     if policy.stream_attention and not single:
         # Attention outputs come once for the tiles and once for the groups of heads, lse once.
         back += outputs - saved * lse
-    if policy.every > 1:  # a segment of several layers fetches its input once more, to run again
+    if policy.every > 1:  # a segment of several layers fetches its input again to run forward
         back += _segments(policy, n) * rows * shape.hidden_size
     out, home = memory.host - one - passing, back + 2 * n * one
     if policy.by_group:
@@ -98,7 +98,7 @@ def link_bytes(
 
 
 def _segments(policy: Policy, layers: int) -> int:
-    """How many of them hold several layers."""
+    """The number of segments with several layers."""
     return (layers // policy.every + (layers % policy.every > 1)) * (policy.every > 1)
 
 
@@ -122,15 +122,15 @@ def passes_wait(
 ) -> tuple[float, float, float]:  # fmt: skip
     """(seconds by which copies exceed the work that hides them, that work in forward, in backward).
 
-    Forward is a third of the FLOPs that the mathematics needs. The copies of a pass hide behind the
-    work of that pass; the link's two directions run at once.
+    Forward is a third of the model's FLOPs, recomputation excluded. The copies of a pass hide
+    behind the work of that pass; the link's two directions run at once.
 
     Args:
         total: seconds of the whole step's work.
         fore: seconds of forward's work outside matmuls and attention.
         up, down: bytes (to the host, to the device), each for (forward, backward).
-        files: those of them that are (written to a disk in forward, read in backward).
-        gathers: bytes of one gather between GPUs, over links of their own or over the host's.
+        files: the bytes among them that are (written to a disk in forward, read in backward).
+        gathers: bytes of one gather between GPUs, over their own links or over the host's.
     """
     needed = (flops.model - flops.model_attention) / gpu.matmul_flops
     forward = needed / 3 + flops.model_attention / 3 / gpu.attention_forward + fore
@@ -147,14 +147,17 @@ def passes_wait(
 def behind_layers(
     step: Step, layers: float, fore: float, copies: tuple[float, float], rates: tuple[float, float]
 ) -> tuple[float, float]:
-    """Seconds of the checkpoints' copies, forward and backward, that layers do not hide: n tiled
-    ones, behind them p plain ones.
+    """Seconds of the checkpoints' copies, forward and backward, that layers do not hide. n tiled
+    layers come first, p plain ones behind them.
 
-    layers: seconds of all layers, both ways; fore: of their forward, beside matmuls and attention;
-    copies, rates: seconds and bytes/s, to the host and back. A layer's copies may run on beside
-    later layers as far as memory has room for their sources; in backward the tensors of a layer are
-    sent for one layer ahead, but for q, k and v, which the layer itself sends for: nothing hides
-    them where attention runs again. The head hides nothing.
+    A layer's copies may continue during later layers as far as memory has room for their sources.
+    In backward a layer's tensors are fetched one layer ahead, except q, k and v, which the layer
+    itself fetches: if attention runs again, nothing hides them. The head hides nothing.
+
+    Args:
+        layers: seconds of all layers, both passes.
+        fore: seconds of their forward outside matmuls and attention.
+        copies, rates: seconds and bytes/s, to the host and back.
     """
     gpu, flops, policy, shape, rows = step.gpu, step.flops, step.policy, step.shape, step.rows
     L, n, p = shape.num_layers, step.tiled_layers, min(policy.plain, shape.num_layers)
@@ -169,7 +172,7 @@ def behind_layers(
     tile, columns = rows * step.itemsize / count, {k: kept_columns(shape, k) for k in policy.keep}
     inside = alone * sum(n for name, n in columns.items() if name != "qkv")
     kept = alone * (n - less) * sum(columns.values()) * tile * count
-    # of the layers that keep less, the last tiled ones
+    # for the layers that keep less, which are the last tiled ones
     own_up, own_down = (less * max(0.0, s - kept / r) / n for s, r in zip(copies, rates))
     work = (layers - L * forward - p * plain) * (n - less) / max(n, 1)
     behind = down - own_down - work - (plain if p > 1 else 0)
@@ -177,8 +180,9 @@ def behind_layers(
     if inside or up > n * forward:
         sizes = {"batch": step.batch, "tokens": step.tokens, "itemsize": step.itemsize}
         spares = spare_bytes(step.memory, shape, policy, **sizes)
-        # As the last tiled layer ends, and then each plain one; as the last one ends that keeps all
-        # of `keep`; and what each layer saves last, where nothing may live on beside the next.
+        # Waits at the end of the last tiled layer and of each plain one; at the end of the last
+        # layer that keeps all of `keep`; and for each layer's last saves, if their sources may not
+        # live on during the next layer.
         waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
         waits += [up - own_up - (n - less) * forward - spares[n - 1] / to_host] * (less > 0)
         waits += [(n - less) * max(0, tile * inside - spares[n - 1]) / to_host]
@@ -188,15 +192,15 @@ def behind_layers(
         waits.append(held_up)
         behind = max(behind, starved)
     if alone and "qkv" in policy.keep and not policy.save_attention:
-        # Of several tiles the first one's tensors may be on the link before q, k and v.
+        # With several tiles the first tile's tensors may be on the link before q, k and v.
         waited = count * columns["qkv"] + (count > 1) * (
             inside + shape.hidden_size * ("mid" not in policy.keep)
         )
         behind = max(behind, (n - less) * tile * waited / to_gpu)
     if alone and policy.offload == "host" and policy.save_attention and count > 1:
         behind = max(behind, first_tiles_wait(step, trained, products / L, fore / L, to_gpu))
-    # Nothing runs beside what the last layer saves inside its last tile, nor beside the way back of
-    # that layer's first tile, nor beside the input from which a segment runs again.
+    # Nothing runs during the last layer's saves inside its last tile, during the fetch of that
+    # layer's first tile, or during the fetch of the input from which a segment runs again.
     begins = _segments(policy, n) * (policy.offload == "host")
     last = 0 if less else inside
     first = shape.hidden_size + alone * policy.save_attention * shape.out_size + last
@@ -210,15 +214,17 @@ def behind_layers(
 def first_tiles_wait(
     step: Step, trained: int, products: float, fore: float, to_gpu: float
 ) -> float:
-    """Seconds for which layers of several tiles wait, as their backward begins, for tiles of what
-    was kept: these are sent for as the last two tiles of the layer behind leave the ring, so
-    attention hides none.
+    """Seconds for which layers of several tiles wait for kept tiles as their backward begins. These
+    are fetched while the last two tiles of the previous layer's backward leave the ring, so
+    attention hides none of them.
 
-    trained: products of a matmul's backward; products, fore: a layer's forward, seconds of matmuls
-    and beside them; to_gpu: bytes/s.
+    Args:
+        trained: matmuls of a matmul's backward.
+        products, fore: seconds of a layer's forward, in matmuls and outside them.
+        to_gpu: bytes/s.
     """
     policy, shape, count = step.policy, step.shape, step.count
-    ahead = max(0, RING_SLOTS - count)  # so many have a slot while attention runs
+    ahead = max(0, RING_SLOTS - count)  # tiles with a slot while attention runs
     qkv = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
     leaving = (RING_SLOTS - 1 - ahead) * (1 + trained) * qkv / count
     run = (trained * (products - qkv) + fore) / count
@@ -227,7 +233,7 @@ def first_tiles_wait(
     def wait(keep: tuple) -> float:
         columns = sum(kept_columns(shape, name) for name in keep if name != "qkv")
         columns += shape.out_size + shape.hidden_size * ("mid" not in keep)
-        # q, k and v are sent for behind the tiles that a ring has slots for
+        # q, k and v are fetched behind the tiles for which the ring has slots
         between = kept_columns(shape, "qkv") * ("qkv" in keep and count > RING_SLOTS)
         last = ((count - ahead) * columns + count * between) * tile - leaving - (count - 1) * run
         return max(0.0, last, 0 if ahead else columns * tile - leaving)
@@ -240,14 +246,18 @@ def first_tiles_wait(
 def files_wait(
     step: Step, up: float, forward: float, attend: float, rates: tuple[float, float]
 ) -> tuple[float, float]:
-    """(seconds by which forward is longer where files hold the host up, seconds for which the short
-    passes of backward wait for reading).
+    """(seconds by which files hold the host up in forward, seconds for which the short passes of
+    backward wait for reading).
 
-    up: seconds of writing; forward, attend: seconds of a layer and of its attention; rates: bytes/s,
-    written and read. The host waits for a buffer before it issues more work, so as compute begins
-    what follows a save, no more than all buffers are left to write. Of several tiles the last pass
-    of a layer and the first of the next one read their inputs faster than a disk does: ahead of them
-    are the ring's slots and the buffers.
+    The host waits for a free buffer before it issues more work. So when the compute behind a save
+    begins, at most all buffers are left to write. With several tiles, the last pass of a layer and
+    the first of the next one read their inputs faster than a disk does; the ring's slots and the
+    buffers read ahead.
+
+    Args:
+        up: seconds of writing.
+        forward, attend: seconds of a layer and of its attention.
+        rates: bytes/s, written and read.
     """
     policy, shape, n = step.policy, step.shape, step.tiled_layers
     twice = policy.every == 1 and (policy.save_attention or policy.keep)  # behind attention too

@@ -7,7 +7,7 @@ from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 
 LOSS_BYTES_PER_TOKEN = 56
-# Rows a chunk of the loss at least: fewer cost more passes over the head's gradient than they save.
+# Fewest rows of a loss chunk: fewer cost more passes over the head's gradient than they save.
 LOSS_ROWS = 512
 ALIGNED = 128  # tiles are multiples of this many rows, as matmul kernels are
 
@@ -15,8 +15,8 @@ ALIGNED = 128  # tiles are multiples of this many rows, as matmul kernels are
 def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
     """(count, tokens of each tile but the last); a tile has at most `tile` tokens over all rows.
 
-    The count is the least possible and the tiles are of one length: a multiple of 128 tokens, or of
-    a smaller power of two where 128 left less than half a tile for the last one.
+    The count is the least possible, and all tiles but the last have one length: a multiple of 128
+    tokens, or of a smaller power of two if 128 would leave less than half a tile for the last one.
     """
     most = max(1, tile // batch)
     count = -(-tokens // most)
@@ -32,14 +32,14 @@ def tiles(batch: int, tokens: int, tile: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of each of `tiles`."""
+    """(start, end) of each tile of `tiles`."""
     step = tiles(batch, tokens, tile)[1]
     starts = range(0, tokens, step)
     return tuple(zip(starts, [*starts[1:], tokens]))
 
 
 def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) -> int:
-    """How many parts a layer's heads go through attention's backward in.
+    """The number of parts in which a layer's heads go through attention's backward.
 
     A part is a group of KV heads or, where ranks share the rows, one round of exchange. wide: the
     policy's field.
@@ -53,7 +53,7 @@ def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) 
 
 @lru_cache(maxsize=256)
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
-    """KV heads a group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
+    """KV heads per group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
     blocks = batch * (n_heads // n_kv_heads) * -(-tokens // 128)
     wanted = -(-512 // max(blocks, 1))
     n = min(wanted, n_kv_heads)
@@ -63,10 +63,10 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
 
 
 def loss_workspaces(shape: ModelShape, rows: int, s: int) -> tuple[int, ...]:
-    """Workspaces of the loss to choose from, the smallest first; s: bytes a logit.
+    """Workspaces of the loss to choose from, the smallest first; s: bytes of a logit.
 
     The smallest follows the model: its logits take half of the head's float32 gradient, which
-    stands beside them anyway, and are LOSS_ROWS rows at least. Fixed at 512 MiB the loss would be
+    exists next to them anyway, and are LOSS_ROWS rows at least. A fixed 512 MiB would make the loss
     the peak of a small model on long rows.
     """
     row_bytes = -(-shape.vocab_size // 8) * 8 * s
@@ -80,7 +80,7 @@ def loss_workspaces(shape: ModelShape, rows: int, s: int) -> tuple[int, ...]:
 def loss_chunk_rows(
     shape: ModelShape, rows: int, s: int, workspace: int = LOSS_WORKSPACE
 ) -> tuple[int, int]:
-    """(rows of the largest chunk of logits, chunks) of ops.linear_cross_entropy."""
+    """(rows of the largest chunk of logits, number of chunks) of ops.linear_cross_entropy."""
     row_bytes = -(-shape.vocab_size // 8) * 8 * s
     most = max(1, (workspace - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)
     size = most // 128 * 128 or most

@@ -1,5 +1,6 @@
-"""What a family's code in transformers fixes and its config.json does not say: one row a model
-type. Standard library only; tests hold each row against the model itself, built without memory.
+"""Properties that a family's code in transformers fixes and its config.json does not contain: one
+row per model type. Standard library only; tests compare each row with the model itself, built
+without memory.
 """
 
 from dataclasses import dataclass, field
@@ -7,10 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a family's layers are built. norms: of a layer. norm_bias: LayerNorm with a bias.
-    norm_after: a norm reads down_proj's output. gated: gate, up and down, not two matrices. joined:
-    gate and up (q, k and v too where joined_qkv) are one Linear. parallel: attention and MLP read
-    the same norm.
+    """The structure of a family's layers.
+
+    Attributes:
+        norms: norms of a layer.
+        norm_bias: LayerNorm with a bias.
+        norm_after: a norm reads down_proj's output.
+        gated: the MLP has gate, up and down, not two matrices.
+        joined: gate and up (with joined_qkv also q, k and v) are one Linear.
+        parallel: attention and MLP read the same norm.
     """
 
     norms: int = 2
@@ -21,22 +27,26 @@ class Layout:
     joined_qkv: bool = False
     parallel: bool = False
     sinks: bool = False
-    # unless joined, parallel or normed otherwise: norm, attention, norm, MLP, each added as it is
+    # norm, attention, norm, MLP, each added unscaled; joined, parallel or other norms exclude it
     block: bool = True
-    local_rope: bool = False  # windows have a rotation of their own
-    # norms and rotations in plain float32 operations, which keep what they make
+    local_rope: bool = False  # layers with a window have another rotation
+    # norms and rotations are unfused float32 operations, which keep their intermediates
     wide_norms: bool = False
-    # q and k are normed once they are heads first, which kernels take copies of
+    # q and k are normed in a heads-first layout, so kernels need copies of them
     heads_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Layout):
-    """qkv_bias, o_bias, mlp_bias: True, False, or the config key that says it. qk_norm: "head" (one
-    weight of head_dim for all heads), "full" (one a column), "" for none; qk_norm_key: the config
-    key that switches it. experts: the config key of their number. expert_size: of their width.
-    defaults: what the config class assumes where config.json is silent, other than 0, False and
-    None.
+    """A row of FAMILIES.
+
+    Attributes:
+        qkv_bias, o_bias, mlp_bias: True, False, or the config key that holds it.
+        qk_norm: "head" (one weight of head_dim for all heads), "full" (one a column), "" for none.
+        qk_norm_key: the config key that switches it.
+        experts: the config key of the number of experts.
+        expert_size: the config key of their width.
+        defaults: the config class's defaults, other than 0, False and None.
     """
 
     qkv_bias: bool | str = False
@@ -48,7 +58,7 @@ class Family(Layout):
     experts: str = ""
     expert_size: str = "moe_intermediate_size"
     expert_bias: bool = False
-    windows: str = ""  # "": none; "all": sliding_window everywhere; "types": layer_types says where
+    windows: str = ""  # "": none; "all": sliding_window in every layer; "types": by layer_types
     defaults: dict = field(default_factory=dict)
 
 
@@ -124,7 +134,7 @@ FAMILIES = {
 
 
 class Values:
-    """A transformers config, an object with its fields, or the dict of a config.json, with a
+    """The fields of a transformers config, of a similar object or of a config.json's dict, with a
     family's defaults.
     """
 
@@ -132,8 +142,8 @@ class Values:
         self.config, self.defaults = config, family.defaults if family else {}
 
     def get(self, name: str, default=None):
-        """The value; where the config is silent the family's, else default. A null counts as
-        said.
+        """The value; the family's default if the config lacks the name, else `default`. A null in
+        the config is a value.
         """
         if isinstance(self.config, dict):
             said, value = name in self.config, self.config.get(name)
@@ -142,17 +152,17 @@ class Values:
         return value if said else self.defaults.get(name, default)
 
     def number(self, name: str, default=None):
-        """The value, default where it is null too."""
+        """The value, or `default` if it is null or missing."""
         value = self.get(name)
         return default if value is None else value
 
     def flag(self, rule: bool | str) -> bool:
-        """A rule of the row: itself, or what the config key of that name says."""
+        """The value of a row's rule: the rule itself, or the config key that it names."""
         return bool(self.get(rule)) if isinstance(rule, str) else rule
 
 
 def attention_windows(family: Family, values: Values, layers: int) -> tuple[int, ...]:
-    """Tokens that each layer's attention sees, 0 for all of them; empty where no layer has a
+    """The number of tokens that each layer's attention sees, 0 for all; empty if no layer has a
     window.
     """
     window = values.get("sliding_window")
@@ -168,8 +178,8 @@ def attention_windows(family: Family, values: Values, layers: int) -> tuple[int,
 
 
 def _types(values: Values, layers: int) -> list[str]:
-    """layer_types as the config class fills them in: from a layer on, or all but each n-th
-    layer.
+    """layer_types as the config class fills it in: windows from some layer on, or in all but each
+    n-th layer.
     """
     pattern = values.number("sliding_window_pattern", values.get("window_pattern"))
     if pattern:
@@ -182,7 +192,7 @@ def _types(values: Values, layers: int) -> list[str]:
 
 
 def dense_layers(values: Values, layers: int) -> tuple[int, ...]:
-    """Which layers of a mixture of experts have one dense MLP."""
+    """The layers of a mixture of experts that have one dense MLP."""
     named = set(values.number("mlp_only_layers", ()))
     step = values.number("decoder_sparse_step", 1)
     first = values.number("first_k_dense_replace", 0)

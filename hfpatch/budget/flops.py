@@ -11,16 +11,17 @@ from hfpatch.budget.shape import ModelShape
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of one step: matmuls, attention forward and backward over the causal half. model: as
-    the field counts. moved_forward, moved_backward: bytes that all else reads and writes, where
-    they were counted.
+    """FLOPs of one step: matmuls, and attention forward and backward over the causal half.
+
+    model: counted by the usual convention (step_flops). moved_forward, moved_backward: bytes that all other
+    kernels read and write, if they were counted.
     """
 
     matmul: float
     attention_forward: float
     attention_backward: float
     model: float
-    model_attention: float  # of model, attention's part
+    model_attention: float  # attention's part of `model`
     moved_forward: float = 0.0
     moved_backward: float = 0.0
 
@@ -30,15 +31,15 @@ class Flops:
 
 
 def attended(tokens: int, window: int) -> float:
-    """Pairs of tokens in one causal row of attention, half the square or, of a window, a band of
-    it.
+    """Pairs of tokens in one causal row of attention: half the square, or a band of it with a
+    window.
     """
     return tokens * window - window * window / 2 if 0 < window < tokens else tokens * tokens / 2
 
 
 def recomputed_weights(shape: ModelShape, keep: tuple, layer: int, *, single: bool) -> int:
-    """Weights that one token meets once more in the backward of a layer that keeps `keep`; products
-    that nobody reads are left out there.
+    """Weights that one token meets again in the backward of a layer that keeps `keep`. Matmuls
+    whose output is unread are left out.
     """
     after = shape.o_weights + shape.mlp_weights(layer) - shape.dead_after(layer)
     before = shape.qkv_weights if single else 2 * shape.qkv_weights - shape.dead_before
@@ -55,16 +56,17 @@ def recomputed_weights(shape: ModelShape, keep: tuple, layer: int, *, single: bo
 
 
 def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
-    """FLOPs of one step under a policy (as step_memory takes it). `model` is what the field counts:
-    6 a trained weight and token, 4 a frozen one, attention three times its forward, nothing that
-    runs again.
+    """FLOPs of one step under a policy (as in step_memory).
+
+    `model` follows the usual convention: 6 for each trained weight and token, 4 for a frozen
+    weight, attention three times its forward, no recomputation.
     """
     rows, n = batch * tokens, shape.num_layers
     layers = n * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
 
     def attention(first=0, last=n):
-        """Of a range of layers: two products over the causal half (or a window), q with k, and with
-        v.
+        """FLOPs of a range of layers: two matmuls over the causal half (or a window), q with k, and
+        the probabilities with v.
         """
         pairs = sum(
             k * attended(tokens * shape.ranks, w)
@@ -75,8 +77,8 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
     once = attention()
     least = 6 * rows * (layers + shape.embedding_parameters)
     if shape.adapters:
-        # No weight gradients of the base, and none of what was embedded: the first layer's q, k and
-        #     v lead nowhere.
+        # No weight gradients of the base, and none of the embedded tokens: the first layer's q, k
+        # and v have no gradient to pass on.
         least = rows * (
             4 * (layers + shape.embedding_parameters)
             + 6 * shape.trained_parameters
@@ -97,12 +99,12 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
         saves = policy.save_attention and policy.every == 1
         forwards += attention(tiled - min(policy.attends_again, tiled) if saves else 0, tiled)
     elif policy == STOCK_CHECKPOINTING:
-        # Recomputation stops before the last projection, whose output nothing needs.
+        # Recomputation stops before the last projection, whose output is unread.
         dead = (
             0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
         )
         again, forwards = layers - n * dead, 2 * once
-    # Kernels take values as wide as queries: narrower ones, of latent attention, are padded.
+    # Kernels need values as wide as queries: the narrower values of latent attention are padded.
     padded = (
         filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
     )

@@ -2,11 +2,11 @@
 plan needs no torch.
 
 A step's memory is the largest of a few moments. Each moment is a sum of the buffers that its code
-holds (layer/call.py, ops/_linear_ce_loop.py, ops/embedding.py; for stock models transformers'
-own code). The simulator runs that code; tests hold the two within 3% of each other.
+holds (layer/call.py, ops/_linear_ce_loop.py, ops/embedding.py; for stock models transformers' own
+code). The simulator runs that code; tests keep the two within 3% of each other.
 
-sizes.py explains the names of sizes; tiled.py has the moments of tiled layers, moments.py those of
-the rest.
+sizes.py explains the names of sizes; tiled.py has the moments of tiled layers, moments.py all
+others.
 """
 
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ from hfpatch.budget.tiled import RING_SLOTS, TiledStep
 __all__ = ["GiB", "ModelShape", "Moment", "Policy", "RING_SLOTS", "StepMemory", "step_memory"]
 
 STOCK, STOCK_CHECKPOINTING, UNTILED = "stock", "stock-checkpointing", "off"
-# layers whose frozen weights fit on the device at once, where they wait on the host
+# layers whose frozen weights fit on the device at once, if frozen weights wait on the host
 WEIGHT_SLOTS = 2
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of a step whose parameters and gradients stay on the device; host: pinned
+    """Bytes of a step whose parameters and gradients stay on the device. host: pinned
     checkpoints."""
 
     parameters: int
@@ -56,7 +56,7 @@ class StepMemory:
         return self.peak_moment.beyond
 
 
-# A search asks thousands of times for the same sizes.
+# A search needs the same sizes thousands of times.
 _sizes = lru_cache(maxsize=16)(Sizes)
 
 
@@ -96,9 +96,10 @@ def spare_bytes(
     tokens: int,
     itemsize: int = 2,
 ) -> tuple[int, ...]:
-    """Bytes that the sources of copies may take while each layer runs forward, and none behind the
-    last: the most that the step holds less what that layer's forward does. memory: of the same
-    policy and sizes.
+    """Bytes that the sources of copies may take during each layer's forward, and 0 behind the last
+    layer: the step's peak minus the peak of that forward.
+
+    memory: of the same policy and sizes.
     """
     n, tiled = shape.num_layers, shape.num_layers - min(policy.plain, shape.num_layers)
     if (
@@ -122,7 +123,8 @@ def spare_bytes(
 
 
 def _stock(z: Sizes, checkpointing: bool):
-    """Moments of transformers' own Llama with sdpa: what autograd saves, and three fp32 logits."""
+    """Moments of transformers' own Llama with sdpa: autograd's saved tensors, and three fp32
+    logits."""
     shape, n = z.shape, z.shape.num_layers
     wide = z.rows * shape.hidden_size * 4
     norm = wide + 2 * z.u + 4 * z.rows  # fp32 input, normalised, scaled, rstd
@@ -132,7 +134,7 @@ def _stock(z: Sizes, checkpointing: bool):
     final = wide + z.u
     last = z.u + final + z.always
     moments = [Moment("loss", 0, checkpoints=kept, layer=last, loss=3 * 4 * logits)]
-    # gate, silu, up, their gradients and that of the product
+    # gate, silu, up, their gradients and the gradient of the product
     working = saved - z.f + 3 * z.f + z.u + z.always
     others = kept if checkpointing else kept - saved + z.u
     moments.append(Moment("last layer", z.head_gradient, checkpoints=others, layer=working))
@@ -144,7 +146,7 @@ def _stock(z: Sizes, checkpointing: bool):
 
 
 def _untiled(z: Sizes):
-    """Moments of hfpatch's kernels in layers that run whole, nothing checkpointed."""
+    """Moments of hfpatch's kernels in layers that run whole, without checkpoints."""
     plain = z.shape.over(lambda i: plain_bytes(z, i))
     return [
         loss_moment(z, plain),

@@ -58,8 +58,8 @@ def _cgroup_paths(root: Path) -> list:
 
 
 def host_limit(root: str = "/") -> int | None:
-    """Most bytes of host memory this process may use: the machine's, or the tightest cgroup limit.
-    None if unknown."""
+    """Most bytes of host memory that this process may use: the machine's, or the tightest cgroup
+    limit. None if unknown."""
     root = Path(root)
     limits = [_number(folder / limit) for folder, limit, _, _ in _cgroup_paths(root)]
     limits.append(_meminfo(root).get("MemTotal"))
@@ -70,9 +70,9 @@ def host_limit(root: str = "/") -> int | None:
 def host_free(root: str = "/") -> int | None:
     """Free bytes of host memory, for all ranks of this machine. None if unknown.
 
-    The lesser of the machine's available memory and what is left below a cgroup's limit (page cache
-    counts as free). HFPATCH_HOST_MEMORY, in bytes, replaces it where the system reports less than
-    may be used (virtual machines whose memory grows).
+    The lesser of the machine's available memory and the room below each cgroup limit (page cache
+    counts as free). HFPATCH_HOST_MEMORY, in bytes, replaces it if the system reports less than may
+    be used (virtual machines whose memory grows).
     """
     given = os.environ.get("HFPATCH_HOST_MEMORY")
     if given is not None:
@@ -105,7 +105,7 @@ def host_free(root: str = "/") -> int | None:
 def gpu_free(device=None) -> int | None:
     """Bytes that PyTorch can still allocate on a CUDA device; None on a machine without CUDA.
 
-    Those are free bytes and unused ones of its caching allocator, within the process's own share
+    Free bytes and unused ones of its caching allocator, within the process's own share
     (torch.cuda.set_per_process_memory_fraction).
     """
     import torch
@@ -121,9 +121,10 @@ def gpu_free(device=None) -> int | None:
 
 
 def gpu_fragments(device) -> int:
-    """Free bytes of a CUDA device in allocator segments that also hold tensors. Between steps those
-    are parameters, gradients and optimizer states, and what is left beside them takes no large
-    tensor. Segments that expand are left out: their free pages are given back and used again.
+    """Free bytes of a CUDA device in allocator segments that also hold tensors.
+
+    Between steps these tensors are parameters, gradients and optimizer states, and no large tensor
+    fits between them. Expandable segments are left out: their free pages are returned and reused.
     """
     import torch
 
@@ -137,8 +138,7 @@ def gpu_fragments(device) -> int:
 
 
 def gpu_limit(device=None) -> int:
-    """Most bytes of a CUDA device that this process may use: all, or the share that it set
-    itself."""
+    """Most bytes of a CUDA device that this process may use: all, or its own per-process limit."""
     import torch
 
     return _share(torch.cuda.mem_get_info(device)[1], device)
@@ -168,8 +168,8 @@ def to_come(parameters, *, states: int = 0, device=None) -> int:
     Args:
         parameters: torch parameters; frozen ones count nothing.
         states: tensors of a parameter's size and dtype that the optimizer will make for it (two for
-            Adam); 0 where they exist already, or never will.
-        device: counts parameters on this device alone; None: all.
+            Adam); 0 if they exist already or never will.
+        device: counts parameters on this device only; None counts all.
     """
     own = [(p, _own(p)) for p in parameters if p.requires_grad]
     sizes = [

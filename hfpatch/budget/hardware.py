@@ -1,8 +1,8 @@
-"""GPUs as the planner sees them: memory, rates and the link to the host, each with its source.
-Standard library only.
+"""GPUs of the planner: memory, rates and the link to the host, each with its source. Standard
+library only.
 
 The table has data sheet peaks for dense bfloat16 with float32 sums. MATMUL_SHARE and the attention
-columns say what a training step reaches of them. `--gpu this` measures the machine instead
+columns give the part that a training step reaches. `--gpu this` measures the machine instead
 (planner/measure.py).
 """
 
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 
 GiB = 1 << 30
 
-# Fitted to the rows of profiles/rates marked `fits`: what large bf16 matmuls reach of the data sheet
-# during a training step, and by how many tokens rows of attention are longer than their FLOPs say.
+# Fitted to the rows of profiles/rates marked `fits`: the share of the data sheet that large bf16
+# matmuls reach in a training step, and the tokens that a row of attention costs beyond its own.
 MATMUL_SHARE = 0.61
 ATTENTION_RAMP = 450
-# What the step model is off by: 16 of the 19 published steps that fitted no constant are within it
+# Error of the step model: 16 of the 19 published steps that fitted no constant are within it
 # (profiles/rates).
 SECONDS_ERROR = 0.14
 # A large copy on the device reaches about 0.9 of the data sheet's memory bandwidth (assumed).
 MEMORY_SHARE = 0.90
 # A pinned copy reaches about 0.8 of the link's nominal rate.
 LINK_SHARE = 0.80
-# Taken by driver, CUDA context, cuBLAS workspaces and kernels before a tensor exists. Assumed.
+# Driver, CUDA context, cuBLAS workspaces and kernels, before a tensor exists. Assumed.
 CONTEXT_BYTES = 1 * GiB
-# Collectives of cards without links to each other: they pass through host memory, and NCCL counts 10
-# GB/s between the sockets of a machine with eight RTX 4090 (its topology log, nccl-tests issue 307).
+# Collectives of cards without links to each other pass through host memory: NCCL counts 10 GB/s
+# between the sockets of a machine with eight RTX 4090 (its topology log, nccl-tests issue 307).
 SOCKET_RATE = 10e9
-# Host memory bandwidth one process reaches in a fused Adam step, bytes/s. Assumed: half a
+# Host memory bandwidth that one process reaches in a fused Adam step, bytes/s. Assumed: half a
 # 12-channel DDR5 socket.
 HOST_BYTES_PER_SECOND = 200e9
-# Registering host memory with the driver, pages made on the way, bytes/s of one process. Assumed.
+# Registering host memory with the driver, page faults included, bytes/s of one process. Assumed.
 PIN_BYTES_PER_SECOND = 3 * GiB
 # Files of the disk tier, bytes/s of the machine: the maker's sequential rates of one PCIe 4.0 x4
 # drive (Samsung PM9A3, U.2).
@@ -37,8 +37,8 @@ DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
 DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
 
 
-# What float8 makes of the products' speed: torchtitan's Llama-3-8B on eight H100, 8,192 tokens, compiled,
-# 8,532 against 6,667 tokens/s (its table of December 2024). That is the whole step; products alone gain
+# Speedup by float8 matmuls: torchtitan's Llama-3-8B on eight H100, 8,192 tokens, compiled, 8,532
+# against 6,667 tokens/s (its table of December 2024). That is the whole step. Matmuls alone gain
 # more, and torchao's casts without torch.compile take some of it back: not measured.
 FLOAT8_SPEED = 8532 / 6667
 FLOAT8_GPUS = ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "mi300x")
@@ -54,9 +54,10 @@ class Gpu:
         counting FLOPs of the causal half.
     processors: SMs or compute units; each runs one block of attention.
     measured: the rates were measured on this machine, so no share is applied to them.
-    peer: one direction of the links to the machine's other GPUs; 0 where they meet in host memory.
+    peer: one direction of the links to the machine's other GPUs; 0 if they exchange through the
+        host.
     sharing: GPUs that use the machine's disk at once.
-    float8: the layers' products are computed in float8 (`plan --fp8`).
+    float8: the layers' matmuls run in float8 (`plan --fp8`).
     """
 
     name: str
@@ -75,13 +76,13 @@ class Gpu:
 
     @property
     def matmul_flops(self) -> float:
-        """FLOP/s that large matmuls are planned with."""
+        """FLOP/s of large matmuls, for plans."""
         share = 1.0 if self.measured else MATMUL_SHARE
         return share * self.peak_flops * (FLOAT8_SPEED if self.float8 else 1.0)
 
     @property
     def memory_rate(self) -> float:
-        """Bytes/s that kernels which only move memory are planned with."""
+        """Bytes/s of kernels that only move memory, for plans."""
         return self.bandwidth if self.measured else MEMORY_SHARE * self.bandwidth
 
     @property
@@ -92,19 +93,19 @@ class Gpu:
 
     @property
     def link_rate(self) -> float:
-        """Bytes/s that pinned copies are planned with, one direction."""
+        """Bytes/s of pinned copies in one direction, for plans."""
         return self.link if self.measured else LINK_SHARE * self.link
 
     @property
     def peer_rate(self) -> float:
-        """Bytes/s that exchanges between a machine's GPUs are planned with, one direction."""
+        """Bytes/s of exchanges between a machine's GPUs in one direction, for plans."""
         if not self.peer:
             return min(self.link_rate, SOCKET_RATE)
         return self.peer if self.measured else LINK_SHARE * self.peer
 
     @property
     def disk_rates(self) -> tuple[float, float]:
-        """Bytes/s that files are planned to be (written, read) with: this GPU's share."""
+        """Bytes/s at which files are (written, read), for plans: this GPU's share."""
         return DISK_WRITES / self.sharing, DISK_READS / self.sharing
 
     @property
@@ -120,8 +121,8 @@ _HOPPER = (
 )
 _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
 
-# Links to other GPUs: one direction, half of what the same data sheets give for both (NVLink 600,
-# 900, 1800; Infinity Fabric 7 x 128); 0 where they meet over the host link.
+# Links to other GPUs: one direction, half of the sum that the same data sheets give (NVLink 600,
+# 900, 1800; Infinity Fabric 7 x 128); 0 if GPUs exchange over the host link.
 #   name             GiB   TFLOP/s  TB/s    GB/s link  attention TFLOP/s fwd, bwd, processors, GB/s
 # to other GPUs
 _ROWS = (
@@ -176,8 +177,7 @@ def gpu_row(name: str) -> Gpu:
 
 
 def gpu_named(device_name: str) -> Gpu | None:
-    """The row of a card by its driver's name for it ("NVIDIA A100-SXM4-80GB"); None where the table
-    has none."""
+    """The row of a card by its driver's name ("NVIDIA A100-SXM4-80GB"), or None."""
     words = device_name.lower().replace("-", " ").split()
     if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
         return None
@@ -187,7 +187,7 @@ def gpu_named(device_name: str) -> Gpu | None:
         for name, gpu in GPUS.items()
         if plain.startswith(name.partition("-")[0])
     ]
-    # of two memories the one that is named
+    # if the card comes with two memories, the row of the memory in its name
     return max(rows, key=lambda row: row[0])[1] if rows else None
 
 
@@ -195,7 +195,7 @@ _BY_SPEED = sorted(GPUS.values(), key=lambda gpu: gpu.peak_flops)
 
 
 def place_of(gpu: Gpu | None) -> int | None:
-    """The card's rank by speed, the slowest has 0; None for a card that is not in the table.
+    """The card's rank by speed, 0 for the slowest; None for a card that is not in the table.
 
     Ranks of a job agree on one card by exchanging this number.
     """

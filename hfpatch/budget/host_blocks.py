@@ -1,6 +1,4 @@
-"""The pinned host memory that one step takes, in the blocks in which layers take it. Standard library
-only.
-"""
+"""The pinned host memory of one step, in the blocks that layers allocate. Standard library only."""
 
 from collections import Counter
 
@@ -22,16 +20,16 @@ def host_blocks(
     ranks: int = 1,
     pieces: bool = False,
 ) -> Counter:
-    """How many host blocks of which size one step takes: {bytes: count}. Their sum is what
-    formula.step_memory says of the host.
+    """The host blocks of one step: {bytes: count}. Their sum is the host memory of
+    formula.step_memory.
 
     Args:
-        layers: how many are checkpointed, where that is not the shape's number.
+        layers: the number of checkpointed layers, if not the shape's.
         itemsize: of hidden states; computed: of q, k, v and attention outputs, smaller under
             autocast.
-        whole: layers keep their input and no more.
-        ranks: how many run each layer between them, and keep a part each of its input.
-        pieces: attention outputs are kept one group of heads apart.
+        whole: layers keep only their input.
+        ranks: the number of ranks that share each layer; each keeps a part of its input.
+        pieces: attention outputs are kept in one block per group of heads.
     """
     n, s, rows = shape.num_layers if layers is None else layers, shape, batch * tokens
     computed, tiled = computed or itemsize, n - min(policy.plain, n)
@@ -66,12 +64,12 @@ def host_blocks(
 def _add_kept(
     sizes: Counter, s: ModelShape, policy, layers: int, tiles, itemsize, computed
 ) -> None:
-    """Adds what `policy.keep` names; tiles: rows of each."""
+    """Adds the tensors that `policy.keep` names. tiles: rows of each tile."""
     if "qkv" in policy.keep:
         for columns in (s.q_size, s.kv_size, s.v_size):
             sizes[sum(tiles) * columns * computed] += layers
     for rows in tiles:
         sizes[rows * s.hidden_size * itemsize] += layers * ("mid" in policy.keep)
-        # gate and up, in one block where one matrix makes both
+        # gate and up, in one block if one matrix makes both
         inner, blocks = s.intermediate_size * (2 if s.joined else 1), 1 if s.joined else 2
         sizes[rows * inner * itemsize] += blocks * layers * ("gate_up" in policy.keep)

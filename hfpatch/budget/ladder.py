@@ -1,7 +1,7 @@
-"""The ladder of policies that choice.py tries: what layers may keep, and where.
+"""The ladder of policies that choice.py tries: the tensors that layers may keep, and their place.
 
-Each rung of RUNGS is tried in several tile sizes and ways of attention's backward, with no layer
-that keeps everything: choice.py adds those. Standard library only.
+Each rung of RUNGS is tried in several tile sizes and ways of attention's backward, without plain
+layers (which keep everything): choice.py adds those. Standard library only.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from hfpatch.budget.policy import (
 from hfpatch.budget.shape import ModelShape
 
 TILES = (1024, 2048, 4096, 8192, 16384)
-# Up to this tile, weights of 4 bits may be dequantised once for all tiles of a phase.
+# Up to this tile, 4-bit weights may be dequantised once for all tiles of a phase.
 DENSE_TILE = 2048
 
 
-# What a tiled layer keeps, and where it waits. A rung that does not save attention is tried with
-# one input for several layers too. by_group is tried with and without saving attention.
+# The tensors that a tiled layer keeps, and their place. A rung that does not save attention is
+# also tried with one input for several layers, by_group both with and without saving attention.
 RUNGS = {
     "on the device": Policy("gpu"),
     "heads and residual on the device": Policy("gpu", keep=("qkv", "mid")),
@@ -46,7 +46,7 @@ def policies(
     settings: Checkpointing, shape: ModelShape, *, batch: int, tokens: int, able: tuple,
     loss_bytes: int,
 ) -> tuple[Policy, ...]:  # fmt: skip
-    """The policies of all rungs that settings allow, without layers that keep everything.
+    """The policies of all rungs that the settings allow, without plain layers.
 
     able: names of KEEPABLE that the layers can keep. loss_bytes: of each policy.
     """
@@ -70,7 +70,7 @@ class _Ladder:
 
     def policies(self, rung: Policy) -> Iterator[Policy]:
         """The rung in each interval, tile size and way of attention's backward. Fields that the
-        settings fix are as they say."""
+        settings fix keep their value."""
         place = rung.offload if self.settings.offload == "auto" else self.settings.offload
         place = "disk" if self.settings.directory else place
         keep = tuple(k for k in rung.keep if k in self.shape.keepable and k in self.able)
@@ -100,11 +100,11 @@ class _Ladder:
             return [(k, save) for k in intervals]
         if rung.save_attention:
             return [(k, k == 1) for k in intervals]
-        # Attention runs again in a segment anyway, and by choice where each layer's input is kept.
+        # A segment runs attention again in any case; a layer that keeps its input does by choice.
         return [(k, False) for k in intervals] + [(1, True)] * (rung.by_group and 1 in intervals)
 
     def _tiles(self) -> tuple[int, ...]:
-        """Tile sizes below the number of rows, and the largest one where it holds all rows."""
+        """Tile sizes below the number of rows, and the largest size if it holds all rows."""
         if self.settings.tile != "auto":
             return (self.settings.tile,)
         fewer = tuple(t for t in TILES if t < self.rows)
@@ -115,8 +115,8 @@ class _Ladder:
         return packed and policy.tile <= DENSE_TILE and policy.tile < self.rows
 
     def _ways(self, base: Policy) -> Iterator[Policy]:
-        """The policy, and other ways of attention's backward: with all heads at once (faster), with
-        the layer's input gradient or the attention outputs on the host meanwhile (fewer bytes)."""
+        """The policy, and the same with other ways of attention's backward: all heads at once
+        (faster), the layer's input gradient or the attention outputs on the host (fewer bytes)."""
         bases = [base]
         if head_groups(self.batch, self.tokens, self.shape) > 1 and self.shape.ranks == 1:
             bases.append(replace(base, wide=True))
@@ -143,7 +143,7 @@ class _Ladder:
 
 
 def _intervals(num_layers: int) -> list[int]:
-    """Layers a checkpoint to try: all up to 8, then a quarter more each time."""
+    """Layers per checkpoint to try: all numbers up to 8, then a quarter more each time."""
     found = [1]
     while found[-1] < num_layers:
         found.append(min(num_layers, max(found[-1] + 1, found[-1] * 5 // 4)))
@@ -159,11 +159,16 @@ def unplanned(
     sums: int = 0,
     short: bool = False,
 ) -> Policy:
-    """The policy of layers whose sizes no closed form describes: all that is worth keeping goes to
+    """The policy of layers whose sizes no closed form describes: everything worth keeping goes to
     the host.
 
-    width: of hidden states; free: bytes on the device, None where unknown; sums: bytes of one
-    layer's gradients in float32; short: the host has no room for the input of every layer.
+    Args:
+        rows: tokens of the batch.
+        whole: the layers run whole.
+        width: of hidden states.
+        free: bytes on the device; None if unknown.
+        sums: bytes of one layer's gradients in float32.
+        short: the host has no room for the input of every layer.
     """
     tier = settings.offload
     if settings.directory:
@@ -179,9 +184,9 @@ def unplanned(
         tile = auto_tile(rows)
         in_time = TIME_TILE_LEAST if short else time_tile(tile, width, free)
     chain = 0 if least and not short else chain_of((in_time or tile) * width, free, sums)
-    # A chain of one spares two [rows, width] of 2 bytes, and has all its sums at once.
+    # A chain of one layer saves two [rows, width] of 2 bytes, and has all its sums at once.
     chain = chain or int(short or 4 * rows * width > sums)
-    # heads of the layer that runs take less of the host than a chain spares
+    # The layer that runs puts its heads on the host: fewer bytes there than a chain saves.
     heads = least and bool(chain) and rows > tile and tier != "gpu" and not whole
     return Policy(
         offload=tier,

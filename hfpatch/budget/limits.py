@@ -1,6 +1,4 @@
-"""How flags are read and what they may be: one table for all commands and scripts. Standard library
-only.
-"""
+"""Parsers of flags and their ranges: one table for all commands and scripts. Standard library only."""
 
 import argparse
 import math
@@ -8,9 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 
-# flag: (least, most); None is open. An end in brackets is not included.
+# flag: (least, most); None is no limit. A limit in brackets is excluded.
 SEED = (0, 2**32 - 1)
-# rows a batch, batches a step: more are gathered for hours before anything is computed
+# rows of a batch, batches of a step: larger ones would be gathered for hours before any compute
 COUNT = (1, 2**20)
 RANGES = {
     "batch": COUNT, "per_device_train_batch_size": COUNT, "per_device_eval_batch_size": COUNT,
@@ -40,9 +38,10 @@ RANGES = {
 
 
 def check_ranges(values: Mapping, between: str = "-") -> None:
-    """ValueError for the first number that its flag cannot take, or that is no finite number.
-    values: flag -> value. between: how the command writes a flag of several words, - or, in
-    training's and transformers' names, _.
+    """Raises ValueError for the first number that its flag does not allow, or that is not finite.
+
+    values: flag -> value. between: the separator in a flag of several words: "-", or "_" in the
+    names of training and of transformers.
     """
     for name, value in values.items():
         least, most = RANGES.get(name, (None, None))
@@ -59,7 +58,7 @@ def check_ranges(values: Mapping, between: str = "-") -> None:
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int | None = None) -> int:
-    """A whole number of the environment; the default where it is not set. ValueError for anything
+    """A whole number from the environment, or the default if it is not set. ValueError for anything
     else.
     """
     text = os.environ.get(name)
@@ -75,12 +74,12 @@ def environment_number(name: str, default: int, least: int = 0, most: int | None
 
 
 def expandable_segments() -> None:
-    """Has torch's allocator grow its segments, unless the user set it otherwise: at long sequences
-    fixed ones fragment.
+    """Makes torch's allocator grow its segments, unless the user set it otherwise: fixed segments
+    fragment at long sequences.
 
-    To be called before the first CUDA allocation.
+    Call it before the first CUDA allocation.
     """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name for the same
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -89,7 +88,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
          "vocab_size")  # fmt: skip
 
 
-# The same of a config's numbers, where they are given.
+# The ranges of a config's numbers, if the config has them.
 _NUMBERS = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop",
                      "embd_pdrop"), (0, [1])),
@@ -97,13 +96,15 @@ _NUMBERS = {
                     (0, None)),
     "rope_theta": ([0], None), "factor": ([0], None), "sliding_window": (0, None),
 }  # fmt: skip
-_ROPE = ("rope_parameters", "rope_scaling")  # theirs, or by kind of layer
+_ROPE = ("rope_parameters", "rope_scaling")  # one dict, or a dict for each kind of layer
 
 
 def check_sizes(read) -> None:
-    """ValueError for a size of a config that is no whole number above 0, for heads that share no
-    keys evenly, and for numbers of a norm, a dropout, a window or of RoPE out of range. read: name
-    -> value, None where it has none.
+    """Raises ValueError for a size of a config that is no whole number above 0, for query heads
+    that do not divide evenly over KV heads, and for numbers of a norm, a dropout, a window or RoPE
+    out of range.
+
+    read: name -> value, None for a missing one.
     """
     for name in SIZES:
         value = read(name)
@@ -114,7 +115,7 @@ def check_sizes(read) -> None:
                 f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the "
                 "config."
             )
-        # hours of adding up
+        # a plan of such a model would add up for hours
         if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):
             raise ValueError(f"hfpatch: {name} is {value}, which no model has; check the config.")
     heads, kv_heads = read("num_attention_heads"), read("num_key_value_heads")
@@ -164,7 +165,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def parse_bytes(text) -> int:
-    """Bytes from "256GiB" or "64 GB"; a number, and no text, is bytes. ValueError for anything
+    """Bytes from "256GiB" or "64 GB"; a number that is no text is bytes. ValueError for anything
     else.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 <= text < math.inf:
@@ -199,13 +200,13 @@ def parse_length(text) -> int:
 
 
 def parse_lengths(text) -> list[int]:
-    """Several lengths with commas: "8k,32768" -> [8192, 32768]. ValueError for anything else."""
+    """Several lengths, with commas: "8k,32768" -> [8192, 32768]. ValueError for anything else."""
     return [parse_length(part) for part in str(text).split(",")]
 
 
 def parse_word(text: str):
     """auto, another word, true, false, or a number such as 4096 or 4k."""
-    # of 0 the field that it is for says what it may be
+    # 0 is no length: the field checks whether it allows it
     words = {"true": True, "false": False, "0": 0}
     return (
         words[text.lower()]
@@ -217,8 +218,8 @@ def parse_word(text: str):
 
 
 def flag(parse):
-    """A parser of a flag's text for add_argument(type=...): its sentence is kept, which argparse
-    drops of a ValueError.
+    """A parser of a flag's text for add_argument(type=...). It keeps the message of a ValueError,
+    which argparse would drop.
     """
 
     def read(text):

@@ -1,10 +1,10 @@
-"""What the next step may keep, by what the last one took: for layers that no closed form describes.
+"""The next step's policy from the last step's memory, for layers that no closed form describes.
 
-Backward of a tile holds the graph of a layer over that tile's tokens, of the part after attention
-and, where there are several tiles, of the part before it at another moment. So a layer that keeps
-everything keeps no more than those two a tile; where some layers kept everything already, no more
-than their share of the step. Both are bounds, so that no step runs out of memory on the way; each
-step that was measured makes the next bound tighter. Standard library only.
+A tile's backward holds the graph of a layer over the tile's tokens: the part after attention and,
+with several tiles, the part before it at another moment. So a layer that keeps everything keeps at
+most those two graphs for each tile. If some layers kept everything already, it keeps at most their
+share of the step. Both are upper bounds, so no step runs out of memory on the way; each measured
+step tightens the next bound. Standard library only.
 """
 
 from dataclasses import dataclass, replace
@@ -16,11 +16,14 @@ from hfpatch.budget.policy import Checkpointing, Policy
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was measured.
+    """A measured step.
 
-    policy: what its layers kept; took: bytes that it added to the device at its highest, less
-    `gradients`, those of all gradients that it made; rows: tokens of its batch; layers: of the
-    model.
+    Attributes:
+        policy: the policy of its layers.
+        took: bytes that it added to the device at its peak, minus `gradients`.
+        gradients: bytes of all gradients that it made.
+        rows: tokens of its batch.
+        layers: of the model.
     """
 
     policy: Policy
@@ -31,8 +34,8 @@ class Step:
 
     @property
     def layer(self) -> int:
-        """The most bytes that one more layer can keep. At its highest a step may have few
-        gradients yet.
+        """The most bytes that one more layer can keep. Gradients are added, because few of them may
+        exist at the peak.
         """
         all_of_it, policy = self.took + self.gradients, self.policy
         if policy.plain:
@@ -42,11 +45,11 @@ class Step:
 
 
 def next_policy(step: Step, settings: Checkpointing, free: int) -> tuple[Policy, int]:
-    """(the policy of the next step, the most bytes that it takes, its gradients left out).
+    """(the policy of the next step, the most bytes that it takes without its gradients).
 
-    First tiles grow, since each tile reads every weight anew; what such a tile takes is measured
-    before the last layers keep everything. What the settings name stays, and so does a policy that
-    has no room to grow. free: bytes of the device beside all gradients.
+    Tiles grow first, since each tile reads every weight again. A larger tile is measured before the
+    last layers keep everything. Fields that the settings fix keep their value, and a policy without
+    room to grow stays the same. free: bytes of the device without all gradients.
     """
     policy, most = step.policy, step.took
     fits = lambda nbytes: nbytes + reserve(nbytes) <= free  # noqa: E731

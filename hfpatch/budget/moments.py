@@ -1,5 +1,5 @@
-"""Moments of a step beside the backward of tiled layers: the loss, the embedding, the last forward,
-layers that keep everything. Standard library only; formula.py says what a moment is.
+"""Moments of a step outside the backward of tiled layers: the loss, the embedding, the last
+forward, layers that keep everything. Standard library only; formula.py defines a moment.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Moment:
     """Bytes that are alive on the device at one moment, parameters excluded.
 
     gradients: parameter gradients that exist by then.
-    checkpoints: kept for the backward of the layers that follow.
+    checkpoints: kept for the backward of later layers.
     layer: the working set of the layer (or embedding) that runs.
     loss: hidden states and logits of the loss.
     workspace: kernels' scratch and transfer buffers.
@@ -41,7 +41,7 @@ class Moment:
 
     @property
     def beyond(self) -> int:
-        """Everything but the gradients."""
+        """Everything except the gradients."""
         return self.checkpoints + self.layer + self.loss + self.workspace
 
     @property
@@ -68,8 +68,8 @@ def loss_moment(z: Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -> 
 
 
 def embedding_moments(z: Sizes, fused: bool, workspace: int = LOSS_WORKSPACE) -> list:
-    """The backward of the token embedding, when all other gradients exist. workspace: the
-    loss's."""
+    """The backward of the token embedding, when all other gradients exist. workspace: of the
+    loss."""
     if z.shape.adapters:
         return []
     D, V = z.shape.hidden_size, z.shape.vocab_size
@@ -84,7 +84,8 @@ def embedding_moments(z: Sizes, fused: bool, workspace: int = LOSS_WORKSPACE) ->
         Moment("embedding backward", z.gradients, layer=z.u + slices + z.always, workspace=scratch)
     ]
     if z.shape.tied and fused and loss_chunk_rows(z.shape, z.rows, z.s, workspace)[1] > 1:
-        # Both gradients and their sum: the head's, a view of wider sums, is not added to in place.
+        # Both gradients and their sum: the head's gradient is a view of the wider sums, so autograd
+        # does not add to it in place.
         moments.append(Moment("embedding sum", z.gradients, layer=2 * z.embedding + z.always))
     return moments
 
@@ -101,18 +102,18 @@ def forward_moment(
 ) -> Moment:
     """The last tiled layer's forward.
 
-    The model holds the embedded tokens; the layer holds its input, the attention output, and then
+    The model holds the embedded tokens. The layer holds its input, the attention output, and then
     either q, k and v, or its own output and a tile's MLP.
 
-    by_groups: groups of heads that come one after the other, 0 where all heads are there at once.
-    leaving: bytes that stay beside the MLP (q, k and v on their way out, dequantised weights).
+    by_groups: groups of heads that run one after the other; 0 if all heads run at once. leaving:
+    bytes that stay during the MLP (q, k and v on their way out, dequantised weights).
     """
     shape = z.shape
     inner, beside, tile_D = inner_bytes(z, layer, t), 0, t * shape.hidden_size * z.s
-    if shape.is_sparse(layer):  # gathered, and given by the experts
+    if shape.is_sparse(layer):  # gathered rows, and the experts' outputs
         beside = 2 * shape.experts_per_token * tile_D
-    # An adapter's output, the same scaled and the base's stand beside each other where the sum is
-    # made.
+    # An adapter's output, its scaled copy and the base's output exist together when they are
+    # summed.
     wide = z.g // z.s
     acts = (
         3
@@ -131,7 +132,7 @@ def forward_moment(
 def plain_moments(z: Sizes, n: int, on_device: int, plain: int, coming: int = 0) -> list:
     """The backward of the last layer that keeps everything, and of the first one (layer n).
 
-    coming: bytes that the tiled layer before the first one has on its way to the device meanwhile.
+    coming: bytes of the tiled layer before the first one that are on their way to the device.
     """
     shape, last = z.shape, z.shape.num_layers - 1
     scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads, z.s)

@@ -1,8 +1,8 @@
 """The host's memory node that a GPU is attached to. Standard library only.
 
 On hosts with several nodes a copy from the other socket's memory crosses the link between sockets.
-Linux takes a page from the node of the thread that touches it first, so memory is pinned by a
-thread that runs there.
+Linux takes a page from the node of the thread that touches it first, so a thread on that node pins
+the memory.
 """
 
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def node_cpus(domain: int, bus: int, device: int, root: str = "/") -> tuple[int, set[int]] | None:
-    """(memory node, its CPUs) of a PCI device; None where there is one node, or the system does not
-    tell.
+    """(memory node, its CPUs) of a PCI device; None with a single node, or if the system does not
+    report it.
 
     Args:
         domain, bus, device: the numbers of its PCI address.
-        root: where /sys is found, for tests.
+        root: the folder that contains /sys, for tests.
     """
     system = Path(root) / "sys"
     try:
@@ -35,15 +35,15 @@ def node_cpus(domain: int, bus: int, device: int, root: str = "/") -> tuple[int,
 
 
 def gpu_node(properties, root: str = "/") -> tuple[int, set[int]] | None:
-    """node_cpus of a GPU, from what torch.cuda.get_device_properties gives."""
+    """node_cpus of a GPU, from torch.cuda.get_device_properties."""
     numbers = [getattr(properties, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     return None if None in numbers else node_cpus(*numbers, root)
 
 
 @contextmanager
 def running_on(cpus: set[int]):
-    """Within, this thread runs on those of `cpus` that it may run on; anywhere where these are
-    none.
+    """A context in which this thread runs on those of `cpus` that it is allowed to use. Without any
+    of them nothing changes.
     """
     before = os.sched_getaffinity(0) if cpus and hasattr(os, "sched_setaffinity") else set()
     if not before & cpus:

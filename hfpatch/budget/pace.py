@@ -1,8 +1,8 @@
 """A GPU's rates at a step's shapes: matmuls by a roofline, attention by the length of its rows.
 Standard library only.
 
-Large matmuls and long rows reach the rates of a GPU row (hardware.py). Narrow outputs, few rows an
-expert and short rows of attention do not. The step model computes with the rates that `paced` gives.
+Large matmuls and long rows reach the rates of a GPU row (hardware.py). Narrow outputs, few rows per
+expert and short rows of attention do not. The step model computes with the rates of `paced`.
 """
 
 from dataclasses import replace
@@ -15,16 +15,16 @@ from hfpatch.budget.hardware import ATTENTION_RAMP, Gpu
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.shape import ModelShape
 
-# Rows and columns of the output that one processor computes at a time, and the part of such a
-# block's time for which a launch waits for its last one (list scheduling wastes at most one, Graham
-# 1969; half a block is assumed, as for attention).
+# Rows and columns of the output block that one processor computes at a time, and the part of a
+# block's time for which a launch waits for its last block (list scheduling wastes at most one,
+# Graham 1969; half a block is assumed, as for attention).
 BLOCK, WAVE = 128, 0.5
 
 
 def matmul_seconds(
     gpu: Gpu, rows: int, inner: int, columns: int, *, count: int = 1, itemsize: int = 2
 ) -> float:
-    """Seconds of `count` products in one launch, each [rows, inner] by [inner, columns]."""
+    """Seconds of `count` matmuls in one launch, each [rows, inner] by [inner, columns]."""
     blocks = count * -(-rows // BLOCK) * -(-columns // BLOCK)
     flops = 2 * BLOCK * BLOCK * inner * (blocks + WAVE * gpu.processors)
     moved = itemsize * count * (rows * inner + inner * columns + rows * columns)
@@ -32,14 +32,16 @@ def matmul_seconds(
 
 
 def attention_ramp(keys: int) -> float:
-    """By how much rows that see `keys` keys take longer than the FLOPs of long ones would."""
+    """The factor by which rows that see `keys` keys are slower than long rows, per FLOP."""
     return 1 + ATTENTION_RAMP / max(1, keys)
 
 
 def _matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, int, int]]:
-    """(products of its size in a step, how often in the model, count in one launch, rows, inner,
-    columns) of forward's products. Weights under adapters are frozen and have no gradient; each has
-    two narrow products beside it.
+    """Forward's matmuls: (matmuls of this size in a step, their number in the model, their count in
+    one launch, rows, inner, columns).
+
+    Weights under adapters are frozen and have no gradient; each has two narrow matmuls of its
+    adapter.
     """
     D, n = shape.hidden_size, shape.num_layers
     sparse = shape.over(lambda i: int(shape.is_sparse(i)))
@@ -69,7 +71,7 @@ def _matrices(shape: ModelShape, rows: int) -> list[tuple[int, int, int, int, in
 
 @lru_cache(maxsize=1024)
 def slowdown(gpu: Gpu, shape: ModelShape, rows: int) -> float:
-    """Seconds of a step's matmuls over `rows` rows at a time, over those at the full rate."""
+    """Seconds of a step's matmuls over `rows` rows at a time, relative to the full rate."""
     took = ideal = 0.0
     for ways, often, count, m, k, n in _matrices(shape, rows):
         # Forward, input gradient, weight gradient.

@@ -1,5 +1,5 @@
-"""The parameters of a decoder: how many there are, which are trained, and their bytes. Standard
-library only.
+"""The parameters of a decoder: their number, the trained ones, and their bytes. Standard library
+only.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,9 @@ from hfpatch.budget.adapters import attention_linears, layer_linears
 
 
 class Parameters:
-    """What a ModelShape (shape.py) says of its parameters. Counts are of elements where they are not
-    called bytes.
-    """
+    """The parameter counts of a ModelShape (shape.py), in elements unless called bytes."""
 
-    # -- weights of matmuls: what FLOPs are counted by ---------------------------------------------
+    # -- weights of matmuls, for FLOPs -------------------------------------------------------------
     @property
     def qkv_weights(self) -> int:
         """Weights of the projections before attention."""
@@ -34,8 +32,8 @@ class Parameters:
         return 3 if self.gated else 2
 
     def mlp_weights(self, layer: int) -> int:
-        """Weights of a layer's MLP that one token meets: the router's, its experts' and the shared
-        ones.
+        """Weights of a layer's MLP that one token meets: the router, the token's experts and the
+        shared ones.
         """
         D = self.hidden_size
         if not self.is_sparse(layer):
@@ -46,9 +44,8 @@ class Parameters:
         )
 
     def dead_after(self, layer: int) -> int:
-        """Weights whose product nobody reads when a layer's part after attention runs again: the
-        last projections, unless a norm follows them; in parallel blocks the attention's own as
-        well.
+        """Weights whose matmul is unread when a layer's part after attention runs again: the last
+        projections, unless a norm follows them; in parallel blocks the attention's projection too.
         """
         if self.norm_after:
             return 0
@@ -58,8 +55,8 @@ class Parameters:
 
     @property
     def dead_before(self) -> int:
-        """The same of the part before attention, run again once q, k and v are there: rotation
-        reads no values, norms do.
+        """Weights whose matmul is unread when the part before attention runs again although q, k
+        and v exist: a rotation reads no values, but norms do.
         """
         if self.kv_rank:
             queries = (self.q_rank or self.hidden_size) * self.q_size
@@ -125,8 +122,8 @@ class Parameters:
         return tuple({self.is_sparse(i): i for i in reversed(range(self.num_layers))}.values())
 
     def over(self, of: Callable[[int], int], first: int = 0, last: int | None = None) -> int:
-        """The sum of `of` over layers first to last (not included), where layers with the same kind
-        of MLP have the same.
+        """The sum of `of` over layers first to last (not included). Layers with the same kind of
+        MLP must have the same value.
         """
         last = self.num_layers if last is None else last
         if last <= first:
@@ -147,18 +144,19 @@ class Parameters:
         """Parameters of the largest decoder layer."""
         return max(self.layer_parameters_of(i) for i in self.kinds)
 
-    # -- what is trained, and bytes ----------------------------------------------------------------
+    # -- trained parameters, and bytes -------------------------------------------------------------
     def trained_before(self, layer: int) -> int:
         """Trained parameters of a layer that act before its attention, its first norm included."""
         return self._trained[self.is_sparse(layer)][0]
 
     def trained_after(self, layer: int) -> int:
-        """Trained parameters of a layer that act on the attention's output and behind it."""
+        """Trained parameters of a layer that act on the attention's output or after it."""
         return self._trained[self.is_sparse(layer)][1]
 
     @cached_property
     def _trained(self) -> dict[bool, tuple[int, int]]:
-        """Both, by whether the layer is sparse: a search for a policy asks thousands of times."""
+        """(before, after) by whether the layer is sparse. Cached: a search for a policy needs it
+        thousands of times."""
         found, linears = {}, attention_linears(self)
         for i in self.kinds:
             if self.adapters is None:
@@ -188,15 +186,15 @@ class Parameters:
 
     @cached_property
     def trained_parameters(self) -> int:
-        """All of them."""
+        """The number of all trained parameters."""
         return self.trained_body if self.adapters else self.parameters
 
     def trained_itemsize(self, itemsize: int) -> int:
-        """Bytes of an element of what is trained, in a model whose own elements have `itemsize`."""
+        """Bytes of a trained element, in a model whose own elements have `itemsize` bytes."""
         return (self.adapters and self.adapters.itemsize) or itemsize
 
     def layer_bytes_of(self, layer: int, itemsize: int = 2) -> int:
-        """Bytes of one layer's parameters, those of adapters included."""
+        """Bytes of one layer's parameters, adapters included."""
         own = self.layer_parameters_of(layer)
         if self.adapters is None:
             return own * itemsize
@@ -206,7 +204,7 @@ class Parameters:
         return rest + trained + self.adapters.packed_bytes(linears, itemsize)
 
     def frozen_bytes_of(self, layer: int, itemsize: int = 2) -> int:
-        """Those of them that are frozen."""
+        """Bytes of one layer's frozen parameters."""
         return self.layer_bytes_of(layer, itemsize) - self.trained_of(
             layer
         ) * self.trained_itemsize(itemsize)
@@ -218,17 +216,15 @@ class Parameters:
         )
 
     def dense_bytes(self, linears: dict, itemsize: int = 2, together: bool = False) -> int:
-        """Bytes that a product with the largest of these quantised Linear layers makes of its
-        weight, or those of all together; 0 where none is.
+        """Bytes of the dense weight that a matmul makes of the largest of these quantised Linear
+        layers, or of all of them together; 0 if none is quantised.
         """
         if self.adapters is None or self.adapters.base == "bf16":
             return 0
         return (sum if together else max)([i * o for i, o in linears.values()] or [0]) * itemsize
 
     def dequantised_bytes(self, layer: int, itemsize: int = 2) -> int:
-        """Bytes read and written where a layer makes dense copies of all its quantised weights
-        once.
-        """
+        """Bytes read and written when a layer makes dense copies of all its quantised weights once."""
         if self.adapters is None or self.adapters.base == "bf16":
             return 0
         linears = layer_linears(self, layer)
@@ -239,11 +235,11 @@ class Parameters:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the token embedding, which are the head's too where they are tied."""
+        """Parameters of the token embedding, and of a tied head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """The number of all parameters, tied ones counted once."""
         ends = self.embedding_parameters * (1 if self.tied else 2) + self.norm_parameters
         return self.body_parameters + ends

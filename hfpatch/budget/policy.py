@@ -1,5 +1,5 @@
 """What layers keep for backward, and where: the user's `Checkpointing`, and the `Policy` that
-choice.py makes of it. Standard library only."""
+choice.py derives from it. Standard library only."""
 
 import difflib
 import functools
@@ -12,28 +12,28 @@ from typing import TypeVar, cast
 
 from hfpatch.budget.limits import parse_word
 
-# What a layer may keep beside x, out and lse: q, k and v; the residual after attention (the input
-# of the second norm); the MLP's gate and up.
+# Tensors that a layer may keep in addition to x, out and lse: q, k and v; the residual after
+# attention (the input of the second norm); the MLP's gate and up.
 KEEPABLE = ("qkv", "mid", "gate_up")
 PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
-TIME_TILE_LEAST = 2048  # a multiple of every known rule's chunk (64, of Mamba 2 up to 256)
-CHAIN = 8  # layers without attention that keep one input, at most
-# Of what a mixer's backward holds, a token and hidden channel: the most of the families that we
-# simulate, Granite 4 in plain code, takes 450; kernels take far less.
+TIME_TILE_LEAST = 2048  # a multiple of every known mixer's chunk (64; of Mamba 2 up to 256)
+CHAIN = 8  # most layers without attention that share one kept input
+# Bytes per token and hidden channel that a mixer's backward holds. The most among the simulated
+# families is 450, Granite 4 in plain code; kernels take far less.
 MIXER_BYTES = 512
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
-# Where memory is free: 8,192 rows of Llama 3's vocabulary at a time. Each chunk reads and writes
-# the head's float32 gradient once, so fewer chunks are faster.
+# If memory is free: 8,192 rows of Llama 3's vocabulary at a time. Each chunk reads and writes the
+# head's float32 gradient once, so fewer chunks are faster.
 LOSS_WORKSPACE_FREE = 2 << 30
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
-    """Raises ValueError for the first name that is not known; the sentence says which is nearest.
+    """Raises ValueError for the first unknown name; the message names the nearest known one.
 
-    of: what takes the names, "apply()" for example.
+    of: the owner of the names, "apply()" for example.
     """
     known = tuple(known)
     for name in names:
@@ -47,7 +47,7 @@ Named = TypeVar("Named", bound=Callable)
 
 
 def names_the_nearest(function: Named) -> Named:
-    """The function; a keyword that it does not take is refused with the one that is nearest."""
+    """Wraps the function: an unknown keyword raises ValueError with the nearest known one."""
     parameters = inspect.signature(function).parameters
     options = [name for name, one in parameters.items() if one.kind == one.KEYWORD_ONLY]
     name = function.__qualname__.removesuffix(".__init__")
@@ -67,23 +67,23 @@ class Checkpointing:
     Every field but aim may be "auto" (the default): chosen at the first step from the free memory.
 
     Args:
-        offload: where checkpoints wait: "gpu", "host" (pinned memory) or a directory (NVMe, one
-            file a tensor).
-        every: layers a checkpoint: only the input of every k-th layer is kept, the layers between
+        offload: the place of checkpoints: "gpu", "host" (pinned memory) or a directory (NVMe, one
+            file per tensor).
+        every: layers per checkpoint: only the input of every k-th layer is kept, the layers between
             run again.
-        tile: tokens a tile of the token-wise parts (norms, projections, MLP).
-        frozen_weights: where frozen weights (LoRA's base) wait: "gpu", or "host" (pinned memory;
-            each layer's come to the device one layer ahead of use). "auto" takes the host where
+        tile: tokens per tile of the token-wise parts (norms, projections, MLP).
+        frozen_weights: the place of frozen weights (LoRA's base): "gpu", or "host" (pinned memory;
+            each layer's weights come to the device one layer ahead of use). "auto" uses the host if
             they do not fit on the device.
 
-    For experts, what the policy otherwise chooses:
-        save_attention: keep attention outputs too, one more [batch, tokens, hidden] a layer, so
+    For expert users; the policy chooses these by default:
+        save_attention: keep attention outputs too, one more [batch, tokens, hidden] per layer, so
             that the attention forward never runs twice.
         plain: how many of the last layers keep everything that autograd saves; nothing in them runs
             again.
-        keep: what the other layers keep beside input and attention output: names of "qkv", "mid"
-            (the residual after attention), "gate_up".
-        aim: what the "auto" fields aim for: the "fastest" step that fits, or "least" device memory.
+        keep: the tensors that the other layers keep in addition to input and attention output:
+            names of "qkv", "mid" (the residual after attention), "gate_up".
+        aim: the aim of the "auto" fields: the "fastest" step that fits, or "least" device memory.
 
     Raises:
         ValueError: a value outside these.
@@ -101,7 +101,7 @@ class Checkpointing:
     aim: str = "fastest"
 
     def __post_init__(self):
-        # no shell expands it in Python, in a file or behind a `=`
+        # Python does not expand "~", nor does a shell in a file or behind a `=`
         if isinstance(self.offload, (str, os.PathLike)) and str(self.offload).startswith("~"):
             object.__setattr__(self, "offload", os.path.expanduser(self.offload))
         self._check_offload()
@@ -169,8 +169,8 @@ class Checkpointing:
             )
 
     def words(self) -> list[str]:
-        """The fields that are not left to the policy, as FIELD=VALUE: parse_checkpointing reads
-        them back.
+        """The fields that differ from their default, as FIELD=VALUE: parse_checkpointing reads them
+        back.
         """
         chosen = (
             (f.name, getattr(self, f.name))
@@ -184,16 +184,16 @@ class Checkpointing:
 
     @property
     def directory(self) -> str | None:
-        """The disk tier's folder, None where checkpoints stay in memory."""
+        """The disk tier's folder, or None if checkpoints stay in memory."""
         return None if self.offload in PLACES else os.fspath(self.offload)
 
 
 setattr(Checkpointing, "__init__", names_the_nearest(Checkpointing.__init__))  # noqa: B010
 
 _FIELD = "[a-z_-]+="
-# A comma inside a folder's name, or between names of keep=, parts nothing.
+# A comma inside a folder's name, or between names of keep=, separates nothing.
 _NEXT = f",(?={_FIELD}|[./~]|(?:auto|least|off|gpu|host)(?:,|$))"
-# What --checkpointing takes on every command line, for its help.
+# The help text of --checkpointing on every command line.
 CHECKPOINTING = (
     "what layers keep for backward: auto, least (device memory), off, a place (gpu, host, a "
     "folder), "
@@ -202,18 +202,18 @@ CHECKPOINTING = (
 
 
 def parse_checkpointing(value) -> "Checkpointing | str":
-    """What `checkpointing=` means, in Python and on every command line.
+    """Parses `checkpointing=`, in Python and on every command line.
 
     Args:
         value: a Checkpointing; "auto", "least", "off", or a place ("gpu", "host", a directory). A
-            command line also names fields, alone or after a word: "least,tile=4096,keep=qkv,mid";
-            a list of such texts is read as one.
+            command line also names fields, alone or after a word: "least,tile=4096,keep=qkv,mid". A
+            list of such texts is read as one.
 
     Returns:
-        a Checkpointing, or "off" where layers keep what transformers lets them keep.
+        A Checkpointing, or "off" if transformers' own checkpointing stays.
 
     Raises:
-        ValueError: anything else, a field that is no field of Checkpointing or comes twice.
+        ValueError: anything else, an unknown field, or a field that comes twice.
     """
     if isinstance(value, Checkpointing):
         return value
@@ -238,19 +238,19 @@ def parse_checkpointing(value) -> "Checkpointing | str":
 
 
 def _field(word: str) -> tuple[str, object]:
-    """The field of Checkpointing that a word sets, and its value; ("", None) for "auto"."""
+    """(the field of Checkpointing that a word sets, its value); ("", None) for "auto"."""
     if not re.match(_FIELD, word):
         if word == "off":
             raise ValueError(
                 'hfpatch: checkpointing is "off", fields of it came too; drop one of them.'
             )
-        if word in ("true", "false"):  # YAML's yes and no, which would name a folder
+        if word in ("true", "false"):  # YAML's yes and no, not a folder
             raise _not_checkpointing(word)
         if word in ("auto", "least"):
             return ("aim", "least") if word == "least" else ("", None)
         try:
             return "offload", Checkpointing(offload=word).offload
-        except ValueError as error:  # of one of its fields; a caller knows this argument
+        except ValueError as error:  # it names the field; the caller knows this argument
             said = str(error).replace(
                 'offload must be "auto",', 'checkpointing must be "auto", "least", "off",'
             )
@@ -276,7 +276,7 @@ def _not_checkpointing(value) -> ValueError:
 
 
 def auto_tile(tokens: int) -> int:
-    """Tokens a tile where free memory is unknown: one tile up to 8192 tokens, 4096 a tile up to
+    """Tokens per tile if the free memory is unknown: one tile up to 8192 tokens, 4096 a tile up to
     32,768, 8192 a tile beyond.
 
     A single tile needs no second q, k, v and no float32 sums, and its intermediates are small up to
@@ -287,10 +287,10 @@ def auto_tile(tokens: int) -> int:
 
 
 def time_tile(tile: int, hidden_size: int, free: int | None) -> int:
-    """Tokens a tile of a mixer that runs in tiles through time: `tile`, halved until what its
-    backward holds fits in the free bytes, but for TIME_TILE_LEAST.
+    """Tokens per tile of a mixer that runs in tiles through time: `tile`, halved until its backward
+    fits in the free bytes, but at least TIME_TILE_LEAST.
 
-    A larger tile launches fewer kernels. free: None where unknown.
+    A larger tile launches fewer kernels. free: None if unknown, which gives the least.
     """
     while tile > TIME_TILE_LEAST and (free is None or tile * hidden_size * MIXER_BYTES > free):
         tile = max(tile // 2, TIME_TILE_LEAST)
@@ -298,10 +298,11 @@ def time_tile(tile: int, hidden_size: int, free: int | None) -> int:
 
 
 def chain_of(elements: int, free: int | None, sums: int) -> int:
-    """Consecutive layers without attention that keep one input: as many as half of the free bytes
-    hold the backward of, for a chain spares host memory and costs the device's. elements: tokens
-    of a tile times the hidden size; sums: bytes of one layer's gradients in float32; free: None
-    where unknown.
+    """The number of consecutive layers without attention that share one kept input: as many as half
+    of the free bytes hold the backward of. A chain saves host memory and costs device memory.
+
+    elements: tokens of a tile times the hidden size. sums: bytes of one layer's gradients in
+    float32. free: None if unknown.
     """
     if free is None:
         return CHAIN
@@ -313,28 +314,31 @@ class Policy:
     """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one
     shape.
 
-    offload: where layer inputs and attention outputs wait for backward: "gpu", "host" or "disk".
-    every: layers a checkpoint; the layers between run again from it.
-    save_attention: keep out and lse, so that the attention forward runs once.
-    stream_attention: attention's backward fetches out and dout per group of KV heads, in place of
-        holding them whole.
-    tile: tokens a tile.
-    offload_dx: a layer's input gradient waits with its checkpoints during attention's backward.
-    plain: how many of the last layers keep everything that autograd saves; nothing in them runs
-    again.
-    keep: what the other layers keep beside x, out and lse; names of KEEPABLE.
-    by_group: while a layer runs, its q, k, v, attention outputs and their gradients wait with its
-        checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
-    again: how many of the last tiled layers run again what the others keep for speed: they keep
-        nothing of `keep` or, where that is empty, no attention outputs.
-    frozen_weights: where frozen weights wait, "gpu" or "host"; from the host each layer's come one
-        layer ahead of use.
-    dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not once a tile.
-    loss_bytes: workspace of the loss; it sets for how many tokens logits exist at a time.
-    wide: attention's backward takes all heads in one launch: more scratch, fewer waits at its end.
-    time_tile: tokens a tile of mixers that run through time; 0: as `tile`.
-    chain: the most consecutive layers without attention that keep one input and run backward tile by
-        tile together (layer/timed.py); 0: they run as the others do.
+    Attributes:
+        offload: the place of layer inputs and attention outputs: "gpu", "host" or "disk".
+        every: layers per checkpoint; the layers between run again from it.
+        save_attention: keep out and lse, so that the attention forward runs once.
+        stream_attention: attention's backward fetches out and dout per group of KV heads, and does
+            not hold them whole.
+        tile: tokens per tile.
+        offload_dx: a layer's input gradient waits with its checkpoints during attention's backward.
+        plain: how many of the last layers keep everything that autograd saves; nothing in them runs
+            again.
+        keep: the tensors that the other layers keep in addition to x, out and lse; names of
+            KEEPABLE.
+        by_group: while a layer runs, its q, k, v, attention outputs and their gradients wait with
+            its checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
+        again: how many of the last tiled layers compute again the tensors that others keep for
+            speed: they keep nothing of `keep` or, if that is empty, no attention outputs.
+        frozen_weights: the place of frozen weights, "gpu" or "host"; from the host each layer's
+            weights come one layer ahead of use.
+        dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not per tile.
+        loss_bytes: workspace of the loss; it limits the tokens whose logits exist at a time.
+        wide: attention's backward runs all heads in one launch: more scratch, fewer waits at its
+            end.
+        time_tile: tokens per tile of mixers that run through time; 0 means `tile`.
+        chain: the most consecutive layers without attention that share one kept input and run
+            their backward together, tile by tile (layer/timed.py); 0: they run as other layers do.
     """
 
     offload: str = "host"
@@ -355,19 +359,19 @@ class Policy:
     chain: int = 0
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
-        """The policy of one tiled layer: it keeps less where it runs `again`."""
+        """The policy of one tiled layer: a layer that runs `again` keeps less."""
         less = {"keep": ()} if self.keep else {"save_attention": False}
         full = index < num_layers - self.plain - self.again
         return replace(self, again=0, **({} if full else less))
 
     @property
     def attends_again(self) -> int:
-        """How many layers run attention again although save_attention is set."""
+        """The number of layers that run attention again although save_attention is set."""
         return 0 if self.keep else self.again
 
     @property
     def keeps_less(self) -> int:
-        """How many layers keep nothing of `keep`."""
+        """The number of layers that keep nothing of `keep`."""
         return self.again if self.keep else 0
 
 
@@ -376,9 +380,9 @@ _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 
 
 def describe(policy: Policy, num_layers: int | None = None) -> str:
-    """The policy in one line for users: how many layers keep what, and where.
+    """The policy in one line for users: how many layers keep which tensors, and where.
 
-    num_layers: None where unknown.
+    num_layers: None if unknown.
     """
     plain = policy.plain if num_layers is None else min(policy.plain, num_layers)
     said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []

@@ -1,6 +1,4 @@
-"""Models by name, as the values of their config.json: what `--model NAME` means. Standard library
-only.
-"""
+"""Models by name, as the values of their config.json, for `--model NAME`. Standard library only."""
 
 from copy import deepcopy
 
@@ -24,9 +22,9 @@ _MOE = {
 }
 _OSS = {"num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
-# By their id on the hub, Llamas without an owner; sources: the config.json published there
-# (llama-tiny and llama-160m are our own small shapes for laptops and tests, 160m has the sizes of
-# JackFram/llama-160m). "(text)": the language tower alone.
+# Keys are ids on the hub, without the owner for Llamas. Source: the config.json published there.
+# llama-tiny and llama-160m are our own small shapes for laptops and tests; 160m has the sizes of
+# JackFram/llama-160m. "(text)": only the language tower.
 #   id                            type         hidden inter  layers heads kv head_dim vocab  tied   max_pos theta      more
 _ROWS = {
     "llama-tiny":                 ("llama",     64,   176,   2,  4,  2, 16,  512,    False, 4096,
@@ -111,7 +109,7 @@ _ROWS = {
 
 PRESETS = tuple(name for name in _ROWS if "/" not in name)
 MODELS = tuple(name for name in _ROWS if "/" in name)
-# Endings of a name that change the weights and no size.
+# Endings of a name that change the weights but no size.
 _SAME_SIZES = (
     "-2507",
     "-0324",
@@ -126,7 +124,7 @@ _SAME_SIZES = (
 
 
 def _plain(name: str) -> str:
-    """A name without its owner and without what tells no size apart:
+    """A name without its owner and without words that change no size:
     meta-llama/Llama-3.1-8B-Instruct, llama-3.1-8b.
     """
     short = name.rsplit("/", 1)[-1].lower().removeprefix("meta-")
@@ -142,7 +140,7 @@ _PLAIN |= {
     "llama-3-70b": "llama-3.1-70b",
 }
 _PLAIN |= {"deepseek-r1": "deepseek-ai/DeepSeek-V3", "deepseek-v3.1": "deepseek-ai/DeepSeek-V3"}
-# Whose a name on the hub must be: another owner's model of the same name may have other sizes.
+# Allowed owners of a name on the hub: another owner's model of the same name may have other sizes.
 _OWNERS = (
     "meta-llama",
     "unsloth",
@@ -153,7 +151,7 @@ _OWNERS = (
 
 
 def find_preset(name: str) -> str | None:
-    """The preset that a name means: itself, a hub id of the same sizes, or one without its owner.
+    """The preset of a name: the name itself, a hub id of the same sizes, or one without its owner.
     None for no preset.
     """
     owner = name.split("/")[0].lower() if "/" in name else None
@@ -166,7 +164,8 @@ def preset_config(name: str) -> dict:
     """The config.json of a preset as a dict, for `AutoConfig.for_model(**preset_config(name))` or
     the planner.
 
-    Raises ValueError for a name that is no preset.
+    Raises:
+        ValueError: the name is no preset.
     """
     known = find_preset(name)
     if known is None:
@@ -177,7 +176,7 @@ def preset_config(name: str) -> dict:
     kind, hidden, inter, layers, heads, kv, head_dim, vocab, tied, positions, theta, more = _ROWS[
         known
     ]
-    more = deepcopy(more)  # config classes write into theirs
+    more = deepcopy(more)  # config classes write into their nested dicts
     text = " (text)" if more.pop("text", False) else ""
     own = {} if kind == "llama" else {"_name_or_path": known + text, "pad_token_id": None}
     return {

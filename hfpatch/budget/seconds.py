@@ -1,7 +1,7 @@
 """The step model: seconds of a training step, as FLOPs and bytes over the rates of a GPU row.
 
 The policy's choice, the plan and the callback all use this one model. hardware.py has the rates and
-their sources, traffic.py the elements that kernels move, copies.py what goes between host and
+their sources, traffic.py the elements that kernels move, copies.py the copies between host and
 device. Standard library only.
 """
 
@@ -17,9 +17,9 @@ from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
 from hfpatch.budget.sequence import filled_up, rounds_for, sent_bytes
 from hfpatch.budget.traffic import STOCK_LOGIT_BYTES, elementwise
 
-# Bytes an element of a weight gradient that is summed over tiles in float32. The matmul adds into
-# the sum (ops/_wide_sums.py): each tile reads and writes 4 bytes where a bfloat16 gradient would be
-# written (2). The first tile reads nothing; after the last one the sum is rounded.
+# Bytes per element of a weight gradient that is summed over tiles in float32. The matmul adds into
+# the sum (ops/_wide_sums.py): each tile reads and writes 4 bytes instead of writing a bfloat16
+# gradient (2). The first tile reads nothing; after the last tile the sum is rounded.
 SUM_BYTES, SUM_BYTES_ONCE = 6, 2
 # Rows of keys in one block of a flash attention backward, and the part of a block's time for which
 # a launch waits for its last block. List scheduling wastes at most one block a launch (Graham,
@@ -29,7 +29,7 @@ BLOCK_ROWS, TAIL_SHARE = 128, 0.5
 # layer that keeps everything. Timed on a CPU over small tensors (the last rows of profiles/host).
 # The device waits for Python where its own work is shorter.
 HOST_SECONDS_PER_LAYER, HOST_SECONDS_PER_TILE, HOST_SECONDS_PLAIN = 0.92e-3, 0.66e-3, 0.94e-3
-FORWARD_SHARE = 0.3  # forward's part of Python's time for a tile, by the same rows
+FORWARD_SHARE = 0.3  # forward's part of Python's time for a tile, from the same rows
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Resident:
     """Bytes that a placement (planner/placements.py) keeps for the whole step. Default: none.
 
     parameters, optimizer: on one GPU.
-    gradients: on one GPU; None where all gradients stay there, as StepMemory counts them.
+    gradients: on one GPU; None if all gradients stay there, as StepMemory counts them.
     host: on the machine, for all its ranks.
     link: over one GPU's host link in each step.
-    host_optimizer: host memory that the optimizer reads and writes, 0 where it runs on the GPU.
+    host_optimizer: host memory that the optimizer reads and writes; 0 if it runs on the GPU.
     passed: the part of `parameters` that the optimizer skips (frozen ones, copies, gathered ones).
     gathers: received from other GPUs by one gather of all weights; forward gathers them once,
-        backward gathers them and sends as much of their gradients.
+        backward gathers them and sends as many bytes of their gradients.
     """
 
     parameters: int = 0
@@ -60,17 +60,17 @@ class Resident:
 class StepTime:
     """Seconds of one step on one GPU.
 
-    matmul, attention: products, forward and backward.
-    tails: the waits at the end of attention's backward launches (one launch a group of heads).
+    matmul, attention: forward and backward.
+    tails: the waits at the end of attention's backward launches (one launch per group of heads).
     elementwise: norms, rotations, activations and residuals.
     sums: float32 sums of weight gradients over tiles.
     loss: passes over the logits.
     copy_wait: the part of the host copies and of an engine's gathers that computing does not hide.
     python_wait: waiting for Python to issue the work.
     optimizer: gradient norm, clipping and the optimizer's step.
-    exchange: of heads between ranks that share rows, the part that attention does not hide, and
-        the passes over memory that pack it; of an engine the first layer's gather and the last
-        one's gradients, which nothing can hide.
+    exchange: of heads between ranks that share rows: the part that attention does not hide, and
+        the passes over memory that pack it. With an engine also the first layer's gather and the
+        last layer's gradients, which nothing can hide.
     """
 
     matmul: float
@@ -92,9 +92,9 @@ class StepTime:
 def tails(gpu: Gpu, shape: ModelShape, policy, batch: int, tokens: int) -> float:
     """Seconds for which attention's backward launches wait for their last blocks.
 
-    A block makes five products of its keys with all queries that see them. There is one launch a
+    A block makes five products of its keys with all queries that see them. There is one launch per
     group of heads; a layer that runs whole, or a policy with `wide`, has one for all heads. Where
-    ranks share rows every layer has one a round.
+    ranks share rows, every layer has one per round.
     """
     long = tokens * shape.ranks
 
@@ -125,8 +125,8 @@ def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays) -> float:
 # Triton compiles 1,518 variants of the kernels in about 240 s on one core (profiles/kernels); a
 # step uses about a dozen.
 COMPILE_SECONDS = 12 * 240 / 1518
-# attention/attention.py tries two backends with four forwards and backwards each, on so many
-# tokens at most.
+# attention/attention.py tries two backends with four forwards and backwards each, on at most this
+# many tokens.
 TRIALS, TRIAL_TOKENS = 8, 16384
 FIRST_STEP_BUDGET = 60.0  # seconds that the first step may take beyond an ordinary step
 
@@ -137,7 +137,7 @@ def first_step(
     """Seconds by which the first step is longer than later ones, by cause.
 
     pinning: host memory for checkpoints and frozen weights. compiling: kernels, cached on disk
-    afterwards. attention_choice: trials of attention's backends, on one row whatever the batch.
+    afterwards. attention_choice: trials of attention's backends, on one row for any batch.
     """
     pinned = memory.host if isinstance(policy, Policy) and policy.offload == "host" else 0
     pinned += weight_bytes(shape, policy, itemsize)[0]
@@ -162,8 +162,8 @@ def counted_time(
 ) -> StepTime:
     """Seconds of a simulated step of any implementation, from the bytes that the simulator counted.
 
-    `flops.moved_forward` and `moved_backward` are those bytes. What the step keeps on the host is
-    taken to go there once and come back once. Python's time is unknown and counted as 0.
+    `flops.moved_forward` and `moved_backward` are those bytes. Host memory of the step is assumed
+    to be copied there once and back once. Python's time is unknown and counted as 0.
 
     Args:
         stays: the `Resident` bytes of a placement.
@@ -185,7 +185,7 @@ def step_time(
     gpu: Gpu, flops: Flops, memory: StepMemory, policy, shape: ModelShape, resident=None, *,
     batch: int, tokens: int, itemsize: int = 2,
 ) -> tuple[StepTime, int]:  # fmt: skip
-    """(the step's seconds, its bytes over the host link). resident: None where nothing stays."""
+    """(the step's seconds, its bytes over the host link). resident: None without a placement."""
     stays = resident or Resident()
     gpu = paced(gpu, shape, policy, batch=batch, tokens=tokens)
     step = Step(gpu, flops, memory, policy, shape, batch, tokens, itemsize)
@@ -202,7 +202,7 @@ def step_time(
 
 
 def _elementwise(step: Step) -> tuple[float, float]:
-    """Seconds of what is neither a product nor the loss: (forward, backward)."""
+    """Seconds of kernels other than matmuls, attention and the loss: (forward, backward)."""
     policy, shape, rate, tiled = step.policy, step.shape, step.gpu.memory_rate, step.in_tiles
     groups = head_groups(step.batch, step.tokens, shape, policy.wide) if tiled else 1
     moved = elementwise(shape, policy, step.rows, step.count > 1, groups)
@@ -223,7 +223,8 @@ def _sums(step: Step) -> float:
 
 
 def _loss(step: Step) -> float:
-    """Seconds of the passes over logits, and of the head's gradient summed over chunks of them."""
+    """Seconds of the passes over logits, and of the head's gradient, which is summed over their
+    chunks."""
     shape, rows, tiled = step.shape, step.rows, step.in_tiles
     workspace = step.policy.loss_bytes if tiled else LOSS_WORKSPACE
     chunks = loss_chunk_rows(shape, rows, step.itemsize, workspace)[1]
@@ -234,8 +235,10 @@ def _loss(step: Step) -> float:
 
 
 def _copies(step: Step, stays: Resident, total: float, fore: float, loss: float) -> tuple:
-    """(seconds by which copies exceed what hides them, seconds of computing, bytes over the host
-    link). total: seconds of all computing; fore: of forward's beside products; loss: of its passes.
+    """(seconds of copies that nothing hides, seconds of computing, bytes over the host link).
+
+    total: seconds of all computing. fore: of forward outside matmuls and attention. loss: of the
+    passes over logits.
     """
     gpu, shape, policy = step.gpu, step.shape, step.policy
     # An engine that keeps weights on the host sends them to the device in both passes, and
@@ -259,9 +262,9 @@ def _copies(step: Step, stays: Resident, total: float, fore: float, loss: float)
 
 
 def _python_wait(step: Step, hidden: float) -> float:
-    """Seconds in which the device waits for Python. hidden: those in which Python is ahead."""
+    """Seconds in which the device waits for Python. hidden: seconds in which Python is ahead."""
     n = step.tiled_layers
-    # layers of segments run forward once more
+    # the layers of segments run forward once more
     again = n - -(-n // step.policy.every) if n else 0
     each = HOST_SECONDS_PER_LAYER + step.count * HOST_SECONDS_PER_TILE
     python = (n + FORWARD_SHARE * again) * each
@@ -269,16 +272,16 @@ def _python_wait(step: Step, hidden: float) -> float:
 
 
 def _exchange(step: Step, stays: Resident, attend: float) -> float:
-    """Seconds of exchanges between GPUs that nothing hides. attend: of attention."""
+    """Seconds of exchanges between GPUs that nothing hides. attend: seconds of attention."""
     gpu, shape, flops, policy = step.gpu, step.shape, step.flops, step.policy
     exchange = 2 * stays.gathers / shape.num_layers / gpu.peer_rate
     if shape.ranks > 1:
         forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
         nbytes = sent_bytes(shape, step.rows, step.itemsize, forwards=forwards)
         sent, rounds = nbytes / gpu.peer_rate, rounds_for(shape, step.batch, step.tokens).count
-        # With stream_attention memory is short: no exchange runs beside another round's attention.
+        # stream_attention means short memory: no exchange runs during another round's attention.
         hides = not (step.in_tiles and policy.stream_attention)
-        # Nothing runs beside the first round's. What is sent is packed before and unpacked after.
+        # Nothing hides the first round's exchange. Each exchange is packed before, unpacked after.
         exchange += max(sent / rounds, sent - attend) if hides else sent
         exchange += 4 * nbytes / gpu.memory_rate
     return exchange

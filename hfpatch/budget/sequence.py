@@ -1,22 +1,28 @@
-"""Sequence parallelism: how attention's heads are shared out over ranks and rounds. Standard
-library only.
+"""Sequence parallelism: the split of attention's heads over ranks and rounds. Standard library
+only.
 
 B batch, T tokens of whole rows, H query heads, K KV heads, P ranks.
 """
 
 from dataclasses import dataclass
 
-# tokens up to which rotary angles in float32 are as exact as bf16 cos and sin
+# up to this many tokens, rotary angles in float32 are as exact as bf16 cos and sin
 FLOAT32_ANGLES = 131072
-BLOCKS = 512  # of 128 queries, which keep a large GPU full
+BLOCKS = 512  # blocks of 128 queries that keep a large GPU busy
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """own: query heads of a rank; width: those of one round; repeat: a rank's query heads of one KV
-    head; sharing: ranks that have the same KV head; uneven: (query heads, KV heads) where they do
-    not go evenly over the ranks: then each query head brings a KV head of its own, and the last
-    ranks compute the last head again, which nobody reads.
+    """The rounds of attention on each rank.
+
+    Attributes:
+        own: query heads of a rank.
+        width: query heads of one round.
+        repeat: a rank's query heads of one KV head.
+        sharing: ranks that have the same KV head.
+        uneven: (query heads, KV heads) if the ranks do not divide them evenly. Then each query head
+            brings its own KV head, and the last ranks compute the last head again, with an unread
+            result.
     """
 
     own: int
@@ -31,11 +37,11 @@ class Rounds:
 
     @property
     def of_keys(self) -> int:
-        """Rounds that add to the gradients of one KV head, 1 where a round has several heads."""
+        """The rounds that add to the gradients of one KV head; 1 if a round has several."""
         return max(1, self.repeat // self.width)
 
     def keys(self, r: int) -> slice:
-        """Of a rank's KV heads, those of round r."""
+        """The KV heads of round r, among a rank's."""
         first = r * self.width // self.repeat
         return slice(first, first + max(1, self.width // self.repeat))
 
@@ -47,22 +53,20 @@ class Rounds:
         return (r + 1) * self.width % self.repeat == 0
 
     def queries(self, r: int, ranks: int) -> list[int]:
-        """The query heads of round r, one rank's behind another's; not all of them exist where
-        heads go unevenly.
-        """
+        """The query heads of round r, rank after rank. With uneven heads some do not exist."""
         return [p * self.own + r * self.width + i for p in range(ranks) for i in range(self.width)]
 
 
 def why_not_shared_out(n_heads: int, n_kv_heads: int, ranks: int) -> str | None:
-    """None where the heads go evenly over the ranks, else the reason in a few words."""
+    """The reason why the heads do not divide evenly over the ranks, in a few words, or None."""
     if n_heads % ranks == 0 and (n_kv_heads % ranks == 0 or ranks % n_kv_heads == 0):
         return None
     return f"{n_heads} query and {n_kv_heads} KV heads do not go evenly over {ranks} ranks"
 
 
 def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int) -> Rounds:
-    """As few query heads a round as keep a large GPU full: a part of one KV head's, or all of
-    several KV heads.
+    """The rounds with as few query heads as keep a large GPU busy: a part of one KV head's, or all
+    of several KV heads.
 
     tokens: of whole rows.
     """
@@ -75,20 +79,21 @@ def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int
 
 
 def filled_up(shape) -> float:
-    """Query heads that the ranks compute over those that there are: above 1 where they do not go
-    evenly.
+    """The ratio of the query heads that the ranks compute to the model's: above 1 with uneven
+    heads.
     """
     return -(-shape.num_heads // shape.ranks) * shape.ranks / shape.num_heads
 
 
 def rounds_for(shape, batch: int, tokens: int) -> Rounds:
-    """The rounds of a shape's heads. tokens: of a rank."""
+    """The rounds of a shape's heads. tokens: of one rank."""
     return rounds_of(batch, tokens * shape.ranks, shape.num_heads, shape.num_kv_heads, shape.ranks)
 
 
 def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> int:
-    """Whole rows of a round's heads in a layer's attention backward (parallel/exchange.py). tokens:
-    of a rank; ahead: whether the next round is under way beside them.
+    """Bytes of a round's heads over whole rows, in attention's backward (parallel/exchange.py).
+
+    tokens: of one rank. ahead: whether the next round's exchange runs at the same time.
     """
     rounds, rows = rounds_for(shape, batch, tokens), batch * tokens * shape.ranks * s
     q, v = (
@@ -99,7 +104,7 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
     keys = rows * n * (shape.head_dim + (shape.v_head_dim or shape.head_dim))
     now = 2 * q + 2 * v + 2 * keys  # q, dout, out, k, v; dq, dk, dv
     if rounds.of_keys > 1:
-        # dk and dv summed over a KV head's rounds, in float32 where there are more than two
+        # dk and dv summed over a KV head's rounds, in float32 if there are more than two rounds
         now += keys * 4 // s if s < 4 and rounds.of_keys > 2 else keys
     if ahead and rounds.count > 1:
         now += 2 * q  # the round before: dq on its way, sent and received
@@ -113,8 +118,8 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
 
 
 def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
-    """Bytes that a rank sends to the others in one step. rows: tokens of a rank; forwards:
-    attention forwards a layer.
+    """Bytes that a rank sends to the others in one step. rows: tokens of one rank. forwards:
+    attention forwards per layer.
     """
     rounds = rounds_for(shape, 1, rows)
     q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size

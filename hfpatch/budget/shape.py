@@ -11,8 +11,8 @@ from hfpatch.budget.policy import KEEPABLE
 
 
 class UnknownFamily(ValueError):
-    """What the closed forms cannot describe and the simulator can run: a model type without a row
-    in families.py, layers that run whole. what: the same in a few words.
+    """A model that the closed forms cannot describe but the simulator can run: a model type without
+    a row in families.py, or layers that run whole. what: the reason in a few words.
     """
 
     def __init__(self, what: str):
@@ -25,16 +25,24 @@ class UnknownFamily(ValueError):
 
 @dataclass(frozen=True)
 class ModelShape(Layout, Parameters):
-    """Sizes of a decoder, whatever its family. Counts are of elements; nothing here is in bytes.
+    """Sizes of a decoder of any family. Counts are of elements; nothing here is in bytes.
 
-    head_dim: columns of a query head; v_head_dim: of a value head, 0 where it is the same. q_rank,
-    kv_rank: of latent attention (MLA), 0 without; rope_dim: its shared rotary columns.
-    intermediate_size: of the dense MLP; with experts, expert_size and shared_size are those of one
-    expert and of the shared ones together, and dense_layers have a dense MLP instead. windows:
-    tokens each layer's attention sees, 0 for all; empty where none has a window. activation: as the
-    config names it. adapters: what is trained where the model's own parameters are frozen, None
-    where they are trained. ranks: that share each row (budget/sequence.py); lengths beside such a
-    shape are of one rank's tokens. Raises ValueError for sizes that no model has.
+    Attributes:
+        head_dim: columns of a query head.
+        v_head_dim: columns of a value head, 0 for the same.
+        q_rank, kv_rank: of latent attention (MLA), 0 without it.
+        rope_dim: the shared rotary columns of latent attention.
+        intermediate_size: of the dense MLP.
+        expert_size, shared_size: of one expert, and of the shared experts together.
+        dense_layers: layers with a dense MLP in place of experts.
+        windows: tokens that each layer's attention sees, 0 for all; empty without any window.
+        activation: as the config names it.
+        adapters: the trained adapters of a frozen model; None if the model's own parameters train.
+        ranks: ranks that share each row (budget/sequence.py). Lengths given with such a shape count
+            one rank's tokens.
+
+    Raises:
+        ValueError: sizes that no model has.
     """
 
     hidden_size: int
@@ -89,19 +97,20 @@ class ModelShape(Layout, Parameters):
         check_sizes(lambda name: getattr(self, own.get(name, name), None))
 
     def adaptable(self, layer: int) -> dict:
-        """{name: (columns in, columns out)} of what adapters can be over in a layer."""
+        """{name: (columns in, columns out)} of the weights in a layer that adapters can adapt."""
         every = self.adapters is not None and not self.adapters.targets
-        # "all-linear" finds gate_proj and the like, and takes them for the experts' alone.
+        # PEFT's "all-linear" finds gate_proj and the like, and adapts only the experts' ones.
         experts = every and self.experts and not self.expert_bias
         linears = attention_linears(self) if experts else layer_linears(self, layer)
         return linears | expert_tensors(self, layer, every)
 
     @classmethod
     def from_config(cls, config) -> "ModelShape":
-        """From a transformers config, an object with its fields, or the dict of a config.json.
+        """From a transformers config, a similar object, or the dict of a config.json.
 
-        Raises UnknownFamily for a model type without a row in families.py, ValueError for values
-        that are none of their field's.
+        Raises:
+            UnknownFamily: a model type without a row in families.py.
+            ValueError: values that do not fit their fields.
         """
         try:
             return cls._from_config(config)
@@ -201,7 +210,8 @@ class ModelShape(Layout, Parameters):
         return self.windows[layer] if self.windows else 0
 
     def window_counts(self, first: int = 0, last: int | None = None) -> dict[int, int]:
-        """How many of layers first to last (not included) see how many tokens (0: all)."""
+        """{window: number of layers} of layers first to last (not included); window 0 means all
+        tokens."""
         return (
             Counter(self.windows[first:last])
             if self.windows
@@ -214,15 +224,15 @@ class ModelShape(Layout, Parameters):
 
     @property
     def rotary_kinds(self) -> int:
-        """How many tables of cosines and sines a step holds: Gemma 3 has one for windows and one
-        for the rest.
+        """The number of cos and sin tables that a step holds: Gemma 3 has one for layers with a
+        window and one for the others.
         """
         return len(set(self.windows)) if self.local_rope and self.windows else 1
 
     @property
     def whole_because(self) -> str:
-        """Why its layers run whole on a GPU, or may, as no kernel known to run there has such an
-        attention with a backward; "" where they are tiled.
+        """The reason why its layers may run whole on a GPU: no kernel known to run there has a
+        backward for its attention. "" if they are tiled.
         """
         width = max(self.head_dim, self.v_head_dim)
         return (
@@ -233,17 +243,17 @@ class ModelShape(Layout, Parameters):
 
     @property
     def fused_mlp(self) -> bool:
-        """Whether the MLP runs as one fused activation that keeps gate and up alone."""
+        """Whether the MLP runs as one fused activation that keeps only gate and up."""
         return self.gated and (
             self.activation in ("silu", "swish") or self.activation.startswith("gelu")
         )
 
     @property
     def keepable(self) -> tuple[str, ...]:
-        """Those of KEEPABLE that its layers have: the sum after attention of the common block
+        """The names in KEEPABLE that its layers have: the sum after attention in the common block
         (layer/block.py), gate and up of a dense gated MLP.
         """
-        # What an adapter adds to is computed again, whatever is kept of it.
+        # An adapter's output is computed again, so keeping the sum that it adds to saves nothing.
         has = {"qkv": True, "mid": self.is_common and not self.adapted("o_proj")}
         gates = self.adapted("gate_proj", "up_proj", "gate_up_proj")
         has["gate_up"] = self.gated and not self.experts and not gates
@@ -264,7 +274,7 @@ class ModelShape(Layout, Parameters):
         return self.block and not other
 
     def last_unread(self, layer: int) -> bool:
-        """Whether a layer's last sum, whose value nobody reads when it runs again, is then not
-        made.
+        """Whether a layer's last sum, whose value is unread when the layer runs again, is skipped
+        then.
         """
         return self.is_common and not self.is_sparse(layer) and not self.adapted("down_proj")

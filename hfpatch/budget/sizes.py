@@ -1,8 +1,8 @@
-"""Bytes of the tensors in formula.py's moments: activations, weight gradients, what a layer keeps.
+"""Bytes of the tensors in formula.py's moments: activations, weight gradients, kept tensors.
 Standard library only.
 
 Legend: N = batch * tokens rows; D hidden, F intermediate, Q, K, O columns of queries, keys (or
-values), attention outputs, H query heads, V vocabulary, s bytes an element; u = N*D*s.
+values), attention outputs, H query heads, V vocabulary, s bytes per element; u = N*D*s.
 """
 
 from hfpatch.budget.adapters import attention_linears, expert_tensors, mlp_linears
@@ -21,16 +21,16 @@ def attention_scratch(shape: ModelShape, batch: int, tokens: int, kv_heads: int,
     heads, padded, width = kv_heads * repeat, -(-tokens // 128) * 128, -(-shape.head_dim // 32) * 32
     column = batch * heads * tokens * s
     expanded = 2 * column * shape.head_dim if repeat > 1 else 0
-    # Where values are narrower than queries, they, the outputs and their gradient are padded to the
-    # queries' width, and dv comes in that width.
+    # Values narrower than queries are padded to the queries' width, as are the outputs and their
+    # gradient, and dv comes in that width.
     narrow = shape.v_head_dim or shape.head_dim
     expanded += column * (4 * shape.head_dim - narrow) if narrow < shape.head_dim else 0
     return 4 * batch * heads * padded * (width + 1) + expanded
 
 
 def embedding_partials(rows: int, vocabulary: int, columns: int) -> int:
-    """Scratch of CUDA's embedding backward: an fp32 sum for each segment of ids, and the sort's
-    arrays."""
+    """Scratch of CUDA's embedding backward: an fp32 sum for each segment of ids, and the arrays of
+    the sort."""
     return (rows // 10 + min(rows, vocabulary)) * columns * 4 + 32 * rows if rows > 3072 else 0
 
 
@@ -48,8 +48,8 @@ class Sizes:
         # Norms of q and k keep their inputs, and a factor for each head or row.
         factors = {"": 0, "head": shape.num_heads + shape.num_kv_heads, "full": 2}[shape.qk_norm]
         self.normed = bool(factors) * self.qk + self.rows * 4 * factors
-        # Latent attention keeps the latents before and after their norms, and the keys with their
-        # rotary columns joined on.
+        # Latent attention keeps the latents before and after their norms, and the keys joined with
+        # their rotary columns.
         latents = (
             2 * (shape.q_rank + shape.kv_rank)
             + shape.rope_dim
@@ -58,8 +58,8 @@ class Sizes:
         )
         self.latent = self.rows * latents * s if shape.kv_rank else 0
         # Norms and rotations in unfused float32 operations keep several times the hidden states:
-        # for the last norm, a layer that keeps everything, a tile that runs again. The factors are
-        # the simulator's counts for Cohere.
+        # for the last norm, for a layer that keeps everything, for a tile that runs again. The
+        # factors are the simulator's counts for Cohere.
         self.wide_loss, self.wide_plain, self.wide_tile = (
             n * shape.wide_norms * self.u for n in (7, 4, 11)
         )
@@ -68,18 +68,18 @@ class Sizes:
         self.always = 2 * tokens * rotary * s + 2 * 8 * self.rows  # cos, sin, ids and labels
         self.embedding = shape.embedding_parameters * s
         self.head = shape.trained_head * s
-        self.g = shape.trained_itemsize(s)  # bytes of an element of a gradient
+        self.g = shape.trained_itemsize(s)  # bytes of a gradient's element
         self.first = shape.trained_of(0) * self.g
         self.body = shape.trained_body * self.g
         self.gradients = shape.trained_parameters * self.g
         self.parameters = shape.parameter_bytes(s)
-        # A tied weight gets its gradient twice, from head and embedding. Until the end only the
-        # head's part exists.
+        # A tied weight gets its gradient twice, from head and embedding. The embedding's part comes
+        # at the end.
         self.head_gradient = 0 if shape.adapters else self.embedding + shape.norm_parameters * s
 
 
 def inner_bytes(z: Sizes, layer: int, t: int) -> int:
-    """Bytes of an MLP's intermediate columns for t rows, of all experts that a token goes to."""
+    """Bytes of an MLP's intermediate columns for t rows, of all experts of a token together."""
     shape = z.shape
     if not shape.is_sparse(layer):
         return t * shape.intermediate_size * z.s
@@ -88,12 +88,12 @@ def inner_bytes(z: Sizes, layer: int, t: int) -> int:
 
 def experts_tile(z: Sizes, layer: int, t: int) -> tuple:
     """(bytes, bytes of new weight gradients) at three moments of the experts' backward over t rows,
-    as ops/experts.py goes through it.
+    in the order of ops/experts.py.
 
-    The moments: the gradients of the activation and of gate and up exist; that of the second weight
-    has come; that of the gathered rows exists. Each token has one gathered row for each of its
-    experts, kept where the first weight or its adapter has a gradient, and one of dy. An adapter's
-    product is added as a tensor of its own. Gate and up stay until the end, as autograd has them.
+    The moments: the gradients of the activation and of gate and up exist; the second weight's
+    gradient has come; the gathered rows' gradient exists. Each token has one gathered row per
+    expert, kept if the first weight or its adapter has a gradient, and one of dy. An adapter's
+    product is a tensor of its own. Gate and up stay until the end, as autograd saves them.
     """
     shape, inner = z.shape, inner_bytes(z, layer, t)
     gathered = t * shape.experts_per_token * shape.hidden_size * z.s
@@ -112,7 +112,7 @@ def experts_tile(z: Sizes, layer: int, t: int) -> tuple:
 
 
 def mlp_weight(z: Sizes, layer: int) -> int:
-    """Bytes of a dense MLP's largest weight gradient; of a frozen MLP, those of the dequantised
+    """Bytes of the largest weight gradient of a dense MLP; in a frozen MLP, of the dequantised
     copy."""
     shape = z.shape
     if shape.adapters:
@@ -121,8 +121,8 @@ def mlp_weight(z: Sizes, layer: int) -> int:
 
 
 def widened(z: Sizes, layer: int, t: int, single: bool) -> int:
-    """Extra bytes in the backward of t rows where adapters have a wider dtype than the model: a
-    copy of each adapter's input, and the last one's output, unscaled and scaled."""
+    """Extra bytes in the backward of t rows if adapters have a wider dtype than the model: a copy
+    of each adapter's input, and the last adapter's output, unscaled and scaled."""
     shape = z.shape
     if z.g <= z.s or not shape.adapters:
         return 0
@@ -138,14 +138,14 @@ def widened(z: Sizes, layer: int, t: int, single: bool) -> int:
 
 
 def written_out(z: Sizes, layer: int) -> int:
-    """Bytes of a quantised base's dequantised weights behind attention (o_proj and the MLP)."""
+    """Bytes of a quantised base's dequantised weights after attention (o_proj and the MLP)."""
     behind = {n: size for n, size in attention_linears(z.shape).items() if n == "o_proj"}
     return z.shape.dense_bytes(behind | mlp_linears(z.shape, layer), z.s, together=True)
 
 
 def mlp_kept(z: Sizes, layer: int) -> int:
-    """Bytes that autograd keeps of a layer's MLP beside its input: intermediate columns, and for
-    experts the gathered rows."""
+    """Bytes that autograd keeps of a layer's MLP in addition to its input: intermediate columns,
+    and for experts the gathered rows."""
     shape, inner = z.shape, inner_bytes(z, layer, z.rows)
     if not shape.is_sparse(layer):
         return ((3 if shape.fused_mlp else 4) if shape.gated else 2) * inner
@@ -157,9 +157,9 @@ def plain_bytes(z: Sizes, layer: int) -> int:
     """Bytes that autograd keeps of a layer with fused parts that runs whole."""
     shape = z.shape
     norms = (2 + shape.norms) * z.u + 4 * shape.norms * z.rows
-    # as the kernel laid it out, and as the projection reads it
+    # in the kernel's layout, and in the projection's
     outs = (1 + shape.heads_first) * z.out
-    # beside the values, which are a view of one projection's output
+    # copies in addition to the values, which are a view of one projection's output
     joined = z.qk * shape.joined_qkv
     return (
         norms
@@ -176,7 +176,7 @@ def plain_bytes(z: Sizes, layer: int) -> int:
 
 
 def kept_columns(shape: ModelShape, name: str) -> int:
-    """Columns of the tensors that `name`, one of KEEPABLE, keeps of a layer."""
+    """Columns of the tensors that `name`, one of KEEPABLE, keeps per layer."""
     qkv, inner = (
         shape.q_size + shape.kv_size + shape.v_size,
         (2 if shape.gated else 1) * shape.intermediate_size,

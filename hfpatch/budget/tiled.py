@@ -1,5 +1,5 @@
-"""Moments of hfpatch's tiled layers (the phases A to D of layer/backward.py), and what they keep on the
-host. Standard library only; sizes.py explains the names of sizes.
+"""Moments of hfpatch's tiled layers (phases A to D of layer/backward.py), and the host bytes of
+their checkpoints. Standard library only; sizes.py explains the names of sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -26,17 +26,24 @@ from hfpatch.budget.sizes import (
     written_out,
 )
 
-RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one being copied
+RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one on its way
 
 
 class TiledStep:
     """A step under a policy, as sizes in bytes that its moments share.
 
-    n: tiled layers. single: a layer runs in one tile. t: rows of a tile. save: attention outputs are
-    kept. off: what is kept leaves the device. stream: attention outputs come back by group of
-    heads. full: layers before those that run `again`. unsaved: layers that run attention again.
-    kept_out, keeping: layers that keep attention outputs, and what `keep` names. grads: of q, k and
-    v in attention's backward. ring: buffers of fetched tiles.
+    Attributes:
+        n: tiled layers.
+        single: a layer runs in one tile.
+        t: rows of a tile.
+        save: attention outputs are kept.
+        off: checkpoints leave the device.
+        stream: attention outputs come back by group of heads.
+        full: layers before those that run `again`.
+        unsaved: layers that run attention again.
+        kept_out, keeping: layers that keep attention outputs, and layers that keep `keep`.
+        grads: of q, k and v in attention's backward.
+        ring: buffers of fetched tiles.
     """
 
     def __init__(self, z: Sizes, policy: Policy):
@@ -70,19 +77,19 @@ class TiledStep:
         self.ring = self._ring()
 
     def _attention(self) -> tuple[int, int]:
-        """Attention backward's scratch, and the gradients of q, k and v beside it."""
+        """(attention backward's scratch, the gradients of q, k and v at that time)."""
         z, shape, policy, groups = self.z, self.z.shape, self.policy, self.groups
         scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads // groups, z.s)
         if groups > 1 and shape.ranks == 1 and not (policy.stream_attention or policy.by_group):
-            scratch += z.out // groups  # of whole attention outputs a group is copied out
+            scratch += z.out // groups  # a group's copy out of the whole attention outputs
         if shape.ranks > 1:
             ahead = not policy.stream_attention
             return scratch, exchange_bytes(shape, z.batch, z.tokens, z.s, ahead=ahead)
         return scratch, (z.q + z.kv) // groups
 
     def _ring(self) -> int:
-        """q, k and v come back whole, for attention; the sum after attention in the place of x, but
-        where that stays.
+        """The ring's buffers. q, k and v come back whole, for attention. The sum after attention
+        takes the place of x, unless x stays.
         """
         if not self.off or not self.n:
             return 0
@@ -120,12 +127,12 @@ class TiledStep:
 
     def _forward(self) -> Moment:
         z, policy, off = self.z, self.policy, self.off
-        # What the forward holds anyway is among what stays on the device.
+        # The forward's own tensors are counted in on_device too.
         twice = (min(self.n, 2) if policy.every == 1 else 1) * z.u
         twice += z.out + z.lse if self.save else 0
         by_groups = self.groups if policy.by_group else 0
-        # What is on its way to the host stays until the layer has run, and dense weights as long as
-        # their phase.
+        # Tensors on their way to the host stay until the layer has run, dense weights until their
+        # phase ends.
         leaving = self.qkv if off and "qkv" in policy.keep else 0
         leaving += written_out(z, self.n - 1) if policy.dense else 0
         on_device = 0 if off else self.on_device - twice
@@ -134,10 +141,10 @@ class TiledStep:
         )
 
     def _last(self) -> list[Moment]:
-        """The last tiled layer, and the last one whose attention runs again."""
+        """The last tiled layer, and the last layer whose attention runs again."""
         z, shape, n, moments = self.z, self.z.shape, self.n, []
         after = z.head_gradient + shape.over(shape.trained_of, n) * z.g
-        # Of layers of one kind the first has as much beside more gradients; not of several kinds.
+        # With one kind of layer, the first layer holds as much and more gradients exist by then.
         if not self.off or self.policy.plain or len(shape.kinds) > 1:
             saved = self.save and not self.unsaved
             ahead = self.single and self.kept_out > 1 and not self.policy.plain
@@ -154,14 +161,14 @@ class TiledStep:
         return moments
 
     def _segment(self, forward: Moment) -> list[Moment]:
-        """The first segment's last layer: its other layers' inputs and attention outputs are on the
-        device again.
+        """The first segment's last layer, while inputs and attention outputs of the segment's other
+        layers are on the device again.
         """
         z, shape, policy, k = self.z, self.z.shape, self.policy, min(self.policy.every, self.n)
         if k == 1:
             return []
         here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, k) * z.g
-        # by_group: the incoming gradient stands where the embedded tokens did
+        # by_group: the incoming gradient takes the place of the embedded tokens
         again = [replace(forward, name="segment", gradients=here)] if policy.by_group else []
         inside = 0 if policy.by_group else (k - 1) * (z.u + z.out + z.lse)
         checkpoints = 0 if self.off else z.u
@@ -169,7 +176,7 @@ class TiledStep:
         return again + layer.moments()
 
     def _first(self) -> list[Moment]:
-        """The first layer and, in one tile, the second."""
+        """The first layer and, with a single tile, the second."""
         z, policy, k = self.z, self.policy, min(self.policy.every, self.n)
         first = 0 if self.off else z.u + (z.out + z.lse if self.save else 0) + self.kept_inside
         # A segment that ran again has left its first layer's attention outputs on the device.
@@ -177,7 +184,7 @@ class TiledStep:
         here = z.head_gradient + z.body - z.first
         saved = self.unsaved < self.n or k > 1
         moments = _Layer(self, "first layer", 0, here, first, again, saved=saved).moments()
-        # the first layer's attention outputs are on their way already
+        # the first layer's attention outputs are already on their way
         if self.single and self.fetched and self.kept_out > 1:
             here -= z.shape.trained_of(1) * z.g
             layer = _Layer(self, "second layer", 1, here, first, again, saved=self.save, ahead=True)
@@ -189,9 +196,12 @@ class TiledStep:
 class _Layer:
     """The backward of one tiled layer.
 
-    gradients: of other parameters that exist by then. checkpoints: on the device for layers before
-    it. extra: what a segment left on the device. saved: its attention outputs were kept. ahead:
-    those of the layer before are on their way already.
+    Attributes:
+        gradients: of other parameters that exist by then.
+        checkpoints: on the device, for layers before it.
+        extra: bytes that a segment left on the device.
+        saved: its attention outputs were kept.
+        ahead: the attention outputs of the layer before are already on their way.
     """
 
     step: TiledStep
@@ -208,15 +218,15 @@ class _Layer:
         self.keep = policy.keep if self.index < step.keeping else ()
         self.inner = inner_bytes(z, self.index, step.t)
         self.sparse = z.shape.is_sparse(self.index)
-        # with x on the device there is nothing to fetch
+        # with x on the device nothing is fetched
         self.ring = step.ring if step.off else 0
         whole = not step.save or self.saved
         self.fetched = step.fetched if whole else 0
         self.lse = z.lse if step.save and step.off and whole else 0
         self.stream = step.stream and whole
         self.recomputed = 0 if self.saved else z.out + z.lse  # attention outputs computed again
-        # What is kept is not made again: gate and up, the projection's output, and the normed input
-        # that q, k, v come from.
+        # Kept tensors are not computed again: gate and up, the projection's output, and the normed
+        # input of q, k, v.
         self.known = 2 * self.inner if "gate_up" in self.keep else 0
         self.spared = step.tile_D * (("mid" in self.keep) + z.shape.last_unread(self.index))
         self.held = self.lse + z.always + self.extra
@@ -226,10 +236,9 @@ class _Layer:
 
     @property
     def _beside(self) -> int:
-        """What an MLP holds beside a gated one's columns.
+        """Bytes that the MLP's backward holds beyond a fused gated MLP's.
 
-        One without a gate has two columns fewer; frozen, it has no gradient that would stand in
-        their place.
+        An MLP without a gate has two columns fewer. If it is frozen, no gradient takes their place.
         """
         shape, inner = self.step.z.shape, self.inner
         if shape.fused_mlp:
@@ -252,11 +261,11 @@ class _Layer:
             mlp = max(3 * inner + 7 * tile_D, 5 * inner + 5 * tile_D, 4 * inner + 5 * tile_D + dw)
             mlps = [(mlp + self._beside - self.known, 0)]
         kept = "qkv" in self.keep
-        spared = self.spared - tile_D * (shape.norms > 2)  # what norms behind attention read
+        spared = self.spared - tile_D * (shape.norms > 2)  # norms after attention read that sum
         spared += (z.u + (0 if step.off else qkv)) * kept
-        # The graph of what stands before attention waits for its gradients; that of experts has
-        # it above. q, k and v that latent attention joined, or q and k that were normed heads
-        # first, are copied for the kernels.
+        # The graph of the part before attention waits for its gradients; with experts it is counted
+        # above. Kernels get copies of q, k and v that latent attention joined, and of q and k
+        # normed in a heads-first layout.
         graph = (0 if self.sparse else z.normed) + z.wide_tile + shape.joined_qkv * qkv
         graph += z.latent + qkv if z.latent else shape.heads_first * z.qk
         graph *= not kept
@@ -272,16 +281,16 @@ class _Layer:
         return [*found, Moment(f"{self.name}: attention", gradients, at, c, workspace=scratch)]
 
     def _tile(self) -> int:
-        """A tile's part behind attention, forward and backward."""
+        """Bytes of a tile's part after attention, forward and backward."""
         step, z, inner = self.step, self.step.z, self.inner
         if self.sparse:
-            # Gradients of experts add up in their products too.
+            # Gradients of experts are summed in their matmuls too.
             made = max(nbytes for nbytes, _ in experts_tile(z, self.index, step.t))
             return made + 3 * step.tile_D + step.join - self.spared
         if step.policy.dense:
             made = 5 * inner + written_out(z, self.index)
         else:
-            # A trained matrix's gradient adds up in its matmul: none stands beside the sums.
+            # A trained weight's gradient is summed in its matmul: no second one exists.
             own = mlp_weight(z, self.index) if z.shape.adapters or z.s > 2 else 0
             made = max(5 * inner, 4 * inner + own)
         made += self._beside + z.wide_tile * step.t // z.rows
@@ -293,24 +302,24 @@ class _Layer:
         qkv, groups, kept = step.qkv, step.groups, "qkv" in self.keep
         after = shape.trained_after(self.index)
         wide, tile = 4 * after, self._tile()
-        # q, k and v are there before they are wanted
+        # q, k and v exist before attention's backward needs them
         early = kept and step.off or not self.saved
         a = z.u + z.out + self.fetched + self.recomputed + qkv * early + wide + tile + self.held
         outs = (2 * z.out // groups if self.stream else self.fetched) + self.recomputed
         if shape.ranks > 1 and not self.stream and groups > 2:
-            # those of the rounds that are under way have gone
+            # the outputs of the rounds under way are freed
             outs -= 2 * min(outs, z.out) // groups
         whole = 0 if kept and not step.off else qkv
         # A parked dx comes back tile by tile: one in use, one on its way.
         c = (0 if step.offload_dx else z.u) + z.out + whole + outs + self.held + step.grads
         if policy.by_group:
-            # Tiles of out and dout; q, k, v, out and dout of a group and of the next, and gradients
-            # on their way.
+            # Tiles of out and dout; then q, k, v, out and dout of a group and of the next group,
+            # and gradients on their way.
             always = z.lse + z.always + self.extra
             a = z.u + wide + tile + 4 * step.t * shape.out_size * z.s + always
             c = z.u + min(2, groups) * (qkv + 2 * z.out) // groups + 2 * step.grads + always
         done = after * z.g  # this layer's gradients that are rounded by then
-        # A tile's latents, and the heads that are joined of them, while q, k and v are made again.
+        # A tile's latents, and the heads joined from them, while q, k and v are computed again.
         latents = (z.latent + 2 * z.q + z.kv) * step.t // z.rows
         joined = latents + 4 * step.tile_D if z.latent else 0
         scratch = self.ring + max(step.scratch, joined - step.grads)

@@ -1,43 +1,44 @@
 """Elements that the kernels of a step move through device memory outside matmuls and attention.
 
-The counts follow the code that moves them; seconds.py makes seconds of them. Standard library only.
+The counts follow the code that moves them; seconds.py converts them to seconds. Standard library
+only.
 """
 
 from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, ModelShape
 from hfpatch.budget.policy import Policy
 
-# transformers' own layers move so many times the bytes of fused ones, and so many bytes a logit
-# (counted on their code, tests/budget/test_flops.py): norms and logits run in float32, rotation and
-# activation are not fused.
+# transformers' own layers move STOCK_FACTOR times the bytes of fused ones, and this many bytes per
+# logit (counted on their code, tests/budget/test_flops.py): norms and logits run in float32,
+# rotation and activation are not fused.
 STOCK_FACTOR, STOCK_LOGIT_BYTES = 3.2, 44
 
 
 def _turned(shape: ModelShape) -> int:
-    """Elements a token that rotating q and k (and norming them, where the model does) moves."""
+    """Elements per token that the rotation of q and k (and their norm, if any) moves."""
     return (4 if shape.qk_norm else 2) * (shape.q_size + shape.kv_size)
 
 
-# Elements that experts move beside their products (ops/experts.py), for each routed element of their
-# inner size and of the hidden size: forward, backward. Rows go there and come back; the activation
-# reads gate and up and writes one, its backward reads them and da and writes three.
+# Elements that experts move outside their matmuls (ops/experts.py), for each routed element of
+# their inner size and of the hidden size: forward, backward. Rows are gathered and combined; the
+# activation reads gate and up and writes one, its backward reads them and da and writes three.
 OUR_EXPERTS = (3, 2), (6, 2)
-# The same of transformers' grouped products, by whether experts have biases.
+# The same for transformers' grouped matmuls, by whether experts have biases.
 EXPERT_PASSES = {False: ((5, 6.25), (13, 12.25)), True: ((24, 11), (36, 14))}
-# The same of attention with sinks, for each element of its output: what they take of it, and the
-# sum of its product with its gradient. Neither is made again.
+# The same for attention with sinks, for each element of its output: the sinks' share of it, and the
+# sum of its product with its gradient. Neither is computed again.
 SINK_PASSES = 2, 4
 
 
 def unfused_passes(shape: ModelShape, layer: int, ours: bool = True) -> tuple[float, float]:
-    """Elements a token that the code of transformers and PEFT moves beside
-    what is fused: (forward, backward). Of experts, attention with sinks, and adapters.
+    """Elements per token that unfused code of transformers and PEFT moves: (forward, backward). For
+    experts, attention with sinks, and adapters.
     """
     k = shape.experts_per_token * shape.is_sparse(layer)
-    # Elements, and how often they move: an adapter's output is scaled and added, its gradient
-    # scaled, its input gradient added.
+    # Elements, and how often they move. An adapter's output is scaled and added; its gradient is
+    # scaled, and its input gradient added.
     (fore_in, fore), (back_in, back) = OUR_EXPERTS if ours else EXPERT_PASSES[shape.expert_bias]
-    # of rows, and of the tokens beside
+    # of routed rows, and of the tokens themselves
     ways = (k + ours * shape.is_sparse(layer)) * shape.hidden_size
     rows = [(k * shape.expert_size, fore_in, back_in), (ways, fore, back)]
     rows += [(shape.sinks * shape.out_size, *SINK_PASSES)]
@@ -49,8 +50,8 @@ def unfused_passes(shape: ModelShape, layer: int, ours: bool = True) -> tuple[fl
 
 
 def not_made_again(shape: ModelShape, layer: int) -> int:
-    """Those of our forward that backward leaves out: attention's share of sinks, and what nobody
-    reads of experts."""
+    """Elements per token of our forward that the backward does not repeat: the sinks' share of
+    attention, and the unread values of experts."""
     sinks = SINK_PASSES[0] * shape.sinks * shape.out_size
     if shape.norm_after or not shape.is_sparse(layer):
         return sinks
@@ -59,7 +60,7 @@ def not_made_again(shape: ModelShape, layer: int) -> int:
 
 
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
-    """Elements a token that a layer's fused operations move: (forward, backward)."""
+    """Elements per token that a layer's fused operations move: (forward, backward)."""
     D, turned = shape.hidden_size, _turned(shape)
     sparse = shape.is_sparse(layer)
     inner = shape.shared_size if sparse else shape.intermediate_size
@@ -72,10 +73,11 @@ def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
 
 
 def passes_again(shape: ModelShape, layer: int, keep: tuple = (), several: bool = False) -> int:
-    """Elements a token that the second forward inside a layer's backward moves outside its matmuls.
+    """Elements per token that the second forward inside a layer's backward moves outside its
+    matmuls.
 
     keep: names of KEEPABLE. Kept q, k and v save the rotation and norm. "mid" saves nothing here:
-    its two gradients are then added in a pass of their own. several: more than one tile; the norm
+    its two gradients are then added in a separate pass. several: more than one tile; the norm
     before attention then runs twice, for q, k, v and for their gradients.
     """
     D, turned = shape.hidden_size, _turned(shape)
@@ -91,7 +93,7 @@ def elementwise(
 ) -> tuple[float, float]:
     """Elements that all layers move for `rows` tokens outside matmuls: (forward, backward).
 
-    groups: how many groups of KV heads attention's backward goes by.
+    groups: the number of groups of KV heads in attention's backward.
     """
     n = shape.num_layers
     keep, less, tiled = (), 0, n if policy == STOCK_CHECKPOINTING else 0
@@ -102,13 +104,13 @@ def elementwise(
     for kept, layers in ((keep, (0, tiled - less)), ((), (tiled - less, tiled))):
         back += shape.over(lambda i, k=kept: passes_again(shape, i, k, several), *layers)
     if several:
-        # Each tile's q, k and v are copied into whole buffers, their gradients out of such; y, dx
-        # and dout are copied tile by tile too.
+        # Each tile's q, k and v are copied into whole buffers, and their gradients out of such
+        # buffers; y, dx and dout are copied tile by tile too.
         whole = shape.q_size + shape.kv_size + shape.v_size
         fore += tiled * 2 * (whole + shape.hidden_size)
         back += tiled * 2 * (2 * whole + shape.hidden_size + shape.out_size)
-        back -= (tiled - less) * 2 * whole * ("qkv" in keep)  # made once
-    elif groups > 1:  # each group's part of out and dout is cut out of the whole
+        back -= (tiled - less) * 2 * whole * ("qkv" in keep)  # computed once
+    elif groups > 1:  # each group's part of out and dout is copied out of the whole
         back += tiled * 4 * shape.out_size
     factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
     ours = policy not in (STOCK, STOCK_CHECKPOINTING)
