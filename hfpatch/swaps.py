@@ -1,7 +1,7 @@
 """The swap of a model's classes: fused parts, the loss, the stack and its layers, towers.
 
 `apply` (patch.py) calls these functions in order. Each reports the modules that it swapped, and
-those that keep their class with the reason.
+why others keep their class.
 """
 
 import weakref

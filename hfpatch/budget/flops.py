@@ -13,8 +13,8 @@ from hfpatch.budget.shape import ModelShape
 class Flops:
     """FLOPs of one step: matmuls, and attention forward and backward over the causal half.
 
-    model: counted by the usual convention (step_flops). moved_forward, moved_backward: bytes that all other
-    kernels read and write, if they were counted.
+    model: counted by the usual convention (step_flops). moved_forward, moved_backward: bytes that
+    all other kernels read and write, if they were counted.
     """
 
     matmul: float
