@@ -118,8 +118,7 @@ def apply(
     made with this model patches its reference model too, so that equal weights give equal numbers.
 
     Layers run again in backward, on the weights of their forward. A write to a weight in between
-    raises an error, except an in-place write through its `.data`, which PyTorch does not count:
-    make such writes after backward.
+    raises an error, except through its `.data`, which PyTorch does not count: write after backward.
 
     Args:
         model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP,
@@ -131,9 +130,8 @@ def apply(
         mlp: fused activation times up.
         loss: head and cross-entropy by chunks of tokens, without whole logits.
         checkpointing: "auto" is the fastest that fits the memory free at the first step; "least"
-            takes the least device memory; "off" keeps transformers' own checkpointing; a place
-            ("gpu", "host", a folder) sets where checkpoints wait; a hfpatch.Checkpointing sets
-            more.
+            needs the least device memory; "off" keeps transformers' own; a place ("gpu", "host", a
+            folder) sets where checkpoints wait; a hfpatch.Checkpointing sets more.
         logits: whether a forward with labels also returns logits, in training and in evaluation.
             "auto": in evaluation up to 2 GiB, counting the copies that the loss makes; in training
             outputs.logits is None, except for PEFT's CPT, which reads them.

@@ -1,4 +1,6 @@
-"""Parsers of flags and their ranges: one table for all commands and scripts. Standard library only."""
+"""Parsers of flags, and one table of their ranges for all commands and scripts. Standard library
+only.
+"""
 
 import argparse
 import math

@@ -224,7 +224,7 @@ class Parameters:
         return (sum if together else max)([i * o for i, o in linears.values()] or [0]) * itemsize
 
     def dequantised_bytes(self, layer: int, itemsize: int = 2) -> int:
-        """Bytes read and written when a layer makes dense copies of all its quantised weights once."""
+        """Bytes read and written when a layer dequantises all its quantised weights once."""
         if self.adapters is None or self.adapters.base == "bf16":
             return 0
         linears = layer_linears(self, layer)

@@ -318,14 +318,11 @@ class Policy:
         offload: the place of layer inputs and attention outputs: "gpu", "host" or "disk".
         every: layers per checkpoint; the layers between run again from it.
         save_attention: keep out and lse, so that the attention forward runs once.
-        stream_attention: attention's backward fetches out and dout per group of KV heads, and does
-            not hold them whole.
+        stream_attention: attention's backward fetches out and dout by group of KV heads.
         tile: tokens per tile.
         offload_dx: a layer's input gradient waits with its checkpoints during attention's backward.
-        plain: how many of the last layers keep everything that autograd saves; nothing in them runs
-            again.
-        keep: the tensors that the other layers keep in addition to x, out and lse; names of
-            KEEPABLE.
+        plain: the number of last layers that keep all that autograd saves, and run nothing again.
+        keep: names in KEEPABLE that the other layers keep in addition to x, out and lse.
         by_group: while a layer runs, its q, k, v, attention outputs and their gradients wait with
             its checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
         again: how many of the last tiled layers compute again the tensors that others keep for
@@ -334,8 +331,7 @@ class Policy:
             weights come one layer ahead of use.
         dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not per tile.
         loss_bytes: workspace of the loss; it limits the tokens whose logits exist at a time.
-        wide: attention's backward runs all heads in one launch: more scratch, fewer waits at its
-            end.
+        wide: attention's backward runs all heads at once: more scratch, fewer waits at its end.
         time_tile: tokens per tile of mixers that run through time; 0 means `tile`.
         chain: the most consecutive layers without attention that share one kept input and run
             their backward together, tile by tile (layer/timed.py); 0: they run as other layers do.

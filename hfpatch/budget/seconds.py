@@ -162,8 +162,8 @@ def counted_time(
 ) -> StepTime:
     """Seconds of a simulated step of any implementation, from the bytes that the simulator counted.
 
-    `flops.moved_forward` and `moved_backward` hold these bytes. The step's host memory is assumed to
-    be copied there once and back once. Python's time is unknown and counted as 0.
+    `flops.moved_forward` and `moved_backward` hold these bytes. The step's host memory is assumed
+    to be copied there once and back once. Python's time is unknown and counted as 0.
 
     Args:
         stays: the `Resident` bytes of a placement.

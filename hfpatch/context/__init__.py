@@ -1,1 +1,1 @@
-"""The interface to transformers' own code in a patched model: attention, masks, documents, ranks."""
+"""The interface of a patched model to transformers' code: attention, masks, documents, ranks."""

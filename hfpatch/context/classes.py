@@ -61,7 +61,7 @@ def _mixed(part: type, base: type, forward) -> type:
 
 
 def inner_model(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """(name, module) of the outermost transformers model inside another library's module, or None."""
+    """(name, module) of the outermost transformers model in another library's module, or None."""
     inside = ((name, m) for name, m in module.named_modules() if m is not module)
     return next(
         ((name, m) for name, m in inside if hasattr(vars(m).get("config"), "model_type")), None

@@ -89,7 +89,7 @@ current = _Current()
 
 
 def why_not_causal(module: torch.nn.Module, mask) -> str | None:
-    """The reason why attention with this mask cannot be tiled, or None. Queries are not looked at."""
+    """The reason why attention with this mask cannot be tiled, or None. Queries are not checked."""
     if isinstance(mask, Tensor):
         return "an attention mask of the caller's own"
     if isinstance(mask, Mask) and mask.build is not None:

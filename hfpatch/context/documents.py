@@ -139,21 +139,12 @@ def find_rows(
 ) -> Rows:  # fmt: skip
     """Documents and hidden keys of a batch, by the rule in this module's docstring.
 
-    Args:
-        B, T, device: rows, tokens of each, and the device of the results.
-        attention_mask: [B, T] of 0 and 1, or None.
-        position_ids: [1 or B, T], or None.
-        cu_seq_lens: [n+1] offsets over the flattened tokens (FlashAttention's keyword), which
-            override positions.
-        chunk: attention ends every so many tokens of a document, left padding not counted (Llama
-            4).
-        idle_BT: tokens whose output is unread. Hidden ones among them at a row's end cost nothing.
-        padding: False where masked tokens form no rows of their own, and only a restart starts a
-            document.
-        cached: whether transformers would make a cache for this batch.
-
-    Raises:
-        ValueError: the offsets do not cover the tokens.
+    attention_mask: [B, T] of 0 and 1, or None. position_ids: [1 or B, T]. cu_seq_lens: [n+1]
+    offsets over the flattened tokens (FlashAttention's keyword), which override positions. chunk:
+    attention ends every so many tokens of a document, left padding not counted (Llama 4). idle_BT:
+    tokens whose output is unread; hidden ones among them at a row's end cost nothing. padding:
+    False where masked tokens form no rows of their own, and only a restart starts a document.
+    cached: transformers would make a cache. ValueError if the offsets do not cover the tokens.
     """
     bounds = ToHost(cu_seq_lens).get() if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
     packed = bounds is not None

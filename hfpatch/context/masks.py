@@ -70,7 +70,7 @@ class Batch:
         return None if documents is None else documents.bounds
 
     def part(self, rows: slice, a: int, b: int) -> "Batch":
-        """Tokens a to b of these rows, each as one document; a single row may have more documents."""
+        """Tokens a to b of these rows, each as one document; a single row may have several."""
         if (rows.start, a, b) not in self._parts:
             visible, idle = (
                 None if x is None else x[rows, a:b] for x in (self.said[0], self._idle)
@@ -331,7 +331,7 @@ def _ask(function, T: int, local: int | None, device):
 
 
 def describe(function, T: int, local: int | None, device) -> tuple | None:
-    """The kind of a mask closure, from sample calls. The kind of a closure's structure is cached."""
+    """The kind of a mask closure, from sample calls, cached by the closure's structure."""
     tensors: list[Tensor] = []
     try:
         key = *_structure(function, tensors), local, T

@@ -127,7 +127,7 @@ def sharded(sequence: Sequence | None | bool):
 
 
 def why_not_exchanged(config, training: bool) -> str | None:
-    """The reason why our attention cannot run over rows that ranks share, in a few words, or None."""
+    """The reason why our attention cannot run over shared rows, in a few words, or None."""
     dropout = getattr(config.get_text_config(), "attention_dropout", 0.0)
     return "attention dropout" if training and dropout else None
 
