@@ -95,7 +95,7 @@ def rotation(theirs):
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
         whole = plain and cos.shape[-1] * (1 + halves) == q.shape[-1]
-        if not whole or as_given and q.dtype != k.dtype:  # two dtypes of results
+        if not whole or as_given and q.dtype != k.dtype:  # two result dtypes
             return theirs(q, k, cos, sin, *args, **kwargs)
         dtype = q.dtype if as_given else None
         cos, sin = (_repeated(cos), _repeated(sin)) if halves else (cos, sin)
