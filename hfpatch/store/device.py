@@ -1,7 +1,7 @@
-"""Streams, events, pinned memory and threads: the one way to a device.
+"""Streams, events, pinned memory and threads: the package's only way to a device.
 
-`Device` is one whose copies are synchronous, the CPU and all that are not CUDA's; `CudaDevice` the
-real one. Tests hand in their own and so see every synchronisation (tests/faults/checker.py).
+`Device` has synchronous copies: the CPU and every device that is not CUDA. `CudaDevice` has
+streams. Tests pass in their own class to see every synchronisation (tests/faults/checker.py).
 """
 
 import mmap
@@ -19,11 +19,11 @@ from hfpatch.compat import has_values, version
 
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
-    """A host buffer of nbytes (uint8). Every host buffer of the package is made here.
+    """Allocates a host buffer of nbytes (uint8). All host buffers of the package come from here.
 
-    mapped: pages of its own, for pinning. Private ones that a fork does not inherit: a data
-    loader's workers would keep shared ones alive after they are freed here. MemoryError where the
-    system has no more.
+    mapped: whole pages from mmap, for pinning. The mapping is private and a fork does not inherit
+    it: data loader workers would keep a shared one alive after this process frees it. Raises
+    MemoryError if the system has no memory left.
     """
     if not mapped:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -45,15 +45,15 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads that end with the main one: what still trains in another then does their work
-    itself.
+    """A thread pool that runs jobs in the calling thread once Python shuts down: another thread may
+    still be training then.
     """
 
     def submit(self, function, *args) -> Future:
         try:
             return super().submit(function, *args)
         except RuntimeError as error:
-            if "cannot schedule" not in str(error):  # then the job has not been queued
+            if "cannot schedule" not in str(error):  # otherwise the job was never queued
                 raise
         done = Future()
         try:
@@ -64,15 +64,13 @@ class Threads(ThreadPoolExecutor):
 
 
 class Device:
-    """A device whose copies are done when they return: there is one stream, None, and events are
-    None.
-    """
+    """A device with synchronous copies. Its only stream is None, and so is every event."""
 
-    pins = False  # whether host blocks are worth pinning, and copies return before they are done
+    pins = False  # whether pinned host memory makes copies asynchronous
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.side = None  # ToHost's stream, made on first need
+        self.side = None  # ToHost's stream, made on first use
 
     # -- streams and events ------------------------------------------------------------------------
     def stream(self):
@@ -98,15 +96,15 @@ class Device:
         """The host waits for the event, or for everything."""
 
     def used_here(self, x: Tensor) -> None:
-        """x comes from the memory of another stream, and the current one uses it until it goes."""
+        """Tells the allocator that the current stream uses x, which another stream allocated."""
 
     # -- host memory -------------------------------------------------------------------------------
     def pin(self, block: Tensor) -> int:
-        """Registers a host buffer with the device; 0, or the error."""
+        """Registers a host buffer with the device. Returns 0 or CUDA's error."""
         return 0
 
     def unpin(self, block: Tensor) -> None:
-        """The reverse, once no copy uses it any more."""
+        """Unregisters a host buffer that no copy uses any more."""
 
     def to_host(self, values: Tensor) -> Tensor:
         """Starts the copy of a few values to the host, on the current stream."""
@@ -117,7 +115,7 @@ class Device:
         return memoryview(block.numpy())
 
     def threads(self, count: int, name: str):
-        """Threads for files."""
+        """A thread pool for file I/O."""
         return Threads(count, name)
 
 
@@ -149,12 +147,12 @@ class CudaDevice(Device):
 
     def pin(self, block: Tensor) -> int:
         node = gpu_node(torch.cuda.get_device_properties(self.device))
-        # CUDA makes a context on the current device, which may be another rank's; registering
-        # touches every page.
+        # CUDA makes a context on the current device, which may be another rank's. Registering
+        # touches every page, so this runs on the CPUs of the GPU's memory node.
         with torch.cuda.device(self.device), running_on(node[1] if node else set()):
             status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
         if status:
-            try:  # CUDA keeps the error for the next kernel to report: this one does
+            try:  # CUDA reports the error again at the next kernel: this one
                 torch.zeros(1, device=self.device)
             except RuntimeError:
                 pass
@@ -165,8 +163,8 @@ class CudaDevice(Device):
             torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
     def threads(self, count: int, name: str):
-        # A thread starts with the first device: waiting for an event there would make a context on
-        #     it.
+        # A new thread's current device is the first one: waiting for an event would make a context
+        # there.
         return Threads(count, name, torch.cuda.set_device, (self.device,))
 
     def to_host(self, values: Tensor) -> Tensor:
@@ -176,8 +174,8 @@ class CudaDevice(Device):
 
 
 class Block:
-    """Host memory of an exact size, pinned where the device can; unpinned before its memory
-    goes.
+    """Host memory of an exact size, optionally pinned. It is unpinned before the memory is
+    freed.
     """
 
     def __init__(self, device: Device, nbytes: int, pin: bool):
@@ -203,20 +201,19 @@ def device_for(device: torch.device) -> Device:
 
 
 class ToHost:
-    """A few values computed from a batch, on their way to the host on a side stream: waiting for
-    them waits for no layer.
+    """Computes a few values from a batch on a side stream and copies them to the host.
 
-    compute(*inputs) gives the values, or is the tensor itself. The side stream waits for the inputs
-    alone where `mark_batch_ready(inputs)` was called when they came, else for what their stream has
-    been given so far.
+    compute(*inputs) returns the values; a tensor in its place is the value itself. get() waits for
+    these values only, not for any layer. After `mark_batch_ready` the side stream waits only for
+    the inputs, otherwise for all work queued so far on the current stream.
     """
 
-    @torch.compiler.disable  # called between graphs, it would be traced as one of its own
+    @torch.compiler.disable  # dynamo would trace a call between two graphs as a graph of its own
     def __init__(self, compute, *inputs: Tensor):
         if isinstance(compute, Tensor):
             compute, inputs = (lambda x: x), (compute,)
         self.device = device_for(inputs[0].device)
-        # alive until the copy has been waited for
+        # keeps the inputs alive until get() has waited for the copy
         self.inputs, self.stream = inputs, self.device.current()
         side = _side_stream(self.device, inputs)
         with self.device.on(side), torch.no_grad():
@@ -225,8 +222,8 @@ class ToHost:
             self.event = self.device.mark(side)
 
     def get(self) -> Tensor | None:
-        """The values; None where nothing has any: on the meta device, and under a mode that follows
-        shapes alone.
+        """Waits for the values. None if they have no data: on the meta device, under fake
+        tensors.
         """
         if self.inputs is not None:
             self.device.synchronize(self.event)
@@ -234,12 +231,12 @@ class ToHost:
         return self.host if has_values(self.host) else None
 
     def number(self) -> int | None:
-        """The one value that was asked for, or None as above."""
+        """The single value as an int, or None as in get()."""
         found = self.get()
         return None if found is None else int(found)
 
     def __del__(self, finalizing=sys.is_finalizing):
-        # Nobody asked: the inputs must not go back to the allocator under the copy.
+        # get() never ran: the inputs must not return to the allocator during the copy.
         if (
             getattr(self, "inputs", None) is not None
             and hasattr(self, "event")
@@ -249,7 +246,7 @@ class ToHost:
 
 
 def _side_stream(device: Device, inputs):
-    """The device's side stream, which from here on finds `inputs` complete."""
+    """The device's side stream, after it is made to wait for `inputs`."""
     if device.side is None:
         device.side = device.stream()
     for event in _arrivals(inputs, device):
@@ -258,8 +255,9 @@ def _side_stream(device: Device, inputs):
 
 
 def beside(compute, *inputs: Tensor) -> list[Tensor]:
-    """compute(*inputs), a list of tensors, on the side stream: ToHost waits for them alone, the
-    current stream for them too.
+    """Runs compute(*inputs) on the side stream; it returns a list of tensors.
+
+    The current stream waits for these tensors. A ToHost of them waits for nothing else.
     """
     device = device_for(inputs[0].device)
     side = _side_stream(device, inputs)
@@ -284,13 +282,12 @@ def _arrivals(inputs, device: Device) -> list:
 
 
 def mark_batch_ready(batch) -> None:
-    """Notes that the batch's tensors are complete once the current stream gets here, before later
-    steps are queued.
+    """Records an event after the batch's copy to the device, on the current stream.
 
-    For hand-written loops with gradient accumulation: call it on each batch (a dict of tensors)
-    right after its copy to the device, and fetch a step's batches before its first forward: what is
-    then looked up about a batch (documents, the number of labels) waits for its copy alone, not for
-    the micro-step before. `hfpatch.Callback` does it in any Trainer.
+    For hand-written loops with gradient accumulation. Fetch all batches of a step before its first
+    forward, and call this on each batch (a dict of tensors) right after its copy. Lookups in a
+    batch (documents, the number of labels) then wait for its copy only, not for the previous
+    micro-step. `hfpatch.Callback` does this in any Trainer.
     """
     events: dict = {}
     for x in batch.values() if hasattr(batch, "values") else ():

@@ -1,10 +1,10 @@
-"""The disk tier: saved tensors as files without a name in a directory, written and read by threads.
+"""The disk tier: saved tensors in unnamed files of a directory, written and read by threads.
 
-A file is unlinked as soon as it is open: it goes with its last user, also after a crash, and there
-is nothing to sweep, for this process or another on the same directory. A device tensor goes through
-a pinned bounce buffer: the copy to it runs on the side stream, a thread waits for its event and
-writes. Reading is the reverse, started ahead of need. Every wait is for something that was begun
-before, by a thread that waits for nothing later: it cannot hang, whoever stopped half-way.
+A file is unlinked as soon as it is open. Its last user frees it, also after a crash, so no process
+has leftovers to sweep. A device tensor goes through a pinned bounce buffer: the copy stream fills
+the buffer, a thread waits for the copy's event and writes. A read does the reverse, started ahead
+of need. Every wait is for work that began earlier, in a thread that waits for nothing later: no
+wait can hang, wherever a step was interrupted.
 """
 
 import os
@@ -47,18 +47,16 @@ class File:
 
 
 class Bounce:
-    """A pinned buffer between the device and the threads, and the last two that used it."""
+    """A pinned buffer between the device and the threads, with its last file job and last copy."""
 
     def __init__(self, loan: Loan):
         self.loan, self.bytes = loan, loan.thing.bytes
-        self.job: Future | None = None  # the thread's
-        self.copied = None  # event of the copy out of it
+        self.job: Future | None = None  # the last read or write, in a thread
+        self.copied = None  # event of the last copy to the device
 
 
 def _ended(job: Future | None) -> None:
-    """Waits for a thread's job. What went wrong there is said to whoever reads the file, not to the
-    buffer's next user.
-    """
+    """Waits for a thread's job. Ignores its error, which the reader of the file raises."""
     try:
         if job is not None:
             job.exception()
@@ -81,8 +79,8 @@ class DiskDirectory:
         return File(self.directory)
 
     def write(self, source: Tensor, stream, file: File, at: int = 0) -> None:
-        """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on, on `stream`,
-        which is the current one.
+        """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on. stream: the
+        current one.
         """
         for start in range(0, source.numel(), PIECE):
             piece = source[start : start + PIECE]
@@ -114,7 +112,7 @@ class DiskDirectory:
 
     # -- reading -----------------------------------------------------------------------------------
     def read(self, file: File, saved, a: int, b: int) -> "Read":
-        """Starts reading rows [a, b) of each batch row of `saved`, as far as buffers are free."""
+        """Starts reading tokens [a, b) of each batch row of `saved`, as far as buffers are free."""
         pieces = []
         for row in range(saved.shape[0]):
             first, nbytes = (row * saved.shape[1] + a) * saved.row_bytes, (b - a) * saved.row_bytes
@@ -124,7 +122,9 @@ class DiskDirectory:
         return Read(self, file, pieces)
 
     def take_bounce(self, wanted: bool) -> Loan | None:
-        """A buffer to read into. wanted: now, so that one is made where all are in use."""
+        """A bounce buffer to read into, or None if too many are in use. wanted: never None, a new
+        one is made if none is free.
+        """
         if not wanted and len(self.read_bounces) - self.read_bounces.free >= BUFFERS - RESERVE:
             return None
         loan = self.read_bounces.take()
@@ -142,8 +142,8 @@ class DiskDirectory:
     def _read(
         self, file: File, bounce: Tensor, first: int, nbytes: int, copied, before: Future | None
     ) -> None:
-        _ended(before)  # a read that nobody waited for
-        # of a new buffer there is none: that would wait for all that the device does
+        _ended(before)  # an abandoned read may still fill this buffer
+        # A new buffer has no event, and synchronize(None) would wait for the whole device.
         if copied is not None:
             self.device.synchronize(copied)
         file.wait_written()
@@ -158,7 +158,7 @@ class DiskDirectory:
             done += got
 
     def close(self) -> None:
-        """Lets the bounce buffers go that no read holds; what a graph still holds can be read."""
+        """Frees the bounce buffers that no read holds. Files that a graph holds stay readable."""
         for bounce in self.write_bounces:
             _ended(bounce.job)
         self.write_bounces.clear()
@@ -166,7 +166,7 @@ class DiskDirectory:
 
 
 class Read:
-    """Some rows of a file on their way to the device, a piece at a time: (row, offset in it, offset
+    """A read of several rows from a file to the device, in pieces: (row, offset in the row, offset
     in the file, bytes).
     """
 
@@ -184,8 +184,8 @@ class Read:
             self.started.append((piece, loan, self.disk.start(self.file, loan.thing, *piece[2:])))
 
     def land(self, destination: Tensor, stream) -> None:
-        """Copies the rows into destination [B, t, ...] (contiguous a batch row), on `stream`, which
-        is the current one.
+        """Copies the rows into destination [B, t, ...], contiguous per batch row. stream: the
+        current one.
         """
         while self.pieces or self.started:
             self._ahead(wanted=not self.started)

@@ -1,10 +1,10 @@
-"""What is lent out again and again: pieces of host memory, bounce buffers.
+"""Reusable host memory: pieces of large blocks, and bounce buffers.
 
-A thing is free exactly while no Loan of it lives. Nothing has to be handed back, so nothing can be
-lost, wherever an exception (or Ctrl-C, between any two lines) ends a step.
+A piece or buffer is free exactly when no Loan of it is alive. No code hands anything back, so an
+exception (or Ctrl-C, between any two lines) loses nothing.
 
-Pinned memory is plain anonymous memory registered with CUDA: PyTorch's caching host allocator
-rounds each tensor to a power of two, which makes 131,073 tokens cost twice what 131,072 do.
+Pinned memory is anonymous memory registered with CUDA. PyTorch's caching host allocator rounds each
+tensor to a power of two: 131,073 tokens would cost twice as much as 131,072.
 """
 
 import warnings
@@ -20,13 +20,13 @@ from hfpatch.store.device import Block, Device
 
 @dataclass(eq=False)
 class Loan:
-    """The right to use `thing`; it ends with this object."""
+    """The right to use `thing`, until this object is freed."""
 
     thing: object
 
 
 class Shelf:
-    """Things of one kind (bounce buffers). Used by one thread at a time."""
+    """Interchangeable buffers (bounce buffers). Used by one thread at a time."""
 
     def __init__(self, things=()):
         self.rows = [[thing, lambda: None] for thing in things]
@@ -39,11 +39,11 @@ class Shelf:
 
     @property
     def free(self) -> int:
-        """How many may be taken."""
+        """The number of free buffers."""
         return sum(loan() is None for _, loan in self.rows)
 
     def take(self) -> Loan | None:
-        """A loan of one that is free, or None."""
+        """A loan of a free buffer, or None."""
         for row in self.rows:
             if row[1]() is None:
                 loan = Loan(row[0])
@@ -52,38 +52,37 @@ class Shelf:
         return None
 
     def drop_free(self) -> None:
-        """Forgets those that are free."""
+        """Drops the free buffers."""
         self.rows = [row for row in self.rows if row[1]() is not None]
 
 
 @dataclass
 class Piece:
-    """Bytes of a host block, which they keep registered."""
+    """Bytes of a host block. The reference to the block keeps it pinned."""
 
     block: Block
     bytes: Tensor
 
 
 class Area:
-    """A block of host memory, lent in pieces of any size that lie behind each other. Used by one
-    thread at a time.
+    """A block of host memory, lent in consecutive pieces of any size. Used by one thread at a time.
 
-    block: device.Block. The lowest gap that is large enough is taken: what a forward takes and its
-    backward gives back in reverse leaves none in between.
+    A loan takes the lowest gap that is large enough. A backward frees pieces in the reverse order
+    of its forward, so no gaps remain.
     """
 
     def __init__(self, block, nbytes: int):
         self.block, self.nbytes = block, nbytes
         self.rows: list[tuple] = []  # (start, end, weak reference to the loan), ascending
-        self.low = 0  # where to begin to look: all below is taken, or too small for what came last
+        self.low = 0  # start of a search: gaps below are taken, or too small for the last request
 
     @property
     def taken(self) -> int:
-        """Bytes that are lent now."""
+        """Bytes on loan."""
         return sum(end - start for start, end, loan in list(self.rows) if loan() is not None)
 
     def take(self, nbytes: int, low: int | None = None) -> Loan | None:
-        """A loan of a Piece of so many bytes from `low` on, or None."""
+        """A loan of a Piece of nbytes at offset `low` or later, or None."""
         at = self.low if low is None else low
         first, i = at, bisect_left(self.rows, (at,))
         while True:
@@ -104,17 +103,17 @@ class Area:
         self.low = min(self.low, at)
 
 
-ALIGNED = 64  # bytes; a piece of host memory has a multiple of it
+ALIGNED = 64  # bytes; piece sizes are multiples of it
 
 
 class HostPool:
     """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
 
-    Registering memory with CUDA takes long, so every request is cut from few large blocks: a batch
-    of any shorter length, under any policy, runs in what a longer one took. Where a step needs more
-    than there is, one block replaces those before. It is twice as large as they were if the caller
-    allows it, so that lengths which grow little by little register seldom: as often as the length
-    doubles. Where registering fails, memory is pageable from then on.
+    Registering memory with CUDA takes long, so all pieces are cut from a few large blocks: a
+    shorter batch, under any policy, fits into the blocks of a longer one. If a step needs more, one
+    new block replaces the unused ones. It has twice the bytes of all before if the caller allows
+    it: lengths that grow little by little then register only when they double. If registering
+    fails, memory is pageable from then on.
     """
 
     def __init__(self, device: Device):
@@ -127,7 +126,7 @@ class HostPool:
 
     @property
     def bytes_free(self) -> int:
-        """Bytes that wait for use."""
+        """Bytes not on loan."""
         return self.bytes_held - sum(area.taken for area in self.areas)
 
     def _make(self, nbytes: int) -> Area:
@@ -147,11 +146,11 @@ class HostPool:
         return area
 
     def take(self, nbytes: int) -> Loan:
-        """A loan of a Piece of at least nbytes, out of a new block of that size where there is no
-        room.
+        """A loan of a Piece of at least nbytes, from a new block of that size if no block
+        has room.
         """
         nbytes += -nbytes % ALIGNED
-        for low in (None, 0):  # then between what is taken
+        for low in (None, 0):  # 0: the gaps below Area.low too
             for area in self.areas:
                 loan = area.take(nbytes, low)
                 if loan is not None:
@@ -159,13 +158,13 @@ class HostPool:
         return self._make(nbytes).take(nbytes)
 
     def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
-        """Makes sure that `sizes[nbytes]` requests of each size can be served, in any order.
+        """Ensures that `sizes[nbytes]` requests of each size fit, in any order.
 
-        most: bytes up to which more than that may be held, for lengths to come.
+        most: limit in bytes for spare room, which serves longer batches later.
         """
         aligned = [(nbytes + -nbytes % ALIGNED, count) for nbytes, count in sizes.items()]
         wanted = sum(nbytes * count for nbytes, count in aligned)
-        # No piece lies in two blocks, so the end of each but the last may stay empty.
+        # No piece spans two blocks, so the end of each but the last may stay empty.
         lost = max(0, len(self.areas) - 1) * max(aligned, default=(0,))[0]
         if wanted <= self.bytes_free - lost:
             return
@@ -174,7 +173,5 @@ class HostPool:
         self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
 
     def give_back(self) -> None:
-        """Frees the blocks of which nothing is lent; a pinned one waits for the device as it
-        goes.
-        """
+        """Frees the blocks without loans. Freeing a pinned block waits for the device."""
         self.areas = [area for area in self.areas if area.taken]

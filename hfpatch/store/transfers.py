@@ -1,29 +1,29 @@
 """Tensors that wait for a backward: on the device, in pinned host memory, or in files on a disk.
 
-Three streams work for a device: the compute stream, one for copies to the store and one for copies
-back. Who waits for whom:
+Three streams work for a device: compute, to_host (copies to the store) and to_device (copies back).
+Which waits for which:
 
-    save(x)      to_host waits for compute     x is complete, and whoever read the block before
-                 copy x -> block on to_host    is done (its ticket ended with a wait, see below)
+    save(x)      to_host waits for compute     x is complete, and the block's last reader is done
+                 copy x -> block on to_host    (its ticket ended with a wait, see below)
                  x stays in `unsettled`
-    settle()     compute waits for the copy    then x goes, and its memory may be used again
-    fetch(...)   to_device waits for compute,  what ran in that memory before is over, and what is
-                 or for the slot's last use    read has been written: settle() came first
+    settle()     compute waits for the copy    then x is freed, and its memory may be reused
+    fetch(...)   to_device waits for compute,  earlier kernels in that memory are done, and the
+                 or for the slot's last use    source is written: settle() came first
                  copy block -> slot on to_device
     ticket.wait  compute waits for to_device   the tensors may be used
-    ticket.done  a mark on compute, for the    at the last use of the tensors, or when the ticket
-                 slot's next fetch             goes unused
+    ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
+                 slot's next fetch             ticket is freed
 
-The host waits for files alone. The later settle() comes, the more work hides a copy and the longer
-its source takes memory: a caller says how many bytes of sources may stay.
+The host waits for files only. A later settle() hides a copy behind more work but keeps its source
+in memory longer: the caller limits the bytes of sources.
 
-Nothing calls `record_stream`: with it the caching allocator holds freed blocks until the host has
-seen an event, which the host, running ahead, does late. In its place each tensor goes back to the
-stream whose memory it is, after that stream was made to wait for the tensor's last copy.
+This module never calls `record_stream`: the caching allocator would hold freed blocks until the
+host has seen an event, and a host that runs ahead sees it late. Instead, the stream that allocated
+a tensor waits for the tensor's last copy before the tensor is freed.
 
-What is lent (pieces of host memory, slots of a ring) is free again when its Loan or Ticket goes, so
-an exception, wherever it comes, leaves nothing to clear up. tests/faults/checker.py finds every wait
-that is missing. Files: disk.py. Host memory: pool.py.
+Host memory is free again once its Loan is freed, a slot of a ring once its Ticket is. So an
+exception, wherever it comes, needs no clean-up. tests/faults/checker.py finds every missing wait.
+Files: disk.py. Host memory: pool.py.
 """
 
 import sys
@@ -47,8 +47,8 @@ WRITTEN_TO = (
 
 @dataclass
 class Saved:
-    """One tensor [B, T, ...] saved for the backward. `kept` on the device, or in a block of the
-    pool, or in a file.
+    """One tensor [B, T, ...] saved for the backward: `kept` on the device, in a `block` of the
+    pool, or in a `file`.
     """
 
     shape: tuple[int, ...]
@@ -57,11 +57,11 @@ class Saved:
     version: int = 0
     block: Loan | None = None
     file: File | None = None
-    row_bytes: int = 0  # of one token of one batch row, where it is not on the device
-    resident: bool = True  # on the device
+    row_bytes: int = 0  # of one token of one batch row, if off the device
+    resident: bool = True  # whether it is on the device
 
     def tensor(self) -> Tensor:
-        """The kept tensor, checked not to have been written to since."""
+        """The kept tensor. RuntimeError if it was released or modified in place."""
         if self.kept is None:
             raise RuntimeError(
                 "hfpatch: expected one backward through this graph, came to it a second time; "
@@ -73,7 +73,7 @@ class Saved:
 
     def release(self) -> None:
         self.kept = self.block = self.file = None
-        self.resident = True  # where one that is asked for says that it is gone
+        self.resident = True  # so that fetch() raises the error of tensor()
 
 
 @dataclass
@@ -85,15 +85,15 @@ class Slot:
 
 
 class Ticket:
-    """A fetch under way and the memory that it fills: wait() gives the tensors, done() (or the
-    ticket's end) the memory.
+    """A fetch in flight. wait() returns its tensors; done(), or freeing the ticket, frees its
+    memory.
     """
 
-    slot, copying, device = None, False, None  # also where Ctrl-C ends __init__
+    slot, copying, device = None, False, None  # for __del__ after Ctrl-C in __init__
 
     def __init__(self, device: Device, side, tensors: list[Tensor], slot: Slot | None, free=None):
         self.device, self.side, self.tensors = device, side, tensors
-        self.owner = device.current()  # the stream from whose memory the tensors come
+        self.owner = device.current()  # the stream that allocated the tensors
         self.user = self.ready = None
         self.reads: list[tuple[Tensor, Read]] = []
         self.slot, self.free = slot, free
@@ -114,12 +114,12 @@ class Ticket:
         return self.tensors
 
     def done(self) -> None:
-        """The last use of the tensors is launched, or nobody wants them."""
+        """Frees the memory: the last use of the tensors is launched, or they are not needed."""
         device = self.device
         if device is None:
             return
         if self.copying:
-            # nobody waited; where the copies were cut short there is no event either
+            # wait() never ran; interrupted copies have no event either
             if self.user is None:
                 device.wait(self.ready or device.mark(self.side), self.owner)
             elif self.user != self.owner:
@@ -137,8 +137,8 @@ class Ticket:
 
 
 class Transfers:
-    """Copies of one device to and from a tier ("gpu", "host" or "disk" with a directory), on two
-    streams of their own.
+    """Copies between a device and a tier ("gpu", "host" or "disk" with a directory), on two streams
+    of their own.
     """
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
@@ -163,7 +163,7 @@ class Transfers:
         return saved
 
     def room(self, shape, dtype: torch.dtype) -> Saved:
-        """Room in the tier, not on the device, for a tensor [B, T, ...] that is `put` there piece
+        """Reserves room in the host or disk tier for a tensor [B, T, ...], which put() fills piece
         by piece.
         """
         row_bytes = prod(shape[2:]) * dtype.itemsize
@@ -175,14 +175,14 @@ class Transfers:
         return saved
 
     def put(self, saved: Saved, a: int, x: Tensor) -> None:
-        """Starts the copy of x [B, t, ...] to the rows of `saved` from a on; x stays alive until
+        """Starts the copy of x [B, t, ...] to the tokens of `saved` from a on. x stays alive until
         settle().
         """
         # Detached: a source that outlives its layer must not hold a graph.
         device, x = self.device, x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
         self.unsettled_bytes += x.untyped_storage().nbytes()
-        # Also for whoever read the block before: a ticket ends with its stream waiting for it.
+        # Also orders earlier readers of the block: their tickets made this stream wait.
         device.wait(device.mark(), self.to_host)
         b = a + x.shape[1]
         with device.on(self.to_host), torch.no_grad():
@@ -199,12 +199,15 @@ class Transfers:
                     )
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
-        """Releases the sources of copies, the oldest first; their streams wait for the copies
-        before that.
+        """Releases the sources of copies, the oldest first, after their streams wait for the
+        copies.
 
-        under_way: how many of the latest calls' sources stay in any case. room: sources stay as
-        long as all of them take no more than these bytes. Raises RuntimeError where a source was
-        written to while it stayed.
+        Args:
+            under_way: sources of this many latest calls stay in any case.
+            room: sources stay while all of them together take at most this many bytes.
+
+        Raises:
+            RuntimeError: a source was modified in place while it stayed.
         """
         if self.unsettled:
             copied = self.device.mark(self.to_host)
@@ -234,8 +237,10 @@ class Transfers:
         slot: Slot | None = None,
         free: deque | None = None,
     ) -> Ticket:
-        """Starts copying rows [a, b) of each piece to its destination, or into the slot or a new
-        buffer where that is None. free: where the slot goes once the ticket is done.
+        """Starts copying tokens [a, b) of each piece (saved, a, b, destination) to the device.
+
+        A piece without a destination goes to the slot, or without a slot to a new buffer. free:
+        receives the slot once the ticket is done.
         """
         device, tensors, copies, offset = self.device, [], [], 0
         for saved, a, b, destination in pieces:
@@ -257,8 +262,8 @@ class Transfers:
         ticket = Ticket(device, self.to_device, tensors, slot, free)
         if not copies:
             return ticket
-        # Memory comes from the compute stream's allocator: what ran there before owns it until now.
-        # Among that is the wait of settle(), so that what is read here has been written.
+        # The memory comes from the compute stream's allocator, and earlier kernels there may still
+        # use it. This wait includes the one of settle(), so the data to read has been written.
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
@@ -268,15 +273,15 @@ class Transfers:
             for saved, a, b, destination in copies:
                 nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
                 source = saved.block.thing.bytes[:nbytes].view(saved.dtype).view(saved.shape)
-                # One contiguous copy a batch row: a strided copy between host and device would go
-                #     through a temporary.
+                # One contiguous copy per batch row: a strided one between host and device would go
+                # through a temporary.
                 for row in range(saved.shape[0]):
                     destination[row].copy_(source[row, a:b], non_blocking=device.pins)
         ticket.ready = device.mark(self.to_device)
         return ticket
 
     def close(self) -> None:
-        """Frees every host block that no graph holds; each waits for its copies (device.py)."""
+        """Frees every host block that no graph holds, once its copies are done (device.py)."""
         self.settle()
         if self.disk is not None:
             self.disk.close()
@@ -284,10 +289,9 @@ class Transfers:
 
 
 class Ring:
-    """Device buffers for fetches under way, taken in turn.
+    """Device buffers (slots) for fetches in flight, used in turn.
 
-    A slot is free again as soon as its ticket is done, or goes: wherever an exception ends a step,
-    nothing has to be handed back.
+    A slot is free again once its ticket is done or freed: an exception loses no slot.
     """
 
     def __init__(self, transfers: Transfers):
@@ -295,19 +299,19 @@ class Ring:
         self.drop_ring()
 
     def drop_ring(self) -> None:
-        """Frees the slots, each when its last ticket goes."""
+        """Drops the slots. Each is freed with its last ticket."""
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
         self.stream = None
 
     def serves(self, count: int, nbytes: int) -> bool:
-        """Whether there are so many slots of that size, of the current stream's memory."""
+        """Whether the ring has `count` slots of nbytes that the current stream allocated."""
         slots = self.slots
         large = len(slots) >= count and slots[0].bytes.numel() >= nbytes
         return large and self.stream == self.transfers.device.current()
 
     def make_ring(self, count: int, nbytes: int) -> None:
-        """`count` buffers of nbytes, kept while they serve."""
+        """Allocates `count` slots of nbytes, unless the present ones serve."""
         if self.serves(count, nbytes):
             return
         self.drop_ring()
@@ -320,11 +324,11 @@ class Ring:
 
 
 class FetchQueue(Ring):
-    """The tiles that one backward pass will want, in order: as many under way as its ring has
-    slots, across layers.
+    """The tiles that one backward pass needs, in order, across layers. The ring's slots limit how
+    many are in flight.
 
-    What is left in it when another pass (or a forward) begins belongs to a pass that was cut short:
-    begin() drops it.
+    Tiles left over when another pass (or a forward) begins belong to an interrupted pass: begin()
+    drops them.
     """
 
     def __init__(self, transfers: Transfers):
@@ -334,19 +338,17 @@ class FetchQueue(Ring):
         self.under_way: deque = deque()
 
     def begin(self) -> None:
-        """Called where a pass may begin: starts clean where it is not the pass that filled the
-        queue.
-        """
+        """Resets the queue unless the current backward pass is the one that filled it."""
         task = graph_task()
         if task != self.task:
-            self.transfers.settle()  # what this pass reads has been written
+            self.transfers.settle()  # orders the writes before this pass's reads
             self.reset()
             self.drop_ring()
             self.task = task
 
     def push(self, owner, tiles: list) -> None:
-        """Queues the pieces of each tile; owner.destinations(pieces) gives those for Transfers.fetch
-        when a tile's turn has come.
+        """Queues the pieces of each tile. Just before a tile's fetch, owner.destinations(pieces)
+        adds the destinations.
         """
         for pieces in tiles:
             self.pending.append((owner, pieces))
@@ -361,8 +363,9 @@ class FetchQueue(Ring):
             self.pending.popleft()
 
     def is_for(self, owner) -> bool:
-        """Whether the owner, whose turn it is, has something here. What others have goes: one who
-        was promised the next turn, where graphs that two threads made take turns in one pass.
+        """Whether fetches for `owner` are queued. Fetches for other layers are dropped.
+
+        Another layer was promised this turn if one pass interleaves graphs that two threads made.
         """
         for one, _ in (*self.under_way, *self.pending):
             if one is not owner:
@@ -375,15 +378,15 @@ class FetchQueue(Ring):
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:
-        """Forgets everything: the backward took another order than the forward promised, or ended
-        early.
+        """Drops all fetches: the backward left the order that the forward promised, or
+        ended early.
         """
         self.pending.clear()
         self.under_way.clear()
 
     def turns(self, count: int):
-        """Yields the tensors of each of the next `count` tiles; their memory is re-used once the
-        next is asked for.
+        """Yields the tensors of each of the next `count` tiles. The next iteration reuses their
+        memory.
         """
         for _ in range(count):
             ticket = self.under_way.popleft()[1]
