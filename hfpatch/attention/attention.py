@@ -18,7 +18,7 @@ from hfpatch.attention.backends import (
     BACKENDS,
     HALF,
     WIDEST_HEAD,
-    deterministic_scratch,  # noqa: F401 (as pick)
+    deterministic_scratch,  # noqa: F401 (for callers, as pick)
     has_flash,
     pick,  # noqa: F401 (for callers of both directions)
 )
@@ -42,8 +42,8 @@ def attention_ref(
 ):
     """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests.
 
-    sinks_H: one score per head, which the softmax counts and which has no value (Xiao et al., 2023;
-        gpt-oss). Returns out_BTHE, lse_BHT.
+    sinks_H: one score per head, which enters the softmax but has no value (Xiao et al., 2023;
+    gpt-oss). Returns out_BTHE, lse_BHT.
     """
     dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     B, T, H, E = q_BTHE.shape
@@ -62,7 +62,7 @@ def attention_ref(
     return out.transpose(1, 2).to(q_BTHE.dtype), lse
 
 
-# [B, T, heads, E] as [B, heads, T, E], and back.
+# [B, T, heads, E] to [B, heads, T, E], or back.
 _turned = methodcaller("transpose", 1, 2)
 
 
@@ -106,7 +106,7 @@ def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float
 def supported(
     head_dim: int, dtype: torch.dtype, device: torch.device, pattern: Pattern = CAUSAL
 ) -> str | None:
-    """Why no fast kernel computes such an attention, in a few words; None where one does."""
+    """Why no fast kernel supports this attention, in a few words; None if one does."""
     if device.type in ("cpu", "meta"):
         return None
     if device.type != "cuda":
@@ -144,10 +144,9 @@ def supported(
 
 
 def _by_flex(pattern: Pattern, head_dim: int) -> bool:
-    """Whether flex_attention alone computes this pattern.
+    """Whether only flex_attention computes this pattern.
 
-    It caps scores, or hides keys by an extra column of the head dim, for which wide heads have no
-    room.
+    Only it caps scores. It also hides keys at head dims that have no room for an extra column.
     """
     return pattern.softcap is not None or (
         pattern.hidden_BT is not None and 248 < head_dim <= WIDEST_HEAD
@@ -155,9 +154,9 @@ def _by_flex(pattern: Pattern, head_dim: int) -> bool:
 
 
 def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
-    """Whether a kernel for these takes wider, longer or expanded copies of its inputs.
+    """Whether the kernel for these inputs runs on wider, longer or expanded copies of them.
 
-    Forward then runs by groups of heads too, so that the copies are one group's.
+    Forward then runs by groups of heads too, so that only one group is copied at a time.
     """
     E, E_v = q_BTHE.shape[3], v_BTVE.shape[3]
     if E != E_v or E > WIDEST_HEAD or pattern.hidden_BT is not None or pattern.softcap is not None:
@@ -166,8 +165,8 @@ def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
 
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:
-    """The backend for a pattern: FA2's own entry for documents and windows on a GPU, blocks where
-    no kernel computes it, else the one that `pick` found.
+    """The backend for a pattern. On a GPU FA2's own entry serves documents and windows; blocks
+    serve patterns without a kernel; otherwise `backend`, the choice of `pick`.
     """
     if backend in ("blocks", "flex"):
         return backend
@@ -181,17 +180,17 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
-    # cuDNN and FA3 were not tried at the head dims that _widened makes; FA2 takes any multiple of
-    # 8.
+    # The trial of cuDNN and FA3 did not cover the head dims that _widened makes. FA2 takes any
+    # multiple of 8.
     wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
     return "flash" if wider and backend in ("cudnn", "fa3") else backend
 
 
 def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
-    """q, k and v with one head dim, a multiple of 8.
+    """q, k and v padded to one head dim, a multiple of 8.
 
-    An extra column lowers the scores of hidden keys. Zeros fill the rest. q's column is a power of
-    two, large enough that k's stays within float16.
+    An extra column lowers the scores of hidden keys; zeros fill the rest. q's column is a power of
+    two, large enough that k's column fits into float16.
     """
     E, E_v = q.shape[3], v.shape[3]
     wide = max(E + (hidden_BT is not None), E_v)
@@ -265,7 +264,7 @@ def attention_forward(
 
     Returns:
         out_BTHE; lse with the sinks, [B, H, T] or, from packed kernels, [H, N], float32 or wider;
-        and what the backward takes besides.
+        and the kernel's state for the backward.
     """
     chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
     if chosen == "blocks":
@@ -274,7 +273,7 @@ def attention_forward(
         out, lse, state = flex_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
         q, k, v = q_BTHE, k_BTKE, v_BTKE
-        # Kernels read a head's columns next to each other, torch's for CPUs without a look.
+        # Kernels assume that a head's columns are contiguous; torch's CPU kernels do not check.
         if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if pattern.hidden_BT is not None or q.shape[3] != v.shape[3]:
@@ -302,10 +301,10 @@ def attention_forward(
 
 
 def parts_of_heads(B: int, T: int, H: int, K: int, E: int) -> int:
-    """How many parts of equally many query heads a backward is cut into.
+    """The number of equal parts of the query heads that a backward runs one after another.
 
-    Each has fewer than 2^31 elements and than 32 heads of 524,288 rows: some versions of FA2
-    compute offsets into their dq in 32 bits, and cuDNN may do so too.
+    Each part has fewer than 2^31 elements and fewer rows than 32 heads of 524,288: some versions of
+    FA2 compute offsets into their dq in 32 bits, and cuDNN may too.
     """
     for parts in range(1, H):
         even = H % parts == 0 and (K % parts == 0 or parts % K == 0)
@@ -316,7 +315,8 @@ def parts_of_heads(B: int, T: int, H: int, K: int, E: int) -> int:
 
 def _backward_by_parts(parts: int, dout, q, k, v, out, lse, state, sinks_H, asked: dict) -> tuple:
     """attention_backward for one part of the query heads after another. Parts that share a KV head
-    add up to its gradients."""
+    are summed into its gradients.
+    """
     H, K = q.shape[2], k.shape[2]
     wide = torch.promote_types(k.dtype, torch.float32)
     dq, (dk, dv), dsinks = (
@@ -361,9 +361,9 @@ def attention_backward(
     elif chosen == "flex":
         grads = flex_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
-        # One layout of both on every path: FA2 copies others itself, and cuDNN's plans are cached
-        # by the strides of q, k and v alone in torch up to 2.13 (aten/native/cudnn/MHA.cpp), whose
-        # later versions expect q's layout in both.
+        # dout and out are contiguous on every path. FA2 would copy other layouts itself. cuDNN's
+        # plans are cached by the strides of q, k and v alone in torch up to 2.13
+        # (aten/native/cudnn/MHA.cpp); later versions expect q's layout in both.
         dout, wide_out, wide_q, wide_k, wide_v = dout_BTHE.contiguous(), out.contiguous(), q, k, v
         if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             wide_q, wide_k, wide_v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -387,7 +387,7 @@ def attention_backward(
             grads = [g[..., : x.shape[3]] for g, x in zip(grads, (q, k, v))]
     if sinks_H is None:
         return tuple(grads)
-    # bfloat16 has float32's range: products lose bits, and none of them vanishes.
+    # bfloat16 has float32's range: products lose bits but do not underflow.
     wide = out.dtype if out.dtype == torch.bfloat16 else lse.dtype
     delta_BTH = (dout_BTHE.to(wide) * out.to(wide)).sum(-1, dtype=lse.dtype)
     weight = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, B, T))

@@ -1,12 +1,12 @@
 """The attention kernels for plain causal rows, and the choice between them.
 
-The fastest kernel for a shape is found by a trial on the device. A trial also times the first call
-at a new exact length: cuDNN makes a plan for each, in 0.4 to 1 s. Once a process has run more than
+A trial on the device finds the fastest kernel for a shape. It also times the first call at a new
+exact length: cuDNN makes a plan for each, in 0.4 to 1 s. Once a process has run more than
 FEW_LENGTHS lengths, that cost is added to every call, so batches of mixed lengths use kernels
 without plans.
 
-B batch, T tokens, H query heads, K key-value heads, E head dim. All tensors of a kernel are [B,
-heads, T, E] views.
+B batch, T tokens, H query heads, K key-value heads, E head dim. A kernel's tensors are
+[B, heads, T, E] views.
 """
 
 from collections import Counter, defaultdict
@@ -27,10 +27,10 @@ from hfpatch.compat import aten, flash3, has_kernel
 from hfpatch.report import say
 
 HALF = (torch.float16, torch.bfloat16)
-WIDEST_HEAD = 256  # columns that kernels take but the efficient one
+WIDEST_HEAD = 256  # columns; only the efficient kernel takes more
 LONGEST_TRIAL = 16384  # tokens; which kernel is fastest does not change beyond
 FEW_LENGTHS = 4
-PLAN_SECONDS = 0.1  # a first call at a new length that takes less more is noise or an allocation
+PLAN_SECONDS = 0.1  # a smaller delay of a new length's first call is noise or an allocation
 
 # --- one row a backend --------------------------------------------------------------------------
 # forward(q, k, v, scale) -> out, lse, state
@@ -78,8 +78,7 @@ def _cudnn_backward(dout, q, k, v, out, lse, state, scale):
     )
 
 
-# One row a backend; a trial times those of CANDIDATES. attention.py says which kernel serves
-# documents, windows and soft caps.
+# A trial times CANDIDATES. attention.py chooses the kernel for documents, windows and soft caps.
 BACKENDS = {
     "cpu": (_cpu_forward, _cpu_backward),
     "flash": (_flash_forward, _flash_backward),
@@ -91,13 +90,14 @@ CANDIDATES = (
     "flash",
     "cudnn",
     "fa3",
-)  # the results of the first that runs are the others' reference
+)  # the first that runs gives the reference for the others
 
 
 @lru_cache(maxsize=16)
 def has_flash(device: torch.device) -> bool:
-    """Whether FA2 runs on a CUDA device: not before Ampere (V100, T4). True without a device (a
-    plan for another machine)."""
+    """Whether FA2 runs on a CUDA device: from Ampere on, not on V100 or T4. True without a device
+    (a plan for another machine).
+    """
     if torch.version.hip is not None or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -112,10 +112,10 @@ lengths_met: dict[torch.device, set] = defaultdict(set)
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial of one shape found.
+    """The result of a trial of one shape.
 
-    seconds: of one forward and backward, by backend. new_length: how much longer a first call at
-    an exact length takes. left_out: why the other backends cannot be used.
+    seconds: of one forward and backward, by backend. new_length: extra seconds of the first call at
+    an exact length. left_out: why the other backends cannot be used.
     """
 
     seconds: dict[str, float]
@@ -123,7 +123,7 @@ class Trial:
     left_out: dict[str, str]
 
     def fastest(self, many_lengths: bool = False) -> str:
-        """The backend to take; "efficient" where none of those that were tried serves."""
+        """The fastest backend; "efficient" if no tried backend works."""
         cost = self.new_length if many_lengths else {}
         return min(
             self.seconds, key=lambda n: self.seconds[n] + cost.get(n, 0), default="efficient"
@@ -160,19 +160,19 @@ def tried(
 ) -> Trial:
     """Times every backend on this CUDA device, and prints one line.
 
-    Forward takes all heads, backward one of `groups` groups of them at a time. A backend that
-    raises, or that differs from the first that runs by more than rounding, is left out.
+    Forward takes all heads, backward one of `groups` groups of heads at a time. A backend is left
+    out if it raises, or if it differs by more than rounding from the first that runs.
 
     Raises:
-        torch.OutOfMemoryError: the device has no room for a trial. Raised because the result is
-            cached.
+        torch.OutOfMemoryError: the device has no room for a trial. Raised, not returned: the result
+            is cached.
     """
     seconds, new_length, left_out, expected = {}, {}, {}, None
     inputs = _trial_inputs(device, dtype, n_heads, n_kv_heads, head_dim, tokens)
     other = [x[:, :, : tokens - 8] for x in inputs]
     for name in CANDIDATES:
         try:
-            got = _timed(name, inputs, groups)[1]  # this one loads or compiles
+            got = _timed(name, inputs, groups)[1]  # untimed: loads or compiles
             took = min(_timed(name, inputs, groups)[0] for _ in range(2))
             first_at_other = _timed(name, other, groups)[0]
         except torch.OutOfMemoryError:
@@ -200,7 +200,7 @@ def tried(
 def _trial_inputs(
     device, dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
 ) -> list[Tensor]:
-    """q, k, v and dout, as slices of a wider tensor, which is how the layer passes them."""
+    """q, k, v and dout as slices of a wider tensor, as the layer passes them."""
     generator = torch.Generator(device).manual_seed(0)
     options = {"generator": generator, "device": device, "dtype": dtype}
     return [
@@ -210,8 +210,8 @@ def _trial_inputs(
 
 
 def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Tensor]]:
-    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward. What
-    `attention_backward` copies into one layout is copied here too, and timed.
+    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward. The time includes
+    the layout copies that `attention_backward` makes.
     """
     forward, backward = BACKENDS[name]
     q, k, v, dout = inputs
@@ -222,7 +222,7 @@ def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Te
     got, first = (
         [out],
         0 if name == "cudnn" else 3,
-    )  # of q, k, v, out and dout those made rows first
+    )  # index in (q, k, v, out, dout) of the first that attention_backward makes contiguous
     for *part, lse_part in zip(*(x.chunk(groups, 1) for x in (q, k, v, out, dout, lse))):
         part[first:] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in part[first:])
         got += backward(part[4], *part[:4], lse_part.contiguous(), state, scale)
@@ -233,8 +233,8 @@ def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Te
 def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
     """The backend for these shapes.
 
-    groups: how many groups of heads the backward takes one after another. On CUDA a trial runs once
-    per device and shape, at the next power of two of tokens, up to LONGEST_TRIAL.
+    groups: the number of groups of heads in the backward. On CUDA a trial runs once per device and
+    shape, at the next power of two of tokens, up to LONGEST_TRIAL.
     """
     device, (B, T, H, E) = q_BTHE.device, q_BTHE.shape
     if device.type != "cuda":
@@ -247,8 +247,8 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
         return "blocks"  # no kernel takes it
     if q_BTHE.dtype not in HALF or not has_flash(device) or E > WIDEST_HEAD:
         return "efficient"
-    # FA2 alone has a deterministic backward (read each time, since a user may turn it on later),
-    # and takes a single token. With few tokens the call costs more than the kernel.
+    # Only FA2 has a deterministic backward, and only FA2 takes a single token. The setting is read
+    # each time: a user may turn it on later. With few tokens the call costs more than the kernel.
     if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or T < 128:
         return "flash"
     met = lengths_met[device]
@@ -267,10 +267,10 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
 def deterministic_scratch(
     batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int
 ) -> int:
-    """Bytes of FA2's deterministic backward for one group: a float32 dq for each of its splits.
+    """Scratch bytes of FA2's deterministic backward for one group: a float32 dq for each split.
 
     It splits the keys over as many blocks as fill the device (FlashAttention-2's num_splits), each
-    with a dq of its own.
+    with its own dq.
     """
     splits = max(1, -(-multiprocessors // (batch * group_heads)))
     rows = -(-tokens // 128) * 128

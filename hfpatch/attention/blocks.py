@@ -1,6 +1,6 @@
 """Attention in blocks of queries, in plain torch: exact for every pattern, device and dtype.
 
-It runs where no kernel does (soft caps, windows on a CPU, float32 windows on a GPU) and never holds
+Used where there is no kernel (soft caps, windows on a CPU, float32 windows on a GPU). Never holds
 [T, T] scores.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim. In the einsums: b batch, q queries,
@@ -19,8 +19,8 @@ def _blocks(q_BTHE, pattern: Pattern):
     B, T, H, _ = q_BTHE.shape
     rows = max(1, min(T, BLOCK_BYTES // (8 * B * H * T)))
     if pattern.window is not None:
-        # A block of queries sees a window of keys more than it has rows. Long blocks compute more
-        # masked scores, short ones read the same keys more often.
+        # A block of queries sees its own rows plus a window of keys. Long blocks compute more
+        # masked scores, short blocks read the same keys more often.
         rows = min(T, max(min(rows, max(pattern.window, 128)), min(pattern.window, 1024)))
     for a in range(0, T, rows):
         b = min(a + rows, T)

@@ -14,7 +14,7 @@ from hfpatch.compat import aten
 
 
 def for_each_head(q, k, v):
-    """k and v with one head per query head, for kernels without grouped heads."""
+    """k and v repeated to one head per query head, for kernels without grouped heads."""
     repeat = q.shape[1] // k.shape[1]
     if repeat == 1:
         return k, v
@@ -22,7 +22,7 @@ def for_each_head(q, k, v):
 
 
 def of_groups(K: int, dk, dv):
-    """dk and dv of K heads: sums over the copies that for_each_head made."""
+    """dk and dv of K heads, summed over the copies that for_each_head made."""
     if dk.shape[1] == K:
         return dk, dv
     return dk.unflatten(1, (K, -1)).sum(2), dv.unflatten(1, (K, -1)).sum(2)
@@ -48,8 +48,9 @@ def efficient_backward(dout, q, k, v, out, lse, state, scale):
 
 @lru_cache(maxsize=32)
 def why_not_efficient(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """None where the kernel agrees with plain blocks at this head dim, else the reason (see
-    why_not)."""
+    """None if the kernel agrees with plain blocks at this head dim, else the reason (see
+    why_not).
+    """
 
     def forward(q, k, v, pattern, scale):
         out, *rest = efficient_forward(*(x.transpose(1, 2) for x in (q, k, v)), scale)

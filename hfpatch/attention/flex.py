@@ -1,10 +1,10 @@
-"""Attention through torch's flex_attention, for what no other kernel does.
+"""Attention through torch's flex_attention, for patterns that no other kernel supports.
 
-It caps scores (Gemma 2), and hides keys at head dim 256, which leaves no room for a further column.
-Its forward and backward are two operators, so the backward needs no second forward. On a GPU both
-are compiled, for lengths that are rounded up, so few shapes are compiled. Elsewhere torch's plain
-code runs, which holds all scores; that is for tests. A device is trusted after one forward and
-backward of a few tokens agreed with plain blocks there.
+These are capped scores (Gemma 2), and hidden keys at head dim 256, which leaves no room for another
+column. Forward and backward are two operators, so the backward needs no second forward. On a GPU
+both are compiled, at lengths rounded up so that few shapes are compiled. Elsewhere torch's plain
+code runs; it holds all scores and is for tests. A device is trusted after one forward and backward
+of a few tokens agreed with plain blocks there.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim; Q blocks of SIZE tokens.
 """
@@ -22,7 +22,7 @@ from hfpatch.compat import compiled_for, flex_operators
 
 SIZE = 128
 COMPILED = ("cuda",)  # devices on which the operators are compiled
-# The options that flex_attention() itself sets. Its lse is to base 2.
+# The options that flex_attention() itself sets. Its lse has base 2.
 OPTIONS = {
     "BACKEND": "TRITON",
     "PRESCALE_QK": False,
@@ -52,7 +52,9 @@ def _first_seen(pattern: Pattern, B: int, T: int, device) -> Tensor:
 
 
 def _blocks_of(first_BT: Tensor, hidden_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Two bool [B, 1, Q, Q]: blocks of keys that a block of queries sees partly, and entirely."""
+    """Two bool [B, 1, Q, Q]: key blocks that a query block sees partly, and those that it sees
+    entirely.
+    """
     B, T = first_BT.shape
     filled = pad(first_BT, (0, -T % SIZE), value=-1).view(B, -1, SIZE)
     most, least = filled.amax(2), filled.masked_fill(filled < 0, T).amin(2)
@@ -119,10 +121,10 @@ def _score(softcap: float | None):
 
 
 def _operator(forward: bool, softcap: float | None, scale: float, blocks: tuple, n: int, *tensors):
-    """Calls one operator. tensors: n inputs, then first_BT, hidden_BT, then the tensors of the
-    BlockMask.
+    """Calls one operator.
 
-    blocks: the BlockMask's fields, with `...` in the places of its tensors.
+    blocks: the BlockMask's fields, with `...` in place of each tensor. tensors: n inputs, then
+    first_BT, hidden_BT, then the BlockMask's tensors.
     """
     score, joint = _score(softcap)
     given, seen_by, rest = tensors[:n], tensors[n : n + 2], iter(tensors[n + 2 :])
@@ -136,9 +138,8 @@ _compiled: dict = {}  # (options, shapes, strides, dtypes, devices) -> compiled 
 
 
 def _run(forward: bool, pattern: Pattern, scale: float, *given):
-    """Calls an operator on [B, T, heads, E] tensors and lse [B, H, T].
-
-    Pads T where it is compiled.
+    """Calls an operator on [B, T, heads, E] tensors and lse [B, H, T]. Pads T if the operator is
+    compiled.
     """
     B, T = given[0].shape[:2]
     device = given[0].device
@@ -179,8 +180,9 @@ def flex_backward(dout, q_BTHE, k_BTKE, v_BTKE, out, lse, state, pattern: Patter
 def why_no_flex(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None
 ) -> str | None:
-    """None where flex_attention agrees with plain blocks on this device, else the reason (see
-    why_not)."""
+    """None if flex_attention agrees with plain blocks on this device, else the reason (see
+    why_not).
+    """
     if flex_operators() is None:
         return f"torch {torch.__version__} has no operators for it"
     pattern = Pattern(window=SIZE, softcap=softcap)

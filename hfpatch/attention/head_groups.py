@@ -1,7 +1,7 @@
-"""Tensors with heads, stored group by group, for devices without room for the whole.
+"""Tensors with heads, stored by groups of heads, for devices without room for the whole.
 
-They are written and read like a tensor on the device: by tiles of tokens, x[:, a:b], or by groups
-of heads, x[:, :, hs]. A read prefetches the next tile or group.
+Written and read like a tensor on the device: by tiles of tokens, x[:, a:b], or by groups of heads,
+x[:, :, hs]. A read prefetches the next tile or group.
 
 B batch, T tokens, H heads, E head dim; t tokens of a tile, G heads of a group.
 """
@@ -51,10 +51,10 @@ class InTier:
 
 
 class Grouped:
-    """A tensor [B, T, H, E] in the tier, a tensor a group of heads."""
+    """A tensor [B, T, H, E] in the tier, stored as one tensor per group of heads."""
 
     def __init__(self, transfers: Transfers, like: Tensor, tokens: int, groups: int):
-        """like: any tile of it. Writes must be settled before a read."""
+        """like: any tile of the tensor. A read needs settled writes."""
         B, _, H, E = like.shape
         self.transfers, self.width, self.shape = transfers, H // groups, (B, tokens, H, E)
         shape = (B, tokens, self.width, E)

@@ -1,11 +1,11 @@
-"""Attention of one layer's call over whole rows: forward in one launch, backward one group of KV
-heads at a time.
+"""Attention of one layer's call over whole rows: forward in one launch, backward by groups of KV
+heads.
 
-Only the backward has scratch, which the size of a group bounds. Forward runs by the same groups
-where a policy streams attention outputs, or where a kernel copies its inputs.
+Only the backward has scratch, and the size of a group bounds it. Forward uses the same groups if a
+policy streams attention outputs, or if a kernel copies its inputs.
 
-After the attention calls come the layer's mixers (layer/mixers.py), which run forward, and again in
-backward, themselves.
+The layer's mixers (layer/mixers.py) come after the attention calls. They run in forward and again
+in backward.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads of a group.
 """
@@ -25,8 +25,9 @@ ALL = slice(None)
 
 @dataclass
 class Heads:
-    """One call of attention in a layer's forward: its scale, pattern and sinks (context.current
-    Call), and this process's groups of heads."""
+    """One attention call in a layer's forward: its scale, pattern and sinks (context.current.Call),
+    and this process's groups of heads.
+    """
 
     call: object
     groups: tuple[tuple[slice, slice], ...]  # of query heads and of KV heads
@@ -48,7 +49,7 @@ def groups_of(B: int, T: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]
 
 @lru_cache(maxsize=64)
 def _groups(width: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
-    """The same. width: KV heads a group."""
+    """groups_of with `width` KV heads per group."""
     repeat, groups = H // K, []
     for a in range(0, K, width):
         groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
@@ -57,10 +58,10 @@ def _groups(width: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
 
 @dataclass(eq=False)
 class Attention:
-    """Every attention call of a layer's forward: its groups, and the kernels' state between forward
-    and backward.
+    """Every attention call of a layer's forward: its groups, and the kernels' state for the
+    backward.
 
-    apart: forward is launched per group, with one output each. wide: all heads are one group.
+    apart: forward runs per group and returns one output per group. wide: all heads form one group.
     """
 
     apart: bool = False
@@ -70,11 +71,11 @@ class Attention:
     mixers: list = field(default_factory=list)
 
     def counts(self) -> list[int]:
-        """How many groups each call has."""
+        """The number of groups of each call, and 1 for each mixer."""
         return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
     def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] of a tile, from the groups' that forward gave apart."""
+        """Each call's out [B, t, H, E] of a tile, joined from the outputs of its groups."""
         joined, outs = [], list(outs)
         for n in self.counts():
             mine, outs = outs[:n], outs[n:]
@@ -90,12 +91,12 @@ class Attention:
             asked: one Call (scale, pattern, sinks) per attention call.
             mixers: the layer's mixers.
             parts: q [B, T, H, E], k and v [B, T, K, E] of each call, then each mixer's input
-                [B, T, D]. In place of tensors they may be head_groups.Grouped.
-            keep: whether `backward` comes next, with nothing but other tiles in between.
+                [B, T, D]. May be head_groups.Grouped in place of tensors.
+            keep: whether `backward` follows, with only other tiles in between.
 
         Returns:
-            outs: out [B, T, H, E] of every call or, apart, [B, T, G, E] of every group, then the
-                mixers' outputs [B, T, D]. InTier where the parts are Grouped.
+            outs: out [B, T, H, E] of every call or, if `apart`, [B, T, G, E] of every group, then
+                the mixers' outputs [B, T, D]. InTier if the parts are Grouped.
             lses: one per call or group.
         """
         self.heads, self.mixers, self.states, outs, lses = [], mixers, [], [], []
@@ -142,10 +143,10 @@ class Attention:
             outs: outs(i) returns forward's i-th output; called in order.
             lses: forward's; each entry becomes None after its use.
             into: tensors to write to (they may be `parts`), or None to allocate. An entry is
-                replaced where the kernel's own result fits as it is.
+                replaced if the kernel's own result fits unchanged.
 
         Returns:
-            The gradient of each call's sinks, None where it has none.
+            The gradient of each call's sinks, None without sinks.
         """
         i, dsinks = 0, []
         for n, (heads, dout) in enumerate(zip(self.heads, douts)):
@@ -155,10 +156,10 @@ class Attention:
                 if self.apart or not group:
                     out, lse, state, lses[i] = outs(i), lses[i], self.states[i], None
                     i += 1
-                # Kernels read lse as if it were contiguous.
+                # Kernels assume a contiguous lse.
                 alone = self.apart or len(heads.groups) == 1
                 mine = (out, lse) if alone else (out[:, :, hs], _heads_of(lse, hs).contiguous())
-                # No views of all heads: a view costs the host as much as a small op.
+                # Avoids views of all heads: a view costs the host as much as a small op.
                 plain = len(heads.groups) == 1 and isinstance(q, Tensor)
                 given = (
                     (dout, q, k, v)
@@ -189,7 +190,7 @@ class Attention:
         return dsinks
 
     def mixed_backward(self, parts, douts, into) -> None:
-        """Each mixer's dx into `into`, as backward has it."""
+        """Writes each mixer's dx into `into`, for `backward`."""
         n = len(self.heads)
         for i, mixer in enumerate(self.mixers, 3 * n):
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
@@ -203,7 +204,7 @@ class Attention:
 
 
 def _heads_of(lse: Tensor, hs: slice) -> Tensor:
-    """lse of some heads. lse: [B, H, T] or, from packed kernels, [H, N]."""
+    """lse of the heads `hs`. lse: [B, H, T] or, from packed kernels, [H, N]."""
     return lse[hs] if lse.dim() == 2 else lse[:, hs]
 
 

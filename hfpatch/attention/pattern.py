@@ -1,4 +1,6 @@
-"""Which keys a query sees: packed documents, a window, hidden keys, a soft cap of the scores."""
+"""Restrictions of causal attention: packed documents, a window, hidden keys; and a soft cap of
+scores.
+"""
 
 from dataclasses import dataclass
 
@@ -8,11 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of packed rows: ranges of the flattened [B*T] tokens that attend only within
-    themselves.
+    """Documents of packed rows: ranges of the flattened [B*T] tokens. A token attends only to its
+    document.
 
-    bounds: ascending offsets on the host, first 0 and last B*T. cu_seqlens: the same on the device,
-    int32.
+    bounds: ascending offsets on the host, from 0 to B*T. cu_seqlens: the same on the device, int32.
     """
 
     bounds: tuple[int, ...]
@@ -56,7 +57,7 @@ class Pattern:
         if self.window is not None:
             allowed = allowed & (k > q[:, None] - self.window)
         if self.documents is not None:
-            # On the device already; a copy made here would make the host wait.
+            # cu_seqlens, not bounds: a copy from the host would make the host wait.
             ends = self.documents.cu_seqlens[1:].long()
             document_BT = torch.bucketize(
                 torch.arange(B * T, device=device), ends, right=True
@@ -69,9 +70,10 @@ class Pattern:
         return allowed[:, None]
 
     def sees_nobody(self, lse_BHT: Tensor) -> Tensor | None:
-        """bool [B, T, 1 or H, 1]: queries whose output is zero. None where every query sees itself.
+        """bool [B, T, 1 or H, 1]: queries whose output is zero. None if every query sees itself.
 
-        lse_BHT: log-sum-exp of the scores. It is very low where all visible keys are hidden ones.
+        lse_BHT: log-sum-exp of the scores. It is very low if all keys that a query could see are
+        hidden.
         """
         if self.hidden_BT is None:
             return None if self.blind_BT is None else self.blind_BT[:, :, None, None]

@@ -16,9 +16,9 @@ def why_not(
     pattern: Pattern,
     tokens: int,
 ):
-    """Why the kernel cannot be used on this device; None where it agrees with plain blocks.
+    """Why the kernel cannot be used on this device; None if it agrees with plain blocks.
 
-    Callers cache the answer, so the trial does not depend on the caller's grad mode or autocast.
+    Callers cache the answer, so the trial ignores the caller's grad mode and autocast.
 
     Args:
         forward: forward(q, k, v, pattern, scale) -> out, lse, state, all [B, T, heads, E].
