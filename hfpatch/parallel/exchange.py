@@ -1,15 +1,15 @@
 """Sequence parallelism: attention over rows whose tokens lie on several ranks, by exchanging tokens
 for heads.
 
-Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as torch's context
-parallelism deals them) and all heads of those tokens. Attention needs whole rows of few heads: rank
-p owns query heads [pH/P, (p+1)H/P) and their KV heads. In rounds of a few query heads, an
-all-to-all gathers whole rows, the kernel runs, and a second all-to-all returns the result. The next
-round's exchange overlaps the kernel where memory holds both. The layer keeps its own tokens only,
-except lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each compute a
-part of its dk and dv, summed in float32. Where the number of heads is no multiple of the ranks,
-copies of the last head fill the rounds; their results are dropped, and each brings its own copy of
-its KV head.
+Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P, as in torch's
+context parallelism) and all heads of those tokens. Attention needs whole rows of few heads: rank p
+owns query heads [pH/P, (p+1)H/P) and their KV heads. Attention runs in rounds of a few query heads:
+an all-to-all gathers whole rows, the kernel runs, a second all-to-all returns the result. The next
+round's exchange overlaps the kernel if memory holds both. The layer keeps only its own tokens,
+except lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each
+compute a part of its dk and dv, summed in float32. If the number of heads is no multiple of the
+ranks, copies of the last head, each with its own copy of its KV head, fill the rounds. Their
+results are dropped.
 
 B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w
 query heads of a round.
@@ -29,12 +29,12 @@ from hfpatch.budget.sequence import Rounds, rounds_of
 from hfpatch.parallel.shards import least_of, together
 from hfpatch.store.device import beside
 
-# States that a rank has sent and the next one has not taken: so far it may run ahead.
+# Limit of states in flight to the next rank, which bounds how far a rank runs ahead.
 LEAVING = 16
 
 
 class Sequence:
-    """The ranks that share each row's tokens, and which tokens each has.
+    """The ranks that share each row's tokens, and the tokens of each rank.
 
     group: a process group of torch.distributed.
     """
@@ -43,8 +43,8 @@ class Sequence:
         self.group, self.zigzag = group, zigzag
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._agreed: dict = {}
-        self._leaving: deque = deque()  # (handle, tensor) of what send() sent
-        self.lengths: set = set()  # the first exact (B, T) of its rows, as each rank has met them
+        self._leaving: deque = deque()  # (handle, tensor) of each send() in flight
+        self.lengths: set = set()  # the first few exact (B, T) of its rows, the same on every rank
 
     # -- what the ranks tell each other ------------------------------------------------------------
     def all_to_all(self, send: Tensor):
@@ -59,27 +59,27 @@ class Sequence:
         return got
 
     def send(self, x: Tensor, rank: int) -> None:
-        """To one rank, which calls receive(); returns before x has gone."""
+        """Sends x to a rank, which calls receive(). Returns before x is sent."""
         while len(self._leaving) >= LEAVING:
             self._leaving.popleft()[0].wait()
         x = x.contiguous()
         self._leaving.append((dist.isend(x, group=self.group, group_dst=rank), x))
 
     def receive(self, into: Tensor, rank: int) -> Tensor:
-        """What that rank sent, in the order of its send()s."""
+        """Receives the next tensor from a rank, in the order of its send() calls."""
         dist.recv(into, group=self.group, group_src=rank)
         return into
 
     def least(self, numbers: list[int | None], device: torch.device) -> list[int | None]:
-        """The least of each number over the ranks; None where one has None."""
+        """The least of each number over the ranks; None if one rank has None."""
         return least_of(self.group, numbers, device)
 
     def together(self, work):
-        """work() on every rank; where one raises, all raise."""
+        """Runs work() on every rank; if one raises, all raise."""
         return together(self.group, work)
 
     def agreed(self, key, choose):
-        """The first rank's choose(), called once per key: ranks may measure different times."""
+        """The first rank's choose(), called once per key: each rank may measure other times."""
         if key not in self._agreed:
             said = [choose() if self.rank == 0 else None]
             dist.broadcast_object_list(said, group=self.group, group_src=0)
@@ -88,7 +88,7 @@ class Sequence:
 
     # -- where tokens lie --------------------------------------------------------------------------
     def chunks(self, t: int) -> list[tuple[int, int, int]]:
-        """(number in the whole row, first, last of its t tokens) of each chunk that this rank has,
+        """(number in the whole row, start, end in this rank's t tokens) of each chunk of this rank,
         in order.
         """
         if not self.zigzag:
@@ -96,7 +96,7 @@ class Sequence:
         return [(self.rank, 0, t // 2), (2 * self.size - 1 - self.rank, t // 2, t)]
 
     def owner(self, chunk: int) -> int:
-        """The rank that has a chunk of this number."""
+        """The rank that has this chunk."""
         return chunk if chunk < self.size else 2 * self.size - 1 - chunk
 
     def in_order(self, parts_PBt: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Sequence:
         return torch.cat([chunks[: self.size], chunks[self.size :].flip(0)], 2)
 
     def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
-        """Whole rows [B, T] of small tensors [B, t], gathered beside the layers
+        """Whole rows [B, T] of small tensors [B, t], gathered on the side stream
         (store/device.py).
         """
         gather = lambda *xs: [  # noqa: E731
@@ -128,7 +128,7 @@ class _Coming:
     """An all-to-all in flight. finish: called on the received tensor."""
 
     def __init__(self, sequence: Sequence, send: Tensor, finish):
-        self.send, self.finish = send, finish  # sent memory stays until it has gone
+        self.send, self.finish = send, finish  # `send` stays alive until it is sent
         self.got, self.handle = sequence.all_to_all(send)
 
     def wait(self) -> Tensor:
@@ -139,8 +139,9 @@ class _Coming:
 
 
 class ExchangedAttention(Attention):
-    """Every attention call of a layer, in rounds of exchanged heads. Inputs and outputs are this
-    rank's tokens."""
+    """Every attention call of a layer, in rounds of exchanged heads. Inputs and outputs hold this
+    rank's tokens.
+    """
 
     def __init__(self, sequence: Sequence, ahead: bool = True):
         super().__init__(apart=True)
@@ -176,8 +177,9 @@ class ExchangedAttention(Attention):
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
 
     def _copies(self, x_BtGE: Tensor, rounds: Rounds, r: int) -> Tensor:
-        """A round's query heads, or their KV heads, of every rank where H is no multiple of P:
-        [P, B, t, w, E]."""
+        """A round's query heads, or one KV head for each of them, of every rank: [P, B, t, w, E].
+        For an H that is no multiple of P.
+        """
         H, G = rounds.uneven[0], x_BtGE.shape[2]
         heads = [
             x_BtGE[:, :, min(h, H - 1) * G // H] for h in rounds.queries(r, self.sequence.size)
@@ -185,8 +187,9 @@ class ExchangedAttention(Attention):
         return torch.stack(heads).unflatten(0, (self.sequence.size, -1)).movedim(1, 3)
 
     def _ahead(self, n_rounds: int, send):
-        """Yields (r, what send(r) receives) of every round; sends the next round first where memory
-        holds it."""
+        """Yields (r, the received tensors) of every round. Sends the next round first if memory
+        holds it.
+        """
         coming = None
         for r in range(n_rounds):
             got = [c.wait() for c in coming or send(r)]
@@ -211,10 +214,10 @@ class ExchangedAttention(Attention):
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """out [B, t, P*w, E] of this rank's tokens and lse [B, w, T] of its heads, of every round;
-        behind them the mixers' outputs [B, t, D].
+        """out [B, t, P*w, E] of this rank's tokens and lse [B, w, T] of its heads, of every round.
+        The mixers' outputs [B, t, D] follow.
 
-        mixers: those that hand their states from rank to rank (layer/time_ranks.py).
+        mixers: mixers that pass their states from rank to rank (layer/time_ranks.py).
         """
         P, rank = self.sequence.size, self.sequence.rank
         self.heads, self.rounds, self.states, outs, lses = [], [], [], [], []
@@ -252,8 +255,9 @@ class ExchangedAttention(Attention):
         return outs + self.mixed(parts, keep) if mixers else outs, lses
 
     def _length(self, B: int, T: int) -> tuple:
-        """The part of the ranks' key for a backend that depends on the length: pick's power of two
-        and, for the first few lengths, the exact one."""
+        """The length's part of the key for a common backend: pick's power of two and, for the first
+        few lengths, the exact one.
+        """
         met = self.sequence.lengths
         if len(met) <= FEW_LENGTHS:
             met.add((B, T))
@@ -281,7 +285,8 @@ class ExchangedAttention(Attention):
             sinks = heads.call.sinks_H
             dsinks.append(None if sinks is None else torch.zeros_like(sinks))
             keys, sums, back = None, None, None
-            # Several rounds and ranks add to a KV head's gradients, and its k and v are sent again.
+            # Uneven: several rounds and ranks add to a KV head's gradients, and each sends its k
+            # and v again.
             if rounds.uneven:
                 wide = torch.promote_types(k.dtype, torch.float32)
                 dk_whole, dv_whole = (
@@ -301,7 +306,7 @@ class ExchangedAttention(Attention):
                     self._put(back, dq_whole, rounds, r - 1)
                 back = self._to_tokens(dq)
                 del dq
-                if not self.ahead:  # memory is short, and the next round's attention comes
+                if not self.ahead:  # memory is short: frees this before the next round
                     self._put(back, dq_whole, rounds, r)
                     back = None
                 sums = _added(sums, [dk, dv], rounds.of_keys > 2)
@@ -342,18 +347,18 @@ class ExchangedAttention(Attention):
             self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
 
     def _existing(self, back: _Coming, rounds: Rounds, r: int):
-        """(number, result) of a round's real query heads, without the copies that fill it up."""
+        """(head, result) of a round's real query heads, without the copies that fill the round."""
         heads = zip(rounds.queries(r, self.sequence.size), back.wait().movedim(3, 1).flatten(0, 1))
         return [(h, got) for h, got in heads if h < rounds.uneven[0]]
 
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
-        """One tensor: a round takes heads of every rank."""
+        """One whole tensor, not by groups: a round takes heads of every rank."""
         return super().room(like, tokens, 1)
 
 
 def _added(sums, grads, wide: bool):
-    """The sums over a KV head's rounds. wide: in float32, for there are more than two: a sum of two
-    is rounded once either way.
+    """The sums over a KV head's rounds. wide: in float32, for more than two rounds; a sum of two is
+    rounded once either way.
     """
     if sums is not None:
         return [s.add_(g) for s, g in zip(sums, grads)]

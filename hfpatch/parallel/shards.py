@@ -1,9 +1,8 @@
 """Tensor parallelism: every rank has the same layer input, so each keeps a part and gathers the
 rest in backward.
 
-The gathered tile is in one buffer, shared by all tiles and layers. A checkpoint's size, on the
-device, the host or the disk, falls by the number of ranks, at the price of one all-gather per tile
-and pass.
+The gathered tile lies in one buffer, shared by all tiles and layers. A checkpoint shrinks by the
+number of ranks on the device, the host or the disk. The price is one all-gather per tile and pass.
 
 B batch, T tokens, D hidden; t tokens of a tile.
 """
@@ -21,8 +20,8 @@ _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 def tensor_parallel_group(layer: nn.Module):
     """The group of ranks that share this layer's weights and get the same input; None without one.
 
-    A norm with another library's forward or hooks may get a part of the sequence on each rank
-    (sequence-parallel norms). Inputs then differ, and nothing is shared.
+    A norm with another library's forward or hooks may see only a part of the sequence on each rank
+    (sequence-parallel norms). The ranks' inputs then differ, and nothing is shared.
     """
     norm = getattr(layer, "input_layernorm", None)
     if norm is None or "forward" in vars(norm) or other_hooks(norm):
@@ -36,23 +35,25 @@ def tensor_parallel_group(layer: nn.Module):
 
 
 def least_of(group, numbers: list[int | None], device: torch.device) -> list[int | None]:
-    """The least of each number over the ranks of a group; None where one rank has None. All ranks
-    call this together."""
+    """The least of each number over the ranks of a group; None if one rank has None. A collective:
+    all ranks call it.
+    """
     least = torch.tensor([-1 if n is None else n for n in numbers], device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return [None if n < 0 else n for n in least.tolist()]
 
 
 def alike(group, numbers: tuple[int, ...], device: torch.device) -> bool:
-    """Whether all ranks of a group say the same numbers. They all call this together."""
+    """Whether the numbers are the same on all ranks of a group. A collective: all ranks call it."""
     most = torch.tensor([*numbers, *(-n for n in numbers)], device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     return not most.view(2, -1).sum(0).any().item()
 
 
 def together(group, work):
-    """work() on every rank of a group. Where one raises, all raise: the others would wait for
-    it."""
+    """Runs work() on every rank of a group. If one raises, all raise: they would wait for it
+    forever.
+    """
     found, error = None, None
     try:
         found = work()
@@ -72,7 +73,7 @@ def together(group, work):
 
 
 class Shards:
-    """This rank's part of tiles of which all ranks of `group` have the same copy."""
+    """This rank's part of tiles that are the same on all ranks of `group`."""
 
     def __init__(self, group):
         self.group = group
@@ -80,8 +81,7 @@ class Shards:
         self.buffer: Tensor | None = None
 
     def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The ranges of mine()'s result that hold the tiles [a, b): the same lengths on every
-        rank."""
+        """The range of each tile [a, b) in mine()'s result; the same lengths on every rank."""
         found, start = [], 0
         for a, b in bounds:
             length = -(-(b - a) // self.world)
