@@ -1,14 +1,14 @@
 """One forward of a decoder layer in tiles, and all that its backward needs.
 
-Tile by tile everywhere but in attention, whose forward runs once where its outputs are kept:
+Only attention runs over whole rows, and its forward runs once if its outputs are kept:
 
     qkv  = [parts.before(x_t) for x_t in tiles of x]            q, k, v of all tokens
-    outs = attention(qkv)                                       whole rows; qkv goes
+    outs = attention(qkv)                                       whole rows; frees qkv
     y    = [parts.after(x_t, out_t) for tiles of x and outs]
 
-What stays for the backward (backward.py) is the layer's input x, the attention outputs and their
-log-sum-exp, and what else the policy says (kept.py). The store has it (store/transfers.py). The
-layer itself is asked for `before` and `after` (parts.py).
+The backward (backward.py) needs the layer's input x, the attention outputs with their log-sum-exp,
+and the tensors that the policy keeps (kept.py). They wait in the store (store/transfers.py).
+`before` and `after` come from the layer itself (parts.py).
 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
@@ -40,42 +40,44 @@ class LayerCall(Kept):
     layer: nn.Module
     runtime: object  # layer.runtime.LayerRuntime
     parts: LayerParts | None  # None once the last backward is over
-    then: ForwardState  # what it computes with
+    then: ForwardState  # the tensors and switches of this forward
     private: tuple = ()
     attention: Attention = field(default_factory=Attention)
-    dextras: tuple = ()  # gradients of what was recorded
-    dleft: tuple = ()  # and of what went to later layers
+    dextras: tuple = ()  # gradients of the recorded tensors
+    dleft: tuple = ()  # and of keys and values that later layers took
     shape: tuple = ()
     dtype: torch.dtype | None = None
-    # The call before in the same segment, of which only the first keeps its input (every > 1).
+    # The previous call of the same segment. Only a segment's first call keeps its input (every >
+    # 1).
     earlier: "LayerCall | None" = None
     position: int = 0  # in its segment
-    # as the policy says, where that can be: q, k, v, out and their gradients wait in the tier
+    # the policy's by_group, if this call can: q, k, v, out and their gradients wait in the tier
     by_group: bool = False
-    previous: object = None  # weak reference to the call before, whose backward comes next
+    previous: object = None  # weak reference to the previous call, whose backward is next
 
     def release(self) -> None:
         super().release()
         self.parts, self.attention = None, None
 
     def joins(self, before: "LayerCall") -> bool:
-        """Whether this one's input need not be saved, for the segment of the call before makes it
-        again.
+        """Whether this call joins the segment of the previous one, which recomputes this one's
+        input.
         """
-        # Segments end where the policy does: their inputs are kept by another one's transfers.
+        # A segment ends where the policy changes: another policy keeps its input in other
+        # transfers.
         return before.policy == self.policy and before.position + 1 < self.policy.every
 
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
-        """Context in which autocast is as it was in forward."""
+        """Context with the autocast state of forward."""
         (dtype, cache), device = self.parts.autocast, self.device.type
         if dtype is None and autocast_dtype(device) is None:
             return nullcontext()
         return autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
 
     def attend(self, qkv: list[Tensor], again: bool = False, now: bool = False):
-        """Attention's outputs and log-sum-exps, over whole rows. again: backward comes next; now: a
-        segment runs again, whose backward comes soon.
+        """Attention's outputs and log-sum-exps, over whole rows. again: the backward is next; now:
+        a segment is rerun, and its backward comes soon.
         """
         parts = self.parts
         run = partial(self.attention.forward, parts.asked, parts.mixers, qkv, keep=again)
@@ -102,7 +104,9 @@ class LayerCall(Kept):
         return whole
 
     def _whole(self, parts: list[Tensor]) -> list:
-        """Room for what these are tiles of: on the device or, by groups of heads, in the tier."""
+        """Room for the whole tensors of these tiles: on the device or, by groups of heads, in the
+        tier.
+        """
         tokens = self.bounds[-1][1]
         if not self.by_group:
             return [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
@@ -113,10 +117,11 @@ class LayerCall(Kept):
         return found
 
     def after(self, x_BTD: Tensor, outs: list, noting: bool) -> list[Tensor]:
-        """y [B, T, D] and what was recorded, tile by tile. noting: what the policy keeps inside a
-        tile is saved.
+        """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves the values
+        that the policy keeps inside a tile.
         """
-        # The layer's own x, q, k, v, out and lse live until its end anyway.
+        # Unsettled sources take none of the room: the layer's x, q, k, v, out and lse live until
+        # its end anyway.
         room = self.runtime.spare + self.queue.transfers.unsettled_bytes if noting else 0
         whole, x_tiles, out_tiles = None, self.cut(x_BTD), list(map(self.cut, outs))
         for a, b in self.parts.phase(self.bounds):
@@ -138,10 +143,10 @@ class LayerCall(Kept):
 
     # -- forward -----------------------------------------------------------------------------------
     def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
-        """y [B, T, D] and, behind it, what was recorded on the way [B, T, ...].
+        """y [B, T, D], then the recorded tensors [B, T, ...] and keys and values for later layers.
 
-        where: "tier" saves by the policy, "again" keeps inputs and attention outputs for now (a
-        segment run again), None nothing.
+        where: "tier" saves by the policy, "again" keeps inputs and attention outputs for now (the
+        rerun of a segment), None saves nothing.
         """
         self.bounds = tile_bounds(*x_BTD.shape[:2], self.policy.tile)
         self.by_group = self.policy.by_group and self._can_go_by_group()
@@ -158,7 +163,7 @@ class LayerCall(Kept):
             if alone and "qkv" in self.keep:
                 self.qkv = [self.save(p) for p in qkv]  # attention hides these copies
             outs, lses = self.attend(qkv, now=where == "again")
-            # of a graph of its own: what later layers take must not hold it
+            # Detached below: later layers must not hold a graph of this call.
             left = [qkv[i] for i in self.parts.places] if self.parts.places else ()
             del qkv
             if where == "again" or (alone and self.policy.save_attention):
@@ -169,10 +174,11 @@ class LayerCall(Kept):
             if self.by_group:
                 self.queue.transfers.settle()
             whole = self.after(x_BTD, outs, noting=alone and bool(self.keep_inside))
-            # the next layer hides what is left of the copies
+            # the next layer hides the remaining copies
             room = self.runtime.spare if alone else 0
         finally:
-            # Also where memory ran out: a caller who catches that and tries again gets it back.
+            # Also after an out-of-memory error: a caller that catches it and retries gets the
+            # memory back.
             if self.queue is not None:
                 self.queue.transfers.settle(room=room)
         if self.parts.autocast[0] is not None:
@@ -181,7 +187,9 @@ class LayerCall(Kept):
         return [*whole, *map(Tensor.detach, left)]
 
     def _can_go_by_group(self) -> bool:
-        """Whether what has heads can wait in the tier: nobody wants it whole."""
+        """Whether q, k, v and out can wait in the tier by groups of heads: nothing needs them
+        whole.
+        """
         parts = self.parts
         alone = not (parts.traits.mixers or parts.leaves)
         several = self.queue is not None and len(self.bounds) > 1
@@ -189,8 +197,8 @@ class LayerCall(Kept):
 
     # -- backward ----------------------------------------------------------------------------------
     def _materialise(self) -> None:
-        """every > 1: runs the segment's layers again up to this one, keeping what their backward
-        will want.
+        """every > 1: reruns the segment's layers up to this one, and keeps what their backward
+        needs.
         """
         calls, call, transfers = [], self.earlier, self.queue.transfers
         while call is not None:
@@ -207,18 +215,20 @@ class LayerCall(Kept):
         self.x = self.for_now(x)
         transfers.settle()
         if not self.x.resident:
-            # Ring slots, last used before x went to the tier, would be filled while it is on its
-            # way there.
+            # A fetch waits only for its slot's last use, which is older than the copy of x to the
+            # tier.
             transfers.device.wait(transfers.device.mark(), transfers.to_device)
 
     def for_now(self, x: Tensor) -> Saved:
-        """x of a segment that runs again: on the device where that has room."""
+        """Keeps x for a segment's rerun: on the device, or in the tier if memory is short
+        (by_group).
+        """
         return self.queue.transfers.save(x) if self.by_group else self.on_device(x)
 
     @property
     def first_again(self) -> "LayerCall":
-        """Which call runs first when this one's backward begins: the first of its segment, where
-        that is to run again.
+        """The call that runs first in this call's backward: its segment's first, if the segment is
+        rerun.
         """
         call = self
         while self.x is None and call.earlier is not None:
@@ -226,8 +236,8 @@ class LayerCall(Kept):
         return call
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
-        """(dx or None, gradients of the arguments that want one and of what is trained). Without a
-        graph, but for a tile's own.
+        """(dx or None, gradients of the wanted arguments and of the trained tensors). Only a tile
+        has a graph.
 
         private: dy may be overwritten; retain: the graph stays for another pass.
         """

@@ -1,5 +1,5 @@
-"""The order in which layers are called, which a backward takes from its end: which call gave the
-next one its input, whose checkpoints come back meanwhile.
+"""The order of layer calls, which a backward follows from its end: the previous call, and when to
+prefetch its checkpoints.
 """
 
 import weakref
@@ -14,21 +14,22 @@ from hfpatch.layer.privacy import private_holders
 
 
 class Chain:
-    """The part of a model's LayerRuntime that knows which call follows which.
+    """The part of a model's LayerRuntime that knows the order of calls.
 
     Attributes:
-        last_held: what layer/whole.py kept last, and what its layer gave.
+        last_held: weak references to the last input that layer/whole.py kept and its layer's
+            output.
     """
 
     def __init__(self):
         self._private: dict[type, tuple] = {}  # private_holders, by the class of hidden states
-        # the call that came last, and what it gave, as weak references
+        # weak references to the last call and to its output
         self.last_call = (lambda: None,) * 2
         self.last_held = None
 
     def link(self, call: LayerCall, x: Tensor) -> None:
-        """Notes which call came before this one, where x is that one's output; every > 1 forms its
-        segments here.
+        """Links a call to the previous one if x is the output of that. every > 1 forms its segments
+        here.
         """
         if type(x) not in self._private:
             self._private[type(x)] = private_holders(x)
@@ -41,8 +42,8 @@ class Chain:
                 call.earlier, call.position = before, before.position + 1
 
     def _before(self, x: Tensor) -> LayerCall | None:
-        """The call that came last, where it gave x."""
-        # which comes as a view where the hidden states are streams
+        """The last call, if x is its output."""
+        # a view of the output if the hidden states are residual streams
         last, y = self.last_call[0], self.last_call[1]()
         as_given = (
             y is x
@@ -54,9 +55,11 @@ class Chain:
         return last() if as_given else None
 
     def ran_plain(self, layer: nn.Module, policy: Policy, x: Tensor, y) -> None:
-        """A layer that keeps everything gave y. Behind the last one no copy's source stays. In
-        backward, the first of several hides the first copies for the tiled layer before it; a
-        single one runs where memory is shortest.
+        """Called after a layer that keeps everything, with its output y.
+
+        After the last layer no copy's source stays alive. In backward, the first of several such
+        layers hides the first copies for the tiled layer before it. A single one does not: it runs
+        where memory is shortest.
         """
         queue = self.queues.get((x.device, policy.offload))
         if queue is None:
@@ -69,7 +72,7 @@ class Chain:
             y.register_hook(partial(self._prefetch, weakref.ref(call)))
 
     def _prefetch(self, call, _grad: Tensor) -> None:
-        """A hook: the backward of the layer behind this call begins."""
+        """Tensor hook: the backward of the layer after this call begins."""
         call = call()
         if call is not None:
             with self.turn:

@@ -1,21 +1,20 @@
-"""A decoder layer as two functions of a tile of tokens: before attention and behind it.
+"""A decoder layer as two functions of a tile of tokens: before and after attention.
 
-Nobody wrote these functions for a family: a layer is asked for them, one object a call.
+No family has its own version of them. Each call of a layer makes one object:
 
-    Direct (direct.py)   the common block of plain weights. Ops alone, derivatives written out;
-                         no module is called and no graph is recorded.
-    Traced (traced.py)   every other layer. Its own forward runs, with ours in the place of
-                         attention, and autograd differentiates a tile:
+    Direct (direct.py)   the common block with plain weights. Ops only, derivatives written out; no
+                         module is called and no graph is recorded.
+    Traced (traced.py)   every other layer. Its own forward runs with our attention function, and
+                         autograd differentiates a tile:
 
-        before(x):       the forward runs on a tile of x until it has called attention as often as
-                         on its small instance; what it gave attention is noted, and `Stopped`
-                         ends it there.
-        after(x, outs):  the forward runs on the same tile again. Each call of attention traits
-                         with its tile of `outs` at once; what led there is computed for nothing,
-                         unless nobody reads it: then Linears are left out (parts/unread.py).
+        before(x):       the forward runs on a tile of x up to its last attention call, counted on
+                         the small instance. The inputs of attention are noted, and `Stopped` ends
+                         the forward.
+        after(x, outs):  the forward runs on the same tile again. Each attention call returns its
+                         tile of `outs` at once. The values before it are computed in vain, except
+                         that Linears with unread values are left out (parts/unread.py).
 
-`parts_of` (function.py) chooses. Both say the same to layer/call.py and layer/backward.py, which
-hold no trace of which one runs.
+`parts_of` (function.py) chooses. layer/call.py and layer/backward.py do not know which one runs.
 """
 
 from typing import Protocol
@@ -29,19 +28,20 @@ from hfpatch.parts.unread import as_found, can_go_without
 
 
 class LayerParts(Protocol):
-    """One call of a layer, before and behind its attention. [a, b): the tokens of a tile.
+    """One call of a layer, before and after its attention. [a, b): the tokens of a tile.
 
     Attributes:
-        traits: the layer's LayerTraits; modules: itself and those in it.
+        traits: the layer's LayerTraits; modules: the layer and its submodules.
         condition: layer.condition.Condition, which holds for this call.
-        by_hand: nothing in the layer is called, so hooks and forwards in it are nobody's concern,
-            and weights' gradients are given to WeightGradients.add.
+        by_hand: no module in the layer is called, so hooks and forwards inside it do not matter.
+            Weight gradients go to WeightGradients.add.
         batch: context.masks.Batch.
-        asked: what each attention call asked for; mixers: what mixes tokens beside them, whole.
-        places: of keys and values that later layers take, in what `before` gives; leaves: whether
-            there may be some.
-        autocast: its dtype in forward, and whether it cached casts.
-        wanted: the arguments beside the hidden states that want a gradient.
+        asked: scale, pattern and sinks of each attention call; mixers: modules that mix tokens
+            otherwise, over whole rows.
+        places: indices, in the result of `before`, of keys and values for later layers; leaves:
+            whether there may be some.
+        autocast: autocast's dtype in forward, and whether it cached casts.
+        wanted: the arguments besides the hidden states that need a gradient.
     """
 
     layer: nn.Module
@@ -63,44 +63,44 @@ class LayerParts(Protocol):
         """
 
     def after(self, x: Tensor, outs: list[Tensor], a: int, b: int, noted=None) -> list[Tensor]:
-        """The layer's output for a tile of its input and of attention's outputs, behind it what
-        was recorded on the way. noted: receives the values of the names that it has as keys.
+        """The layer's output for a tile of its input and of attention's outputs, then the recorded
+        tensors (router logits). noted: receives the values that its keys name.
         """
 
     def after_backward(
         self, x, outs, a: int, b: int, dys: list, known: dict, need_x: bool, weights
     ) -> tuple:
-        """(dx of a tile or None, the gradients of its attention outputs), from those of what
-        `after` gives. known: what was noted, which is not computed again; emptied.
+        """(dx of a tile or None, the gradients of its attention outputs), from the gradients `dys`
+        of the result of `after`. known: noted values, which are not recomputed; emptied.
         """
 
     def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool) -> tuple:
-        """(what `before` gives, a function that gives dx of the tile or None from the gradients of
-        that). unread: nobody reads its values.
+        """(the result of `before`, a function from its gradients to dx of the tile or None).
+        unread: the values of the result are unread.
         """
 
     def again(self, weights, several: bool):
-        """Context of a backward, which gives the gradients of `wanted`, complete at its end.
-        several: whether there is more than one tile.
+        """Context of a backward. Yields the gradients of `wanted`, complete at its end. several:
+        whether there is more than one tile.
         """
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
-        """Those of budget.policy.KEEPABLE that spare this layer something."""
+        """The names in budget.policy.KEEPABLE that save this layer work."""
 
     def phase(self, tiles):
         """The tiles of one pass."""
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
-        """What the layer returns, of its hidden states and what came behind them. What was
-        recorded, joined along tokens, is added to transformers' lists, in the shape it had; what
-        goes to later layers, into `shared`.
+        """The layer's return value, from its output y and the further outputs. Recorded tensors,
+        joined along tokens, go to transformers' lists in `into`, in their own shape. Keys and
+        values for later layers go into `shared`.
         """
 
 
 def keepable(
     layer: nn.Module, traits: LayerTraits, names: tuple[str, ...], device: str
 ) -> tuple[str, ...]:
-    """LayerParts.keepable before there is a call."""
+    """LayerParts.keepable, before any call."""
     if traits.mixers or not names:
         return ()
     if autocast_dtype(device) is not None:
@@ -111,7 +111,7 @@ def keepable(
 
 
 def sources_of(layer: nn.Module, traits: LayerTraits) -> dict[str, tuple[str, ...]]:
-    """The modules whose values nobody reads where a kept value is known."""
+    """For each name that a layer can keep, the modules whose values are then unread."""
     sources = {"mid": ("self_attn.o_proj",)} if traits.block else {}
     mlp = getattr(layer, "mlp", None)
     if (

@@ -18,7 +18,7 @@ from hfpatch import compat
 
 
 class _Probe(torch.autograd.Function):
-    """Notes the holders of a private gradient, from where LayerFunction.backward receives one."""
+    """Counts the holders of a private gradient where LayerFunction.backward would receive it."""
 
     @staticmethod
     def forward(ctx, x, seen):
@@ -45,11 +45,11 @@ def private_holders(like: Tensor) -> tuple[int, int, int]:
 
 
 def is_private(grad: Tensor, held: tuple, private: tuple) -> bool:
-    """Whether nobody but this backward can see the gradient's memory.
+    """Whether only this backward can see the gradient's memory.
 
-    held: sys.getrefcount(grad) and compat.holders(grad), in a statement of its own: an argument list
-    holds a reference too. Where PyTorch has no counts, no gradient counts as private: it is copied,
-    never overwritten. private: private_holders.
+    held: sys.getrefcount(grad) and compat.holders(grad), in a statement of its own: an argument
+    list holds a reference too. private: the result of private_holders. If PyTorch has no counts, no
+    gradient counts as private: it is copied, never overwritten.
     """
     whole = (
         grad.is_contiguous()

@@ -1,6 +1,4 @@
-"""Where the generators of random numbers stand, so that a tile that runs again draws what it
-drew.
-"""
+"""Saved states of the random number generators, so that a rerun tile draws the same numbers."""
 
 from contextlib import contextmanager
 
@@ -8,14 +6,14 @@ import torch
 
 
 class Generators:
-    """The state of the host's generator of random numbers and, of a GPU, of its own."""
+    """The state of the host's random number generator and, for a GPU, of its generator."""
 
     def __init__(self, device: torch.device):
         self.device, self.host = device, torch.default_generator.get_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def drew(self) -> bool:
-        """Whether anything was drawn from them since. On the host, and by no operator."""
+        """Whether a number was drawn since. Compared on the host, without an operator."""
         now = Generators(self.device)
         if self.host.numpy().tobytes() != now.host.numpy().tobytes():
             return True
@@ -29,8 +27,8 @@ class Generators:
 
 @contextmanager
 def replayed(states: dict, key, device: torch.device):
-    """Within, random numbers are those that were drawn under the same key before. At first it notes
-    in `states` where the generators stand.
+    """Context that draws the same random numbers as its first use under this key. The first use
+    saves the generators' state in `states`.
     """
     before = states.get(key)
     if before is None:

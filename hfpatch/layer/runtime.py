@@ -1,5 +1,5 @@
-"""The state that a model's tiled layers share: what they keep (policies.py), the order of their
-calls (chain.py), frozen weights on the host, and the lines that the user was told.
+"""The state that a model's tiled layers share: policies (policies.py), the order of calls
+(chain.py), frozen weights on the host, and the lines already printed.
 """
 
 import copy
@@ -21,11 +21,11 @@ from hfpatch.report import say
 
 
 class LayerRuntime(Policies, Chain):
-    """One per patched model. A copy or a pickle of it starts with the same settings and nothing
-    under way.
+    """One per patched model. A copy or a pickle starts with the same settings and nothing in
+    flight.
 
     Attributes:
-        warned: lines that the user has read.
+        warned: lines already printed.
         draws: layers, by index and mode, that were seen to draw random numbers.
         tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
@@ -49,7 +49,7 @@ class LayerRuntime(Policies, Chain):
         told_of_forks(self)
 
     def _at_fork_reinit(self) -> None:
-        """What was under way is the parent's, and so are the threads for its files."""
+        """After a fork: copies in flight and file threads belong to the parent."""
         self.queues.clear()
 
     def __deepcopy__(self, memo):
@@ -63,24 +63,24 @@ class LayerRuntime(Policies, Chain):
         return LayerRuntime, (self.checkpointing, self.shape, self.n_layers, self.turn)
 
     def owned_by(self, module: nn.Module | None) -> None:
-        """The module whose parameters a step trains, where there is one and none is known."""
+        """Sets the module whose parameters a step trains, unless one is known."""
         if module is not None and self.owner() is None:
             self.owner = weakref.ref(module)
 
     def tell(self, line: str) -> None:
-        """The same line once."""
+        """Prints a line once."""
         if line not in self.warned:
             self.warned.add(line)
             say(line)
 
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
-        """The frozen weights of all layers in `owner` into host memory, where they are not there
+        """Moves the frozen weights of all layers in `owner` to host memory, if they are not there
         yet.
         """
         began, before = time.monotonic(), self.weights.host_bytes
         with self.weights.lock:
             self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
-            self.weights.make_slots()  # before anybody asks what is free
+            self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
             self.pinning += time.monotonic() - began
             host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
@@ -90,8 +90,8 @@ class LayerRuntime(Policies, Chain):
             )
 
     def weights_staying(self, layer: nn.Module, function):
-        """StreamedWeights.staying; weights that do not fit on the device which they are sent to
-        stay on the host from then on.
+        """StreamedWeights.staying. Weights that do not fit on their new device stay on the host
+        from then on.
         """
         owner, first = self.owner(), layer._hfpatch_index == 0 and not self.weights.on
         if (
@@ -109,9 +109,7 @@ class LayerRuntime(Policies, Chain):
         return self.weights.staying(layer, function)
 
     def close(self) -> None:
-        """Gives back host memory, streams and files; what a graph still holds stays until that
-        goes.
-        """
+        """Frees host memory, streams and files, except what a graph still holds."""
         for queue in self.queues.values():
             queue.reset()
             queue.drop_ring()
@@ -127,8 +125,8 @@ class LayerRuntime(Policies, Chain):
 
 
 class Waiting:
-    """Names of the tensors that wait on the host now, in the runtime's model and in one that PEFT
-    wrapped it into.
+    """Names of the tensors that wait on the host now, in the runtime's model and in its PEFT
+    wrapper.
     """
 
     _hfpatch = True

@@ -1,9 +1,9 @@
-"""Keys and values that a layer leaves for later ones (Gemma 3n, Gemma 4), in the dict that
-transformers hands from layer to layer.
+"""Keys and values that a layer computes for later ones (Gemma 3n, Gemma 4), in the dict that
+transformers passes from layer to layer.
 
-To a tile such a dict is a fresh one of the tile's own: what a layer reads there is cut along
-tokens, as its other arguments, and gets its gradient; what it writes are the keys and values of its
-own attention, which leave a tiled layer whole, as outputs.
+A tile gets a dict of its own. Entries that the layer reads are cut along tokens like its other
+arguments, and get their gradient. Entries that it writes are keys and values of its own attention;
+a tiled layer returns them whole, as outputs.
 """
 
 import inspect
@@ -17,8 +17,8 @@ NAME = "shared_kv_states"  # what transformers calls the argument
 
 
 class SharedKeys(UserDict):
-    """The dict of one run of a layer: key -> (k, v), [B, K, T, E]. read: the keys asked for;
-    written: what came.
+    """The dict of one run of a layer: key -> (k, v), [B, K, T, E]. read: keys that were read;
+    written: entries that were written.
     """
 
     def __init__(self, entries=()):
@@ -36,7 +36,7 @@ class SharedKeys(UserDict):
 
 
 def _flatten(shared: SharedKeys):
-    # Tokens second, as an argument's tokens are looked for.
+    # Tokens on axis 1, where arguments.py looks first.
     pairs = [
         x.transpose(1, 2) if isinstance(x, Tensor) else x
         for pair in shared.data.values()
@@ -55,15 +55,15 @@ pytree().register_pytree_node(SharedKeys, _flatten, _unflatten)
 
 
 def hands_on_keys(layer: nn.Module) -> bool:
-    """Whether its model hands such a dict from layer to layer; others keep them in the KV cache
-    (Gemma 3n at first).
+    """Whether the model passes such a dict from layer to layer. Other models keep the keys in the
+    KV cache (Gemma 3n at first).
     """
     return NAME in inspect.signature(MADE_FROM[type(layer)].forward).parameters
 
 
 def of_its_own(kwargs: dict, keys=None) -> dict:
-    """Keyword arguments with a dict of this call's alone in place of the model's, and of these keys
-    alone where any are given.
+    """Keyword arguments with a copy of the model's dict for this call, limited to `keys` if
+    given.
     """
     given = kwargs.get(NAME)
     if given is None:
@@ -74,8 +74,8 @@ def of_its_own(kwargs: dict, keys=None) -> dict:
 
 
 def left_by(written: dict, calls: list) -> dict:
-    """key -> (places of k and of v among what `pre` gives) of what a layer wrote, found among these
-    calls of its attention. ValueError where it is anything else.
+    """key -> (indices of k and v in the result of `pre`) for each entry that a layer wrote.
+    ValueError if an entry is not the keys and values of one of these attention calls.
     """
     places = {
         id(x): i for i, x in enumerate(x for c in calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE))

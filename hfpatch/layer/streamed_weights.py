@@ -1,11 +1,11 @@
-"""A frozen base on the host: each layer's frozen weights come to the device a layer ahead of their
-use, into one of two slots.
+"""A frozen base on the host. Each layer's frozen weights are copied to the device a layer ahead of
+their use, into one of two slots.
 
-A layer's frozen tensors lie in one block of pinned host memory, and at rest its parameters are
-views of that: saving, loading and moving the model find them there. While the layer runs they are
-views of a slot that one copy has filled, on a stream of its own: a copy that waits for a slot holds
-up no checkpoint. What autograd would save of a slot is gone when another layer has it, so only
-layers that run tile by tile may be differentiated: those leave no graph behind.
+A layer's frozen tensors lie in one block of pinned host memory. At rest its parameters are views of
+that block: saving, loading and moving the model find them there. While the layer runs they are
+views of a slot, which one copy has filled. The copies have a stream of their own: one that waits
+for a slot delays no checkpoint. The next layer overwrites what autograd saves of a slot. So only
+layers in tiles may be differentiated: they leave no graph behind.
 
 Adapters and trained parameters stay on the device, as do embeddings and head.
 """
@@ -33,10 +33,10 @@ from hfpatch.store.transfers import Ring, Ticket, Transfers
 
 
 class StreamedWeights:
-    """The frozen weights of a model's layers where they wait on the host: one for each
-    LayerRuntime, which knows layers by their index.
+    """The frozen weights of a model's layers on the host. Belongs to one LayerRuntime; layers are
+    known by their index.
 
-    on: whether they do.
+    on: whether the weights wait on the host.
     """
 
     def __init__(self, on: bool):
@@ -44,21 +44,21 @@ class StreamedWeights:
         self.packed: dict[int, Packed] = {}
         self.transfers: Transfers | None = None
         self.ring: Ring | None = None
-        self.tickets: dict[int, Ticket] = {}  # what the slots hold, the older one first
-        # The layer that the forward before prefetched. A slot serves that one alone; before any other
-        # all slots are copied anew, so that what was written to weights at rest counts.
+        self.tickets: dict[int, Ticket] = {}  # fetches into the slots, the oldest first
+        # The layer that the previous forward prefetched. Only that layer uses a slot's content; for
+        # any other all slots are copied anew, so that edits to weights at rest count.
         self.prefetched: int | None = None
-        # slots, and where parameters lie, are one thread's for the time of a layer
+        # one thread at a time uses slots and moves parameters, for as long as a layer runs
         self.lock = lock()
 
     # -- putting them on the host ------------------------------------------------------------------
     @torch.inference_mode(False)
     def pack(self, layers, device: torch.device) -> None:
-        """Frozen weights of these layers into host memory, once. ValueError where an engine or
-        several ranks hold them.
+        """Moves the frozen weights of these layers to host memory, once. ValueError if an engine or
+        several ranks hold them, or if one is trained by now.
         """
         if self.transfers is not None and self.transfers.on_device != device:
-            self.close()  # the model has moved
+            self.close()  # the model is on another device now
         for layer in layers:
             packed = self.packed.get(layer._hfpatch_index)
             if packed is not None:
@@ -71,7 +71,7 @@ class StreamedWeights:
                 if same(packed.tables, noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
-                # And those that borrow a tensor of it, or lent it one that lies elsewhere now.
+                # Also layers that borrow one of its tensors, or lent it one that has moved since.
                 blocks, own = packed.blocks(), id(packed.saved)
                 for index, other in list(self.packed.items()):
                     theirs = other.blocks()
@@ -97,18 +97,18 @@ class StreamedWeights:
 
     @property
     def host_bytes(self) -> int:
-        """Of all layers."""
+        """Bytes of all layers."""
         return sum(packed.host_bytes for packed in self.packed.values())
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot: the largest layer."""
+        """Bytes of one slot: the largest layer."""
         return max((packed.nbytes for packed in self.packed.values()), default=0)
 
     @contextmanager
     def staying(self, layer: nn.Module, function):
-        """Within, `function`, by which Module._apply changes a layer's tensors, does not see those
-        that wait on the host.
+        """Context in which `function`, which Module._apply applies to a layer's tensors, skips
+        those that wait on the host.
         """
         taken = noted(layer) if self.on else []
         made = [
@@ -132,11 +132,11 @@ class StreamedWeights:
                 table[n] = tensor
 
     def at_rest(self) -> list[Tensor]:
-        """All tensors that wait there."""
+        """All tensors that wait on the host."""
         return [piece.tensor for packed in self.packed.values() for piece in packed.pieces]
 
     def refuse_a_graph(self, layer: nn.Module) -> None:
-        """ValueError: of a layer that runs whole autograd would save views of a slot."""
+        """Raises ValueError: autograd would save views of a slot for a layer that runs whole."""
         raise ValueError(
             "hfpatch: expected layers that run tile by tile for "
             'Checkpointing(frozen_weights="host"), a '
@@ -157,8 +157,8 @@ class StreamedWeights:
     # -- bringing them to the device ---------------------------------------------------------------
     @contextmanager
     def forward(self, layer: nn.Module, device: torch.device):
-        """Context in which a layer's weights are on the device, for a forward; the next layer's are
-        under way.
+        """Context of a layer's forward, with its weights on the device. The next layer's are
+        prefetched.
         """
         if not self.on:
             yield
@@ -167,13 +167,13 @@ class StreamedWeights:
         with self.lock:
             self.pack([layer], device)
             if self.prefetched != index:
-                self.drop()  # at rest they may have been written to: loaded, merged
+                self.drop()  # weights at rest may have changed: loaded, merged
             with self._on_device(index, index + 1, index + 1):
                 yield
 
     @contextmanager
     def again(self, layer: nn.Module, then: nn.Module | None):
-        """The same in backward. then: whose turn it is next."""
+        """The same for its backward. then: the layer that runs next."""
         if not self.on:
             yield
             return
@@ -198,7 +198,7 @@ class StreamedWeights:
                 self.drop()
             ticket, device = None, self.transfers.device
             try:
-                # what is made in it could not be written to outside
+                # tensors made in inference mode could not be written to outside it
                 with torch.inference_mode(False):
                     ticket = self._fetch(index)
                     ticket.wait()
@@ -211,15 +211,17 @@ class StreamedWeights:
                 self.drop()
                 raise
             finally:
-                # At rest the caller may write to them. The copy came a layer ahead, so the device
-                # still has a layer to run.
+                # The caller may write to weights at rest, so the host waits for the copy. It began
+                # a layer ahead, so the device still has a layer to run.
                 if ticket is not None:
                     device.synchronize(ticket.ready)
                 with torch.inference_mode(False):
                     packed.rest()
 
     def _fetch(self, index: int) -> Ticket:
-        """A layer's weights on their way into a slot: the one that was asked for longest ago."""
+        """The fetch of a layer's weights: the one in flight, or a new one into the least recently
+        used slot.
+        """
         packed, ticket = self.packed[index], self.tickets.pop(index, None)
         if ticket is None:
             self.make_slots()
@@ -232,9 +234,9 @@ class StreamedWeights:
 
     @torch.inference_mode(False)
     def make_slots(self) -> None:
-        """The slots, kept while they serve."""
+        """Allocates the slots, unless the present ones serve."""
         ring = self.ring
-        # an exception may have cut a fetch short, which has no ticket then
+        # an exception may have interrupted a fetch, which then has no ticket
         lost = len(ring.free) + len(self.tickets) < len(ring.slots)
         if lost or not ring.serves(WEIGHT_SLOTS, self.slot_bytes):
             self.drop()
@@ -242,14 +244,12 @@ class StreamedWeights:
             ring.make_ring(WEIGHT_SLOTS, self.slot_bytes)
 
     def drop(self) -> None:
-        """Forgets what the slots hold."""
+        """Drops the content of the slots."""
         while self.tickets:
             self.tickets.popitem()[1].done()
         self.prefetched = None
 
     def close(self) -> None:
-        """Gives back slots and streams; parameters stay in host memory, which lives as long as they
-        do.
-        """
+        """Frees slots and streams. Parameters stay in host memory and keep it alive."""
         self.drop()
         self.packed, self.transfers, self.ring = {}, None, None

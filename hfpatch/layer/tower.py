@@ -1,9 +1,8 @@
-"""Towers of images and sound in front of the text model: their blocks are checkpointed whole, inputs
-offloaded.
+"""Image and sound towers in front of the text model: blocks checkpointed whole, inputs offloaded.
 
-A block is small beside a text layer and mixes its tokens as it likes (windows, frames, both ways),
-so it runs as transformers has it, and again in backward. Its tier has a queue of its own: how many
-patches a batch holds says nothing of its text, and ranks differ in it.
+A block is small compared with a text layer and may mix tokens in any way (windows, frames, both
+directions). So it runs as transformers has it, and again in backward. Towers have transfer queues
+of their own: a batch's number of patches is independent of its text, and differs between ranks.
 """
 
 from contextlib import nullcontext
@@ -20,7 +19,9 @@ from hfpatch.store.transfers import FetchQueue, Transfers
 
 
 def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Policy:
-    """Where x waits. first: it is the first block's, and room is made for those of all."""
+    """The policy for a block's input x. first: x is the first block's, which reserves host memory
+    for all.
+    """
     tier, directory = tower.checkpointing.offload, tower.checkpointing.directory
     if tier == "auto":
         tier = "host" if x.is_cuda else "gpu"
@@ -32,8 +33,9 @@ def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Policy:
 
 
 class Tower:
-    """Mixed over the class of a tower's outermost module: one in which nothing is trained runs
-    without a graph, whoever makes its embeddings want a gradient (enable_input_require_grads)."""
+    """Mixed over the class of a tower's outermost module. A frozen tower runs without a graph, even
+    if its embeddings require a gradient (enable_input_require_grads).
+    """
 
     def __call__(self, *args, **kwargs):
         frozen = needs_no_gradient(self, args, kwargs)
@@ -54,7 +56,7 @@ class TowerBlock:
         if plain or needs_no_gradient(self, args, kwargs):
             return super().forward(*args, **kwargs)
 
-        rest = args[1:]  # run lives until backward, and x must not
+        rest = args[1:]  # `run` lives until backward and must not hold x
 
         def run(x):
             with tower.turn:
@@ -65,8 +67,9 @@ class TowerBlock:
 
 
 def find_towers(model: nn.Module, stack: nn.Module) -> dict[str, list[tuple]]:
-    """The towers beside a model's decoder stack, by name: their lists of blocks. Those with a
-    forward of another library's are left out."""
+    """The towers beside a model's decoder stack: name -> lists of blocks. Blocks with a forward of
+    another library are left out.
+    """
     if model.config.get_text_config() is model.config:
         return {}
     around = {m for m in model.modules() if any(inner is stack for inner in m.modules())}

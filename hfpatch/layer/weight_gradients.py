@@ -1,9 +1,8 @@
-"""Weight gradients of one layer over several tiles: stand-ins for its parameters while nested
-autograd runs.
+"""Weight gradients of one layer over several tiles, on stand-ins for its parameters.
 
-The nested graphs are built on detached stand-ins, so the parameters' own hooks (tensor hooks,
-post-accumulate hooks, those of DDP, FSDP and ZeRO) see nothing until the layer's autograd function
-returns the final gradients, once.
+The nested graphs of tiles are built on detached stand-ins. So the parameters' own hooks (tensor
+hooks, post-accumulate hooks, those of DDP, FSDP and ZeRO) run once, when the layer's autograd
+function returns the final gradients.
 """
 
 from dataclasses import dataclass, field
@@ -21,18 +20,17 @@ from hfpatch.layer.forward_state import (
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
-_WIDE = {torch.float32, torch.float64}  # what sums of them are in
+_WIDE = {torch.float32, torch.float64}  # dtypes of sums over tiles
 
 
 @dataclass(eq=False)
 class WeightGradients(AsInForward):
-    """Context in which the layer's trained tensors are leaves of their own, whose gradients add up
-    here.
+    """Context in which the layer's trained tensors are leaves, whose gradients are summed here.
 
-    several: more than one tile will contribute, so gradients narrower than float32 add up in
-    float32 (those of matrices in their matmuls, where the device can: `adding`) and `round()`
-    brings them back; with one tile they stay in the leaves until then. by_hand: there is no nested
-    graph, nor leaves; who computes the gradients adds them (`add`, `add_product`).
+    several: more than one tile contributes. Gradients narrower than float32 are then summed in
+    float32 (those of matrices inside their matmuls, if the device can: `adding`), and `round()`
+    casts the sums back. With one tile the gradients stay in the leaves until then. by_hand: there
+    is no nested graph and no leaf; callers add gradients themselves (`add`, `add_product`).
     """
 
     several: bool
@@ -40,7 +38,7 @@ class WeightGradients(AsInForward):
     leaves: list[Tensor] = field(default_factory=list, init=False)
     originals: list[Tensor] = field(default_factory=list, init=False)
     sums: list[Tensor | None] = field(init=False)
-    # of what stands in their place, by their ids
+    # id of a stand-in, or by hand of the tensor -> its index in `originals`
     index: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
@@ -68,13 +66,13 @@ class WeightGradients(AsInForward):
 
     def _stand_in(self, index: int, original: Tensor) -> Tensor:
         stand_in = original.detach()
-        # Engines look for their own marks on a parameter (ZeRO's ds_status, tensor parallelism's
-        # plan).
+        # Engines read their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
         stand_in.__dict__ |= original.__dict__
         stand_in.__dict__[STANDS_FOR] = original
         stand_in.requires_grad = True
         self.index[id(stand_in)] = index
-        # and no leaf is held here: its hook holds this, and no collector sees through it
+        # No reference to the leaf here: its hook holds this object, and no collector sees that
+        # cycle.
         if self.several:
             stand_in.register_post_accumulate_grad_hook(partial(self._take, index))
         else:
@@ -83,12 +81,12 @@ class WeightGradients(AsInForward):
 
     def _take(self, index: int, stand_in: Tensor) -> None:
         grad, stand_in.grad = stand_in.grad, None
-        if grad is not None:  # else it has gone to `_add`
+        if grad is not None:  # None: `_add` has it already
             self._add_gradient(index, grad)
 
     def _sum(self, index: int) -> Tensor | None:
-        """What has added up; wide again where `round` was between (a weight that stands before
-        attention and behind it).
+        """The sum so far, widened again if `round` came between (a weight used before and after
+        attention).
         """
         found = self.sums[index]
         if found is not None and self.several and found.dtype not in _WIDE:
@@ -99,12 +97,12 @@ class WeightGradients(AsInForward):
         found = self._sum(index)
         if found is not None:
             found.add_(grad)
-        else:  # as it came: what is around a mixer's tiles may have one gradient, never a sum
+        else:  # not widened: a weight around a mixer's tiles may get one gradient only
             self.sums[index] = grad
 
     def adding(self, stand_in: Tensor):
-        """A function that adds dy_NO^T x_NI to the sum of a matrix, in the matmul, or of a matrix an
-        expert, of the rows up to offs_E of each; None where that is not to be, or cannot.
+        """A function that adds dy_NO^T x_NI to a matrix's sum inside the matmul, or per expert with
+        rows up to offs_E of each. None with a single tile, or if the device cannot.
         """
         index = self.index.get(id(stand_in))
         if index is None or not self.several:
@@ -128,16 +126,16 @@ class WeightGradients(AsInForward):
         EXPERT_SUMS(self.sums[index], a_SM, b_SN, offs_E, first)
 
     def add(self, tensor: Tensor, grad: Tensor) -> None:
-        """By hand: the gradient of a tensor that the layer has now."""
+        """By hand: adds the gradient of one of the layer's current tensors."""
         index = self.index.get(id(tensor))
-        # a leaf of somebody's own, no parameter, which no graph holds but a tile's
+        # a user's leaf that is no parameter: only a tile's graph refers to it
         if index is None:
             tensor.backward(grad)
         else:
             self._add_gradient(index, grad)
 
     def add_product(self, weight: Tensor, dy_NO: Tensor, x_NI: Tensor) -> None:
-        """By hand: dy_NO^T x_NI, of a matrix."""
+        """By hand: adds dy_NO^T x_NI to the gradient of a matrix."""
         index = self.index[id(weight)]
         if self.several and sums_in_matmul(weight, weight.dtype):
             self._add(index, dy_NO, x_NI)
@@ -145,9 +143,7 @@ class WeightGradients(AsInForward):
             self._add_gradient(index, dy_NO.t().mm(x_NI))
 
     def round(self) -> None:
-        """Rounds what has added up so far to each parameter's dtype, freeing the wide sums one by
-        one.
-        """
+        """Rounds the sums so far to each parameter's dtype, and frees the wide sums one by one."""
         if not self.several:
             self.sums = [leaf.grad for leaf in self.leaves] if self.leaves else self.sums
             return
@@ -156,9 +152,10 @@ class WeightGradients(AsInForward):
                 self.sums[index] = self.sums[index].to(original.dtype)
 
     def handed_over(self) -> list[Tensor | None]:
-        """The gradients, of `trained`. None stays here or in a stand-in, which something may still
-        hold (sinks that attention was asked for): the engine then copies each gradient and the
-        first one lives as long as the loss.
+        """Hands over the gradients of the trained tensors.
+
+        No reference stays here or in a stand-in, which may live on (attention's sinks). Otherwise
+        the engine would copy each gradient, and the original would live as long as the loss.
         """
         sums, self.sums = self.sums, []
         for leaf in self.leaves:

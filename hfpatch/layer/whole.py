@@ -1,7 +1,7 @@
-"""Checkpointing of a whole layer with its input offloaded: for layers that cannot run tile by tile.
+"""Checkpointing of a whole layer with its input offloaded, for layers that cannot run tile by tile.
 
-Non-reentrant `torch.utils.checkpoint` inside saved-tensor hooks: the hooks see only the layer's
-input, which goes to the runtime's tier and comes back one layer ahead of its use.
+Non-reentrant `torch.utils.checkpoint` runs inside saved-tensor hooks. The hooks see only the
+layer's input, which goes to the runtime's tier and comes back one layer ahead of its use.
 """
 
 import weakref
@@ -23,18 +23,18 @@ from hfpatch.layer.forward_state import AsInForward, ForwardState, edited
 
 
 class _Held:
-    """One layer's input on its way through the tier. before: that of the layer which gave it, whose
-    backward comes next.
+    """One layer's input in the tier. before: weak reference to the previous layer's, whose backward
+    is next.
     """
 
     def __init__(self, transfers, x: Tensor, before):
         self.transfers, self.before, self.shape = transfers, before, x.shape
-        # One row of tokens, whatever its dimensions: a copy goes by rows, and towers have patches.
+        # One row of tokens, whatever its dimensions: copies go by rows, and a tower has patches.
         self.saved, self.ticket = transfers.save(x.flatten(0, -2)[None]), None
 
     def fetch(self):
         ticket = self.ticket
-        # Fetched on another stream, its memory would go back to that one.
+        # Memory fetched on another stream would return to that stream.
         if ticket is None or ticket.owner != self.transfers.device.current():
             ticket = self.ticket = self.transfers.fetch(
                 [(self.saved, 0, self.saved.shape[1], None)]
@@ -51,8 +51,8 @@ class _Held:
 
 
 class _AsFirst:
-    """run(x), which computes with this layer and mask; called again, with the tensors and in the
-    ways of the first call.
+    """Calls run(x), which uses this layer and mask. Later calls use the tensors and switches of the
+    first.
     """
 
     def __init__(self, run, layer: nn.Module, mask, streamed: bool):
@@ -63,8 +63,7 @@ class _AsFirst:
         if self.then is not None:
             if self.version is not None and version(self.mask) != self.version:
                 raise edited(f"the mask of a {type(self.layer).__name__}", "modified in place")
-            # A hook that takes a gradient of its own has this run in the midst of the forward,
-            # which records outputs.
+            # A hook that computes a gradient reruns this within the forward, which records outputs.
             with AsInForward(self.then), collecting({}):
                 return self.run(x)
         self.then = ForwardState(self.layer, modules_in(self.layer), self.streamed)
@@ -74,11 +73,11 @@ class _AsFirst:
 
 
 def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Tensor):
-    """run(x) checkpointed, x [B, T, D] kept where the policy says, of another shape (no policy) on
-    the device.
+    """run(x), checkpointed. x [B, T, D] waits in the policy's tier; without a policy (another
+    shape), on the device.
 
-    `run`, which computes with this layer and this mask of attention (None, a tensor, another
-    object), is called again in backward.
+    `run` uses this layer and this attention mask (None, a tensor, another object). Backward calls
+    it again.
     """
     run = _AsFirst(run, layer, mask, runtime.weights.on)
     if policy is None or policy.offload == "gpu":
@@ -86,7 +85,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Te
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers
     before, y_before = runtime.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
-    # torch keeps the hooks until backward, and what they close over: x must not be in it.
+    # torch keeps the hooks and their closures until backward: x must not be in them.
     held, given = [], [x_BTD]
 
     def pack(tensor):
@@ -111,8 +110,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Te
 
 
 def _checkpoint(run, layer: nn.Module, x: Tensor):
-    # What torch.jit compiled makes another error of the one by which torch ends the second run
-    # early.
+    # torch.jit code replaces the exception by which torch ends the second run early.
     compiled = any(MADE_FROM[type(m)].forward is None for m in modules_in(layer))
     with closing_checkpoints(), set_checkpoint_early_stop(False) if compiled else nullcontext():
         return checkpoint(run, x, use_reentrant=False)
