@@ -1,10 +1,9 @@
-"""LoRA on the weights of fused experts, beside their products.
+"""LoRA on the weights of fused experts, without the adapted weight.
 
-PEFT's ParamWrapper makes the adapted weight, as large as all experts, in each call and its gradient
-in each backward: 1.1 GiB a layer of Qwen3-30B-A3B for adapters of 12 MiB. Here the wrapper hands the
-two factors on to the experts (parts/experts.py), where x A^T B^T joins x W^T. Each wrapper adapts
-one parameter; several of them stand in one another. What is not known here runs as PEFT has it, tile
-by tile.
+PEFT's ParamWrapper builds the adapted weight, as large as all experts, in each call, and its
+gradient in each backward: 1.1 GiB a layer of Qwen3-30B-A3B for adapters of 12 MiB. Here the wrapper
+passes the two factors to the experts (parts/experts.py), which add x A^T B^T to x W^T. Each wrapper
+adapts one parameter; several are nested. Unknown kinds run as PEFT has them, tile by tile.
 """
 
 import sys
@@ -43,7 +42,7 @@ def fused_in(modules: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]
 
 
 def pairs(wrappers: list[nn.Module]) -> list:
-    """(wrapper, forward) of those whose experts run here."""
+    """(wrapper, forward) of the wrappers whose experts run here."""
     return [(m, partial(_forward, m)) for m in wrappers if experts.can_run(_chain(m)[1])]
 
 
@@ -58,8 +57,8 @@ def _forward(wrapper: nn.Module, x: Tensor, *args, **kwargs) -> Tensor:
 
 
 def _factors(chain: list[nn.Module], base: nn.Module) -> dict | None:
-    """A parameter's name -> A [E, r, in] and B [E, out, r] of its adapters; None where PEFT is to
-    run them.
+    """A parameter's name -> A [E, r, in] and B [E, out, r] of its adapters; None if PEFT must run
+    them.
     """
     found: dict = {}
     for wrapper in chain:

@@ -1,7 +1,7 @@
-"""Adapters that tiles would change: what they do to a token hangs on other tokens, on its place in
-the row, or on a draw for all.
+"""Adapters that tiles would change: their effect on a token depends on other tokens, on its place
+in the row, or on a random draw for all tokens.
 
-Known by the names of PEFT's classes, which is not imported for a model without them.
+Recognised by the names of PEFT's classes; PEFT is not imported for a model without adapters.
 """
 
 import sys
@@ -10,7 +10,7 @@ from torch import nn
 
 from hfpatch.parts.quantised import kinds_of
 
-# what a model's forward tells its adapters
+# values that PEFT's model forward passes to its adapters
 TOLD = "offsets from the end of a row", "a task for each row"
 _WHOLE = {
     "peft.LilyLayer": "experts that all tokens' mean weighs",
@@ -26,8 +26,8 @@ _found: dict[type, tuple] = {}
 
 
 def _of_kind(kind: type) -> tuple:
-    """(What such a module has that makes its layer run whole or None, whether it is LoRA's, whether
-    it is another adapter).
+    """(the property of this class that makes a layer run whole, or None; whether it is LoRA;
+    whether it is another adapter).
     """
     names = kinds_of(kind)
     lora = "peft.LoraLayer" in names and kind.__module__.startswith("peft.tuners.lora")
@@ -43,8 +43,8 @@ def _of_variants(loras) -> str | None:
 
 
 def look(modules: list[nn.Module]) -> tuple[str | None, bool]:
-    """(What an adapter in a layer of these modules has that makes it run whole, or None; whether
-    adapters may draw numbers of their own).
+    """(the property of an adapter among these modules that makes the layer run whole, or None;
+    whether adapters may draw random numbers).
     """
     draws = False
     for kind in {*map(type, modules)} if "peft" in sys.modules else ():

@@ -1,4 +1,4 @@
-"""The arguments of a layer beside its hidden states, cut along tokens."""
+"""The arguments of a layer besides its hidden states, cut along tokens."""
 
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -29,8 +29,8 @@ _WITHOUT_GRADIENTS = (type(None), bool, int, float, str, Mask)
 
 
 def _may_want(values) -> bool:
-    """Whether one of these arguments, or of those in it, wants a gradient, or is of a kind that may
-    hold one that does.
+    """Whether an argument or a tensor in it requires a gradient, or its class may hold one that
+    does.
     """
     for x in values:
         if isinstance(x, Tensor):
@@ -44,23 +44,23 @@ def _may_want(values) -> bool:
     return False
 
 
-# tensors that a block takes
+# tensors that a block takes by name
 _OF_A_BLOCK = ("position_embeddings", "position_ids", "attention_mask", "cache_position")
 
 
 def has_other_values(args, kwargs: dict) -> bool:
-    """Whether floating-point values come beside those that a block takes by name.
+    """Whether there are floating-point values besides those that a block takes by name.
 
-    The small instance was not given them, and they may change what the layer computes. Labels,
-    offsets and counts, which trainers hand down, are no such values.
+    The small instance did not get them, and they may change the layer's result. Labels, offsets and
+    counts, which trainers pass down, are no such values.
     """
     given = (*args, *(x for name, x in kwargs.items() if name not in _OF_A_BLOCK))
     return any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in given)
 
 
 def takes_by_name(args, kwargs: dict) -> bool:
-    """Whether a block takes all that matters of these by name: no other values come, and nothing
-    wants a gradient.
+    """Whether a block takes all relevant arguments by name: there are no other values, and none
+    requires a gradient.
     """
     for name, given in (*enumerate(args), *kwargs.items()):
         for x in given if given.__class__ in (tuple, list) else (given,):
@@ -75,8 +75,8 @@ def takes_by_name(args, kwargs: dict) -> bool:
 
 
 class Arguments:
-    """Positional and keyword arguments beside the hidden states; `tile` cuts those that have a
-    token axis.
+    """Positional and keyword arguments besides the hidden states; `tile` cuts those with a token
+    axis.
     """
 
     def __init__(self, args, kwargs, B: int, T: int):
@@ -86,9 +86,9 @@ class Arguments:
             self._wanted = [
                 i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad
             ]
-        self._gradients = None  # of those that want one, while backward runs
+        self._gradients = None  # sums of the wanted gradients, during a backward
 
-    # Only where something asks: the common block takes what it wants by name.
+    # Flattened on first use: the common block takes its arguments by name.
     @cached_property
     def _flat(self) -> tuple:
         return pytree().tree_flatten((self.args, self.kwargs))
@@ -107,7 +107,7 @@ class Arguments:
 
     @cached_property
     def cut(self) -> list:
-        """Of the last tile."""
+        """The leaves of the last tile."""
         return self.leaves
 
     def tile(self, a: int, b: int):
@@ -128,16 +128,16 @@ class Arguments:
         return pytree().tree_unflatten(self.cut, self.spec)
 
     def wanted(self) -> list[Tensor]:
-        """The arguments that want a gradient."""
+        """The arguments that require a gradient."""
         return [self.leaves[i] for i in self._wanted] if self._wanted else []
 
     @contextmanager
     def gradients(self):
-        """Within, backward through tiles adds up the gradients of `wanted()` in the tensors that
-        this gives.
+        """Context that yields tensors in which backward through tiles sums the gradients of
+        `wanted()`.
         """
         wanted, axes = self.wanted(), [self.axes[i] for i in self._wanted]
-        # A token's gradient comes from one tile, that of an argument of all tokens is a sum over
+        # A token's gradient comes from one tile. An argument without a token axis gets a sum over
         # tiles.
         found = self._gradients = [
             torch.zeros_like(
@@ -152,11 +152,10 @@ class Arguments:
         found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
 
     def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
-        """A mixer's call for whole rows, and its input as it was given, from its arguments in the
-        last tile.
+        """A mixer's call for whole rows, and its input, from its arguments in the last tile.
 
-        ValueError where one of them is neither its input nor an argument of the layer that wants no
-        gradient, passed on as it came.
+        ValueError if an argument is neither the mixer's input nor an unchanged argument of the
+        layer that requires no gradient.
         """
         leaves, spec = pytree().tree_flatten((args, kwargs))
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
@@ -178,7 +177,7 @@ class Arguments:
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]
         axes = [None if i is None else self.axes[i] for i in given]
-        # of a tile: what calls the mixer gives it whole rows, and it would live on until backward
+        # a tile's input, which would live until backward; the caller passes whole rows
         whole[new[0]] = None
         return Mixer(
             module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart

@@ -1,33 +1,31 @@
 """The backward of one layer's call, in four phases over its tiles.
 
-    A  after_backward    each tile: `after` again under autograd (or by hand); from dy come dx of the
-                         tile and dout, which go into whole buffers
-    B  before_again      q, k, v again, tile by tile, without a graph
-    C  attend_backward   attention backward over whole rows, per group of KV heads where memory is
-                         short; dq goes over q, dk over k, dv over v; with one group the kernel's own results replace
-       them, and q, k, v are freed
-    D  before_backward   each tile: `before` again with its graph; from dq, dk, dv comes the rest of
-                         dx
+    A  after_backward    each tile: reruns `after` under autograd (or by hand); dy gives the tile's
+                         dx and dout, which go into whole buffers
+    B  before_again      recomputes q, k, v tile by tile, without a graph
+    C  attend_backward   attention backward over whole rows, per group of KV heads if memory is
+                         short; dq overwrites q, dk overwrites k, dv overwrites v; with one group
+                         the kernel's own results replace them, and q, k, v are freed
+    D  before_backward   each tile: reruns `before` with its graph; dq, dk, dv give the rest of dx
 
-What lives when, beside what the forward kept (kept.py):
+Tensors in memory, besides those that the forward kept (kept.py):
 
           x           dx           dout      q, k, v               out          lse
-    A     by tiles    written      written   -                     by tiles     under way
-    B     by tiles    whole        whole     written               (waits)      under way
+    A     by tiles    written      written   -                     by tiles     in flight
+    B     by tiles    whole        whole     written               (waits)      in flight
     C     -           whole        whole     become dq, dk, dv     whole        whole
     D     by tiles    added to     -         dq, dk, dv            -            -
 
-x comes from the store three times, in A, B and D: not in A where "mid" is kept, not in B where "qkv"
-is. Attention outputs that lie in the store fill whole buffers as
-their tiles come in A; where the policy streams them they come by tiles in A, and again by groups of
-heads in C. dx is dy's own memory where nobody else sees that (privacy.py); where the policy says so
-it waits in the store in C ("offload_dx").
+x is fetched in A, B and D: not in A if "mid" is kept, not in B if "qkv" is. Attention outputs in
+the store fill whole buffers, tile by tile, in A. If the policy streams them, A fetches tiles, and C
+groups of heads again. dx uses dy's memory if nothing else refers to it (privacy.py). It waits in
+the store during C if the policy has "offload_dx".
 
-What is kept is not computed: q, k and v make B needless, the sum after attention ("mid") the
-projection before it, and x in A. Where attention's outputs were not kept, B comes first, and
-attention forward behind it. With a single tile x stays from the first phase to the last, and the
-graph that B builds serves D: B then comes before A. Where the device is short, what has heads lies
-in the store instead, and B to D see a group of heads or a tile of it (attention/head_groups.py).
+Kept values are not recomputed: q, k and v replace B; the residual after attention ("mid") replaces
+the projection before it, and x in A. If attention's outputs were not kept, B comes first, then the
+attention forward. With a single tile x stays from the first phase to the last, and the graph that B
+builds serves D: B then comes before A. If the device is short, tensors with heads lie in the store,
+and B to D read a group of heads or a tile (attention/head_groups.py).
 """
 
 from dataclasses import dataclass
@@ -43,18 +41,18 @@ from hfpatch.store.transfers import Saved
 
 @dataclass(eq=False)
 class Backward:
-    """One backward of a call, from its gradient dy. Its attributes go from phase to phase.
+    """One backward of a call, from its gradient dy. The phases share its attributes.
 
     Attributes:
         call: layer.call.LayerCall.
-        need_x: whether dx is wanted.
+        need_x: whether dx is needed.
         weights: layer.weight_gradients.WeightGradients.
         retain: whether another backward of the same call may come.
-        stays: of a single tile: what its pass gave, for all phases.
-        parked: dx in the store, while attention runs backward.
-        qkv: q, k, v, over which their gradients are written.
-        outs: attention's outputs where they were computed again.
-        back: of a single tile: a function giving dx from the gradients of q, k, v.
+        stays: single tile: the item of its only pass, for all phases.
+        parked: dx in the store, during attention's backward.
+        qkv: q, k, v, later overwritten by their gradients.
+        outs: attention's outputs, if recomputed.
+        back: single tile: function from the gradients of q, k, v to dx.
     """
 
     call: object
@@ -72,12 +70,14 @@ class Backward:
     back: object = None
 
     def run(self, dy: Tensor, private: bool, before) -> Tensor | None:
-        """dx or None. before: the call whose backward comes next; its first tiles are sent for."""
+        """Runs the phases. Returns dx or None. before: the call whose backward is next; its first
+        tiles are prefetched.
+        """
         call = self.call
         self.single, self.passes = len(call.bounds) == 1, iter(call.passes)
         self.lse_ticket, self.qkv_ticket = call.ticket(call.lses), call.ticket(call.qkv)
         if before is not None and before.earlier is None:
-            before.prefetch()  # behind them, the first tiles of the layer whose turn is next
+            before.prefetch()  # queued behind this call's fetches
         if self.single:
             held = call.tiles(next(self.passes))
             self.stays = [next(held)]
@@ -94,11 +94,11 @@ class Backward:
             self.attend_backward()
             self.before_backward()
         if self.single:
-            next(held, None)  # its slot is free again
+            next(held, None)  # frees its slot
         return self.dx
 
     def _tiles(self):
-        """(index, x, outs, what is kept inside) of the tiles of the next pass."""
+        """(index, x, outs, kept values) of each tile of the next pass."""
         if self.single:
             return self.stays
         return self.call.parts.phase(self.call.tiles(next(self.passes)))
@@ -142,11 +142,11 @@ class Backward:
         return [Grouped(call.queue.transfers, d, tokens, n) for d, n in rows]
 
     def _park(self, dx: Tensor) -> Saved:
-        """dx in the tier while attention runs backward."""
+        """Moves dx to the tier during attention's backward."""
         transfers = self.call.queue.transfers
         parked = transfers.save(dx)
         transfers.settle()
-        # dx may be dy, which autograd's and the callers' frames still hold: this frees its memory.
+        # dx may be dy, which frames of autograd and of callers still hold: this frees its memory.
         # Llama-3.1-8B in bf16 at 131,072 tokens, tiles of 2,048, dx parked, attention outputs
         # streamed: 3.61 GiB beyond parameters and gradients at the highest total, 4.61 GiB without
         # (simulated).
@@ -155,12 +155,12 @@ class Backward:
 
     # -- B -----------------------------------------------------------------------------------------
     def before_again(self) -> None:
-        """q, k, v as they were kept, or computed once more."""
+        """q, k, v: kept, or recomputed."""
         call = self.call
         if self.qkv_ticket is not None:
             parts = list(self.qkv_ticket.wait())
             if not self.single and (self.retain or call.parts.leaves) and call.qkv[0].resident:
-                parts = [p.clone() for p in parts]  # their gradients will be written over them
+                parts = [p.clone() for p in parts]  # their gradients overwrite them
             self.qkv = parts
         elif not self.single:
             tiles = call.tiles(next(self.passes))
@@ -181,7 +181,7 @@ class Backward:
             self.lses = self.lse_ticket.wait()
         if self.single:
             outs = (self.stays[0][2] if self.outs is None else self.outs).__getitem__
-            # Only what was fetched may be written over.
+            # Only fetched tensors may be overwritten.
             fetched = self.qkv_ticket is not None and not call.qkv[0].resident
             into = qkv if fetched else [None] * len(qkv)
         else:
@@ -191,7 +191,7 @@ class Backward:
         mixes = bool(parts.mixers)
         self.dsinks = parts.replayed("attend", 0, call.device, run) if mixes else run()
         for place, d in zip(parts.places, call.dleft):
-            if d is not None:  # of keys and values that later layers took
+            if d is not None:  # gradients of keys and values that later layers took
                 into[place] = into[place] + d
         self.qkv, self.douts, self.outs, self.lses = into, None, None, None
         if not self.single:

@@ -1,9 +1,9 @@
-"""What one decoder layer is made of now, and what of that keeps it from running in tiles.
+"""The present state of one decoder layer (modules, hooks, adapters), and why it may forbid tiles.
 
-A layer's traits (traits.py) are found once, at `apply`, on a small instance. Here they meet what the
-layer holds today: adapters, hooks, modules put in later. The stack looks at all layers once a
-forward (`look`), and settles with that every rule that needs no arguments of a call; a layer that
-is called by hand looks itself.
+A layer's traits (traits.py) are found once, at `apply`, on a small instance. Here they meet the
+layer's present state: adapters, hooks, modules added later. The stack looks at all layers once per
+forward (`look`), which settles every rule that needs no arguments of a call. A layer called
+directly looks itself.
 """
 
 from dataclasses import dataclass, field
@@ -37,31 +37,30 @@ _NO_MASK = "_attach_context_parallel_hooks."
 
 @dataclass(slots=True)
 class Condition:
-    """What the modules in a layer say of how it runs, for as long as `snapshot` holds. Nothing here
-    refers to the layer.
+    """Facts about the modules in a layer, valid while `snapshot` holds. No reference to the layer.
 
     Attributes:
         traits: the layer's traits, for which this was found.
-        inside: the modules in the layer, itself left out.
-        reason: why every call runs whole; None where nothing stands in the way.
-        now: why every call of the forward under way runs whole, or None.
-        calls_as_made: no hook on every module, and no other Module.__call__, sees modules run in the
-            forward under way.
-        unknown: the module that nobody tried, and what it is; None where there is none.
-        adapter: what an adapter has that tiles would change, or None.
+        inside: the modules in the layer, without itself.
+        reason: why every call runs whole; None if tiles are possible.
+        now: why every call of the current forward runs whole, or None.
+        calls_as_made: no global module hook and no replaced Module.__call__ sees the current
+            forward.
+        unknown: the module that the small instance did not have, and its class; None without one.
+        adapter: the property of an adapter that tiles would change, or None.
         draws: whether adapters may draw random numbers.
-        contiguous: whether a module in it takes contiguous gradients alone, as some of torchao's.
-        mixing: the modules by which tokens meet, those that call attention first.
-        head_dim: the largest of its attention's, 0 where they do not say.
+        contiguous: whether a module in it takes only contiguous gradients, as some of torchao's.
+        mixing: the modules that mix tokens, those that call attention first.
+        head_dim: the largest of its attention modules, 0 if they name none.
         experts: the fused experts inside, and PEFT's wrappers around them (adapted_experts.py).
         hooked: the modules inside that have a hook of accelerate's.
         packed: whether experts of 4 bits are among them.
-        block: layer.block.Block, None where nobody asked.
-        direct: layer.direct.Direct; False where the layer is none, None where nobody asked.
-        places: of the layer's tensors (layer/weight_gradients.py).
-        read: keys of what the layer takes of earlier ones, None where not known yet.
-        leaves: whether later layers take some of it.
-        units: modules in it whose weights FSDP2 gathers by themselves.
+        block: layer.block.Block, None until used.
+        direct: layer.direct.Direct; False if the layer has none, None until used.
+        places: forward_state.Places of the layer's tensors.
+        read: keys that the layer reads from earlier ones, None if not known yet.
+        leaves: whether later layers read its keys and values.
+        units: modules in it whose weights FSDP2 gathers separately.
     """
 
     snapshot: Snapshot
@@ -89,12 +88,12 @@ class Condition:
     def __post_init__(self):
         self.inside = self.snapshot.inside
 
-    def __reduce__(self):  # a copy of the layer looks for itself
+    def __reduce__(self):  # a copy of the layer finds its own
         return type(None), ()
 
 
 def look(layer: nn.Module) -> Condition:
-    """The layer's condition, found anew where the layer is made of other things than before."""
+    """The layer's condition, found anew if the layer changed."""
     known, traits = layer._hfpatch_condition, layer._hfpatch_traits
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
         known = layer._hfpatch_condition = _condition_of(layer)
@@ -104,7 +103,7 @@ def look(layer: nn.Module) -> Condition:
 
 
 def _why_now(layer: nn.Module, condition: Condition) -> str | None:
-    """What in the process, and of the numbers in the layer, has it run whole for one forward."""
+    """Why the layer runs whole in this forward: hooks on every module, or attention dropout."""
     if hooks_on_all() and condition.inside:
         return "hooks on every module of the process"
     for attn in condition.mixing if layer.training else ():
@@ -142,7 +141,7 @@ def _condition_of(layer: nn.Module) -> Condition:
 
 
 def _why_unknown(layer: nn.Module, places: frozenset) -> str | None:
-    """What in a layer the small instance, which had these `places`, says nothing of."""
+    """The first module in a layer that the small instance, with these `places`, did not have."""
     names = strange(layer, places)
     if not names:
         return None
@@ -153,7 +152,7 @@ def _why_unknown(layer: nn.Module, places: frozenset) -> str | None:
 
 
 def _scaled(layer: nn.Module, inside: list[nn.Module]) -> str | None:
-    """Which projection scales several tokens together, those under adapters too, and how."""
+    """The projection that scales several tokens together, also under adapters, and how."""
     module, why = next(((m, why) for m in inside if (why := scales_over_tokens(m))), (None, None))
     return why and f"{_name_in(layer, module)}: {why}"
 
@@ -163,16 +162,16 @@ def _name_in(layer: nn.Module, module: nn.Module) -> str:
 
 
 def _hooked(layer: nn.Module, inside: list[nn.Module]) -> str | None:
-    """None where nobody watches what is inside the layer: tiles would show hooks parts of a row,
-    and more often.
+    """The user's hooks inside the layer, or None. Tiles would call hooks more often, with parts of
+    a row.
     """
     hooked = watched_by_user(inside)
     return None if hooked is None else f"hooks on {_name_in(layer, hooked)}"
 
 
 def _patched_class(modules: list[nn.Module]) -> str | None:
-    """Whose class runs another forward, or rotates otherwise, than when the small instance was
-    tried, for the whole process.
+    """The class whose forward or rotation changed, process-wide, since the small instance was
+    tried.
     """
     kinds = dict.fromkeys(MADE_FROM[type(m)] for m in modules)
     return next(
@@ -186,8 +185,8 @@ def _patched_class(modules: list[nn.Module]) -> str | None:
 
 
 def _why_not_inside(layer: nn.Module, traits: LayerTraits, mixing: list[nn.Module]) -> str | None:
-    """Why the modules by which tokens meet, and those around them, are not what they were at
-    apply().
+    """How the modules that mix tokens, and those around them, differ from apply(); None if they do
+    not.
     """
     for attn in mixing:
         kind = getattr(attn, "_hfpatch_base", type(attn))
@@ -209,9 +208,8 @@ def _ancestors(path: str) -> list[str]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody watches this module, but for what a tiled call serves otherwise:
-    transformers' recorders, and accelerate's hooks under context parallelism, which take away a
-    mask.
+    """Whether the module has hooks other than those that a tiled call serves otherwise:
+    transformers' recorders, and accelerate's hooks under context parallelism, which remove a mask.
     """
     forward = [h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING]
     others = [

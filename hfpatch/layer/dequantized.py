@@ -42,8 +42,8 @@ def _forward(module: nn.Linear, make, input: Tensor) -> Tensor:
 
 
 class DequantizedWeights:
-    """The dequantized weights of one call of a layer. linears: of its Linears too; those of fused
-    experts are whole in each tile anyway.
+    """The dequantized weights of one call of a layer. linears: Linears too, not only fused experts,
+    whose weights every tile dequantizes whole anyway.
     """
 
     def __init__(self, layer: nn.Module, linears: bool = True):

@@ -38,7 +38,7 @@ class _Ops(NamedTuple):
 
 
 _SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
-# the dispatcher costs a third of an op on few tokens
+# without the dispatcher, which costs a third of an op on few tokens
 _AT_ONCE = _Ops(*[IMPLEMENTATIONS[op] for op in _SEEN])
 
 
@@ -116,7 +116,7 @@ class Direct(Block):
         """Whether every weight is a plain tensor (not sharded, not quantised) of a width that the
         fused ops take.
 
-        Where it is not, the modules are called, and raise their own errors.
+        Otherwise the modules are called, and raise their own errors.
         """
         for _, own in (*self.linears_before, *self.linears_after):
             weight = own.get("weight")
@@ -165,7 +165,7 @@ class Direct(Block):
         if (a, b) != (0, self.cos.shape[1]):
             angles = self.cos[:, a:b], self.sin[:, a:b]
         self.angles[a, b] = angles  # a view costs the host as much as an op
-        each = self.as_given and q.dtype is not k.dtype  # in its own dtype
+        each = self.as_given and q.dtype is not k.dtype  # q and k each in its own dtype
         dtype = q.dtype if self.as_given else None
         q, k = self.rotate(q, k, *angles) if each else op.rope(q, k, *angles, False, dtype)
         return [
@@ -254,8 +254,8 @@ class Direct(Block):
     def after_backward(
         self, x_BtD, outs_BtHE: list[Tensor], a: int, b: int, dys, known: dict, need_x, weights
     ) -> tuple[Tensor, list[Tensor]]:
-        """dx [B, t, D], needed or not, and dout [B, t, H, E]. known: kept values, which replace
-        recomputed ones.
+        """dx [B, t, D] or None if not needed, and dout [B, t, H, E]. known: kept values, which
+        replace recomputed ones.
         """
         (dy_BtD,), (out_BtHE,) = dys, outs_BtHE
         (wo, bo, wg, bg, wu, bu, wd, bd), weight = (
@@ -266,7 +266,7 @@ class Direct(Block):
         total, normed, rstd, gate, up = self._inside(op, x_BtD, out_BtHE, known)
         known.clear()
         if not (wg.requires_grad or wu.requires_grad):
-            normed = None  # as above
+            normed = None  # a frozen projection needs no input
         inner = op.swiglu(gate, up, self.activation) if wd.requires_grad else None
         dinner = _back(weights, dy_BtD.reshape(-1, dy_BtD.shape[-1]), inner, wd, bd)
         inner = None
@@ -321,15 +321,15 @@ def _back(
 
 
 def direct_of(layer: nn.Module, args, kwargs: dict, x: Tensor, condition) -> Direct | None:
-    """A block's direct form for one call, or None where its modules must be called.
+    """A block's direct form for one call, or None if its modules must be called.
 
     It needs plain Linears, fused parts as `apply` made them, no hooks and no autocast.
 
     Args:
         layer: a layer whose traits say that it is a block.
-        args, kwargs: the arguments of the call beside its hidden states.
+        args, kwargs: the arguments of the call besides its hidden states.
         x: the layer's input [B, T, D].
-        condition: layer.condition.Condition, which keeps what depends on the layer's modules alone.
+        condition: layer.condition.Condition, which caches what depends on the layer's modules only.
     """
     if not condition.calls_as_made or autocast_dtype(x.device.type) is not None:
         return None

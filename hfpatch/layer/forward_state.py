@@ -1,11 +1,11 @@
-"""What a layer computed with in a forward: its tensors, and the switches of its modules.
+"""The tensors and module switches that a layer's forward used.
 
-The layer runs again in backward on the tensors that forward used (`torch.func.functional_call` may
-have been left by then), in training or not and with the adapters as then. Where a tensor was
-written to since, or the user's hooks and forwards inside the layer changed, that is an error.
-Numbers that modules hold (a rate of dropout, an epsilon) are not remembered: changed in between,
-they count as they are in backward. Engines that gather weights around each call swap and refill
-them as they like: there the tensors of the moment are the same weights.
+In backward the layer reruns on the tensors of its forward (`torch.func.functional_call` may have
+ended by then), in the same mode (training or not) and with the same adapters. It is an error if a
+tensor was written to since, or if the user's hooks and forwards inside the layer changed. Numbers
+that modules hold (a dropout rate, an epsilon) are not saved: backward uses their current values.
+Engines that gather weights around each call swap and refill them at will: their current tensors are
+the same weights.
 """
 
 import dis
@@ -46,8 +46,8 @@ _NO_TENSORS = {int, float, bool, str, type(None)}  # the classes of most other a
 
 
 class Place:
-    """Where a tensor of the layer lives. gathered: an engine puts another one there; twins: other
-    places of it in the layer (tied weights).
+    """The place of one of the layer's tensors. gathered: an engine swaps the tensor there; twins:
+    its other places in the layer (tied weights).
     """
 
     __slots__ = ("module", "name", "buffer", "gathered", "twins")
@@ -57,13 +57,13 @@ class Place:
         self.twins: list[tuple[nn.Module, str, bool]] = []
 
     def table(self) -> dict:
-        """What holds it by its name now."""
+        """The dict that holds it under its name now."""
         return _table(self.module, self.name, self.buffer)
 
 
 class Places:
-    """Of the tensors that stand in a layer's modules, each once. Found once for as long as the same
-    stand there.
+    """The places of the tensors in a layer's modules, each tensor once. Reused while the tensors
+    are the same.
     """
 
     __slots__ = ("places", "at", "empty", "known")
@@ -88,7 +88,7 @@ class Places:
                 if id(tensor) in found:
                     twins.append((id(tensor), (module, name, name in buffers), (table, name)))
                     continue
-                # Ctrl-C in the very moment of putting the parameters back
+                # a stand-in that Ctrl-C left here, while parameters were put back
                 if STANDS_FOR in tensor.__dict__:
                     tensor = table[name] = tensor.__dict__[STANDS_FOR]
                 gathered = name in plain or is_view_of_flat(tensor)
@@ -109,16 +109,16 @@ class Places:
             found[tensor][0].twins.append(place)
             self.at.append(at)
             tensors.append(found[tensor][2])
-        # What engines change is looked for at every call; and what holds the layer must not be held
-        # by what the layer holds.
+        # Engines' tensors are looked up at every call. So is a tensor of the layer itself: the
+        # layer holds its condition, which must not refer back to it.
         same = not any(p.gathered or p.module is layer for p in self.places)
         same = same and all(_MARKS.isdisjoint(t.__dict__) for t in tensors)
-        # Weakly: a replaced parameter goes at once.
+        # Weak references: a replaced parameter is freed at once.
         self.known = [weakref.ref(t) for t in tensors] if same else None
 
     def now(self) -> list[Tensor] | None:
-        """The tensors in these places, and in their twins behind them, where they are those that
-        were found, with no mark of an engine or of ours, and no others came.
+        """The tensors in these places, then those of the twins. None if one was replaced or added,
+        or has a mark of an engine or of ours.
         """
         if self.known is None:
             return None
@@ -138,8 +138,8 @@ class Places:
 
 @cache
 def _written_by(kind: type) -> set[str]:
-    """Attributes that a module of this class writes in its forward, or in a method that this names:
-    what it left there in an earlier call is no weight, and the graph of it is gone.
+    """Attributes that a class writes in its forward, or in methods that the forward names. A tensor
+    that an earlier call left there is no weight, and its graph is gone.
     """
     todo, seen, found = ["forward"], set(), set()
     while todo:
@@ -160,7 +160,7 @@ def _table(module: nn.Module, name: str, buffer: bool) -> dict:
 
 
 def edited(what: str, how: str) -> RuntimeError:
-    """The error of a backward whose weights are gone."""
+    """The error of a backward whose weights changed."""
     return RuntimeError(
         f"hfpatch: expected the weights that forward used, {what} was {how} before its backward; "
         "step the optimizer (or edit "
@@ -178,24 +178,23 @@ def _is_sharded(module: nn.Module, tensors) -> bool:
 
 
 class ForwardState:
-    """What a layer computes with, as it was at a forward of it: every tensor, each once, and its
-    modules' switches.
+    """A layer's tensors, each once, and its modules' switches, as of one forward.
 
     Attributes:
-        found: the Places; of each one the rest says:
-        tensors: the tensor there, None where an engine gathers it. Sharding engines may hold the
-            gathered weight as a plain attribute in place of the parameter (FSDP1 does).
-        counts: how often it was written to, None where its layer writes to it.
-        storages: what it lay in.
-        trained: whether it wanted a gradient.
-        modules: the layer's.
-        units: those of them that FSDP2 gathers by themselves.
-        called: whether modules inside it are called (layer/direct.py calls none): then what they
-            are made of (`snapshot`) and their switches matter.
+        found: the Places. The next four have an entry for each:
+        tensors: its tensor, None if an engine gathers it. Sharding engines may hold the gathered
+            weight as a plain attribute in place of the parameter (FSDP1 does).
+        counts: its version, None if the layer itself writes to it.
+        storages: its storage, None if that may change.
+        trained: whether it required a gradient.
+        modules: the layer's modules.
+        units: modules that FSDP2 gathers separately.
+        called: whether modules inside the layer are called (layer/direct.py calls none): then their
+            `snapshot` and their switches matter.
 
-    condition: layer.condition.Condition, which has the places where they held. streamed: whether
-    frozen weights wait on the host (streamed_weights.py), from where they come and go by `.data`;
-    where they do not, who does that is somebody's edit.
+    condition: layer.condition.Condition, which caches the places. streamed: whether frozen weights
+    wait on the host (streamed_weights.py), which swaps their `.data`. Otherwise a swapped `.data`
+    is a user's edit.
     """
 
     __slots__ = (
@@ -235,7 +234,7 @@ class ForwardState:
                 self.storages[index] = None
 
     def wanted(self) -> list[Tensor]:
-        """Its tensors that want a gradient, in the order of the places."""
+        """The tensors that require a gradient, in the order of the places."""
         found = []
         for place, tensor, trained in zip(self.found.places, self.tensors, self.trained):
             if trained:
@@ -243,8 +242,8 @@ class ForwardState:
         return found
 
     def of(self, index: int, now: Tensor) -> Tensor:
-        """The tensor that forward used in a place; now: the one that is there. RuntimeError where
-        it was written to since.
+        """The tensor that forward used in a place; now: the current one. RuntimeError if forward's
+        tensor was written to since.
         """
         tensor, storage, count = self.tensors[index], self.storages[index], self.counts[index]
         if tensor is None:
@@ -257,7 +256,9 @@ class ForwardState:
         return tensor
 
     def unchanged(self) -> bool:
-        """Whether every place, none of them an engine's, has what it had then, as it was."""
+        """Whether every place has its tensor of the forward, unmodified. False if an engine gathers
+        any.
+        """
         if self.found.now() is None:
             return False
         counts, storages = marks_of(self.tensors)
@@ -269,8 +270,8 @@ class ForwardState:
         return counts == self.counts
 
     def refuse_others(self) -> None:
-        """RuntimeError where the layer is made of other modules now, or has other hooks, forwards
-        and merged adapters in it.
+        """Raises RuntimeError if the layer has other modules, hooks, forwards or merged adapters
+        now.
         """
         if self.layer.__class__ is not self.kind or modules_in(self.layer) != self.modules:
             raise RuntimeError(
@@ -288,9 +289,9 @@ class ForwardState:
             )
 
     def ran(self) -> bool:
-        """After the forward: what it writes to itself (buffers, weights that an adapter
-        parametrises), or casts (NLLB-MoE's routers, the biases of bitsandbytes' layers), it will
-        write to again. Whether it cast what wants a gradient.
+        """Called after the forward. Exempts tensors that the layer itself writes to (buffers,
+        weights that an adapter parametrises) or casts (NLLB-MoE's routers, the biases of
+        bitsandbytes' layers): a rerun does so again. Returns whether it cast a trained tensor.
         """
         theirs = [i for i, t in enumerate(self.tensors) if t is not None]
         counts, storages = marks_of([self.tensors[i] for i in theirs])
@@ -306,12 +307,11 @@ class ForwardState:
 
 @dataclass(eq=False)
 class AsInForward:
-    """Context in which the layer has the tensors that forward used, without a gradient of theirs,
-    and its modules' switches are as they were.
-    """
+    """Context in which the layer has the tensors and switches that forward used."""
 
     then: ForwardState
-    before: list = field(default_factory=list, init=False)  # what stood where this puts something
+    # (table, name, earlier value) of each change
+    before: list = field(default_factory=list, init=False)
 
     def __enter__(self):
         self.then.refuse_others()
@@ -329,13 +329,13 @@ class AsInForward:
         return self
 
     def _nothing_to_restore(self) -> bool:
-        """Whether there is nothing to put back."""
+        """Whether all tensors are still in their places."""
         return self.then.unchanged()
 
     def _put_back(self) -> None:
         for index, place in enumerate(self.then.found.places):
             table = place.table()
-            # what was a parameter may be a buffer now, which this then hides
+            # a parameter may be a buffer now, which this then hides
             now = table.get(place.name)
             original = self.then.of(index, now)
             tensor = self._of(self.then.trained[index], original)
@@ -355,16 +355,16 @@ class AsInForward:
                 self._put(table, name, None)
 
     def _go_as_then(self) -> None:
-        """Puts the switches of the layer's modules as they were."""
+        """Restores the switches of the layer's modules."""
         for table, name, value in self.then.switches:
             now = table[name] if name in table else GONE
-            # Compared with its own kind alone: a tensor that stands there now has no one answer.
+            # Compared within one class only: `!=` on a tensor gives no single bool.
             if now is not value and (now.__class__ is not value.__class__ or now != value):
                 self._put(table, name, value)
 
     def _of(self, trained: bool, tensor: Tensor) -> Tensor:
-        """What stands for the tensor: itself, unless it was trained then and is frozen now, or the
-        other way round.
+        """The tensor, or an alias of it if it was trained then and is frozen now, or the
+        reverse.
         """
         return (
             tensor if tensor.requires_grad == trained else tensor.detach().requires_grad_(trained)

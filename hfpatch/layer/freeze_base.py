@@ -1,4 +1,4 @@
-"""LoRA's base: freezing it and no more, and what other preparations did to it."""
+"""LoRA's base: freezes it and nothing else, and undoes other preparations."""
 
 import torch
 from torch import nn
@@ -11,16 +11,14 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def _computed_in(model: nn.Module) -> torch.dtype | None:
-    """The 16-bit dtype that the model's config names, None for others."""
+    """The 16-bit dtype in the model's config, else None."""
     named = getattr(getattr(model, "config", None), "dtype", None)
     named = getattr(torch, named, None) if isinstance(named, str) else named
     return named if named in NARROW else None
 
 
 def widened(model: nn.Module) -> list[str]:
-    """Names of frozen parameters that are float32 in a model of 16 bits whose Linear layers are
-    quantised.
-    """
+    """Names of frozen float32 parameters in a 16-bit model whose Linear layers are quantised."""
     if _computed_in(model) is None or not any(is_quantised(m) for m in model.modules()):
         return []
     return [
@@ -29,13 +27,14 @@ def widened(model: nn.Module) -> list[str]:
 
 
 def freeze_base(model: nn.Module) -> nn.Module:
-    """Freezes the model for LoRA, before or after PEFT wraps it, and no more; returns it.
+    """Freezes the model for LoRA, before or after PEFT wraps it, and changes nothing else. Returns
+    it.
 
-    In place of `peft.prepare_model_for_kbit_training`, which also makes norms, embeddings and head
-    float32: the residual stream and what is kept of it then take twice the memory. Where that has
-    been called, the dtype of the config comes back, which loses nothing. Adapters stay trained, as
-    they are. `enable_input_require_grads()` is taken back: a tiled layer needs no gradient of what
-    was embedded. Raises ValueError on what is no model.
+    Use it in place of `peft.prepare_model_for_kbit_training`, which also makes norms, embeddings
+    and head float32: the residual stream and its checkpoints then take twice the memory. If that
+    was called, this restores the dtype of the config, without loss. Adapters stay trained, as they
+    are. `enable_input_require_grads()` is undone: a tiled layer needs no gradient of the
+    embeddings. Raises ValueError if `model` is no module.
     """
     expect_module(model)
     dtype, quantised = _computed_in(model), any(is_quantised(m) for m in model.modules())

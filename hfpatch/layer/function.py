@@ -1,6 +1,4 @@
-"""A tiled layer in autograd's graph: one function with one node, whose forward and backward are
-those of layer/call.py.
-"""
+"""A tiled layer in autograd's graph: one node, with the forward and backward of layer/call.py."""
 
 import sys
 import weakref
@@ -26,7 +24,9 @@ from hfpatch.parallel.exchange import ExchangedAttention
 
 
 class LayerFunction(torch.autograd.Function):
-    """A layer's call as one node: hidden states and all that wants a gradient in, its output out."""
+    """A layer's call as one node. Inputs: the hidden states and all tensors that require a
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx, call, x, *tensors):
@@ -80,12 +80,13 @@ def parts_of(
     collected: bool = True,
     dense: bool = False,
 ) -> LayerParts:
-    """One call of a layer as LayerParts: by hand where that is exact, else by its own forward.
+    """One call of a layer as LayerParts: by hand if that is exact, else by its own forward.
 
     Args:
         x: hidden states [B, T, D]; args, kwargs: the layer's other arguments.
         batch: context.masks.Batch; condition: layer.condition.Condition.
-        records: keys of what transformers records inside; collected: whether it does at all.
+        records: keys of tensors that transformers records inside; collected: whether it records
+            any.
         dense: quantised weights are dequantized once a phase.
     """
     parts = None
@@ -107,11 +108,10 @@ def parts_of(
 def tiled_layer(
     runtime, policy: Policy, parts: LayerParts, x: Tensor, again: bool = False
 ) -> list[Tensor]:
-    """Runs a layer tile by tile on x [B, T, D]: its output, and behind it what was recorded on the
-    way.
+    """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors.
 
-    runtime: layer.runtime.LayerRuntime, which gave the policy. Without a gradient to come nothing
-    is kept. again: what the first run found out about the layer is known.
+    runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
+    needed. again: a rerun, after the first run found random draws or casts.
     """
     layer = parts.layer
     if policy.again:
@@ -139,7 +139,7 @@ def tiled_layer(
         **(timed or {}),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
-        # there where this length was trained before
+        # None before a training step with this tier
         call.queue = runtime.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
@@ -147,8 +147,8 @@ def tiled_layer(
         _keep(call, policy, runtime)
     call.shape, call.dtype = x.shape, x.dtype
     runtime.link(call, x)
-    # Whether a layer draws random numbers (dropout, noise before a router) is found out by what it
-    # leaves behind, once: from then on its tiles note where the generators stood.
+    # The generators' state after a layer's run shows whether it draws random numbers (dropout,
+    # noise before a router). From then on its tiles save that state.
     real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
     watched = Generators(x.device) if real and not (parts.by_hand or parts.random) else None
     outputs = LayerFunction.apply(call, x, *tensors)
@@ -156,18 +156,18 @@ def tiled_layer(
     if drew:
         parts.random = parts.condition.draws = True
         watched.put_back()
-    # Autograd has noted the types that the layer's own weights had before it cast them.
+    # Autograd recorded the dtypes of the layer's weights from before it cast them: run again.
     cast = not parts.by_hand and then.ran()
     if drew or (cast and not again):
         parts.start_anew()
-        del call, outputs  # what the first run holds goes before the second one
+        del call, outputs  # frees the first run's memory before the second
         return tiled_layer(runtime, policy, parts, x, again=True)
     runtime.last_call = weakref.ref(call), weakref.ref(outputs[0])
     return list(outputs)
 
 
 def _keep(call: LayerCall, policy: Policy, runtime) -> None:
-    """What the policy would keep inside the layer, as far as that spares this one something."""
+    """Sets what the call keeps: the policy's names that spare this layer work."""
     if policy.every == 1:
         call.keep = call.parts.keepable(policy.keep, call.device.type)
         call.keep_inside = tuple([name for name in call.keep if name != "qkv"])

@@ -1,8 +1,8 @@
-"""What one call of a layer keeps between forward and backward, and how it comes back, tile by tile.
+"""The tensors that one call of a layer keeps for its backward, and their return, tile by tile.
 
-Always x; by the policy attention's outputs and their log-sum-exp; of a policy's `keep`, q, k and v
-whole, and inside each tile the sum after attention ("mid") and gate and up ("gate_up"), which wait
-and return tile by tile. All of it lies where the policy says (store/transfers.py).
+x is always kept, attention's outputs with their log-sum-exp if the policy says so. Its `keep` adds
+q, k and v, whole ("qkv"), and inside each tile the residual after attention ("mid") and gate and up
+("gate_up"), which wait and return tile by tile. The policy chooses the tier (store/transfers.py).
 """
 
 from dataclasses import dataclass, field
@@ -23,10 +23,10 @@ class Pass:
     """One pass over the tiles of a backward.
 
     Attributes:
-        names: what each tile is given: "x", "out", and names of what is kept inside it.
-        pieces: of each tile (saved tensor, first token, end, group): what comes back from the
-            tier. group: which of the whole attention outputs takes these tokens; None where a slot
-            of the ring does. No tile has any where the layer's input is on the device.
+        names: the tensors of each tile: "x", "out", and names of those kept inside it.
+        pieces: of each tile, the fetches (saved tensor, first token, end, group). group: the whole
+            attention output that takes these tokens, None for a slot of the ring. Empty if the
+            layer's input is on the device.
     """
 
     names: tuple[str, ...]
@@ -35,27 +35,27 @@ class Pass:
 
 @dataclass(eq=False, kw_only=True)
 class Kept:
-    """The saved tensors of a call. bounds: of its tiles; queue: of its device and tier, None where
+    """The saved tensors of a call. bounds: of its tiles; queue: of its device and tier, None if
     nothing is kept.
     """
 
     policy: Policy
     device: torch.device
-    # parallel.shards.Shards: x is kept in parts, one a tensor-parallel rank
+    # parallel.shards.Shards: x is kept in parts, one per tensor-parallel rank
     shards: "object | None" = None
-    keep: tuple[str, ...] = ()  # of the policy's, what this layer can
-    keep_inside: tuple[str, ...] = ()  # of those, what is kept inside each tile
+    keep: tuple[str, ...] = ()  # the policy's names that this layer can keep
+    keep_inside: tuple[str, ...] = ()  # those kept inside each tile
     bounds: tuple[tuple[int, int], ...] = ()
     queue: FetchQueue | None = None
-    mixes: bool = True  # something in the layer mixes tokens; else one pass is all
+    mixes: bool = True  # whether something in the layer mixes tokens; if not, there is one pass
     x: Saved | None = None
     outs: list[Saved] = field(default_factory=list)
     lses: list[Saved] = field(default_factory=list)
     qkv: list[Saved] = field(default_factory=list)
-    # of each tile: what is kept inside it
+    # of each tile: name -> tensors kept inside it
     inside: list[dict[str, list[Saved]]] = field(default_factory=list)
     out_buffers: list | None = None
-    passes: list[Pass] = field(default_factory=list)  # of the backward that runs or comes next
+    passes: list[Pass] = field(default_factory=list)  # of the current or next backward
     gone: bool = False
 
     @staticmethod
@@ -63,7 +63,9 @@ class Kept:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
     def save(self, x: Tensor) -> Saved:
-        """x on its way to the tier. What stays on the device must not hold more than itself."""
+        """Starts the copy of x to the tier. On the device a view is copied, so that it keeps no
+        other memory alive.
+        """
         if (
             self.queue.transfers.tier == "gpu"
             and x.untyped_storage().nbytes() > x.numel() * x.element_size()
@@ -72,14 +74,14 @@ class Kept:
         return self.queue.transfers.save(x)
 
     def save_inside(self, noted: dict, room: int) -> None:
-        """Saves what was noted inside the next tile. room: bytes that the sources of copies may
-        take meanwhile.
+        """Saves the values noted inside the next tile. room: bytes that the sources of copies may
+        take.
         """
         self.inside.append({name: [self.save(x) for x in xs] for name, xs in noted.items()})
         self.queue.transfers.settle(under_way=1, room=room)
 
     def release(self) -> None:
-        """Returns every block; the graph cannot be walked again."""
+        """Releases every saved tensor; the graph cannot be walked again."""
         for saved in (self.x, *self.outs, *self.lses, *self.qkv):
             if saved is not None:
                 saved.release()
@@ -91,11 +93,11 @@ class Kept:
 
     # -- passes over the tiles ---------------------------------------------------------------------
     def cut(self, x, bounds=None):
-        """x[:, a:b] of each tile, in order. x: [B, T, ...], or None, whose tiles are None; bounds:
-        other ones, of a part of it.
+        """x[:, a:b] of each tile, in order. x: [B, T, ...], or None, which gives None for each
+        tile; bounds: other ranges, for a part of x.
 
-        A tensor is cut in one call, for a view costs the host as much as an op; what lies in the
-        tier by groups of heads is asked for tile by tile.
+        A tensor is cut in one call: a view costs the host as much as an op. A tensor in the tier,
+        by groups of heads, is read tile by tile.
         """
         if x is None:
             return repeat(None)
@@ -106,8 +108,8 @@ class Kept:
         return iter(x.split([b - a for a, b in bounds or self.bounds], 1))
 
     def _planned(self) -> list[Pass]:
-        """The passes of a backward, in order. The sum after attention stands for x, which nobody
-        reads behind it.
+        """The passes of a backward, in order. In the pass over `after` a kept "mid" replaces x,
+        which is unread there.
         """
         first = (*(() if "mid" in self.keep else ("x",)), "out", *self.keep_inside)
         if len(self.bounds) == 1 or not self.mixes:
@@ -121,7 +123,7 @@ class Kept:
         return passes
 
     def _pieces(self, names: tuple[str, ...]) -> list[list[tuple]]:
-        """Pass.pieces."""
+        """Pass.pieces for a pass with these names."""
         streams = self.policy.stream_attention or self.policy.by_group
         of_x = self.bounds if self.shards is None else self.shards.bounds(self.bounds)
         found: list[list[tuple]] = []
@@ -139,8 +141,8 @@ class Kept:
         return found
 
     def destinations(self, tile: list[tuple]) -> list[tuple]:
-        """A tile's pieces for Transfers.fetch, as its turn has come: not before is there memory
-        for whole attention outputs.
+        """A tile's pieces for Transfers.fetch, just before the fetch. Buffers for whole attention
+        outputs are allocated only then.
         """
         found = []
         for saved, a, b, group in tile:
@@ -157,9 +159,7 @@ class Kept:
         return made
 
     def begin_passes(self) -> None:
-        """Queues all passes of the backward that begins, but for the first where it is under
-        way.
-        """
+        """Queues all passes of this backward, except the first if it is queued already."""
         if self.x.resident:
             self.passes = self._planned()
             return
@@ -169,25 +169,25 @@ class Kept:
             self.queue.push(self, one.pieces)
 
     def prefetch(self) -> None:
-        """Queues this call's first pass, so that its first tiles are under way before its backward
+        """Queues this call's first pass, so that its first tiles are in flight before its backward
         starts.
         """
         if self.x is None or self.x.resident or self.gone:
             return
         self.passes, nbytes = self._planned(), 0
-        for one in self.passes:  # a slot takes the first tile of any, the largest
+        for one in self.passes:  # a slot takes the first tile of any pass, the largest
             taken = 0
             for saved, a, b, group in one.pieces[0]:
                 if group is None:
                     taken += saved.shape[0] * (b - a) * saved.row_bytes + 256
             nbytes = max(nbytes, taken)
         self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes)
-        self.out_buffers = None  # those of a backward that was cut short may still be read
+        self.out_buffers = None  # an interrupted backward may still read the old ones
         self.queue.push(self, self.passes[0].pieces)
 
     def tiles(self, one: Pass):
-        """Yields (index, x tile or None, out tiles, what is kept inside) of one pass; a tile's
-        memory is re-used once the next is asked for.
+        """Yields (index, x tile or None, out tiles, values kept inside) of each tile of a pass. The
+        next iteration reuses a tile's memory.
         """
         with_x, with_outs, stays = "x" in one.names, "out" in one.names, self.x.resident
         of_x = None if self.shards is None else self.shards.bounds(self.bounds)
@@ -211,16 +211,16 @@ class Kept:
 
     # -- what comes back whole ---------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):
-        """A fetch of whole tensors, None of none."""
+        """A fetch of whole tensors; None for an empty list."""
         return (
             self.queue.transfers.fetch([(s, 0, s.shape[1], None) for s in saved]) if saved else None
         )
 
     def whole_outs(self, outs):
-        """A function giving group g's whole attention output, freed (or fetched one ahead) as the
-        groups go by.
+        """A function that returns group g's whole attention output, for g in order. Each is freed
+        after use, or fetched one ahead.
 
-        outs: where they were computed again.
+        outs: the outputs, if they were recomputed.
         """
         kept = self.outs
         if outs is None and self.out_buffers is not None:
@@ -240,8 +240,8 @@ class Kept:
 
 
 def one_ahead(fetch, count: int):
-    """A function giving what the i-th ticket brings, i going up from 0, while the next is under
-    way.
+    """A function that returns the i-th ticket's tensor, for i from 0 on, while the next is in
+    flight.
     """
     tickets = {0: fetch(0)}
 

@@ -1,7 +1,7 @@
 """One layer's frozen weights in one block of host memory (layer/streamed_weights.py).
 
-A layer's tensors lie behind each other in the block, each aligned; at rest its parameters are views
-of that. What a quantised weight keeps beside it (scales, codes, bitsandbytes' state) goes along.
+The tensors lie one after another in the block, each aligned. At rest the layer's parameters are
+views of it. A quantised weight takes its scales, codes and bitsandbytes' state along.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ ALIGNED = 256  # bytes; where a tensor starts in its block
 
 
 def _under_adapters(layer: nn.Module) -> list[nn.Module]:
-    """The layer's modules but for adapters: of one that wraps a base, that alone."""
+    """The layer's modules without adapters: of a wrapper's children, only its base."""
     found, left = [], [layer]
     while left:
         module = left.pop()
@@ -37,9 +37,7 @@ def _under_adapters(layer: nn.Module) -> list[nn.Module]:
 
 
 def _parts(tensor: Tensor, holder, name: str) -> list:
-    """(object that holds it, its name there, tensor) of the plain tensors that a tensor is made
-    of.
-    """
+    """(holder, name, tensor) of the plain tensors that make up a tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None and not is_fake(tensor):
         return [row for n in flatten()[0] for row in _parts(getattr(tensor, n), tensor, n)]
@@ -47,7 +45,7 @@ def _parts(tensor: Tensor, holder, name: str) -> list:
 
 
 def _state(value, depth: int = 2) -> list:
-    """The same of what bitsandbytes keeps beside a weight: scales and codes."""
+    """The same for bitsandbytes' state of a weight: scales and codes."""
     if type(value).__module__.partition(".")[0] != "bitsandbytes" or not depth:
         return []
     own = [(value, n, t) for n, t in vars(value).items() if isinstance(t, Tensor)]
@@ -55,8 +53,8 @@ def _state(value, depth: int = 2) -> list:
 
 
 def frozen_tables(layer: nn.Module) -> list[tuple[dict, str]]:
-    """(table, name) of the layer's frozen parameters, and of the buffers of what projects by frozen
-    weights: codes and scales.
+    """(table, name) of the layer's frozen parameters, and of the buffers of frozen projections:
+    codes and scales.
     """
     found = []
     for module in _under_adapters(layer):
@@ -70,7 +68,7 @@ def frozen_tables(layer: nn.Module) -> list[tuple[dict, str]]:
 
 
 def _travelling(layer: nn.Module) -> list:
-    """What `_parts` says of all that is frozen, and of what lies beside it."""
+    """(holder, name, tensor) of all frozen tensors and of their quantisation state, each once."""
     rows = [row for table, n in frozen_tables(layer) for row in _parts(table[n], table, n)]
     frozen = [table[n] for table, n in frozen_tables(layer)]
     beside = [
@@ -87,15 +85,15 @@ def _aligned(nbytes: int) -> int:
 
 
 def _own_storage(bytes_N: Tensor) -> Tensor:
-    """The same bytes as a storage that starts and ends with them: what is saved of a block is saved
-    alone.
-    """
+    """The same bytes as a storage of their own: saving a tensor must not save the whole block."""
     return bytes_N if is_fake(bytes_N) else torch.from_numpy(bytes_N.numpy())
 
 
 @dataclass
 class _Piece:
-    """A tensor that travels, where it lies in its layer's block, and itself at rest."""
+    """A frozen tensor, its place in the layer's block, and its view of the block at rest
+    (`host`).
+    """
 
     tensor: Tensor
     start: int
@@ -105,19 +103,19 @@ class _Piece:
     storage: int | None = None  # of `host`
 
     def cut(self, bytes_N: Tensor) -> Tensor:
-        """Its bytes of a block or slot."""
+        """Its bytes in a block or slot."""
         return bytes_N[self.start : self.start + self.nbytes]
 
     def of(self, own_N: Tensor) -> Tensor:
-        """Its own bytes as the tensor that they are."""
+        """Its bytes, viewed as the tensor."""
         return own_N.view(self.tensor.dtype).as_strided(self.tensor.shape, self.strides)
 
 
 class Packed:
-    """A layer's frozen tensors in one host block, but for those that it shares with layers packed
-    before: they lie in theirs.
+    """A layer's frozen tensors in one host block. Tensors shared with layers packed before lie in
+    those layers' blocks.
 
-    nbytes: what it takes of a slot; requests: what fills that (Transfers.fetch).
+    nbytes: its size in a slot; requests: the pieces that fill a slot (Transfers.fetch).
     """
 
     def __init__(self, layer: nn.Module, transfers: Transfers, others: list["Packed"]):
@@ -129,7 +127,7 @@ class Packed:
                 shared.append(theirs[id(tensor)])
                 continue
             if not isinstance(tensor, nn.Parameter):
-                # A table of levels may be one for all layers: this layer's is its own.
+                # All layers may share a table of levels: this layer gets its own alias.
                 tensor = tensor.detach()
                 holder.__setitem__(name, tensor) if isinstance(holder, dict) else setattr(
                     holder, name, tensor
@@ -164,21 +162,19 @@ class Packed:
         for piece in self.pieces:
             piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))
             not_for_deepspeed(piece.tensor, True)
-        for piece in self.pieces:  # only now: two names may be one tensor's
+        for piece in self.pieces:  # in a second loop: two names may be one tensor's
             piece.storage = storage_of(piece.tensor)
 
     def blocks(self) -> set[int]:
-        """What tells the blocks apart that its tensors lie in."""
+        """Ids of the blocks that its tensors lie in."""
         return {id(saved) for saved, *_ in self.requests}
 
     def trained_by_now(self) -> str | None:
-        """A parameter that was frozen and is not any more."""
+        """The name of a parameter that was frozen and is trained now, or None."""
         return next((name for _, name, tensor in self.tables if tensor.requires_grad), None)
 
     def given_others(self) -> bool:
-        """Whether something of this, at rest, was given other values by its `.data`: they lie
-        elsewhere.
-        """
+        """Whether a tensor at rest lies in other memory now: its `.data` was replaced."""
         return any(storage_of(piece.tensor) != piece.storage for piece in self.pieces)
 
     def move_to(self, bytes_N: Tensor) -> None:

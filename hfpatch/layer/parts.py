@@ -85,7 +85,7 @@ class LayerParts(Protocol):
         """
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
-        """The names in budget.policy.KEEPABLE that save this layer work."""
+        """The names in budget.policy.KEEPABLE that spare this layer work."""
 
     def phase(self, tiles):
         """The tiles of one pass."""

@@ -1,5 +1,5 @@
-"""Where modules stand in a layer, beside where they stood in the small instance: of others nobody
-knows what they do to tokens. (strangers.py asks whose code they run.)
+"""Compares a layer's modules, by name and class, with those of the small instance: its verdict
+covers no other modules. (strangers.py checks whose code they run.)
 """
 
 import re
@@ -21,10 +21,12 @@ from hfpatch.parts.quantised import class_of, is_fake_quantised, is_quantised
 
 
 def _inside(layer: nn.Module, known=None):
-    """(name, class, forward) of the modules in a layer, those within one of the classes of `known`
-    (any) after it. What stands for a Linear (quantised), and adapters, which layer.adapters looks
-    at, are none where they run their library's code; a Linear with buffers or modules of its own is
-    one, it may write to them. forward: on the instance, GONE where there is none.
+    """(name, class, forward) of the modules in a layer. A module's own submodules follow if its
+    class is in `known` (None: any).
+
+    Modules that run their library's code are left out if they replace a Linear (quantised) or are
+    adapters, which layer.adapters checks. A Linear with buffers or submodules is listed: it may
+    write to them. forward: the one on the instance, GONE without one.
     """
     todo = [(*child, False) for child in modules_of(layer).items()]
     while todo:
@@ -53,7 +55,7 @@ def _inside(layer: nn.Module, known=None):
 
 
 def _projects(module: nn.Module, code) -> bool:
-    """Whether a module stands for a Linear and no more, by what it runs."""
+    """Whether a module only replaces a Linear, judged by the code that it runs."""
     if isinstance(module, nn.Linear) and (buffers_of(module) or modules_of(module)):
         return is_fake_quantised(module)
     weight = parameters_of(module).get("weight")
@@ -78,8 +80,8 @@ def places_in(layer: nn.Module) -> frozenset[tuple[str, type]]:
 
 
 def strange(layer: nn.Module, known: frozenset[tuple[str, type]]) -> list[str]:
-    """Names of the outermost modules in a layer that `known` (places_in) has not, or that run a
-    forward of their own.
+    """Names of the outermost modules in a layer that are not in `known` (places_in) or run a
+    replaced forward.
     """
     found = _inside(layer, {kind for _, kind in known})
     as_made = lambda forward: forward is GONE or home_of(forward) == "transformers"  # noqa: E731

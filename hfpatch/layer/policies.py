@@ -1,5 +1,5 @@
-"""What a model's layers keep for each batch shape: chosen once a shape, by the memory that is free as
-its first step begins, and again where a step has shown that there is less of it, or more.
+"""What a model's layers keep for each batch shape. Chosen once per shape, from the memory that is
+free as its first step begins, and again if a step shows less memory, or more.
 """
 
 import dataclasses
@@ -40,50 +40,49 @@ SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for 
 
 
 def rounded(tokens: int) -> int:
-    """Up to the next sixteenth of a power of two."""
+    """`tokens` rounded up to a sixteenth of the largest power of two within."""
     step = max(1, 1 << max(0, tokens.bit_length() - 5))
     return -(-tokens // step) * step
 
 
 def metered(device: torch.device) -> bool:
-    """Whether the device's free memory is known, and no other than what checkpoints may be kept
-    in.
-    """
+    """Whether the device has memory of its own whose free bytes are known."""
     return device.type == "cuda"
 
 
 def arrival_counts() -> bool:
-    """Whether ranks must see gradients arrive in one order: DeepSpeed's buckets fill so. Within a
-    plain layer and a tiled one it is not the same, and ranks choose by their own memory and
+    """Whether gradients must arrive in the same order on all ranks, as DeepSpeed's buckets need.
+
+    A plain layer and a tiled one differ in that order, and each rank chooses by its own memory and
     lengths.
     """
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def beside_others(gpu: Gpu | None) -> Gpu | None:
-    """A card as one of those whose processes share this machine."""
+    """A card, with the number of processes that share this machine."""
     return gpu and dataclasses.replace(gpu, sharing=environment_number("LOCAL_WORLD_SIZE", 1, 1))
 
 
 class Policies:
     """The part of a model's LayerRuntime that chooses what layers keep, and reserves memory for it.
-    The runtime has `weights`, the frozen ones that may wait on the host.
+    The runtime's `weights` are the frozen ones that may wait on the host.
 
     Attributes:
         checkpointing: the user's settings.
-        shape: the model's, None where its layers are not Llama's (their inputs are kept whole).
+        shape: the model's, None if its layers are not Llama's (their inputs are kept whole).
         n_layers: how many layers share this runtime.
         policies: by batch shape; queues: by (device, tier), each with transfers of its own.
-        shards: how ranks that run each layer between them share its input, or None.
-        rooms: the memory budget of each device, None where its free memory is unknown.
+        shards: how tensor-parallel ranks share a layer's input, or None.
+        rooms: the memory budget of each device, None if its free memory is unknown.
         planned: bytes on the device, by the closed form; by policy, B and T.
         opened: shapes whose host memory is reserved.
-        loss_bytes: the workspace of the loss of the step under way.
-        spare: bytes that the sources of copies may take when the layer under way ends.
-        sequence: the ranks that share the rows of the call under way, or None.
+        loss_bytes: the workspace of the current step's loss.
+        spare: bytes that the sources of copies may take when the current layer ends.
+        sequence: the ranks that share the rows of the current call, or None.
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
-        learned: of layers that no closed form describes, what steps taught (room.Learned).
+        learned: results of earlier steps, for layers without a closed form (room.Learned).
     """
 
     def __init__(self, checkpointing: Checkpointing, shape: ModelShape | None, n_layers: int):
@@ -98,9 +97,9 @@ class Policies:
         self.owner, self.learned, self.exchange = lambda: None, Learned(), None
         # seconds; began is None once the first step has ended
         self.began, self.pinning = time.monotonic(), 0.0
-        self._spares: dict[tuple, tuple] = {}  # as `planned`: of each layer (spare_bytes)
-        self._begun = False  # whether the stack said that a forward begins, and no layer ran yet
-        self._last_index = 0  # of the layer that asked for a policy
+        self._spares: dict[tuple, tuple] = {}  # keys as in `planned`; of each layer (spare_bytes)
+        self._begun = False  # whether the stack began a forward and no layer ran yet
+        self._last_index = 0  # of the layer that last requested a policy
 
     @property
     def transfers(self) -> Transfers | None:
@@ -108,8 +107,8 @@ class Policies:
         return next((queue.transfers for queue in self.queues.values()), None)
 
     def begin(self, device: torch.device) -> None:
-        """Called by the stack before its layers run forward, and by the first of layers that are
-        called by hand.
+        """Called by the stack before its layers' forward, or by the first layer if a user calls
+        layers directly.
         """
         for queue in self.queues.values():
             queue.begin()
@@ -126,12 +125,12 @@ class Policies:
         whole: bool = False,
         able=lambda: KEEPABLE,
     ) -> Policy:
-        """The policy for this batch shape; chosen, and host memory reserved, when the shape is
-        first seen.
+        """The policy for this batch shape. A new shape gets a policy, and host memory is reserved
+        for it.
 
         whole: the layer cannot be tiled; sequence: the ranks that share its rows
-        (parallel.exchange.Sequence), which all choose alike; able: a function giving those of
-        KEEPABLE that it can keep. Raises ValueError where the host cannot hold what was asked for.
+        (parallel.exchange.Sequence), which all choose alike; able: returns the names in KEEPABLE
+        that the layer can keep. Raises ValueError if the host cannot hold what the settings demand.
         """
         device, index, training = x_BTD.device, layer._hfpatch_index, torch.is_grad_enabled()
         begins = self._begun or index <= self._last_index
@@ -139,7 +138,7 @@ class Policies:
             self.begin(device)
         self._begun, self._last_index, self.sequence = False, index, sequence
         room, B, T = self.rooms[device], *x_BTD.shape[:2]
-        # Lengths that are close have one policy: it is chosen for the longest of them.
+        # Close lengths share one policy, chosen for the longest of them.
         longest = T if room is None else rounded(T)
         key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
         unknown = whole or self.shape is None
@@ -152,11 +151,11 @@ class Policies:
         if training and not ready:
             policy = self._opened(policy, layer, x_BTD, longest, whole, able)
             self.opened.add((*key, T))
-        self.policies[key] = policy  # last: what failed before is tried again
+        self.policies[key] = policy  # last: a choice that failed is tried again
         self.loss_bytes = policy.loss_bytes
         if training:
-            # Sources of earlier layers' copies stay as far as the plan has room for them beside
-            # this one; none where a pass begins, or nobody knows what the layer takes.
+            # Sources of earlier layers' copies stay as far as the plan has room beside this layer.
+            # None stay when a pass begins, or if this layer's bytes are unknown.
             shape = policy, B, longest
             if shape not in self._spares:
                 self._spares[shape] = self._spares_of(layer, *shape, x_BTD)
@@ -171,8 +170,8 @@ class Policies:
         return policy
 
     def _opened(self, policy, layer, x_BTD: Tensor, longest: int, whole: bool, able) -> Policy:
-        """The policy, chosen where there is none, and memory for this length; alike on all ranks
-        that must choose alike.
+        """Chooses a policy if there is none, and reserves memory for this length. Ranks that must
+        choose alike do so together.
         """
         group = None if whole or self.shape is None else tensor_parallel_group(layer)
 
@@ -187,8 +186,8 @@ class Policies:
         return open_shape() if group is None else together(group, open_shape)
 
     def _spares_of(self, layer: nn.Module, policy: Policy, B: int, T: int, x: Tensor) -> tuple:
-        """Bytes that sources of copies may take beside each layer, and behind the last."""
-        # experts of 4 bits are written out for a phase, which no closed form counts
+        """Bytes that sources of copies may take during each layer, and after the last."""
+        # 4-bit experts are dequantized for a phase, which no closed form counts
         known = self.shape is not None and not any(map(holds_packed, layer.modules()))
         if not known or self.sequence is not None or self.shape.num_layers != self.n_layers:
             return (0,) * (self.n_layers + 1)
@@ -196,7 +195,7 @@ class Policies:
         return spare_bytes(step_memory(self.shape, policy, **sizes), self.shape, policy, **sizes)
 
     def room_of(self, device: torch.device) -> Room | None:
-        """The memory budget of a device; None where no memory is counted."""
+        """The memory budget of a device; None if its free memory is unknown."""
         if device not in self.rooms:
             self.rooms[device] = None
             if not metered(device):
@@ -209,9 +208,7 @@ class Policies:
         return self.rooms[device]
 
     def _look_back(self, room: Room) -> None:
-        """Where the last step showed that there is less memory than was thought, or more, shapes
-        get other policies.
-        """
+        """Drops policies after a step that showed less memory than planned, or more."""
         learnt = room.look()
         if learnt is not None:
             self.policies.clear()
@@ -233,7 +230,9 @@ class Policies:
     def _chosen(
         self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group
     ) -> Policy:
-        """group: ranks that run each layer between them, and so must choose alike."""
+        """Chooses a policy. group: the tensor-parallel ranks of each layer, which must choose
+        alike.
+        """
         B, device = x_BTD.shape[0], x_BTD.device
         policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
         known = self.shape is not None and not whole
@@ -247,8 +246,7 @@ class Policies:
                 "do not allow; use Checkpointing(every=1) with a directory as offload where host "
                 "memory is short."
             )
-        # Layers that run again from one input keep what they are given; only a layer of its own
-        # gives x in parts.
+        # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
         if group is not None and policy.every == 1 and self.shards is None:
             self.shards = Shards(group)
         return policy
@@ -256,16 +254,17 @@ class Policies:
     def _resolve(
         self, B: int, T: int, x: Tensor, whole: bool, able: tuple, sharded: bool, group
     ) -> Policy:
-        """The policy of a shape. able: those of KEEPABLE that layers can keep; sharded: an engine
-        gathers each layer's weights; group: as _chosen has it.
+        """The policy of a shape. able: the names in KEEPABLE that layers can keep; sharded: an
+        engine gathers each layer's weights; group: as in _chosen.
         """
         settings, room = self._settings(x, whole, sharded), self.room_of(x.device)
-        if self.exchange is not None and settings.tile == "auto":  # not by one rank's free memory
+        # independent of one rank's free memory
+        if self.exchange is not None and settings.tile == "auto":
             settings = dataclasses.replace(settings, tile=auto_tile(B * T))
         if self.shape is None:
             free, learned = room and room.bytes(), not whole and self.learned.policies.get((B, T))
             return learned or without_shape(self, settings, B * T, whole, x, free)
-        # An engine that shards weights gathers two layers' and one layer's gradients.
+        # An engine that shards weights gathers two layers' weights and one layer's gradients.
         gathered = 3 * self.shape.layer_parameters * x.element_size() if sharded else 0
         free, gpu = self._free(room, gathered, x.device, group)
         option = decide(
@@ -276,7 +275,7 @@ class Policies:
         alone = not (whole or sharded) and group is None and self.sequence is None
         if alone and self._weights_must_leave(option, settings, room, gathered, free[1]):
             self.weights.on = True
-            self.policies.clear()  # of other lengths: some may have let layers keep everything
+            self.policies.clear()  # those of other lengths may let layers keep everything
             self.weights_to_host(self.owner(), x.device)
             return self._resolve(B, T, x, whole, able, sharded, group)
         self.planned[option.policy, B, T] = option.device
@@ -287,11 +286,12 @@ class Policies:
         return option.policy
 
     def _settings(self, x: Tensor, whole: bool, sharded: bool) -> Checkpointing:
-        """The user's settings, with what this device, engine or layer leaves no choice about."""
+        """The user's settings, with the fields set that this device, engine or layer dictates."""
         settings, change = self.checkpointing, dataclasses.replace
         if sharded and settings.every == "auto":
             settings = change(settings, every=1)
-        # The device is the host: a copy would only take memory. Of shapes alone there is none.
+        # The device is the host, so a copy would only take memory. The meta device has nothing to
+        # copy.
         host = self.room_of(x.device) is None and settings.offload == "auto"
         if host or x.device.type == "meta":
             settings = change(settings, offload="gpu")
@@ -301,19 +301,19 @@ class Policies:
         if arrival_counts() or self.shape is None or self.exchange is not None:
             settings = change(settings, plain=plain)
         if whole and self.shape is not None:
-            # Each layer keeps its input, no more: no closed form knows what else they would.
+            # Each layer keeps only its input: no closed form describes more.
             settings = change(settings, every=1, save_attention=False, plain=plain, keep=())
         return settings
 
     def _free(self, room: Room | None, gathered: int, device, group) -> tuple[list, Gpu | None]:
-        """([free bytes on the device, on the host], the card), the least of those of all ranks that
-        must choose alike.
+        """([free bytes on the device, on the host], the card): the least of all ranks that must
+        choose alike.
         """
         gpu, free = room and room.gpu, [room and room.bytes(gathered), self._host_free()]
         if self.sequence is None and group is None:
             return free, gpu
-        # All that a choice depends on and ranks may have otherwise: of cards of several kinds, the
-        # slowest is planned for.
+        # All values that a choice depends on and that may differ between ranks. Of several kinds of
+        # cards, the plan is for the slowest.
         least = self.sequence.least if self.sequence is not None else partial(least_of, group)
         *free, place = least([*free, place_of(gpu)], device)
         if room is not None:
@@ -323,8 +323,8 @@ class Policies:
     def _weights_must_leave(self, option, settings, room, gathered: int, host_free) -> bool:
         """Whether frozen weights go to the host because a step does not fit beside them.
 
-        Weights that left do not come back: they stay for a step that would fit once one was
-        measured.
+        Weights do not come back. So they stay for a step that fits without the reserve for
+        unmeasured steps.
         """
         if settings.frozen_weights != "auto" or not self.shape.adapters or self.owner() is None:
             return False
@@ -332,22 +332,20 @@ class Policies:
         return not budget.admits_device(option)
 
     def _host_free(self) -> int | None:
-        """Free host memory of this rank, what this runtime's own pool holds in wait counted as
-        free.
-        """
+        """Free host memory of this rank, with the unused memory of this runtime's pools."""
         free, ranks = memory.host_free(), environment_number("LOCAL_WORLD_SIZE", 1, 1)
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
     def _shared(self) -> ModelShape:
-        """The model's shape for the ranks that share the rows under way."""
+        """The model's shape, with the number of ranks that share the current rows."""
         if self.sequence is None:
             return self.shape
         return dataclasses.replace(self.shape, ranks=self.sequence.size)
 
     def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
-        """Deterministic attention backward at long lengths: its scratch is said before the step,
-        not by an out-of-memory error.
+        """Raises ValueError, before the step, if a deterministic attention backward would run out
+        of memory: its scratch is large at long lengths.
         """
         s = self.shape
         heads = s.num_heads // head_groups(B, T, self._shared())
@@ -367,7 +365,7 @@ class Policies:
             )
 
     def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
-        """Copies for this policy, and host memory for a step of it."""
+        """Creates the transfers of a policy, and reserves host memory for a step."""
         key = (x.device, policy.offload)
         if key not in self.queues:
             self.queues[key] = FetchQueue(
@@ -386,7 +384,7 @@ class Policies:
         )  # fmt: skip
         free = memory.host_free()
         if free is not None and free < SCARCE_HOST:
-            transfers.pool.give_back()  # others are short of it: no more than this length takes
+            transfers.pool.give_back()  # host memory is scarce: hold no more than this length takes
         most = self._host_free()
         if most is not None:
             most = min(int(HOST_SHARE * most), PINNED_MOST if policy.keep else most)

@@ -1,9 +1,9 @@
 """The memory budget of a device: bytes that the layers of a step may take.
 
-That is what is free, less gradients and optimizer states that do not exist yet. A step that took
-more than was planned, or ran out of memory, lowers the budget of the next one. Peaks of the trials
-of attention's backends (attention/attention.py) do not count. Where several ranks must choose alike
-(`alone` is False) nothing is learnt: each rank would learn something else.
+The budget is the free memory less gradients and optimizer states that do not exist yet. A step that
+took more than planned, or ran out of memory, lowers the budget of the next one. Peaks of
+attention's trials (attention/backends.py) do not count. If several ranks must choose alike (`alone`
+is False) nothing is learnt: each rank would learn something else.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from hfpatch.compat import is_shard
 from hfpatch.report import say
 
 ROOMS = weakref.WeakSet()
-SHRINK = 0.85  # the next budget, as a share of what a step took that ran out of memory
+SHRINK = 0.85  # the next budget, as a share of the planned bytes of a step that ran out of memory
 
 
 class Gauge:
@@ -79,13 +79,13 @@ def told(optimizer: torch.optim.Optimizer) -> list["Room"]:
     return [room for room, own in of_rooms.items() if not any(p.requires_grad for p in own)]
 
 
-# Left beside a step before one was measured: a share of what it takes, and at least so many bytes.
+# Reserve while no step was measured: a share of the step's bytes, and at least so many bytes.
 UNMEASURED_SHARE, UNMEASURED_LEAST = 0.10, 2 << 30
 
 
 def unmeasured(free: int) -> int:
-    """Of `free` bytes those that a policy may plan with while no step was measured, its own reserve
-    (budget/choice.py) included.
+    """The part of `free` bytes that a policy may plan with while no step was measured, including
+    its own reserve (budget/choice.py).
     """
     step = max(0, min(free - UNMEASURED_LEAST, int(free / (1 + UNMEASURED_SHARE))))
     return min(free, step + reserve(step)) if step else 0
@@ -102,19 +102,20 @@ class Room:
         self.gauge, self.parameters, self.first_step = gauge, parameters, first_step
         self.gpu, self.ooms = gauge.gpu(), self._ooms()
         self.alone = True
-        # whether an optimizer has: then its states are there, or never will be
+        # whether an optimizer stepped: then its states exist, or never will
         self.stepped = False
         self.learnt: str | None = None  # why the next step keeps something else
-        # bytes measured over those planned; a bound that running out has set; the most bytes that
-        # the allocator held and could not use at a peak
+        # measured bytes over planned ones; bound set by an out-of-memory error; most bytes that the
+        # allocator held but could not use at a peak
         self.over, self.most, self.unused = 1.0, None, 0
-        # (allocated and peak as it began, bytes planned), until an optimizer has stepped.
+        # (allocated and peak bytes at its start, planned bytes, bytes of gradients to come), until
+        # an optimizer has stepped
         self.step: tuple | None = None
-        # of the last step that was measured: bytes, or more, without those of its gradients, and
+        # of the last measured step: bytes without its gradients (an upper bound), and bytes of
         # these
         self.took: tuple[int, int] | None = None
         self.measured = False  # whether its backward has ended
-        # whether any step's was measured: until then the closed form alone says what a step takes
+        # whether any step was measured: until then only the closed form predicts a step's bytes
         self.proven = False
         me = weakref.ref(self)
         for register, what in (
@@ -128,10 +129,10 @@ class Room:
     def bytes(self, gathered: int = 0, careful: bool = True) -> int:
         """The budget of the step that begins.
 
-        gathered: bytes that an engine takes for weights that it gathers. careful: whether more is
-            left while no step was measured.
+        gathered: bytes of weights that an engine gathers. careful: keeps a larger reserve while no
+        step was measured.
         """
-        # Adam's two states, until a step has shown what there is.
+        # Two states (Adam's), until a step has shown the optimizer's own.
         room = self.gauge.free() - max(self.unused, self.gauge.fragments())
         room -= self._to_come(states=0 if self.stepped else 2) + gathered
         room = max(0, int((room if self.most is None else min(room, self.most)) / self.over))
@@ -153,9 +154,7 @@ class Room:
             self.first_step()
 
     def begin(self, planned: int | None) -> None:
-        """Called when a step begins whose layers are planned to take `planned` bytes, None where
-        nobody knows.
-        """
+        """Called when a step begins. planned: the bytes planned for its layers, None if unknown."""
         self.step = self.gauge.allocated(), self.gauge.peak(), planned, self._to_come()
         self.measured, self.took = False, None
 
@@ -184,7 +183,7 @@ class Room:
             )
 
     def look(self) -> str | None:
-        """What was learnt from the last step, reported once; None where nothing was."""
+        """The result learnt from the last step, returned once; None without one."""
         ran_out, self.ooms = self._ooms() > self.ooms, self._ooms()
         planned = None if self.step is None else self.step[2]
         if ran_out and self.alone and planned is not None:
@@ -198,11 +197,11 @@ class Room:
 
 
 class Learned:
-    """What layers that no closed form describes keep, by what steps of theirs took.
+    """Policies of layers without a closed form, learnt from the bytes of their earlier steps.
 
     Attributes:
         policies: by B and T.
-        step: (policy, B, T) of the step under way; None where nothing is to be learnt from it.
+        step: (policy, B, T) of the current step; None if nothing can be learnt from it.
     """
 
     def __init__(self):
@@ -210,11 +209,12 @@ class Learned:
         self.step: tuple | None = None
 
     def grow(self, room: Room, settings: Checkpointing, n_layers: int, planned: dict) -> tuple:
-        """Where the last step left room, the next one of its shape keeps more: that shape, (B, T);
-        () where nothing changes. planned: by policy and shape, the most bytes that it takes.
+        """Lets the next step of the last shape keep more if the last one left room. Returns that
+        shape, (B, T), or () if nothing changes. planned: receives the bytes at most, by policy and
+        shape.
         """
         last, self.step = self.step, None
-        # ranks would each learn something else
+        # each rank would learn something else
         alone = not (dist.is_initialized() and dist.get_world_size() > 1)
         if last is None or room.took is None or settings.aim == "least" or not alone:
             return ()
@@ -232,10 +232,10 @@ class Learned:
 
 
 def without_shape(runtime, settings: Checkpointing, rows: int, whole: bool, x, free: int | None):
-    """The policy of layers that no closed form describes, with what one layer's gradients take and
+    """The policy of layers without a closed form, from the bytes of one layer's gradients and
     whether the host is short.
 
-    runtime: layer.runtime.LayerRuntime; x: [B, T, D]; free: bytes on the device, None where unknown.
+    runtime: layer.runtime.LayerRuntime; x: [B, T, D]; free: bytes on the device, None if unknown.
     """
     owner, width, host = runtime.owner(), x.shape[-1], runtime._host_free()
     trained = [p.numel() for p in owner.parameters() if p.requires_grad] if owner else []

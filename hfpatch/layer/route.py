@@ -2,8 +2,8 @@
 transformers has it.
 
 `route` reads an ordered table of rules; the first that gives a reason decides. The forward, the
-report and `hfpatch env` give these reasons. What needs no arguments of the call was settled when the
-stack looked at its layers (condition.py).
+report and `hfpatch env` print these reasons. Rules that need no arguments of the call are settled
+when the stack looks at its layers (condition.py).
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ from hfpatch.layer.adapters import TOLD
 from hfpatch.layer.condition import Condition
 from hfpatch.layer.parts import keepable
 
-# The stack gave no description of this batch (generation, evaluation, a mask of the caller's own).
-# Where that matters it has told the user why.
+# The stack gave no description of this batch (generation, evaluation, a caller's own mask). If that
+# matters, the stack has printed the reason.
 NOT_DESCRIBED = "not described"
 KEEPS = "keys and values come with the batch, or are to be kept (prefix tuning, use_cache=True)"
 
@@ -34,8 +34,8 @@ class Request:
     """One call of a layer, as the rules read it.
 
     Attributes:
-        x: [B, T, D], residual streams joined; given: as it came.
-        batch: what the caller said of the tokens, None where transformers' attention runs.
+        x: [B, T, D], residual streams joined; given: x as the caller passed it.
+        batch: the description of the tokens, None if transformers' attention runs.
         sequence: the ranks that share the rows, or None.
         mask: the layer's attention_mask; shared: keys of earlier layers, or None; cache: its KV
             cache, or None.
@@ -61,7 +61,7 @@ class Tiled:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Checkpointed whole. policy: None where its input stays on the device."""
+    """Checkpointed whole. policy: None if its input stays on the device."""
 
     reason: str
     policy: Policy | None
@@ -69,8 +69,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """As transformers has it, with nothing of ours around the layer: no gradient comes, a KV cache
-    or an adapter forbids tiles, or the policy `keeps` says that the layer keeps everything.
+    """transformers' own forward: no gradient is needed, a KV cache or an adapter forbids tiles, or
+    the policy `keeps` lets the layer keep everything.
     """
 
     reason: str | None = None
@@ -100,7 +100,7 @@ def _no_kernels(r: Request) -> str | None:
     return supported(r.condition.head_dim, dtype, device, pattern)
 
 
-# the second: what the stack found as it looked at the layer
+# condition.now: the stack's finding in this forward
 RULES = (_not_described, attrgetter("condition.now"), _not_causal, _no_kernels)
 
 
@@ -117,9 +117,9 @@ def _tiled(r: Request) -> Tiled | Stock:
     layer, runtime = r.layer, r.layer._hfpatch_runtime
     able = partial(keepable, layer, layer._hfpatch_traits, KEEPABLE, r.x.device.type)
     policy = runtime.policy(layer, r.x, r.batch.sequence, able=able)
-    if not r.batch.even:  # ranks that exchange tokens in each tile have as many tiles
+    if not r.batch.even:  # ranks that exchange tokens in each tile need equally many tiles
         policy = replace(policy, tile=r.x[..., 0].numel())
-    # One of the last layers, which keep everything; mixers of shared rows need their tiles.
+    # The last layers keep everything, except mixers of shared rows: they need their tiles.
     plain = layer._hfpatch_index >= runtime.n_layers - policy.plain
     plain = plain and not (r.batch.sequence and layer._hfpatch_traits.mixers)
     return Stock(keeps=policy) if plain and torch.is_grad_enabled() else Tiled(policy)
@@ -132,16 +132,17 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
         return Stock(reason)
     by_transformers = getattr(layer, "gradient_checkpointing", False) and r.given.requires_grad
     if r.condition.adapter in TOLD and not by_transformers:
-        # By hooks that PEFT takes away when the model's forward ends, but for
-        # gradient_checkpointing; there as the layer's backward begins, where nobody wants the
-        # gradient of its input.
+        # PEFT passes these by hooks, which it removes when the model's forward ends. With
+        # gradient_checkpointing they last longer, but end as the layer's backward begins if its
+        # input needs no gradient.
         runtime.tell(
             f"{kind}s run whole and keep everything: an adapter in it has {r.condition.adapter}."
         )
         return Stock(reason)
-    if reason not in (NOT_DESCRIBED, layer._hfpatch_traits.reason):  # the report has the latter
+    # the report prints traits.reason
+    if reason not in (NOT_DESCRIBED, layer._hfpatch_traits.reason):
         runtime.tell(f"{kind}s run whole, their inputs offloaded: {reason}.")
-    # asked for by the caller; running the layer again would write its keys twice
+    # the caller wants the cache, and a rerun of the layer would write its keys twice
     if r.cache is not None:
         runtime.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
         return Stock(KEEPS)

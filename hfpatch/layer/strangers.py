@@ -1,13 +1,12 @@
-"""One rule for modules that nobody here knows: a layer that holds one runs whole, and the report
-says so.
+"""One rule for unknown modules: a layer that holds one runs whole, and the report says so.
 
-A module is known where its class and the code that it runs are of the layer's own package
-(transformers, or a model's own files), or of a library in `LIBRARIES`. Any other may mix tokens,
-count its calls or keep what it is given; a layer that runs whole calls it as transformers' own
-checkpointing does. Hooks of the user's own inside a layer have the same effect (condition.py).
+A module is known if its class and the code that it runs belong to the layer's own package
+(transformers, or a model's own files), or to a library in `LIBRARIES`. Any other may mix tokens,
+count its calls or keep its inputs. A layer that runs whole calls it as transformers' own
+checkpointing does. The user's hooks inside a layer have the same effect (condition.py).
 
-This file asks whose code a module runs; places.py asks whether the small instance had such a module
-in that place. Either one makes the layer run whole.
+This file checks whose code a module runs; places.py checks whether the small instance had such a
+module in that place. Either one makes the layer run whole.
 """
 
 import copy
@@ -25,17 +24,17 @@ _DECLARED: set[type] = set()
 
 
 def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
-    """Declares that a module class of your own makes its output of each token by itself, so that
-    layers which hold one may run tile by tile. Can be used as a decorator.
+    """Declares that a module class computes each token by itself, so that layers which hold one may
+    run tile by tile. Can be used as a decorator.
 
     A tile is a part of each row, so the forward must not look at other tokens, at a token's place
-    in its input, or at how many tokens there are; and it runs again in backward, once a tile, so it
-    must not count its calls or keep what it is given. Declare the class before `apply`. A copy of
-    the module is tried on a few tokens where the width of its weight fits; one that makes another
-    thing of them together than of each alone is not tiled.
+    in its input, or at the number of tokens. It runs again in backward, once per tile, so it must
+    not count its calls or keep its inputs. Declare the class before `apply`. A copy of the module
+    is tried on a few tokens if the width of its weight fits; it is not tiled if its result for all
+    together differs from that for each alone.
 
     Args:
-        kind: the class itself; classes derived from it are declared by themselves.
+        kind: the class itself; derived classes need their own declaration.
 
     Returns:
         The same class.
@@ -59,15 +58,14 @@ def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_token_wise(kind: type) -> bool:
-    """Whether a class was declared so."""
+    """Whether a class was declared token-wise."""
     return kind in _DECLARED
 
 
 def stranger_in(layer: nn.Module) -> str | None:
-    """Why a layer runs whole for the modules that it holds; None where all of them are known."""
+    """The module in a layer that makes it run whole, and why; None if all are known."""
     home = package_of(layer)
-    # Names are made only where there is something to say: a layer of many experts has thousands of
-    #     modules.
+    # Names are made only for a reason to print: a layer of many experts has thousands of modules.
     if all(_why_strange(module, home) is None for module in modules_in(layer)[1:]):
         return None
     reasons = (
@@ -79,8 +77,8 @@ def stranger_in(layer: nn.Module) -> str | None:
 
 
 def _mixes(module: nn.Module) -> bool:
-    """Whether a declared module makes another thing of some tokens together than of each alone;
-    False where it cannot be tried.
+    """Whether a declared module's result for tokens together differs from that for each alone;
+    False if it cannot be tried.
     """
     weight = next(
         (p for p in module.parameters() if p.dim() and p.is_floating_point() and not p.is_meta),
@@ -119,7 +117,7 @@ def _why_strange_kind(kind: type, forward, home: str) -> str | None:
             f"is a {kind.__module__}.{kind.__qualname__} (hfpatch.token_wise declares one that "
             "computes each token alone)"
         )
-    # What torch.jit compiled has no forward in its class.
+    # A class from torch.jit has no forward.
     return (
         None
         if forward is None or _is_known(forward, home)
@@ -128,8 +126,8 @@ def _why_strange_kind(kind: type, forward, home: str) -> str | None:
 
 
 def _is_known(code, home: str) -> bool:
-    """Whether a class or a function is of the layer's package, of a known library, or of the hub's
-    kernels (whose files lie in a snapshot, under a module name that is made anew for each).
+    """Whether a class or a function belongs to the layer's package, to a known library, or to the
+    hub's kernels (files in a snapshot, under a new module name each time).
     """
     file = getattr(getattr(getattr(code, "__func__", code), "__code__", None), "co_filename", "")
     return (

@@ -1,8 +1,8 @@
-"""A layer before and after its attention by its own forward: run up to its attention, and from
-there on, for a tile of tokens.
+"""A layer's two parts by its own forward, on a tile of tokens: up to its attention, and from there
+on.
 
-Nothing here knows a family. Where the layer is the common block, its modules are called without the
-layer's own forward around them (layer/block.py), which gives the same bits.
+No family has code here. The common block calls its modules without the layer's own forward
+(layer/block.py), with the same bits.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -35,10 +35,10 @@ _TENSOR = object()
 class Traced:
     """layer.parts.LayerParts of one call of any layer.
 
-    asked: what each attention call asked for, as of the last `pre`; mixers: what runs whole beside
-    it; beside: what the layer returns behind its output, _TENSOR for tensors, or None where it
-    returns that alone; records: what transformers records inside the layer besides (router logits),
-    by key.
+    asked: scale, pattern and sinks of each attention call, as of the last `pre`; mixers: modules
+    that run over whole rows; beside: the layer's further return values, with _TENSOR for tensors,
+    or None if it returns only its output; records: keys of what else transformers records inside
+    the layer (router logits).
     """
 
     layer: nn.Module
@@ -46,33 +46,33 @@ class Traced:
     traits: LayerTraits
     configs: tuple
     batch: object
-    forward: object = None  # the layer's own, where it is not a TiledLayer yet
+    forward: object = None  # the layer's own, if it is not a TiledLayer yet
     asked: list[Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     beside: tuple | None = None
     records: tuple[str, ...] = ()
-    collected: bool = True  # whether transformers collects anything in the forward under way
-    recorded: list = field(default_factory=list)  # (key, dimensions) of each of them
-    # Looked up once a call: a layer has many tiles.
-    # names -> those of the modules that can go without their values
+    collected: bool = True  # whether transformers records anything in this forward
+    recorded: list = field(default_factory=list)  # (key, dimensions) of each recorded tensor
+    # (names, adding) -> replaced forwards (_idle). Looked up once a call: a layer has many tiles.
     found_idle: dict = field(default_factory=dict)
     block: Block | None = None
-    modules: list = field(default_factory=list)  # the layer's, found once a call
-    # layer.condition.Condition: what they say of how it runs, for as long as that holds
+    modules: list = field(default_factory=list)  # the layer and its submodules, found once a call
+    # layer.condition.Condition, as long as it holds
     condition: object = None
-    # whether something in the layer draws random numbers; before its call is made: adapters may
+    # whether something in the layer draws random numbers; before the call: whether adapters may
     random: bool = False
-    rng: dict = field(default_factory=dict)  # the generators' states, by what ran then
-    dequantized: DequantizedWeights | None = None  # dense weights of a phase, by the policy
-    read: tuple = ()  # keys of what earlier layers left that the last `pre` asked for
+    rng: dict = field(default_factory=dict)  # generator states, by phase and tile
+    # dense weights of a phase, if the policy has them
+    dequantized: DequantizedWeights | None = None
+    read: tuple = ()  # keys of earlier layers' entries that the last `pre` read
     left: dict = field(
         default_factory=dict
-    )  # what it leaves for later layers: key -> places of k and v in what `pre` gives
-    # what the run under way reads of earlier layers and leaves for later ones
+    )  # entries for later layers: key -> indices of k and v in the result of `pre`
+    # keys and values that the current run reads, and those that it writes for later layers
     shared: SharedKeys | None = None
-    leaves: bool = False  # whether this layer leaves something for later ones
-    # where weights' gradients go, in backward over several tiles: WeightGradients.adding; None
-    # where autograd takes them
+    leaves: bool = False  # whether this layer writes entries for later ones
+    # WeightGradients.adding, in a backward over several tiles; None if autograd collects the
+    # weights' gradients
     adding: object = None
     autocast: tuple = (None, True)  # its dtype in forward, and whether it cached casts
 
@@ -99,15 +99,16 @@ class Traced:
             return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
 
     def pre(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
-        """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, behind them each
+        """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, then each
         mixer's input [B, t, D].
 
-        unread: the values of LayerTraits.unread_pre are not computed. NotStopped where the layer does
-            not end at its attention.
+        unread: skips the values of LayerTraits.unread_pre. NotStopped if the forward ends without
+        its attention.
         """
         if not self.traits.mixing:
             return []
-        # An argument's gradient may read any value, and goes to the tile's stand-in for it.
+        # An argument's gradient may read any value. It goes to the tile's stand-in for the
+        # argument.
         wanted = self.arguments.wanted()
         unread = unread and not wanted
         run = self._pre if wanted or not self.is_block else self._block().pre
@@ -122,7 +123,7 @@ class Traced:
     def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(len(self.traits.mixing))
         try:
-            # What is recorded before attention (JetMoE's router of heads) `post` comes by too.
+            # `post` runs this code too and records there (JetMoE's router of heads).
             with (
                 collecting({}) if self.collected else nullcontext(),
                 asking(note),
@@ -147,8 +148,9 @@ class Traced:
         return parts
 
     def _idle(self, names: tuple[str, ...], device: str, again: bool) -> list:
-        """What `without_values` takes, and other forwards for now. Looked up once a call: a layer
-        has many tiles. again: gradients come next, of weights to where they add up.
+        """(module, forward) pairs for `without_values`: unread Linears and other temporary
+        forwards. Cached per call: a layer has many tiles. again: for a backward, with weight
+        gradients going to `adding`.
         """
         adding = self.adding if again else None
         key = names, adding
@@ -182,12 +184,11 @@ class Traced:
         known=None,
     ) -> list[Tensor]:
         """The layer's output for a tile of its input and of the attention outputs [B, t, H, E_v],
-        one a call.
+        one per call.
 
-        Behind it what was recorded on the way, and the tensors that the layer returns beside, each
-        as [B, t, ...]. noted, known: as parts.keeping has them, by names that `keepable` gave.
-        unread: the values of LayerTraits.unread_post, and those that make what is known, are not
-        computed.
+        The recorded tensors follow, then other tensors that the layer returns, each as [B, t, ...].
+        noted, known: as in parts.keeping, by names from `keepable`. unread: skips the values of
+        LayerTraits.unread_post. Values that only lead to known ones are skipped too.
         """
         kept = [keeping(noted or {}, known or {})] if noted or known else []
         found = {key: [] for key in self.records}
@@ -227,8 +228,8 @@ class Traced:
             return self._forward(x_BtD, a, b)
 
     def run(self, args: tuple, kwargs: dict, unread: bool):
-        """What the layer returns, of a tile whose mixers have their states among these arguments.
-        unread: gradients come next, and nobody reads its values.
+        """The layer's return value for a tile, with the mixers' states among these arguments.
+        unread: a backward follows, and the values are unread.
         """
         names = self.traits.unread_post if unread else self.traits.unread_always
         nobody_reads = self._idle(names, args[0].device.type, True)
@@ -250,18 +251,16 @@ class Traced:
     # -- LayerParts --------------------------------------------------------------------------------
     @property
     def wanted(self) -> list[Tensor]:
-        """The arguments that want a gradient."""
+        """The arguments that require a gradient."""
         return self.arguments.wanted()
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
-        """Those of budget.policy.KEEPABLE that spare this layer something: without them it would
-        compute more.
-        """
+        """The names in budget.policy.KEEPABLE that spare this layer work."""
         return keepable(self.layer, replace(self.traits, block=self.is_block), names, device)
 
     @property
     def places(self) -> list[int]:
-        """Places in what `pre` gives of all that goes to later layers."""
+        """Indices, in the result of `pre`, of all keys and values for later layers."""
         return [i for places in self.left.values() for i in places]
 
     def phase(self, tiles):
@@ -269,8 +268,8 @@ class Traced:
         return tiles if self.dequantized is None else self.dequantized.phase(tiles)
 
     def replayed(self, phase: str, start: int, device: torch.device, run):
-        """run(), of a tile that starts there. Notes the generators' state in forward; brings it
-        back when the tile is run again.
+        """run(), for the tile at `start`. A forward saves the generators' state, a rerun restores
+        it.
         """
         if not self.random:
             return run()
@@ -278,12 +277,12 @@ class Traced:
             return run()
 
     def before(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
-        # Detached: a view taken without a graph says that it wants a gradient, and has none.
+        # Detached: a view made without a graph still says requires_grad, but has no grad_fn.
         x_BtD = x_BtD if torch.is_grad_enabled() else x_BtD.detach()
         parts = self.replayed(
             "before", a, x_BtD.device, partial(self.pre, x_BtD, a, b, unread=unread)
         )
-        # a mixer casts its input itself, autocast leaves float64
+        # mixers cast their input themselves, and autocast leaves float64
         dtype = self.autocast[0]
         if dtype is None:
             return parts
@@ -291,7 +290,7 @@ class Traced:
         return [x if x.dtype == torch.float64 else x.to(dtype) for x in parts[:n]] + parts[n:]
 
     def after(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, noted=None):
-        # DTensor weights (tensor parallelism) take no strided tile of a batch.
+        # DTensor weights (tensor parallelism) accept no strided tile of a batch.
         outs = [out.contiguous() for out in outs_BtHE]
         run = partial(self.post, x_BtD.detach(), outs, a, b, noted=noted)
         return self.replayed("after", a, x_BtD.device, run)
@@ -304,7 +303,7 @@ class Traced:
             tiles = self.replayed("after", a, x.device, run)
         known.clear()
         self._walk(tiles, dys)
-        # Nothing comes back through a product without a derivative (torchao's of int8 activations).
+        # A product without a derivative gives no gradient (torchao's of int8 activations).
         return x.grad, [torch.zeros_like(y) if y.grad is None else y.grad for y in leaves]
 
     def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
@@ -313,7 +312,9 @@ class Traced:
             parts = self.before(x, a, b, unread)
 
         def back(grads, dsinks=None):
-            """dsinks: with the first tile, of the sinks, which are there once."""
+            """dsinks: gradients of the sinks, with the first tile only: the sinks are shared by all
+            tiles.
+            """
             sinks = [] if dsinks is None else [asked.sinks_H for asked in self.asked]
             self._walk([*parts, *sinks], [*grads, *(dsinks or [])])
             return x.grad
@@ -321,9 +322,9 @@ class Traced:
         return parts, back
 
     def _walk(self, outputs, grads) -> None:
-        """Backward from those outputs that have a gradient and want one."""
+        """Runs backward from the outputs that have a gradient and require one."""
         pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
-        if self.condition.contiguous:  # a tile of several rows is not
+        if self.condition.contiguous:  # tiles of several rows are not contiguous
             pairs = [(y, dy.contiguous()) for y, dy in pairs]
         if pairs:
             backward_from(*zip(*pairs))
@@ -335,11 +336,12 @@ class Traced:
         try:
             with self.arguments.gradients() as gradients:
                 yield gradients
-        finally:  # also where memory ran out: the graph may outlive that, and would keep the sums
+        # also after an out-of-memory error: the graph may live on, and would keep the sums
+        finally:
             self.adding, self.found_idle = None, {}
 
     def start_anew(self) -> None:
-        """Before the same forward runs once more."""
+        """Drops the cached forwards before a rerun of the same forward."""
         self.found_idle = {}
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
@@ -354,7 +356,7 @@ class Traced:
 
 
 def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
-    """Recorded over flattened tokens [B*t, ...] or not: [B, t, ...]."""
+    """A recorded tensor as [B, t, ...]; it may come as [B*t, ...]."""
     B, t = x_BtD.shape[:2]
     return (
         recorded.unflatten(0, (B, t))
@@ -364,8 +366,8 @@ def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
 
 
 def _within(contexts: list, run):
-    """run() within all of them. Most often there is none: what a tile does not need costs it
-    nothing.
+    """Calls run() within these contexts. Usually there are none: a tile pays only for what it
+    needs.
     """
     if not contexts:
         return run()
