@@ -343,8 +343,8 @@ def attention_backward(
     sinks_H: Tensor | None = None,
     backend: str,
 ):  # fmt: skip
-    """Gradients of one group from the outputs of attention_forward: dq, dk, dv, and dsinks where
-    there are sinks.
+    """Gradients of one group from the outputs of attention_forward: dq, dk, dv, and dsinks if it
+    has sinks.
 
     out and lse include the sinks, so p = exp(score - lse) is exact in the ordinary backward.
     """

@@ -1,10 +1,10 @@
 """The common block (norm, attention, norm, MLP) without the layer's own forward around it.
 
-Calls the layer's modules in the same order and gives the same bits as the traced layer
-(layer/traced.py). The residual is added inside the second norm's kernel.
+Calls the layer's modules in the same order as the traced layer (layer/traced.py), with the same
+bits. The residual is added inside the second norm's kernel.
 
 Blocks with plain weights take layer/direct.py instead. This form serves adapters, quantised
-weights, engines' hooks inside a layer, and autocast. Tracing the layer there instead costs, for
+weights, engines' hooks inside a layer, and autocast. Tracing the layer in these cases costs, for
 LoRA on a Llama of 4 layers, 22-25% more launches, 13-16% more bytes in small ops, 1% more matmul
 FLOPs and 37-61% more Python calls.
 """

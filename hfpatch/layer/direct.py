@@ -69,7 +69,7 @@ class _Norm:
         need_dx: bool,
         sums,
     ):
-        """Adds the weight's gradient to `sums`. Returns dx, or None where not needed."""
+        """Adds the weight's gradient to `sums`. Returns dx, or None if not needed."""
         need_dw = weight is not None and weight.requires_grad
         if not (need_dx or need_dw):
             return None
@@ -156,7 +156,8 @@ class Direct(Block):
                 (_, q, _), (_, k, _) = of_heads
                 of_heads, q_dtype = [(x, rstd) for x, _, rstd in of_heads], q.dtype
         if kept is not None:
-            # A frozen projection needs no input; keeping it would hold it beside its own gradient.
+            # A frozen projection needs no input: keeping it would cost memory next to its own
+            # gradient.
             read = wq.requires_grad or wk.requires_grad or wv.requires_grad
             kept += h_ND if read else None, rstd, q_dtype, of_heads
         if unread:
@@ -182,7 +183,7 @@ class Direct(Block):
     def before_backward(
         self, x_BtD, a: int, b: int, kept: list, need_x: bool, weights, dparts, dsinks=None
     ) -> Tensor | None:
-        """dx from the gradients of q, k and v; None where not needed. dsinks: a block has none."""
+        """dx from the gradients of q, k and v; None if not needed. dsinks: a block has none."""
         (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
         kept.clear()
         (wq, bq, wk, bk, wv, bv), norm = _tensors(self.linears_before), self.first.read()[0]
@@ -302,9 +303,9 @@ def _back(
     bias: Tensor | None,
     need_dx: bool = True,
 ):
-    """dx of a Linear, None where not needed.
+    """dx of a Linear, None if not needed.
 
-    Adds its gradients to `sums`. x_NI: None for a frozen weight.
+    Adds the weight's and the bias's gradient to `sums`. x_NI: None for a frozen weight.
     """
     dx = None
     if need_dx:

@@ -122,7 +122,7 @@ class Places:
         """
         if self.known is None:
             return None
-        for table, name in self.empty:  # a bias that a Linear was given since
+        for table, name in self.empty:  # a bias added to a Linear since
             if table.get(name) is not None:
                 return None
         tensors = []

@@ -19,7 +19,7 @@ from hfpatch.compat import (
 )
 from hfpatch.store.transfers import Saved, Transfers
 
-ALIGNED = 256  # bytes; where a tensor starts in its block
+ALIGNED = 256  # bytes; a tensor starts at a multiple of it
 
 
 def _under_adapters(layer: nn.Module) -> list[nn.Module]:

@@ -66,9 +66,9 @@ class Gauge:
 def told(optimizer: torch.optim.Optimizer) -> list["Room"]:
     """The memory budgets that this optimizer's step concerns.
 
-    Those of the models whose parameters it holds. If it holds none of theirs: an engine's
-    optimizer, which holds flat parameters, concerns all; an ordinary one concerns the frozen
-    models, since it trains what surrounds one (a projector, prompts).
+    These are the budgets of the models whose parameters it holds. If it holds no model's: an
+    engine's optimizer, which holds flat parameters, concerns all; an ordinary one concerns the
+    frozen models, since it trains modules around one (a projector, prompts).
     """
     held = {p for group in optimizer.param_groups for p in group["params"]}
     of_rooms = {room: set(room.parameters() or ()) for room in list(ROOMS)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import MADE_FROM, pytree
 
-NAME = "shared_kv_states"  # what transformers calls the argument
+NAME = "shared_kv_states"  # transformers' name of the argument
 
 
 class SharedKeys(UserDict):

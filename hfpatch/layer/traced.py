@@ -1,7 +1,6 @@
-"""A layer's two parts by its own forward, on a tile of tokens: up to its attention, and from there
-on.
+"""The two parts of a layer by its own forward on a tile of tokens: up to attention, and after it.
 
-No family has code here. The common block calls its modules without the layer's own forward
+No family has code in this file. The common block calls its modules without the layer's own forward
 (layer/block.py), with the same bits.
 """
 
