@@ -209,7 +209,7 @@ class Kept:
             yield index, x, outs, known
             del x, outs, known, tensors
 
-    # -- whole tensors ------------------------------------------------------------------------------
+    # -- whole tensors -----------------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):
         """A fetch of whole tensors; None for an empty list."""
         return (

@@ -101,8 +101,8 @@ class Traced:
         """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, then each
         mixer's input [B, t, D].
 
-        unread: skips the values of LayerTraits.unread_pre. NotStopped if the forward ends without
-        its attention.
+        unread: skips the values of LayerTraits.unread_pre. NotStopped if the forward runs past its
+        attention.
         """
         if not self.traits.mixing:
             return []

@@ -46,7 +46,7 @@ class Sequence:
         self._leaving: deque = deque()  # (handle, tensor) of each send() in flight
         self.lengths: set = set()  # the first few exact (B, T) of its rows, the same on every rank
 
-    # -- communication ------------------------------------------------------------------------------
+    # -- communication -----------------------------------------------------------------------------
     def all_to_all(self, send: Tensor):
         """Sends part p of `send` [P, ...] to rank p. Returns (the received parts, a handle)."""
         got = torch.empty_like(send)
@@ -86,7 +86,7 @@ class Sequence:
             self._agreed[key] = said[0]
         return self._agreed[key]
 
-    # -- order of tokens ----------------------------------------------------------------------------
+    # -- order of tokens ---------------------------------------------------------------------------
     def chunks(self, t: int) -> list[tuple[int, int, int]]:
         """(number in the whole row, start, end in this rank's t tokens) of each chunk of this rank,
         in order.
@@ -148,7 +148,7 @@ class ExchangedAttention(Attention):
         self.sequence, self.ahead = sequence, ahead
         self.rounds: list[Rounds] = []  # of each call
 
-    # -- exchange of heads --------------------------------------------------------------------------
+    # -- exchange of heads -------------------------------------------------------------------------
     def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
         """Sends heads [P, B, t, w, E] of this rank's tokens to their owners; receives whole rows
         [B, T, w, E] of the heads that this rank owns."""

@@ -203,7 +203,7 @@ class Transfers:
         copies.
 
         Args:
-            under_way: sources of this many latest calls stay in any case.
+            under_way: sources of this many latest settle() calls stay in any case.
             room: sources stay while all of them together take at most this many bytes.
 
         Raises:
