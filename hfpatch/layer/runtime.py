@@ -26,7 +26,6 @@ class LayerRuntime(Policies, Chain):
 
     Attributes:
         warned: lines already printed.
-        draws: layers, by index and mode, that were seen to draw random numbers.
         tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
         turn: the model's lock.
@@ -42,7 +41,6 @@ class LayerRuntime(Policies, Chain):
         Policies.__init__(self, checkpointing, shape, n_layers)
         Chain.__init__(self)
         self.warned: set[str] = set()
-        self.draws: set[tuple] = set()
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
