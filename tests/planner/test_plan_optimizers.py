@@ -8,28 +8,31 @@ from transformers import LlamaForCausalLM
 
 from hfpatch.budget.shape import ModelShape
 from hfpatch.cli import main as program
+from hfpatch.planner import optimizers as planned
 from hfpatch.planner.optimizers import OPTIMIZERS, state_numbers
 from hfpatch.planner.placements import candidates, resident
 from hfpatch.planner.plan import plan
 
 
+# GaLore's and APOLLO's packages call what torch has retired.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "schedule-free"])
-def test_states_are_those_of_the_optimizer(name, tied):
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"lomo"}))  # which keeps nothing
+def test_states_are_those_of_the_optimizer(name, tied, monkeypatch):
+    monkeypatch.setattr(planned, "RANK", 8)  # below the sides of a tiny matrix
     model = LlamaForCausalLM(tiny.config(tie_word_embeddings=tied))
     optimizers = made(name, model)
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
+        p.grad = torch.randn_like(p)
     for optimizer in optimizers:
         getattr(optimizer, "train", lambda: None)()
         optimizer.step()
-    found = sum(
-        value.numel()
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and key != "step"
-    )
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    values = [value for state in states for value in state.values()]
+    # of a low rank, the projection
+    values += [inner for value in values for inner in getattr(value, "__dict__", {}).values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    found = sum(tensor.numel() for tensor in tensors if tensor.dim())  # no count of steps
     assert state_numbers(name, ModelShape.from_config(model.config)) == found
 
 
