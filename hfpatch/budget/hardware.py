@@ -37,10 +37,6 @@ DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
 DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
 
 
-# Speedup by float8 matmuls: torchtitan's Llama-3-8B on eight H100, 8,192 tokens, compiled, 8,532
-# against 6,667 tokens/s (its table of December 2024). That is the whole step. Matmuls alone gain
-# more, and torchao's casts without torch.compile take some of it back: not measured.
-FLOAT8_SPEED = 8532 / 6667
 FLOAT8_GPUS = ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "mi300x")
 
 
@@ -57,7 +53,7 @@ class Gpu:
     peer: one direction of the links to the machine's other GPUs; 0 if they exchange through the
         host.
     sharing: GPUs that use the machine's disk at once.
-    float8: the layers' matmuls run in float8 (`plan --fp8`).
+    float8: speedup of the layers' matmuls in float8 (`plan --fp8`); 1.0 without it.
     """
 
     name: str
@@ -72,13 +68,13 @@ class Gpu:
     measured: bool = False
     peer: float = 0.0
     sharing: int = 1
-    float8: bool = False
+    float8: float = 1.0
 
     @property
     def matmul_flops(self) -> float:
         """FLOP/s of large matmuls, for plans."""
         share = 1.0 if self.measured else MATMUL_SHARE
-        return share * self.peak_flops * (FLOAT8_SPEED if self.float8 else 1.0)
+        return share * self.peak_flops * self.float8
 
     @property
     def memory_rate(self) -> float:

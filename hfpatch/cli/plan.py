@@ -14,7 +14,7 @@ from hfpatch.lab.models import resolve
 from hfpatch.planner.answer import judged
 from hfpatch.planner.evaluate import placements
 from hfpatch.planner.optimizers import OPTIMIZERS
-from hfpatch.planner.placements import PLACEMENTS, resident, under
+from hfpatch.planner.placements import FLOAT8_RECIPES, PLACEMENTS, resident, under
 from hfpatch.planner.plan import plan, resolved
 from hfpatch.planner.show import picture, sweep_table
 
@@ -51,7 +51,8 @@ def add_arguments(parser) -> None:
         default="adamw",
         help=f"of --placement adamw and adamw-fp32: {', '.join(OPTIMIZERS)} (adamw)",
     )
-    add("--fp8", action="store_true", help="the layers' products in torchao's float8, by rows")
+    add("--fp8", nargs="?", const="rowwise", choices=list(FLOAT8_RECIPES),
+        help="the layers' products in torchao's float8, by rows (rowwise)")  # fmt: skip
     add_adapters(add)
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
@@ -102,7 +103,7 @@ def _found(args, seq_len: int, placement: str, common: dict):
     """
     found = plan(
         args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len,
-        progress=_progress(), fp8=args.fp8, **common,
+        progress=_progress(), **common,
     )  # fmt: skip
     return _simulated(args, found) if args.simulate and found.closed_form else found
 
@@ -113,6 +114,7 @@ def main(args) -> int:
         "batch": args.batch, "gpu": args.gpu, "gpus": args.gpus, "host_ram": args.host_ram,
         "checkpointing": checkpointing_of(args), "adapters": adapters_of(args),
         "sp_size": args.sp_size, "images": args.images, "video_tokens": args.video_tokens,
+        "fp8": args.fp8,
     }  # fmt: skip
     asked = under(args.optimizer, args.placement)
     if args.sweep is not None and (args.max_seq_len or args.seq_len is not None):

@@ -13,7 +13,7 @@ from hfpatch.budget.seconds import Resident
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
-from hfpatch.planner.placements import float8_bytes, resident
+from hfpatch.planner.placements import FLOAT8_RECIPES, float8_bytes, resident
 from hfpatch.planner.towers import Tower, tower_in_front
 
 # of the planned activations: a simulated step that takes more says the plan is wrong
@@ -176,14 +176,19 @@ def stays_of(run: Run, placement: str, policy) -> Resident:
     stays = resident(placement, run.shape, run.gpus, policy)
     if run.tower is not None:
         stays = run.tower.resident(stays, run.shape.parameters, bool(run.shape.adapters))
-    if not run.gpu.float8:
+    if run.gpu.float8 == 1:
         return stays
     more = float8_bytes(run.shape, run.batch * run.seq_len)
     return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
 
 
-def with_float8(run: Run) -> Run:
-    """The run with its layers' products in float8. ValueError where that cannot be."""
+def with_float8(run: Run, recipe: str) -> Run:
+    """The run with its layers' products by this recipe. ValueError where that cannot be."""
+    if recipe not in FLOAT8_RECIPES:
+        raise ValueError(
+            f"hfpatch: --fp8 takes {' or '.join(FLOAT8_RECIPES)}, {recipe!r} came; pass one of "
+            "them."
+        )
     if not isinstance(run.shape, ModelShape) or run.shape.adapters:
         raise ValueError(
             "hfpatch: --fp8 is planned for all weights of a model that closed forms describe, "
@@ -194,7 +199,7 @@ def with_float8(run: Run) -> Run:
             f"hfpatch: --fp8 wants a GPU that multiplies in float8, {run.gpu.name} came; pass one "
             f"of {', '.join(FLOAT8_GPUS)}."
         )
-    return replace(run, gpu=replace(run.gpu, float8=True))
+    return replace(run, gpu=replace(run.gpu, float8=FLOAT8_RECIPES[recipe]))
 
 
 def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:

@@ -150,7 +150,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     why = why_not or _why(run, policy)
     if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
         why += f"; {ASSUMED}"
-    why += f"; {FLOAT8}" if run.gpu.float8 else ""
+    why += f"; {FLOAT8}" if run.gpu.float8 > 1 else ""
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
     return replace(
         found,
@@ -286,5 +286,15 @@ def longest_ways(run: Run, names, progress=None) -> list[dict]:
 
 
 def placements(run: Run, asked: str) -> list[str]:
-    """The placements that a plan tries."""
-    return candidates(asked, run.gpus, bool(run.shape.adapters), run.uneven)
+    """The placements that a plan tries, in float8 those without an engine, as `hfpatch train` has
+    them. ValueError where there is none.
+    """
+    found = candidates(asked, run.gpus, bool(run.shape.adapters), run.uneven)
+    if run.gpu.float8 > 1:
+        found = [name for name in found if not placement_named(name).sharded]
+    if not found:
+        raise ValueError(
+            f"hfpatch: --fp8 is planned without an engine, --gpus {run.gpus} --placement {asked} "
+            "came; pass --gpus 1 with --placement auto, or leave --fp8 out."
+        )
+    return found

@@ -39,19 +39,22 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
         )
 
 
-def resolved(model, *, seq_len: int, adapters: Adapters | None = None, **asked) -> Run:
+def resolved(
+    model, *, seq_len: int, adapters: Adapters | None = None, fp8: str | None = None, **asked
+) -> Run:
     """What is asked of plan(): the shape is counted on the model itself where no closed form
     describes it.
     """
     try:
         run = make_run(model, seq_len=seq_len, **asked)
+        run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
     except UnknownFamily as error:
         from hfpatch.planner.counted import counted
 
         shape = counted(model, adapters)
         _say_simulated(error.what.rstrip(","))
-        return make_run(model, seq_len=seq_len, shape=shape, **asked)
-    return replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
+        run = make_run(model, seq_len=seq_len, shape=shape, **asked)
+    return with_float8(run, fp8) if fp8 else run
 
 
 @cache
@@ -67,7 +70,7 @@ def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
-    adapters: Adapters | None = None, progress=None, fp8: bool = False, images: int = 0,
+    adapters: Adapters | None = None, progress=None, fp8: str | None = None, images: int = 0,
     video_tokens: int = 0,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
@@ -80,9 +83,9 @@ def plan(
     Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
     share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
     adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that
-    this search tries. fp8: products in float8. images, video_tokens: of each row, whose tower is
-    then planned too: trained with all weights, frozen beside adapters. A model that no closed form describes
-    runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
+    this search tries. fp8: a recipe of FLOAT8_RECIPES. images, video_tokens: of each row, whose
+    tower is then planned too: trained with all weights, frozen beside adapters. A model that no
+    closed form describes runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
     Raises ValueError for what is unknown or unsupported.
     """
     checkpointing = settings_of(checkpointing)
@@ -103,8 +106,7 @@ def plan(
         )
     if getattr(checkpointing, "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)
-    run = resolved(model, seq_len=seq_len, adapters=adapters, **asked)
-    run = with_float8(run) if fp8 else run
+    run = resolved(model, seq_len=seq_len, adapters=adapters, fp8=fp8, **asked)
     names = placements(run, placement)
     if not isinstance(run.shape, ModelShape):
         from hfpatch.planner.simulated import simulated_plan

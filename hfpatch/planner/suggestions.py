@@ -71,6 +71,8 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
 
 
 def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
+    if run.gpu.float8 > 1:  # several GPUs take an engine
+        return
     for gpus in (2, 4, 8):
         wider = replace(run, gpus=gpus)
         if gpus > run.gpus and offers.add(

@@ -166,8 +166,9 @@ def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
     fused = not ({"max_grad_norm", "gradient_accumulation_steps"} & explicit)
     sizes = {"seq_len": values["seq_len"], "batch": values["per_device_train_batch_size"]}
     return placement.fitting(
-        load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, **sizes
-    )
+        load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, fp8=model.fp8,
+        **sizes,
+    )  # fmt: skip
 
 
 def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config) -> DataArguments:

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.budget.presets import PRESETS
+from hfpatch.planner.placements import FLOAT8_RECIPES
 from hfpatch.trainer.data_files import FORMATS
 
 # Our flags -> their other spellings, which are TRL's, with underscores or dashes between the words.
@@ -85,7 +86,9 @@ class ModelArguments:
         None,
         "The layers' products in torchao's float8, scaled by rows; emulated where a device has "
         "none.",
-        choices=["rowwise", "rowwise_with_gw_hp"],
+        choices=list(FLOAT8_RECIPES),
+        nargs="?",
+        const="rowwise",
     )
     attn_implementation: str = _flag(
         "sdpa", "Attention of transformers.", choices=["sdpa", "eager", "flash_attention_2"]

@@ -10,13 +10,12 @@ from torch import nn
 
 from hfpatch.decoder.find import find_decoder
 
-# torchao's recipes that give each token a scale of its own: layers stay in tiles
-RECIPES = ("rowwise", "rowwise_with_gw_hp")
 _MULTIPLE = 16  # of a product's width, in hardware
 
 
 def convert(model: nn.Module, recipe: str) -> nn.Module:
-    """The same model, its decoder layers' Linears replaced by torchao's for one of RECIPES.
+    """The same model, its decoder layers' Linears replaced by torchao's for one of
+    planner.placements.FLOAT8_RECIPES, which scale each token alone: layers stay in tiles.
 
     Where the device multiplies no float8 (a CPU, a GPU before compute capability 8.9) the products
     are emulated: the same numbers, slower. Raises ValueError where no layer has a Linear of a width

@@ -109,8 +109,9 @@ def trainer_arguments(model, args, name: str) -> dict:
 
 
 def fitting(
-    config, *, seq_len: int, batch: int, gpu_free: int, host_free: int, fused: bool = True
-) -> str:
+    config, *, seq_len: int, batch: int, gpu_free: int, host_free: int, fused: bool = True,
+    fp8: str | None = None,
+) -> str:  # fmt: skip
     """The placement for "auto": the first of PLACEMENTS, the most faithful first, whose plan fits.
 
     Args:
@@ -118,6 +119,7 @@ def fitting(
         seq_len, batch: tokens a row and rows a step on the GPU.
         gpu_free, host_free: bytes.
         fused: False if clipping or accumulation is wanted.
+        fp8: of --fp8, which takes no engine.
 
     Raises:
         ValueError: none fits; the sentence says what each needs.
@@ -125,11 +127,13 @@ def fitting(
     from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS
     from hfpatch.budget.shape import UnknownFamily
     from hfpatch.planner.answer import make_run
-    from hfpatch.planner.evaluate import evaluate
+    from hfpatch.planner.evaluate import evaluate, placements
+    from hfpatch.planner.placements import FLOAT8_RECIPES
 
     # Only memory matters here, not the speed of the GPU in this row. gpu_free has no CUDA context
     # in it, so that is added.
-    gpu = replace(GPUS["h100"], name="this GPU", memory_bytes=gpu_free + CONTEXT_BYTES)
+    here = {"name": "this GPU", "memory_bytes": gpu_free + CONTEXT_BYTES}
+    gpu = replace(GPUS["h100"], **here, float8=FLOAT8_RECIPES.get(fp8, 1.0))
     try:
         run = make_run(config, seq_len=seq_len, batch=batch, gpu=gpu, host_ram=host_free)
     except UnknownFamily as error:
@@ -139,8 +143,8 @@ def fitting(
             f"{error.what.rstrip(',')} came; name one of {', '.join(PLACEMENTS)}."
         ) from None
     short = []
-    for name, placement in PLACEMENTS.items():
-        if placement.fused and not fused:
+    for name in placements(run, "auto"):
+        if PLACEMENTS[name].fused and not fused:
             continue
         found = evaluate(run, name)
         if found.fits:
