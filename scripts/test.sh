@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 # Trainers that hfpatch works in, and Ray, as pip knows them: tests/hosts/test_NAME.py. Their pins choose transformers.
 declare -A HOSTS=(
-    [sentence_transformers]="sentence-transformers[train]" [lightning]=lightning [ms_swift]=ms-swift
+    [trl]=trl [sentence_transformers]="sentence-transformers[train]" [lightning]=lightning [ms_swift]=ms-swift
     [llamafactory]=llamafactory [axolotl]="axolotl[deepspeed]" [verl]=verl [ray]="ray accelerate"
 )
 if [ "${1:-}" = "--hosts" ]; then

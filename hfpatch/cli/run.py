@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from hfpatch.budget.policy import parse_checkpointing
@@ -41,15 +42,15 @@ def main(argv=None) -> int:
     except ValueError as error:
         print(f"{error} {parser.format_usage().strip()}", file=sys.stderr)
         return BAD_INPUT
-    outer = marks.settings()
-    if outer:  # `hfpatch run torchrun -m hfpatch run ...`: the outer run keeps the marks of all
-        inner = marks.environment(outer["folder"], outer["options"] | options)
-        return _as_ended(_child(command, inner))
+    outer = marks.settings()  # `hfpatch run torchrun -m hfpatch run ...`: it keeps the marks of all
     late = {"ignore_cleanup_errors": True}  # a process that outlives the run may leave a mark
-    with tempfile.TemporaryDirectory(prefix="hfpatch-run-", **late) as folder:
-        code = _child(command, marks.environment(folder, options))
-        trained = Path(folder, marks.TRAINED).exists()
-    if code or trained:
+    made = tempfile.TemporaryDirectory
+    place = nullcontext(outer["folder"]) if outer else made(prefix="hfpatch-run-", **late)
+    with place as folder:
+        own = f"{marks.TRAINED}-{os.getpid()}"
+        code = _child(command, marks.environment(folder, outer.get("options", {}) | options, own))
+        trained = Path(folder, own).exists()
+    if code or trained or (outer and not args.require):
         return _as_ended(code)
     if os.environ.get("RANK", "0") == "0":
         print(
@@ -85,13 +86,14 @@ def _command(args) -> list[str]:
     """What to start. Raises ValueError where that is nothing."""
     if args.module:
         return [sys.executable, "-m", *args.module]
-    if not args.command:
+    words = args.command[args.command[:1] == ["--"] :]
+    if not words:
         raise ValueError("hfpatch: expected a script, a module or a command, none came; name one.")
-    name = args.command[0]
-    script = Path(name).is_file() and (name.endswith(".py") or not os.access(name, os.X_OK))
-    if not script and shutil.which(name) is None:
+    name = words[0]
+    if not Path(name).is_file() and shutil.which(name) is None:
         raise ValueError(f"hfpatch: expected a script or command, none is called {name}; mend it.")
-    return [*([sys.executable] if script else []), *args.command]
+    script = name.endswith(".py") and Path(name).is_file()
+    return [*([sys.executable] if script else []), *words]
 
 
 def _options(args) -> dict:

@@ -13,23 +13,27 @@ VARIABLE = "HFPATCH_RUN"
 TRAINED = "trained"
 
 
-def environment(folder: str, options: dict) -> dict[str, str]:
+def environment(folder: str, options: dict, own: str = TRAINED) -> dict[str, str]:
     """What the processes of a run find in their environment.
 
     Args:
         folder: an empty folder, for the marks.
         options: keyword arguments of `hfpatch.apply` that JSON can write.
+        own: the mark by which this run knows that a process of it trained.
     """
+    trained = [*settings().get("trained", ()), own]
     hook = str(Path(__file__).parent / "hook")
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {
-        VARIABLE: json.dumps({"folder": folder, "options": options}),
+        VARIABLE: json.dumps({"folder": folder, "options": options, "trained": trained}),
         "PYTHONPATH": os.pathsep.join([hook, *(p for p in places if p not in ("", hook))]),
     }
 
 
 def settings() -> dict:
-    """{"folder": ..., "options": ...} of this process's run; {} outside of one."""
+    """{"folder", "options", "trained"} of this process's run, the last also of the runs that it
+    stands in; {} outside of one.
+    """
     return json.loads(os.environ.get(VARIABLE, "{}"))
 
 
@@ -48,6 +52,12 @@ def mark(name: str) -> bool:
     except OSError:  # the run has ended, and a process of it goes on
         pass
     return True
+
+
+def mark_trained() -> None:
+    """Tells the run, and each that it stands in, that this process trains a patched model."""
+    for name in settings().get("trained", ()):
+        mark(name)
 
 
 def first_to_say(text: str) -> bool:

@@ -38,8 +38,12 @@ def _patch_trainer(cls) -> None:
     @functools.wraps(train)
     def patched_train(self, *args, **kwargs):
         if not _is_patched(self.model):
-            raise _plain(self.model, f"{type(self).__name__}.train()", "make the Trainer with it")
-        marks.mark(marks.TRAINED)
+            handler = getattr(self, "callback_handler", None)
+            refused = [vars(c).get("refused") for c in getattr(handler, "callbacks", ())]
+            where = f"{type(self).__name__}.train()"
+            plain = _plain(self.model, where, "make the Trainer with it")
+            raise next(filter(None, refused), plain)
+        marks.mark_trained()
         return train(self, *args, **kwargs)
 
     cls.__init__, cls.train = patched_init, patched_train
@@ -57,7 +61,7 @@ def _patch_accelerator(cls) -> None:
                 if _is_plain_decoder(model):
                     raise _plain(model, "Accelerator.prepare()", "prepare it")
             if any(map(_is_patched, models)):
-                marks.mark(marks.TRAINED)
+                marks.mark_trained()
         return prepare(self, *args, **kwargs)
 
     cls.prepare = patched_prepare
@@ -70,8 +74,18 @@ def _with_ours(callbacks, model) -> list:
     callbacks = list(callbacks or [])
     patches = any(isinstance(c, Callback) and c.apply for c in callbacks)
     if not patches and not _is_patched(model):
-        callbacks.append(Callback(apply=_options()))
+        ours = Callback(apply=_options())
+        ours.on_init_end = functools.partial(_patch, ours, ours.on_init_end)
+        callbacks.append(ours)
     return callbacks
+
+
+def _patch(ours, on_init_end, *args, **kwargs) -> None:
+    """Patches the Trainer's model. A refusal waits for its `train`: it may evaluate alone."""
+    try:
+        on_init_end(*args, **kwargs)
+    except ValueError as error:
+        ours.refused = error
 
 
 def _options() -> dict:

@@ -163,7 +163,7 @@ def test_each_trainer_of_the_tests_has_a_row():
     listed = (ROOT / "scripts/test.sh").read_text().split("declare -A HOSTS=(")[1].split("\n)")[0]
     tested = {name.replace("_", "") for name in re.findall(r"\[(\w+)\]=", listed)}
     readme, page = hosts("README.md"), hosts("docs/start/run.md")
-    assert {name.replace("-", "").lower() for name, _ in readme} == tested | {"trl"}
+    assert {name.replace("-", "").lower() for name, _ in readme} == tested
     assert readme.keys() == page.keys()
     for row, version in readme.items():
         assert re.search(rf"\b{re.escape(version)}\b", page[row]), row

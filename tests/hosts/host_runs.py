@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from trainer.workbench import PLACES, execute
+from trainer.workbench import PLACES, WHOLE, execute
 
 from hfpatch.context.classes import is_mixed
 from hfpatch.trainer import tokenizer as byte_level
@@ -68,17 +68,20 @@ def assert_same_weights(mine: dict, theirs: dict) -> None:
 def assert_command_is_patched(*command, places=PLACES, **variables) -> None:
     """`hfpatch run` reaches the process in which this command trains, with stock's losses.
 
-    Without the hook the same command trains stock and succeeds, which `--require` reports.
+    Its layers run in tiles of 8 tokens, none whole. Without the hook the same command trains stock
+    and succeeds, which `--require` reports.
 
     Args:
         command: it trains two steps of a model that saved_llama saved, and logs each.
         places: its PYTHONPATH.
         variables: of its environment.
     """
-    run, found = (sys.executable, "-m", "hfpatch", "run", "--require"), []
+    tiles = ("--checkpointing", "tile=8")
+    run, found = (sys.executable, "-m", "hfpatch", "run", "--require", *tiles), []
     for before, code in (((), 0), (("env", f"PYTHONPATH={places}"), 3)):
         done, out, err = execute(*run, *before, *command, PYTHONPATH=places, **variables)
         assert done == code, err[-4000:]
+        assert not WHOLE.search(out + err), err[-4000:]
         said = "checkpointing 2 x LlamaDecoderLayer" in out + err  # a host may print the model too
         assert said == (code == 0), err[-4000:]
         assert ("no process of this run trained" in err) == (code == 3)

@@ -148,7 +148,11 @@ def assert_equal(ours, stock) -> None:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A saved model, and options as `hfpatch run --checkpointing tile=4` hands them on."""
-    run = {"folder": str(tmp_path), "options": {"checkpointing": "tile=4"}}
+    run = {
+        "folder": str(tmp_path),
+        "options": {"checkpointing": "tile=4"},
+        "trained": [marks.TRAINED],
+    }
     monkeypatch.setenv(marks.VARIABLE, json.dumps(run))
     return host_runs.saved_llama(tmp_path / "model")
 

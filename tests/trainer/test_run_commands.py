@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from workbench import PLACES, execute, variables_of
+from workbench import PLACES, WHOLE, execute, variables_of
 
 RUN = (sys.executable, "-m", "hfpatch", "run")
 ONE_STEP = Path(__file__).parent / "one_step.py"
@@ -77,7 +77,7 @@ def assert_patched(folder: Path, ranks: int, err: str) -> None:
     assert len(found) == ranks and all(report["ranks"] == ranks for report in found)
     assert all(any(module.startswith("hfpatch.") for module in report["layer"]) for report in found)
     assert err.count("hfpatch on LlamaForCausalLM") == 1 and WARNING not in err
-    assert "2 x LlamaDecoderLayer" in err
+    assert "2 x LlamaDecoderLayer" in err and not WHOLE.search(err)
 
 
 @pytest.mark.parametrize(
@@ -94,30 +94,35 @@ def test_other_trainers_commands_are_patched(name, variables, tmp_path):
     assert_patched(out, 1, err)
 
 
-@tiny.LONG
-@pytest.mark.parametrize("name", PLAYED)
-def test_children_without_the_hook_train_stock(name, tmp_path):
-    """What these commands start would train unpatched, and succeed: alone, and where the run's
-    environment carried no hook.
-    """
-    for where in ("alone", "no hook"):
-        out = tmp_path / where
-        out.mkdir()
-        places = os.pathsep.join([str(out / "site"), PLACES])
-        command = [played(out, name), "train", out]
-        before = [] if where == "alone" else [*RUN, "env", f"PYTHONPATH={places}"]
-        code, _, err = execute(*before, *command, PYTHONPATH=places)
-        layers = {module.partition(".")[0] for report in reports(out) for module in report["layer"]}
-        assert code == 0 and layers == {"transformers", "torch", "builtins"}, err
-        assert (WARNING in err) == (where == "no hook") and "hfpatch on" not in err
-
-
 LAUNCHERS = {
     "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1,
                    "--mixed_precision", "no",
                    "--dynamo_backend", "no"],
     "torchrun": ["torchrun", "--standalone", "--nproc_per_node", 2],
+    "deepspeed": ["deepspeed", "--num_gpus", 1, "--no_local_rank"],
 }  # fmt: skip
+
+
+@tiny.LONG
+@pytest.mark.parametrize("name", [*PLAYED, *LAUNCHERS])
+def test_children_without_the_hook_train_stock(name, tmp_path):
+    """What these commands start would train unpatched, and succeed: alone, and where the run's
+    environment carried no hook.
+    """
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed")
+    for where in ("alone", "no hook"):
+        out = tmp_path / where
+        out.mkdir()
+        places = os.pathsep.join([str(out / "site"), PLACES])
+        command = [*LAUNCHERS.get(name, ()), ONE_STEP, out]
+        if name in PLAYED:
+            command = [played(out, name), "train", out]
+        before = [] if where == "alone" else [*RUN, "env", f"PYTHONPATH={places}"]
+        code, _, err = execute(*before, *command, PYTHONPATH=places)
+        layers = {module.partition(".")[0] for report in reports(out) for module in report["layer"]}
+        assert code == 0 and layers == {"transformers", "torch", "builtins"}, err
+        assert (WARNING in err) == (where == "no hook") and "hfpatch on" not in err
 
 
 @tiny.LONG
@@ -135,9 +140,7 @@ def test_a_run_in_each_process_of_a_launcher(launcher, outer, tmp_path):
 
 def test_deepspeed_launcher(tmp_path):
     pytest.importorskip("deepspeed")
-    code, _, err = execute(
-        *RUN, "--require", "deepspeed", "--num_gpus", 1, "--no_local_rank", ONE_STEP, tmp_path
-    )
+    code, _, err = execute(*RUN, "--require", *LAUNCHERS["deepspeed"], ONE_STEP, tmp_path)
     assert code == 0, err
     assert_patched(tmp_path, 1, err)
 
@@ -159,6 +162,19 @@ def test_a_process_that_escapes_is_warned_of(way, tmp_path):
 def test_the_commands_own_exit_code_wins(script, code):
     done = execute(*RUN, "--require", sys.executable, "-c", script)
     assert done[0] == code and WARNING not in done[2]
+
+
+def test_a_run_within_a_run_keeps_its_own_require():
+    """It judges its own command: no other that trained within the outer run, before or after."""
+    run, python = " ".join(RUN), sys.executable
+    trains = f"{python} -c 'from hfpatch.trainer import marks; marks.mark_trained()'"
+    nothing = f"{python} -c pass"
+    for words, code in (
+        (f"{run} --require {trains}; {run} --require {nothing}", 3),
+        (f"{run} {nothing} && {run} --require {trains}", 0),
+    ):
+        done = execute(*RUN, "--require", "bash", "-c", words)
+        assert done[0] == code and done[2].count(WARNING) == (code == 3), done[2]
 
 
 def test_script_sees_its_own_name_arguments_and_folder(tmp_path):

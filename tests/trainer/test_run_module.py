@@ -16,7 +16,7 @@ import tiny
 import torch
 import transformers
 from packaging.version import Version
-from workbench import PLACES, ROOT, execute
+from workbench import ROOT, WHOLE, execute
 
 from hfpatch.context.classes import is_mixed
 
@@ -55,7 +55,7 @@ print("LAYER", type(trainer.model.model.layers[0]).__mro__[1].__module__, "LOSSE
 """
 
 
-@tiny.LONG  # TRL's own command, which gives its trainer a string too, is in the plain suite
+@tiny.LONG  # tests/hosts has TRL's own command, which gives its trainer a string too
 def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(
     model_folder, chat_file, tmp_path
 ):
@@ -66,7 +66,7 @@ def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(
         code, out, err = execute(
             sys.executable, *prefix, script, model_folder, chat_file, tmp_path / name
         )
-        assert code == 0, err
+        assert code == 0 and not WHOLE.search(err), err
         layer, _, losses = out.rpartition("LAYER ")[2].strip().partition(" LOSSES ")
         found[name] = (
             layer,
@@ -78,39 +78,6 @@ def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(
     )
     assert found["patched"][2] and not found["stock"][2]
     assert found["patched"][1] == pytest.approx(found["stock"][1], rel=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
-def test_trl_command_line_is_patched(model_folder, chat_file, tmp_path, monkeypatch, capsys):
-    """`trl sft` trains in a child of a child, by accelerate launch: its layers run in tiles, its
-    losses are stock's.
-    """
-    data = tmp_path / "data"
-    data.mkdir()
-    chat_file.rename(data / "train.jsonl")
-    flags = {"model_name_or_path": model_folder, "dataset_name": data, "max_steps": 2,
-             "max_length": 64,
-             "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "no",
-             "report_to": "none",
-             "use_cpu": True, "bf16": False, "disable_tqdm": True, "gradient_checkpointing": False,
-             "dataloader_pin_memory": False, "learning_rate": 1e-3, "dtype": "float32"}  # fmt: skip
-    arguments = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    losses = re.compile(r"'loss': '?([0-9.e+-]+)")
-    monkeypatch.setattr(sys, "argv", ["sft", *arguments, "--output_dir", str(tmp_path / "stock")])
-    capsys.readouterr()
-    runpy.run_module("trl.scripts.sft", run_name="__main__")
-    stock = [float(loss) for loss in losses.findall(capsys.readouterr().out)]
-    run = (sys.executable, "-m", "hfpatch", "run", "--require")
-    code, out, err = execute(*run, "trl", "sft", *arguments, "--output_dir", tmp_path / "patched")
-    assert code == 0 and "2 x LlamaDecoderLayer" in err, err
-    assert len(stock) == 2 and [float(loss) for loss in losses.findall(out)] == pytest.approx(
-        stock, rel=1e-3
-    )
-    # The silent case: what the environment does not reach trains stock, and the command succeeds.
-    alone = ("env", f"PYTHONPATH={PLACES}", "trl", "sft", *arguments, "--output_dir", tmp_path)
-    code, out, err = execute(*run, *alone)
-    assert code == 3 and "no process of this run trained" in err and "hfpatch on" not in err
-    assert len(losses.findall(out)) == 2, "it did train"
 
 
 def example(name):

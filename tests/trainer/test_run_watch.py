@@ -97,6 +97,20 @@ def test_training_a_plain_model_stops_before_the_first_step(watched, tmp_path):
     assert trainer.state.global_step == 0 and not (watched / marks.TRAINED).exists()
 
 
+def test_a_refused_model_is_evaluated_and_not_trained(watched, tmp_path):
+    """The sentence of `apply` comes where training starts: evaluating needs no patch."""
+    settings = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", num_labels=2
+    )
+    model = transformers.ResNetForImageClassification(settings)
+    rows = [{"pixel_values": torch.ones(3, 8, 8), "labels": 1} for _ in range(4)]
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ValueError, match="expected a decoder with a list of layers, found none"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not list(watched.iterdir())
+
+
 def test_a_loop_by_hand_needs_a_patched_model(watched):
     accelerator = accelerate.Accelerator(cpu=True)
     model = tiny.llama()
@@ -157,14 +171,26 @@ def test_bad_arguments(capsys, argv, words):
     assert err.startswith("hfpatch: ") and words in err and "usage: hfpatch run" in err
 
 
-def test_a_command_that_cannot_start_is_one_sentence(tmp_path, capfd):
-    script = tmp_path / "train"
+@pytest.mark.parametrize("mode", [0o755, 0o644])
+@pytest.mark.parametrize("name", ["train", "train.sh"])
+def test_a_command_that_cannot_start_is_one_sentence(name, mode, tmp_path, capfd, monkeypatch):
+    """It names no interpreter, or nobody may execute it: no reason to take it for Python."""
+    script = tmp_path / name
     script.write_text("echo no interpreter is named\n")
-    script.chmod(0o755)
-    assert run.main([str(script)]) == 2
-    err = capfd.readouterr().err
-    assert err.startswith("hfpatch: expected a command that the system can start") and "bash" in err
-    assert err.count("\n") == 1
+    script.chmod(mode)
+    monkeypatch.chdir(tmp_path)
+    for word in (str(script), name):
+        assert run.main([word]) == 2
+        err = capfd.readouterr().err
+        assert err.startswith("hfpatch: expected a command that the system can start")
+        assert f"hfpatch run bash {word}" in err and err.count("\n") == 1
+
+
+def test_two_dashes_end_the_options(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    assert run.main(["--", str(script), "--", "--flag"]) == 0
+    assert capfd.readouterr().out == "['--', '--flag']\n"
 
 
 def test_help(capsys):

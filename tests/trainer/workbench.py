@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 JSON_SOURCES = Path(sysconfig.get_path("stdlib")) / "json"
+# What reports say of layers that do not run in tiles.
+WHOLE = re.compile(r"\b(runs?|checkpointed) whole\b")
 
 # Llama 3's layout with plain words: no {% generation %} markers, tools listed first, content
 # trimmed.

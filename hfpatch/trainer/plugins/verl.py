@@ -84,7 +84,7 @@ def _shard(engine, build, module):
         causal = find_decoder(module).causal
         causal.forward = functools.partial(_scores, causal)
     if not engine.engine_config.forward_only:
-        marks.mark(marks.TRAINED)
+        marks.mark_trained()
     return build(module)
 
 
