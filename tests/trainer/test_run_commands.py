@@ -237,3 +237,20 @@ def test_signals_reach_the_command(tmp_path):
             while not file.is_file() and time.monotonic() < end:
                 time.sleep(0.05)
         assert file.is_file()
+        if number != signal.SIGKILL:
+            assert not list(tmp_path.glob("hfpatch-run-*")), "nothing is left behind"
+
+
+def test_an_interrupted_command_ends_the_run_as_it_ended(tmp_path):
+    """KeyboardInterrupt in the command, no traceback of the run's own."""
+    script = "import time; print('ready', flush=True); time.sleep(60)"
+    run = subprocess.Popen(
+        [*RUN, "--require", sys.executable, "-c", script], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=variables_of(TMPDIR=tmp_path), start_new_session=True,
+    )  # fmt: skip
+    with run:
+        assert run.stdout.readline() == b"ready\n"
+        run.send_signal(signal.SIGINT)
+        err = run.stderr.read().decode()
+        assert run.wait(60) == -signal.SIGINT
+    assert err.count("Traceback") == 1 and WARNING not in err and not list(tmp_path.iterdir())
