@@ -1,5 +1,8 @@
 """`hfpatch plan --optimizer`: the bytes of states that real optimizers make, and what is refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
@@ -8,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from hfpatch.budget.shape import ModelShape
 from hfpatch.cli import main as program
+from hfpatch.lab.models import resolve
 from hfpatch.planner import optimizers as planned
 from hfpatch.planner.optimizers import OPTIMIZERS, state_numbers
 from hfpatch.planner.placements import candidates, resident
@@ -48,6 +52,16 @@ def test_a_plan_counts_them():
     plans = [plan("llama-3.1-8b", seq_len=8192, placement=f"{name}-bf16") for name in names]
     sizes = [found.gpu_bytes["optimizer"] for found in plans]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 5
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_guides_bytes_a_parameter(name):
+    page = (Path(__file__).parents[2] / "docs/guides/optimizers.md").read_text()
+    [words] = re.findall(rf"^\| `{name}` \| [^|]* \| ([\w. ]+) \| [^|]* \|$", page, re.M)
+    shape = resolve("llama-3.1-8b")[1]
+    found = 2 * state_numbers(name, shape) / shape.parameters
+    said = float(words.removeprefix("under "))
+    assert found < said if words.startswith("under") else said == round(found, 1)
 
 
 def test_command(capsys):
