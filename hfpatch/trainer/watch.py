@@ -38,8 +38,8 @@ def _patch_trainer(cls) -> None:
     @functools.wraps(train)
     def patched_train(self, *args, **kwargs):
         if not _is_patched(self.model):
-            handler = getattr(self, "callback_handler", None)
-            refused = [vars(c).get("refused") for c in getattr(handler, "callbacks", ())]
+            callbacks = getattr(getattr(self, "callback_handler", None), "callbacks", ())
+            refused = [getattr(c, "_hfpatch_refused", None) for c in callbacks]
             where = f"{type(self).__name__}.train()"
             plain = _plain(self.model, where, "make the Trainer with it")
             raise next(filter(None, refused), plain)
@@ -85,7 +85,7 @@ def _patch(ours, on_init_end, *args, **kwargs) -> None:
     try:
         on_init_end(*args, **kwargs)
     except ValueError as error:
-        ours.refused = error
+        ours._hfpatch_refused = error
 
 
 def _options() -> dict:
