@@ -3,7 +3,9 @@ to run train.py.
 """
 
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -89,5 +91,6 @@ def run_train(tmp_path, saved_tokenizer, capsys):
         captured = capsys.readouterr()
         return code, captured.out, captured.err, Path(settings["output_dir"])
 
-    yield run
+    with mock.patch.dict(os.environ):  # an engine's RANK would be that of every later child
+        yield run
     torch.set_num_threads(threads)
