@@ -85,7 +85,8 @@ def plan(
     adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that
     this search tries. fp8: a recipe of FLOAT8_RECIPES. images, video_tokens: of each row, whose
     tower is then planned too: trained with all weights, frozen beside adapters. A model that no
-    closed form describes runs its step on fake tensors, said on stderr, and its longest sequence is found to a thirtieth.
+    closed form describes runs its step on fake tensors, said on stderr, and its longest
+    sequence is found to a thirtieth.
     Raises ValueError for what is unknown or unsupported.
     """
     checkpointing = settings_of(checkpointing)

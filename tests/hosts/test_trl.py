@@ -1,5 +1,5 @@
-"""TRL's command, which trains in a child of accelerate's launcher. tests/test_trl.py has its trainers,
-test_run_module.py a script of one.
+"""TRL's command, which trains in a child of accelerate's launcher. tests/test_trl.py has its
+trainers, test_run_module.py a script of one.
 """
 
 import json
