@@ -263,7 +263,9 @@ def others(seed: int, given: dict, pieces: list | None) -> tuple:
 
     def of(part: dict) -> dict:
         moved = {n: part[n] for n in ("input_ids", "labels")}
-        return part | {n: torch.where(x > 0, drawn[x.clamp_min(1) - 1], x) for n, x in moved.items()}
+        return part | {
+            n: torch.where(x > 0, drawn[x.clamp_min(1) - 1], x) for n, x in moved.items()
+        }
 
     return of(given), pieces and [of(piece) for piece in pieces]
 
