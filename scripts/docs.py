@@ -114,9 +114,8 @@ small instance with stock.
 Of models with images (qwen2_5_vl, qwen3_vl, mistral3, llava, gemma3, llama4) the language tower is in
 tiles; see [Images](guides/images.md). Mixers of hybrids (delta nets, Mamba, convolutions) run in tiles
 through time where that is proved, over whole rows otherwise; see [Hybrids](guides/hybrids.md).
-Transformers' Qwen4 makes the mask of its own attention in a loop over tokens, so it is a mixer of whole
-rows. Zamba2's shared layers run whole, for attention and Mamba follow each other in one layer; so do
-GLM-5-Next's, whose hidden states are several streams a token, [batch, tokens, streams, hidden].
+Transformers' Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole
+rows. Zamba2's shared layers run whole, for attention and Mamba follow each other in one layer.
 
 ## Attention
 

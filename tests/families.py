@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hfpatch.decoder.find import find_decoder
@@ -33,7 +33,16 @@ CHANGES = {
     "jetmoe": {"output_router_logits": True, "aux_loss_coef": 0.1},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 59},
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 64,
+    },
 }
+DERIVED = ("zamba2",)  # whose config computes sizes from others as it is made
+IMAGES = {"glm5_next": {"vision_config": {"hidden_size": 32, "depth": 1}}}
 TILED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "gemma",
     "gemma2", "gemma3_text",
@@ -61,14 +70,20 @@ def small_model(name: str, dtype=torch.float64):
     """
     if name not in CONFIG_MAPPING:
         pytest.skip("unknown to this transformers")
-    config = CONFIG_MAPPING[name](**CHANGES.get(name, {}))
+    config = CONFIG_MAPPING[name](**CHANGES.get(name, IMAGES.get(name, {})))
+    auto = AutoModelForImageTextToText if name in IMAGES else AutoModelForCausalLM
     with torch.device("meta"):
-        real = AutoModelForCausalLM.from_config(config)
+        real = auto.from_config(config)
     kinds = [kind_of(layer) for layer in find_decoder(real).layers]
     n_layers = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
-    small = scaled_config(config, n_layers)
+    small = scaled_config(config.get_text_config(), n_layers)
+    if name in DERIVED:
+        small.__post_init__()
+    if name in IMAGES:
+        config.text_config, config.vision_config.out_hidden_size = small, small.hidden_size
+        small = config
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager")
+    model = auto.from_config(small, attn_implementation="eager")
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p)) if p.dim() < 2 else p.copy_(

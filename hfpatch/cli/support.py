@@ -132,15 +132,12 @@ def table_row(support: Support) -> dict[str, str]:
 
 
 def families_text(found: list[Support]) -> str:
-    """What `--families` prints: the families of the usual row by name, and a table of the others.
-    Columns in which no family differs from the usual are left out.
-    """
+    """What `--families` prints: the families of the usual row by name, and a table of the others."""
     rows = {one.model: table_row(one) for one in found}
     usual = [kind for kind, row in rows.items() if row == COLUMNS]
     others = {kind: row for kind, row in rows.items() if row != COLUMNS}
-    shown = [c for c in COLUMNS if any(row[c] != COLUMNS[c] for row in others.values())]
-    lines = [["family", *shown], ["---"] * (1 + len(shown))]
-    lines += [[kind, *(row[c] for c in shown)] for kind, row in others.items()]
+    lines = [["family", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+    lines += [[kind, *row.values()] for kind, row in others.items()]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
         "All layers run in tiles, mixers through time, norms, RoPE, MLP and loss are fused, packed "

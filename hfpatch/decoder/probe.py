@@ -21,7 +21,7 @@ from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.state import state_apart
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import find_mixers, standing_in
-from hfpatch.layer.residual_streams import by_rows, joined
+from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits, looks_like_a_block
@@ -29,7 +29,6 @@ from hfpatch.parts.unread import can_go_without, idle, without_values
 
 TOKENS = 12
 FEW = 4
-STREAMS = "its hidden states are several streams a token, [batch, tokens, streams, hidden]"
 MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to single tokens"
 
 
@@ -101,13 +100,9 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[
 def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
     """The LayerTraits of a small stack's layer."""
     (x, *args), kwargs, batch = captured(stack, layer)
-    if x.dim() == 4 and x.shape[:2] == (batch.B, batch.T):
-        return LayerTraits(reason=STREAMS)
-    streams = len(x) if x.dim() == 4 else None
+    streams = streams_of(x, batch.B, batch.T)
     forward = by_rows(type(layer).forward.__get__(layer), streams)
-    return ask_layer(
-        layer, forward, x if streams is None else joined(x), args, kwargs, (stack.config,), batch
-    )
+    return ask_layer(layer, forward, joined(x, streams), args, kwargs, (stack.config,), batch)
 
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> LayerTraits:

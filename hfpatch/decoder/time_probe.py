@@ -17,6 +17,7 @@ from hfpatch.decoder import probe
 from hfpatch.decoder.state import state_apart
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import Mixer
+from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.timed import LayerAsMixer
@@ -120,14 +121,14 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
 def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple[Mixer, Tensor]:
     """The mixer's call in a row of so many tokens, and its input."""
     (x, *args), kwargs, batch = probe.captured(stack, layer, tokens)
-    arguments = Arguments(args, of_its_own(kwargs), 1, tokens)
-    ask = Traced(
-        layer, arguments, traits, (stack.config,), batch, forward=type(layer).forward.__get__(layer)
-    )
+    streams, arguments = streams_of(x, 1, tokens), Arguments(args, of_its_own(kwargs), 1, tokens)
+    forward = by_rows(type(layer).forward.__get__(layer), streams)
+    ask = Traced(layer, arguments, traits, (stack.config,), batch, forward=forward)
+    x = joined(x.detach(), streams)
     with torch.no_grad(), our_attention((stack.config,), batch):
-        parts = ask.pre(x.detach(), 0, tokens)
+        parts = ask.pre(x, 0, tokens)
     if not name:
-        return LayerAsMixer.of(ask), x.detach()
+        return LayerAsMixer.of(ask), x
     at = traits.mixers.index(name)
     return ask.mixers[at], parts[3 * len(traits.attention) + at].detach()
 

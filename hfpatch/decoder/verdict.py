@@ -47,6 +47,7 @@ SHARED_KEYS = (
     "its layers share keys with later ones, and would store them again when they run again"
 )
 TILE = 16
+CHAIN_TILE = 8192  # at least a chunk of any rule: shorter ones make no chain
 DOCUMENTS = (0, 17, TOKENS)
 
 
@@ -224,14 +225,17 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> Ve
 
 
 def _in_double(stack: nn.Module) -> nn.Module:
-    """float64 where the family can run so."""
+    """float64 where the family can run so. Its least number is none of float32, which softmaxes
+    compute in: a hidden token that does not see itself (GLM-5-Next) is NaN.
+    """
     wide = copy.deepcopy(stack).double()
+    given = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
     try:
         with torch.no_grad():
-            copy.deepcopy(wide)(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+            out = copy.deepcopy(wide)(attention_mask=torch.tensor([[1, 1, 0, 1]]), **given)
     except RuntimeError:
         return stack
-    return wide
+    return wide if out.last_hidden_state.isfinite().all() else stack
 
 
 class _Expected:
@@ -243,8 +247,10 @@ class _Expected:
         self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
         ids = torch.randint(1, vocabulary, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
-        # A hole and padding. Outputs of hidden tokens are compared too.
+        # A hole and padding. Outputs of hidden tokens are compared too, but for _in_double's, whose
+        # hidden tokens may see nobody: eager attention gives them something, others nothing.
         visible[0, 11:13], visible[1, -5:] = 0, 0
+        compared = 1 if dtype == torch.float64 else visible[..., None]
         a, b = DOCUMENTS[1:]
         one = slice(0, 1)
         apart = [
@@ -254,7 +260,7 @@ class _Expected:
         positions = torch.cat([torch.arange(a), torch.arange(b - a)])[None]
         joined = {"input_ids": ids[one], "weight": self.weight[one], "position_ids": positions}
         plain = {"input_ids": ids, "weight": self.weight}
-        holes = plain | {"attention_mask": visible}
+        holes = plain | {"attention_mask": visible, "weight": self.weight * compared}
         self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
         if packed:
             self.batches["packed"] = (apart, joined)
@@ -346,9 +352,8 @@ def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Modul
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
-    runtime = LayerRuntime(
-        Checkpointing(offload="gpu", every=every, save_attention=True, tile=TILE), None, len(layers)
-    )
+    how = {"offload": "gpu", "save_attention": True, "tile": TILE if every == 1 else CHAIN_TILE}
+    runtime = LayerRuntime(Checkpointing(every=every, **how), None, len(layers))
     ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
     ours._hfpatch_traits = StackTraits(found.ours)
     ours._hfpatch_turn = runtime.turn

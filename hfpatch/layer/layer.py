@@ -33,7 +33,7 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
 from hfpatch.layer.function import parts_of, tiled_layer
 from hfpatch.layer.mixers import documents_apart
-from hfpatch.layer.residual_streams import by_rows, joined, split
+from hfpatch.layer.residual_streams import Streams, by_rows, joined, split, streams_of
 from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
@@ -56,7 +56,7 @@ class UntiledLayer:
 
     _hfpatch_condition: Condition | None = None
     _hfpatch_places: frozenset = frozenset()
-    _hfpatch_streams: int | None = None
+    _hfpatch_streams: Streams | None = None
 
     def stock_forward(self, *args, **kwargs):
         """The layer as transformers has it, from rows to rows."""
@@ -176,8 +176,9 @@ class TiledLayer(UntiledLayer):
         condition, x, cache = self._hfpatch_condition, given, None
         if condition is None or batch is None and not current.declined:
             condition, batch = look(self), self._by_hand(given, batch, kwargs)
-        if batch is not None and given.dim() == 4 and given.shape[1:3] == (batch.B, batch.t):
-            self._hfpatch_streams, x = len(given), joined(given)
+        if batch is not None and given.dim() == 4:
+            self._hfpatch_streams = streams_of(given, batch.B, batch.t)
+            x = joined(given, self._hfpatch_streams)
         for value in (*args, *kwargs.values()):
             cache = value if isinstance(value, Cache) else cache
         return Request(
@@ -239,7 +240,7 @@ class TiledLayer(UntiledLayer):
                 "call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = freed_with(units, y) if units else y
-        y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
+        y = split(y, self._hfpatch_streams)
         return parts.hand_on(y, extras, lists, r.shared)
 
     def _read(self, r: Request) -> tuple:

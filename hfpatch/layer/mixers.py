@@ -25,12 +25,13 @@ _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 
 def standing_in(layer: nn.Module, names, answer, paired=()):
     """Within, the named modules of the layer answer with answer(name, args, kwargs), those in
-    `paired` with None behind it.
+    `paired` with None behind it, as often as they are there.
     """
 
     def answering(name):
-        if name in paired:
-            return lambda *args, **kwargs: (answer(name, args, kwargs), None)
+        behind = (None,) * list(paired).count(name)
+        if behind:
+            return lambda *args, **kwargs: (answer(name, args, kwargs), *behind)
         return lambda *args, **kwargs: answer(name, args, kwargs)
 
     return forwards_for_now([(layer.get_submodule(name), answering(name)) for name in names])
@@ -222,8 +223,8 @@ def find_mixers(
     layer: nn.Module, run, x_BTD: Tensor, known: set
 ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Names of the smallest modules without which run(x), the layer with its attention answered,
-    mixes no tokens, and of those among them that return a pair (Lightning attention, its state)
-    whose second is not read.
+    mixes no tokens, and of those among them that return more behind these (Lightning attention, its
+    state), which is not read: once for each value.
 
     None where there are no such modules, each called once on [B, T, D] and answering alike. x_BTD:
     one row; known: ids of the layer's other arguments.
@@ -237,17 +238,16 @@ def find_mixers(
         out = calls[name][0][2]
         return out[0] if name in paired else out
 
-    def pairs(name: str) -> bool | None:
-        """Whether this module returns a pair; None where it does not make hidden states, of any
-        width, of such, once.
+    def pairs(name: str) -> int | None:
+        """How many values this module returns behind hidden states; None where it does not make
+        those, of any width, of such, once.
         """
         args, kwargs, out = calls[name][0]
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        pair = isinstance(out, tuple) and len(out) == 2
-        out = out[0] if pair else out
+        out, *behind = out if isinstance(out, tuple) else (out,)
         fits = isinstance(out, Tensor) and x is not None and out.dim() == 3 and out.shape == x.shape
         fits = fits and x.shape[:2] == x_BTD.shape[:2]
-        return pair if fits and len(calls[name]) == 1 else None
+        return len(behind) if fits and len(calls[name]) == 1 else None
 
     def within(prefix: str) -> list[str]:
         found, seen = [], []
@@ -260,18 +260,18 @@ def find_mixers(
                 inner = within(f"{name}.")
                 enough = inner and all(pairs(n) is not None for n in inner)
                 if enough:
-                    paired.update(n for n in inner if pairs(n))
+                    paired.extend(n for n in inner for _ in range(pairs(n)))
                     with standing_in(layer, inner, constant, paired):
                         enough = not _mixes(module, args, kwargs, tokens, known)
                 found += inner if enough else [name]
         return found
 
-    paired: set[str] = set()
+    paired: list[str] = []
     found = within("")
     if any(pairs(name) is None for name in found):
         return None
-    paired.update(name for name in found if pairs(name))
+    paired = [name for name in found for _ in range(pairs(name))]
     with standing_in(layer, found, constant, paired):
         if _mixes(run, (x_BTD,), {}, tokens, known):
             return None
-    return tuple(found), tuple(name for name in found if name in paired)
+    return tuple(found), tuple(paired)

@@ -228,9 +228,11 @@ class Traced:
 
     def run(self, args: tuple, kwargs: dict, unread: bool):
         """The layer's return value for a tile, with the mixers' states among these arguments.
-        unread: a backward follows, and the values are unread.
+        unread: a backward follows, and the values are unread. What the output of `post` never
+        depends on is read by the mixers here.
         """
-        names = self.traits.unread_post if unread else self.traits.unread_always
+        before = self.traits.unread_always
+        names = tuple(n for n in self.traits.unread_post if unread and n not in before)
         nobody_reads = self._idle(names, args[0].device.type, True)
         with without_values(nobody_reads) if nobody_reads else nullcontext():
             y = (self.forward or self.layer.stock_forward)(*args, **kwargs)

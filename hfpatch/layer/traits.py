@@ -17,7 +17,7 @@ class LayerTraits:
     Attributes:
         attention: names of the modules that called attention, in order.
         mixers: names of the modules that mix tokens in another way.
-        paired: those mixers that return a pair whose second value is unread.
+        paired: those mixers that return unread values behind hidden states, once for each.
         timed: (name, argument that takes its states) of each mixer that runs in tiles through time.
         untimed: (name, reason) of each that does not.
         carries: where the layer has no attention and runs in tiles through time itself

@@ -7,13 +7,10 @@ each of four ranks. And a run of Trainer under both engines.
 
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import accelerate.accelerator
 import common
 import deepspeed
 import families
@@ -32,6 +29,7 @@ T = shared.T = 528
 B = 2
 RUN = 160  # tokens of a row that Trainer is given
 TILES = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}  # what rounds otherwise
+LAYER = "Qwen3_5DecoderLayer"
 KINDS = ("plain", "packed", "padded")
 CONTRACTS = ("sharded", "zigzag")
 
@@ -127,27 +125,15 @@ def rows() -> list[dict]:
     return found
 
 
-@contextmanager
-def unrefused():
-    """accelerate refuses such layers by their names."""
-    names = (
-        "_refuse_recurrent_layers_under_sequence_parallelism",
-        "_attach_context_parallel_hooks",
-    )
-    around = [mock.patch.object(accelerate.accelerator, name, lambda model: None) for name in names]
-    with around[0], around[1]:
-        yield
-
-
-def made(name: str):
-    model = families.small_model(name, torch.float32)
+def made(name: str, dtype=torch.float32):
+    model = families.small_model(name, dtype)
     model.set_attn_implementation("sdpa")
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=64), logits=False)
     return model
 
 
 def trained(engine: str, name: str, model, folder: str) -> tuple:
-    """Losses and norms of two steps, and the loss of an evaluation."""
+    """Losses of two steps and of an evaluation, and norms."""
     more = (
         {}
         if engine == "one"
@@ -155,20 +141,24 @@ def trained(engine: str, name: str, model, folder: str) -> tuple:
     )
     if engine == "context":
         more |= common.as_if_on_gpus()
+        more["fsdp_config"]["transformer_layer_cls_to_wrap"] = [LAYER]  # its class names others
     called = [hfpatch.Callback()] if engine != "one" else []
     kinds = TrainingArguments, lambda *args, **known: Trainer(*args, **known, callbacks=called)
     given = {"rows": rows(), "kinds": kinds, "max_steps": 2, "save_strategy": "no", **more}
-    with unrefused():
-        trainer = common.train(model, Path(folder) / f"{engine}-{name}", batch=1, **given)
-        evaluated = trainer.evaluate(rows()[:2])["eval_loss"]
-    return common.losses(trainer), common.norms(trainer), [evaluated]
+    trainer = common.train(model, Path(folder) / f"{engine}-{name}", batch=1, **given)
+    evaluated = trainer.evaluate(rows()[:2])["eval_loss"]
+    return [*common.losses(trainer), evaluated], common.norms(trainer)
 
 
 def main(chosen: str, folder: str) -> None:
     common.quiet()
     if chosen in ("one", "ulysses", "context"):
         model = made("qwen3_5_text")  # before an engine is on, which would spread it as it is made
-        common.report(folder, found=trained(chosen, "qwen3_5_text", model, folder))
+        found = trained(chosen, "qwen3_5_text", model, folder)
+        with numerics.lifted():
+            exact = made("qwen3_5_text", torch.float64) if chosen == "one" else None
+            exact = exact and trained(chosen, "qwen3_5_text", exact, folder)
+        common.report(folder, found=found, exact=exact)
     deepspeed.init_distributed("gloo")
     parallel_state_sp.initialize_sequence_parallel(torch.distributed.get_world_size())
     ranks = shared.Ranks()

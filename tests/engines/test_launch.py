@@ -283,13 +283,15 @@ def assert_like_one_rank(reports: list[dict], cases: int) -> None:
 
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_mixers_in_time(tmp_path):
-    """Rows of several tiles: each gradient as in one process."""
+    """Rows of several tiles: each gradient as in one process, weights gathered once for all tiles."""
     for report in torchrun("time_worker.py", folder=tmp_path):
         assert set(report["found"]) == {"fsdp2", "zero3", "tensors"}
         for way, (error, name, tiles) in report["found"].items():
             assert error <= 1, f"{way}: {name} is {error:.2f} budgets away"
             # Three tiles, forward and backward.
             assert tiles == 6 * report["layers"], way
+        # Each of its layers and of the one with attention once forward, once backward; and the rest.
+        assert report["gathered"]["fsdp2"] == 2 * (report["layers"] + 1) + 1
 
 
 @pytest.mark.long

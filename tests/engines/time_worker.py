@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from tp_families_worker import TENSORS, load, worst
 
 import hfpatch
@@ -28,6 +29,16 @@ from hfpatch.layer.time_tiles import TimeTiles
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 FAMILY, TOKENS = "qwen3_5_text", 165  # two tiles of 64 and an odd rest
 TILED = hfpatch.Checkpointing(tile=64, plain=0, offload="host")
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives that gather weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += "allgather" in op.name()
+        return op(*args, **(kwargs or {}))
 
 
 def rows() -> torch.Tensor:
@@ -78,7 +89,7 @@ def tensors(model, mine) -> dict[str, torch.Tensor]:
 def main(folder: str) -> None:
     common.quiet()
     dist.init_process_group("gloo")
-    rank, found = dist.get_rank(), {}
+    rank, found, gathered = dist.get_rank(), {}, {}
     stock = families.small_model(FAMILY, torch.float32)
     if rank == 0:
         stock.save_pretrained(Path(folder) / FAMILY)
@@ -94,11 +105,13 @@ def main(folder: str) -> None:
             else families.small_model(FAMILY, torch.float32)
         )
         hfpatch.apply(model, checkpointing=TILED)
-        with mock.patch.object(TimeTiles, "_run", autospec=True, side_effect=TimeTiles._run) as run:
+        counted = mock.patch.object(TimeTiles, "_run", autospec=True, side_effect=TimeTiles._run)
+        with counted as run, Gathers() as gathers:
             got = way(model, rows()[rank : rank + 1])
         found[way.__name__] = (*worst(got, plain, exact), run.call_count)
+        gathered[way.__name__] = gathers.count
     layers = sum(bool(m._hfpatch_traits.timed) for m in find_decoder(model).layers)
-    common.report(folder, found=found, layers=layers)
+    common.report(folder, found=found, layers=layers, gathered=gathered)
 
 
 if __name__ == "__main__":

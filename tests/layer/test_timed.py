@@ -16,7 +16,7 @@ from hfpatch.budget import policy
 from hfpatch.decoder.find import find_decoder
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
-from hfpatch.layer.timed import TimedCall
+from hfpatch.layer.timed import LayerAsMixer, TimedCall
 from hfpatch.store.transfers import Transfers
 from tests.decoder.test_families import batch, step
 from tests.layer.test_time import TOKENS, assert_same, packed, patched
@@ -81,6 +81,31 @@ def test_as_many_layers_as_the_policy_says(most, places, chains, inputs, monkeyp
     compared(ours, stock, batch(TOKENS))
     assert [place for _, place in chains] == places
     assert len(inputs) == 1 + places.count(0)
+
+
+def test_what_a_mixer_reads_is_made_in_a_chain(chains):
+    """Qwen4's streams are mixed by projections before the mixer. Nothing behind it reads those: a
+    chain left them out, and was wrong without a word.
+    """
+    stock = families.small_model("qwen4_exp_text")
+    ours = ready(stock, chains)
+    compared(ours, stock, batch(20))
+    assert chains == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_chain_that_differs_is_seen_by_the_verdict(monkeypatch):
+    """It ran in tiles shorter than a chunk there, of which no chain is made."""
+    from hfpatch.decoder.verdict import _verdict
+
+    run = LayerAsMixer._run
+    monkeypatch.setattr(LayerAsMixer, "_run", lambda mixer, *given: 1.01 * run(mixer, *given))
+    _verdict.cache_clear()
+    try:
+        ours, _ = patched(families.small_model(FAMILY))
+    finally:
+        _verdict.cache_clear()
+    traits = [layer._hfpatch_traits for layer in find_decoder(ours).layers]
+    assert any(t.timed for t in traits) and not any(t.carries for t in traits)
 
 
 def test_every_1_keeps_every_input(chains, inputs):
