@@ -508,15 +508,28 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     assert bytes_moved > 2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512) and answer["step_seconds"] > 0
 
 
-def test_auto_spends_free_memory_where_no_closed_form_helps():
-    """GLM-4.5's layers keep more than "least" has them keep, in the bytes that are planned."""
+FREE = {
+    "glm4_moe": {"hidden_size": 1024, "intermediate_size": 4096, "moe_intermediate_size": 512,
+                 "num_hidden_layers": 5, "num_attention_heads": 16, "num_key_value_heads": 2,
+                 "head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 4,
+                 "first_k_dense_replace": 1, "vocab_size": 8192},
+    "qwen3_5_text": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
+                     "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 4,
+                     "vocab_size": 4096, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+                     "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}  # fmt: skip
+
+
+@tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
+@pytest.mark.parametrize("family", FREE)
+def test_auto_spends_free_memory_where_no_closed_form_helps(family):
+    """Layers of GLM-4.5, and those of a hybrid with all that their mixers make, keep more than
+    "least" has them keep, in the bytes that are planned.
+    """
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
-    values = {"model_type": "glm4_moe", "hidden_size": 1024, "intermediate_size": 4096,
-              "moe_intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 16,
-              "num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 8,
-              "num_experts_per_tok": 4, "first_k_dense_replace": 1, "vocab_size": 8192}  # fmt: skip
+    values = {"model_type": family, **FREE[family]}
     card = dataclasses.replace(GPUS["h100"], memory_bytes=4 * GiB)
     least, auto = (
         plan(values, seq_len=2048, gpu=card, checkpointing=how) for how in ("least", "auto")
