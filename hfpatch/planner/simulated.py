@@ -18,6 +18,7 @@ from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import text_config_of
+from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
@@ -315,11 +316,9 @@ def _under(config: Values, run: Run, names: list, policy) -> Plan:
     )  # where bytes that leave the device are counted
     memory, flops, whole, rows = _taken(config, counted, run.batch, run.seq_len, stepped, slow)
     why = "simulated: no closed form describes this model"
-    why += (
-        "; mixers run in plain code, which takes more memory than their kernels do"
-        if counted.carries_states
-        else ""
-    )
+    if counted.carries_states:
+        who = "delta rules take what fla's kernels do, other mixers" if installed() else "mixers"
+        why += f"; {who} run in plain code, which takes more memory than their kernels do"
     why += f"; {WAITS}" if counted.carries_states and run.ranks > 1 else ""
     why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     if slow:

@@ -33,7 +33,7 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as plan_command
 from hfpatch.lab.models import config_of
-from hfpatch.planner import show
+from hfpatch.planner import answer, show
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 from hfpatch.planner.show import _points, policy_text
@@ -508,15 +508,28 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     assert bytes_moved > 2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512) and answer["step_seconds"] > 0
 
 
-def test_auto_spends_free_memory_where_no_closed_form_helps():
-    """GLM-4.5's layers keep more than "least" has them keep, in the bytes that are planned."""
+FREE = {
+    "glm4_moe": {"hidden_size": 1024, "intermediate_size": 4096, "moe_intermediate_size": 512,
+                 "num_hidden_layers": 5, "num_attention_heads": 16, "num_key_value_heads": 2,
+                 "head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 4,
+                 "first_k_dense_replace": 1, "vocab_size": 8192},
+    "qwen3_5_text": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4,
+                     "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 4,
+                     "vocab_size": 4096, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+                     "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}  # fmt: skip
+
+
+@tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
+@pytest.mark.parametrize("family", FREE)
+def test_auto_spends_free_memory_where_no_closed_form_helps(family):
+    """Layers of GLM-4.5, and those of a hybrid with all that their mixers make, keep more than
+    "least" has them keep, in the bytes that are planned.
+    """
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
-    values = {"model_type": "glm4_moe", "hidden_size": 1024, "intermediate_size": 4096,
-              "moe_intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 16,
-              "num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 8,
-              "num_experts_per_tok": 4, "first_k_dense_replace": 1, "vocab_size": 8192}  # fmt: skip
+    values = {"model_type": family, **FREE[family]}
     card = dataclasses.replace(GPUS["h100"], memory_bytes=4 * GiB)
     least, auto = (
         plan(values, seq_len=2048, gpu=card, checkpointing=how) for how in ("least", "auto")
@@ -1047,3 +1060,33 @@ def test_a_faster_placement_that_fits_is_named():
     small = plan("llama-3.1-8b", **run | {"gpu": "rtx4090"})
     for same in (other, large, small):
         assert not same.faster and "\nfaster" not in str(same)
+
+
+HYBRIDS = {
+    "qwen3_5_text": {"num_hidden_layers": 4},
+    "nemotron_h": {},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+}
+
+
+@tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_s_plan_is_what_its_whole_length_takes(family):
+    """What is told by steps of three to five tiles, beside a simulated step of eight."""
+    from hfpatch.decoder.small_instance import scaled_config
+    from hfpatch.lab.simulate.rivals import build, config_class, prepare
+    from hfpatch.lab.simulate.simulator import simulate
+
+    small = scaled_config(config_class(family)(**HYBRIDS[family]), 4).to_dict()
+    asked = {"placement": "gpu8bit", "checkpointing": Checkpointing(tile=256)}
+    found = plan(small, seq_len=2048, **asked)
+    by_shorter = "768, 1,024 and 1,280 tokens" in found.why
+    assert by_shorter == (family != "lfm2")  # convolutions loop over no tokens
+    step = simulate(prepare(build(small), "hfpatch"), 1, 2048, policy=Policy(**found.policy))
+    taken = step.peak_bytes - step.categories["parameters"]
+    planned = found.gpu_bytes["activations"] + found.gpu_bytes["gradients"]
+    assert planned == pytest.approx(taken, rel=0.05)
+    on_host = found.host_peak_bytes - answer.PROCESS_BYTES
+    assert on_host == pytest.approx(step.host_peak_bytes, rel=0.05)
+    assert found.flops == pytest.approx(step.flops["total"], rel=0.05)

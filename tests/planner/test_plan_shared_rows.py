@@ -9,6 +9,7 @@ import hfpatch
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.budget.sequence import sent_bytes
+from hfpatch.cli import main as cli
 from hfpatch.cli import plan as command
 from hfpatch.lab.models import resolve
 from hfpatch.planner.placements import resident
@@ -148,6 +149,28 @@ def test_a_hybrid_is_planned_on_one_of_its_ranks(tokens):
     assert 4 * shared.seconds["attention"] == pytest.approx(one.seconds["attention"], rel=0.02)
     part = hfpatch.plan(DELTA, **{**four, "seq_len": tokens // 4})
     assert shared.gpu_bytes["activations"] < 1.5 * part.gpu_bytes["activations"]
+
+
+@tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
+def test_the_commands_take_a_hybrid_on_one_of_its_ranks(tmp_path, capsys):
+    """Each of four does a quarter of the row's work, in less memory."""
+    (tmp_path / "config.json").write_text(json.dumps(DELTA))
+
+    def asked(*words):
+        arguments = [*words, "--model", str(tmp_path), "--seq-len", "8192", "--json"]
+        assert cli.main([*arguments, "--checkpointing", "least"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    one, four = (asked("simulate", "--sp-size", size) for size in ("1", "4"))
+    assert four["whole"] == {} and four["rows"] == 0  # every mixer in tiles through time
+    for kind in ("matmul", "attention"):
+        for way in ("forward", "backward"):
+            assert 4 * four["flops"][kind][way] == pytest.approx(one["flops"][kind][way], rel=0.05)
+    assert four["most_beyond_bytes"] < one["most_beyond_bytes"]
+    planned = asked("plan", "--gpus", "4", "--sp-size", "4", "--placement", "fsdp2")
+    assert planned["sp_size"] == 4 and planned["fits"] and not planned["closed_form"]
+    taken = four["peak_bytes"] - four["categories"]["parameters"]
+    assert planned["gpu_bytes"]["activations"] <= taken
 
 
 @pytest.mark.parametrize("config, more, said", [

@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import sys
 import weakref
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,29 @@ def _tensors(tree, out):
         elif isinstance(item, dict):
             _tensors(item.values(), out)
     return out
+
+
+@cache
+def _is_fresh(func) -> bool:
+    """Whether an operation writes nothing and gives one tensor of its own."""
+    schema = schema_of(func)
+    aliased = any(x.alias_info for x in (*schema.arguments, *schema.returns))
+    return len(schema.returns) == 1 and not aliased
+
+
+def _described(x):
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.storage_offset()
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_described, x))
+    return type(x), x  # 1 and True are equal
+
+
+def _asked(func, args, kwargs) -> tuple | None:
+    """All that the shape of an operation's fresh result follows from: None where it has none."""
+    if not _is_fresh(func):
+        return None
+    return func, _described(args), _described(tuple(kwargs.items()))
 
 
 def _called_by_engine() -> bool:
@@ -117,6 +141,7 @@ class Follower(TorchDispatchMode):
         self._alone: tuple | None = None
         self._calibrating = False
         self._slow: set = set(_BY_VALUE)
+        self._shapes: dict = {}  # what was asked (_asked) -> shape, strides, dtype of the result
 
     def __enter__(self):
         super().__enter__()
@@ -313,9 +338,16 @@ class Follower(TorchDispatchMode):
         ):
             return func(*args, **kwargs)
         device = inputs[0].fake_device
+        key = _asked(func, args, kwargs)
+        known = key and self._shapes.get(key)
         try:
             with on_fakes(mode):
-                out = func(*args, **kwargs)
+                if known:
+                    out = torch.empty_strided(*known[:2], dtype=known[2], device="meta")
+                else:
+                    out = func(*args, **kwargs)
+                    if key:
+                        self._note_shape(key, inputs, out)
         except (
             NotImplementedError,
             TypeError,
@@ -331,6 +363,18 @@ class Follower(TorchDispatchMode):
             )
 
         return type(out)(map(fake, out)) if isinstance(out, (tuple, list)) else fake(out)
+
+    def _note_shape(self, key: tuple, inputs: list, out) -> None:
+        """Notes a lone result that has memory of its own, all of it."""
+        if not isinstance(out, Tensor):
+            return
+        own = out.untyped_storage()
+        if any(own is x.untyped_storage() for x in inputs):  # aten._unsafe_view, whatever it says
+            return
+        known = tuple(out.shape), out.stride(), out.dtype
+        like = torch.empty_strided(*known[:2], dtype=out.dtype, device="meta")
+        if like.untyped_storage().nbytes() == own.nbytes():
+            self._shapes[key] = known
 
     def _accumulates(self, args, kwargs) -> bool:
         """Whether this addition is autograd adding up gradients, which a bare run does in place.

@@ -1,6 +1,7 @@
 """Loops over tokens or chunks of tokens in transformers' plain code, for fake tensors: the scan of
 Mamba, Falcon-Mamba, Jamba and Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids;
-the loop over queries of Qwen4's indexer; and our own attention in blocks of queries.
+the loop over queries of Qwen4's indexer; and our own attention in blocks of queries. Where fla is
+installed the gated delta rule is what its kernels take.
 
 Each operation of transformers' loops takes a block of them: the same bytes and FLOPs in as few
 operations at a million tokens as at a thousand. Values mean nothing here.
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from hfpatch.attention import blocks as _attention_blocks
+from hfpatch.lab.simulate import fla
 
 BLOCKS = 64
 CHUNKS = 8  # a block at least: fewer operations where a row is cut into tiles
@@ -83,7 +85,9 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
 # In transformers' modules; where it has other names, each token or chunk is an operation.
 _BY_BLOCKS = {
     "mamba_selective_scan": lambda stock: selective_scan,
-    "torch_chunk_gated_delta_rule": lambda stock: partial(gated_delta_rule, stock),
+    "torch_chunk_gated_delta_rule": lambda stock: (
+        fla.gated_delta_rule if fla.installed() else partial(gated_delta_rule, stock)
+    ),
 }
 
 

@@ -21,7 +21,8 @@ from hfpatch.compat import (
 )
 
 LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
-LARGEST_FLOAT = 1 << 20  # bytes, floating-point ones: scalars, counts, frequencies
+# bytes, floating-point ones: scalars, counts, frequencies; and raw bytes, of buffers
+LARGEST_FLOAT = 1 << 20
 
 aten = torch.ops.aten
 _DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default,
@@ -161,9 +162,8 @@ class Shadows:
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return False
         for out in fresh:
-            if out.untyped_storage().nbytes() > (
-                LARGEST_FLOAT if out.is_floating_point() else LARGEST_WHOLE
-            ):
+            raw = out.is_floating_point() or out.dtype == torch.uint8
+            if out.untyped_storage().nbytes() > (LARGEST_FLOAT if raw else LARGEST_WHOLE):
                 return False
         return func in _LIKE or all(self._known(t) for t in inputs)
 
