@@ -1,6 +1,6 @@
 """flash-linear-attention's chunked gated delta rule, for fake tensors: what its autograd function
-keeps, makes, moves and multiplies, of the shapes and dtypes that its kernels have (read in fla 0.5,
-ops/gated_delta_rule/chunk.py). Values mean nothing.
+keeps, makes, moves and multiplies, of the shapes and dtypes that its kernels have (as its
+ops/gated_delta_rule/chunk.py says). Values mean nothing.
 
 B batch, T tokens, H value heads, G key heads, K and V their columns, C tokens a chunk.
 """
