@@ -140,7 +140,7 @@ class Ticket:
 class Transfers:
     """Copies between a device and a tier ("gpu", "host" or "disk"), on two streams of its own."""
 
-    late = False  # whether settle() starts the copies to the tier, as it does to files
+    late = False  # whether settle() starts every copy to the tier, as it does those to files
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
         self.device, self.tier = device_for(device), tier

@@ -208,8 +208,8 @@ def test_files_go_with_their_tensors_and_with_the_process(tmp_path):
     program = (
         "import os, torch; from hfpatch.store.transfers import Transfers;"
         f"t = Transfers(torch.device('cpu'), 'disk', {str(tmp_path)!r});"
-        "held = [t.save(torch.ones(1, 100, 4)) for _ in range(3)]; t.settle(); held[0].file.wait_written(); "
-        "del held[1];"
+        "held = [t.save(torch.ones(1, 100, 4)) for _ in range(3)]; t.settle();"
+        "held[0].file.wait_written(); del held[1];"
         "print(len(held), flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
