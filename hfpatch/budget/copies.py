@@ -249,10 +249,12 @@ def files_wait(
     """(seconds by which files hold the host up in forward, seconds for which the short passes of
     backward wait for reading).
 
-    The host waits for a free buffer before it issues more work. So when the compute behind a save
-    begins, at most all buffers are left to write. With several tiles, the last pass of a layer and
-    the first of the next one read their inputs faster than a disk does; the ring's slots and the
-    buffers read ahead.
+    A layer's writes are issued behind its compute, where the host waits for a free buffer: when the
+    next layer begins, at most all buffers are left to write. What attention makes is complete late,
+    and the disk may have written all before it. Values kept inside tiles are issued tile by tile,
+    in front of the next tile's compute. With several tiles, the last pass of a layer and the first
+    of the next one read their inputs faster than a disk does; the ring's slots and the buffers read
+    ahead.
 
     Args:
         up: seconds of writing.
@@ -260,15 +262,19 @@ def files_wait(
         rates: bytes/s, written and read.
     """
     policy, shape, n = step.policy, step.shape, step.tiled_layers
-    twice = policy.every == 1 and (policy.save_attention or policy.keep)  # behind attention too
-    runs = (attend, forward - attend) if twice else (policy.every * forward,)
-    beyond = sum(max(0.0, run - BUFFERS * PIECE / rates[0]) for run in runs)
-    held_up = up + n / policy.every * beyond - n * forward
+    again, buffers = "qkv" not in policy.keep, BUFFERS * PIECE / rates[0]
+    x = step.rows * step.itemsize * shape.hidden_size
+    qkv = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
+    if policy.every == 1 and any(name != "qkv" for name in policy.keep):
+        beyond = sum(max(0.0, run - buffers) for run in (attend, forward - attend))
+    else:  # the disk idles until q, k and v are there, and until attention's outputs are
+        early = 0 if again else step.rows * step.itemsize * kept_columns(shape, "qkv")
+        idle = [qkv - x / rates[0]] * (not again)
+        idle += [qkv + attend - (x + early) / rates[0]] * policy.save_attention
+        beyond = max([0.0, *(s - buffers for s in idle)]) * (policy.every == 1)
+    held_up = up + n * (beyond - forward)
     if step.count == 1:
         return held_up, 0.0
-    again = "qkv" not in policy.keep
-    x = step.rows * step.itemsize * shape.hidden_size
     ahead = RING_SLOTS * x // step.count + (BUFFERS - RESERVE) * PIECE
-    products = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
-    work = (again + (2 if shape.adapters else 3)) * products
+    work = (again + (2 if shape.adapters else 3)) * qkv
     return held_up, n * (((1 + again) * x - ahead) / rates[1] - work)

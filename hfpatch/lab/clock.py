@@ -38,6 +38,7 @@ from hfpatch.lab.timeline import Slice, Timeline
 from hfpatch.layer.call import LayerCall
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
+from hfpatch.store.transfers import Transfers
 
 # Of one launch: with it a Llama's layer in one tile takes the host about what budget/seconds.py
 # says, HOST_SECONDS_PER_LAYER and HOST_SECONDS_PER_TILE.
@@ -365,7 +366,8 @@ def clocked(
         return made[0]
 
     rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
-    with _standing_in(device), _tiles_on(made), rank:
+    late = mock.patch.object(Transfers, "late", drive is not None)
+    with _standing_in(device), _tiles_on(made), rank, late:
         real = optimizer if callable(optimizer) else None
         asked = {"policy": policy, "ranks": ranks, "follower": follower, "optimizer": real}
         found = simulate(model, batch, seq_len, **asked)

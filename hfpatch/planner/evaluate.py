@@ -178,7 +178,9 @@ def _why(run: Run, policy) -> str:
     if policy.every > 1 and run.checkpointing.every != "auto":
         reasons.append(f"one layer's input in {policy.every}, as asked")
     elif policy.every > 1:
-        reasons.append(f"the host has room for one layer's input in {policy.every}")
+        where = {"gpu": "the GPU has room for", "disk": "the least time goes with"}
+        where = where.get(policy.offload, "the host has room for")
+        reasons.append(f"{where} one layer's input in {policy.every}")
     elif policy.save_attention and policy.attends_again:
         layers = f"{policy.again} layer{'s' * (policy.again > 1)}"
         limit = "as many as are written in time" if run.on_disk else "as far as they fit"

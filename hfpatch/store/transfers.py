@@ -14,8 +14,9 @@ Which waits for which:
     ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
                  slot's next fetch             ticket is freed
 
-The host waits for files only. A later settle() hides a copy behind more work but keeps its source
-in memory longer: the caller limits the bytes of sources.
+The host waits for files only, in settle(), which starts the copies to them: work launched before
+hides them. A later settle() hides a copy behind more work but keeps its source in memory longer:
+the caller limits the bytes of sources.
 
 This module never calls `record_stream`: the caching allocator would hold freed blocks until the
 host has seen an event, and a host that runs ahead sees it late. Instead, the stream that allocated
@@ -137,9 +138,9 @@ class Ticket:
 
 
 class Transfers:
-    """Copies between a device and a tier ("gpu", "host" or "disk" with a directory), on two streams
-    of their own.
-    """
+    """Copies between a device and a tier ("gpu", "host" or "disk"), on two streams of its own."""
+
+    late = False  # whether settle() starts every copy to the tier, as it does those to files
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
         self.device, self.tier = device_for(device), tier
@@ -150,6 +151,8 @@ class Transfers:
         # (source, its version, its stream) of the copies since the last settle(), and their bytes
         self.unsettled: list[tuple[Tensor, int, object]] = []
         self.unsettled_bytes = 0
+        # copies to start: (event after which the source is complete, Saved, offset, source)
+        self.unwritten: deque = deque()
         # (sources, their bytes, event of their copies), the oldest first
         self.copied: deque = deque()
 
@@ -163,9 +166,7 @@ class Transfers:
         return saved
 
     def room(self, shape, dtype: torch.dtype) -> Saved:
-        """Reserves room in the host or disk tier for a tensor [B, T, ...], which put() fills piece
-        by piece.
-        """
+        """Reserves room in the tier for a tensor [B, T, ...], which put() fills piece by piece."""
         row_bytes = prod(shape[2:]) * dtype.itemsize
         saved = Saved(tuple(shape), dtype, row_bytes=row_bytes, resident=False)
         if self.disk is not None:
@@ -175,28 +176,32 @@ class Transfers:
         return saved
 
     def put(self, saved: Saved, a: int, x: Tensor) -> None:
-        """Starts the copy of x [B, t, ...] to the tokens of `saved` from a on. x stays alive until
-        settle().
-        """
+        """Copies x [B, t, ...] to the tokens of `saved` from a on. x stays alive until settle()."""
         # Detached: a source that outlives its layer must not hold a graph.
         device, x = self.device, x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
         self.unsettled_bytes += x.untyped_storage().nbytes()
-        # Also orders earlier readers of the block: their tickets made this stream wait.
-        device.wait(device.mark(), self.to_host)
-        b = a + x.shape[1]
-        with device.on(self.to_host), torch.no_grad():
-            T = saved.shape[1]
-            for first, piece in (
-                [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
-            ):
-                flat, at = piece.view(-1).view(torch.uint8), first * saved.row_bytes
-                if self.disk is not None:
+        # The event also orders earlier readers of the block: their tickets made this stream wait.
+        complete, T, b = device.mark(), saved.shape[1], a + x.shape[1]
+        rows = [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
+        for first, row in rows:
+            flat = row.view(-1).view(torch.uint8)
+            self.unwritten.append((complete, saved, first * saved.row_bytes, flat))
+        if not (self.late or self.disk):
+            self._write()
+
+    def _write(self) -> None:
+        device = self.device
+        while self.unwritten:
+            complete, saved, at, flat = self.unwritten[0]
+            device.wait(complete, self.to_host)
+            with device.on(self.to_host), torch.no_grad():
+                if saved.file is not None:
                     self.disk.write(flat, self.to_host, saved.file, at)
-                else:
-                    saved.block.thing.bytes[at : at + flat.numel()].copy_(
-                        flat, non_blocking=device.pins
-                    )
+                elif saved.block is not None:
+                    block = saved.block.thing.bytes[at : at + flat.numel()]
+                    block.copy_(flat, non_blocking=device.pins)
+            self.unwritten.popleft()
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
         """Releases the sources of copies, the oldest first, after their streams wait for the
@@ -209,6 +214,7 @@ class Transfers:
         Raises:
             RuntimeError: a source was modified in place while it stayed.
         """
+        self._write()
         if self.unsettled:
             copied = self.device.mark(self.to_host)
             self.copied.append((self.unsettled, self.unsettled_bytes, copied))
@@ -266,6 +272,7 @@ class Transfers:
         # use it. This wait includes the one of settle(), so the data to read has been written.
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
+            self._write()  # a read waits for the writes that it finds started
             ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
             return ticket
         ticket.copying = True
@@ -378,16 +385,12 @@ class FetchQueue(Ring):
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:
-        """Drops all fetches: the backward left the order that the forward promised, or
-        ended early.
-        """
+        """Drops all fetches: the backward left the order of the forward, or ended early."""
         self.pending.clear()
         self.under_way.clear()
 
     def turns(self, count: int):
-        """Yields the tensors of each of the next `count` tiles. The next iteration reuses their
-        memory.
-        """
+        """Yields the tensors of the next `count` tiles. The next iteration reuses their memory."""
         for _ in range(count):
             ticket = self.under_way.popleft()[1]
             yield list(ticket.wait())

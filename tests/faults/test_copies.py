@@ -77,7 +77,7 @@ KEEP, WEIGHTS = ("host", "keep", "step"), ("gpu", "weights", "step")
 # it), that of a save for the last fetch from its block (a ticket's end is before it), and the
 # host's waits before blocks are let go (each waits as it is unpinned).
 REMOVALS = {
-    "Transfers.put: device.wait(device.mark(), self.to_host)": STEP,
+    "Transfers._write: device.wait(complete, self.to_host)": STEP,
     "Transfers.settle: self.device.wait(copied, stream)": STEP,
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.after, self.to_device)": STEP,
     "Kept._room_for_outs: "

@@ -216,6 +216,14 @@ def test_settings_reach_the_policy(tmp_path):
     assert found.host_peak_bytes < plan("llama-3.1-8b", **RUN).host_peak_bytes
 
 
+def test_why_names_the_memory_that_segments_are_made_for():
+    asked = {"seq_len": 131072, "gpu": "rtx4090", "host_ram": "8GiB", "placement": "gpu8bit-fused"}
+    found = plan("llama-3.1-8b", **asked)
+    assert found.policy["offload"] == "gpu" and found.policy["every"] > 1
+    assert "the GPU has room for one layer's input in" in found.why
+    assert "the host has room" not in found.why
+
+
 def test_files_are_planned_at_the_disk_s_rate(tmp_path):
     """What goes into files takes the disk's seconds, which the machine's GPUs share; the search
     writes less there.
@@ -242,6 +250,7 @@ def test_files_are_planned_at_the_disk_s_rate(tmp_path):
     # that an engine gathers are there for one layer at a time.
     waits = {name: p.seconds["copy_wait"] / p.step_seconds for name, p in free.items()}
     assert waits["segments"] < 0.04 and free["segments"].policy["every"] > 1
+    assert "the least time goes with one layer's input in" in free["segments"].why
     assert waits["disk"] < 0.08 and free["disk"].policy["every"] == 1
     assert free["disk"].step_seconds > free["host"].step_seconds
     assert (

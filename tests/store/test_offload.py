@@ -100,6 +100,21 @@ def test_rows_come_back_as_saved(tier, tmp_path):
     assert transfers.pool.bytes_held == 0 and not any(tmp_path.iterdir())
 
 
+def test_files_are_written_when_their_sources_settle_or_are_fetched(tmp_path):
+    """Not before: the host waits for bounce buffers, behind the work launched until then."""
+    transfers = Transfers(torch.device("cpu"), "disk", str(tmp_path))
+    x, released = torch.randn(2, 5, 3), transfers.save(torch.zeros(1, 3, 8))
+    saved = transfers.save(x)
+    released.release()
+    assert not saved.file.writes
+    assert torch.equal(transfers.fetch([(saved, 1, 4, None)]).wait()[0], x[:, 1:4])
+    assert len(saved.file.writes) == 1
+    late = transfers.save(x)
+    transfers.settle()
+    assert len(late.file.writes) == 1 and not transfers.unwritten
+    transfers.close()
+
+
 def test_sources_of_copies_stay_as_far_as_there_is_room():
     transfers = Transfers(torch.device("cpu"), "host")
     for n in (3, 2, 1):
@@ -193,8 +208,8 @@ def test_files_go_with_their_tensors_and_with_the_process(tmp_path):
     program = (
         "import os, torch; from hfpatch.store.transfers import Transfers;"
         f"t = Transfers(torch.device('cpu'), 'disk', {str(tmp_path)!r});"
-        "held = [t.save(torch.ones(1, 100, 4)) for _ in range(3)]; held[0].file.wait_written(); "
-        "del held[1];"
+        "held = [t.save(torch.ones(1, 100, 4)) for _ in range(3)]; t.settle();"
+        "held[0].file.wait_written(); del held[1];"
         "print(len(held), flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
