@@ -240,7 +240,7 @@ class TiledLayer(UntiledLayer):
                 "call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = freed_with(units, y) if units else y
-        y = split(y, self._hfpatch_streams)
+        y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
         return parts.hand_on(y, extras, lists, r.shared)
 
     def _read(self, r: Request) -> tuple:

@@ -160,7 +160,8 @@ class HostPool:
     def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
         """Ensures that `sizes[nbytes]` requests of each size fit, in any order.
 
-        most: limit in bytes for spare room, which serves longer batches later.
+        most: limit in bytes of all blocks, as far as they hold spare room, which serves longer
+            batches later.
         """
         aligned = [(nbytes + -nbytes % ALIGNED, count) for nbytes, count in sizes.items()]
         wanted = sum(nbytes * count for nbytes, count in aligned)
@@ -170,7 +171,9 @@ class HostPool:
             return
         more = 2 * self.bytes_held
         self.give_back()
-        self._make(max(wanted, more if most is None else min(more, most) // ALIGNED * ALIGNED))
+        if most is not None:
+            more = min(more, most - self.bytes_held) // ALIGNED * ALIGNED
+        self._make(max(wanted, more))
 
     def give_back(self) -> None:
         """Frees the blocks without loans. Freeing a pinned block waits for the device."""

@@ -214,7 +214,8 @@ class Transfers:
         Raises:
             RuntimeError: a source was modified in place while it stayed.
         """
-        self._write()
+        if self.unwritten:
+            self._write()
         if self.unsettled:
             copied = self.device.mark(self.to_host)
             self.copied.append((self.unsettled, self.unsettled_bytes, copied))

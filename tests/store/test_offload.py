@@ -59,6 +59,16 @@ def test_pool_takes_exact_sizes_and_reuses_them():
     assert pool.bytes_held == 0
 
 
+def test_what_is_on_loan_counts_for_the_bound_of_spare_room():
+    pool = HostPool(Device(torch.device("cpu")))
+    lent = pool.take(64 * 64)
+    pool.reserve({64: 8}, most=100 * 64)
+    assert pool.bytes_held == 100 * 64, "twice as much would pass the bound"
+    pool.reserve({64: 200}, most=100 * 64)
+    assert pool.bytes_held == (64 + 200) * 64, "what is wanted is there, whatever the bound"
+    del lent
+
+
 def test_pieces_never_overlap_and_gaps_are_found():
     """Any order of taking and giving back: what is lent is apart, and what fits is served without
     another block.
