@@ -29,7 +29,7 @@ if [ "${1:-}" = "--hosts" ]; then
             # An index may hold these for CUDA alone, which load beside no torch for CPUs; transformers does without.
             python -c 'import torchvision' 2>/dev/null || python -m pip uninstall -q -y torchvision torchaudio 2>/dev/null
             echo "hfpatch: $name: $(python -m pip list 2>/dev/null | grep -iE "^(${name//_/[-_]}|transformers|trl|peft|torch) " | xargs)"
-            python -m pytest -q -W ignore "tests/hosts/test_$name.py"
+            python -m pytest -q -W ignore --all "tests/hosts/test_$name.py"
         ) || { status=1 && echo "hfpatch: $name failed, or cannot be installed here" >&2; }
     done
     exit $status

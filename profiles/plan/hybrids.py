@@ -30,17 +30,19 @@ LENGTHS = {8192: ("before", "least"), 32768: ("before", "least"), 131072: ("leas
 FAMILIES = LAYERS | {
     "qwen3_next": 4, "qwen3_5_moe_text": 4, "olmo_hybrid": 4, "falcon_h1": 2, "bamba": 2, "mamba2": 2,
     "zamba2": 8, "lfm2_moe": 3, "lfm3": 4, "kimi_linear": 4, "bailing_hybrid": 8,
+    "qwen4_exp_text": 4,
 }  # fmt: skip
 HEADER = "family,layers,policy,tokens,beyond_gib,most_gib,host_gib,matmul_flops"
 
 
 def stock(family: str):
-    """A model of the family's first layers on the meta device, and its config's values."""
+    """A model of the family's first layers on the meta device, and its text's config values."""
     config, layers = family_config(family), FAMILIES[family]
-    if of_layers := config.get("num_hidden_layers"):  # Nemotron-H's default has one of each kind
-        lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == of_layers}
-        config |= {k: v[:layers] for k, v in lists.items()} | {"num_hidden_layers": layers}
-    return build(config, torch.bfloat16), config
+    text = config.get("text_config", config)
+    if of_layers := text.get("num_hidden_layers"):  # Nemotron-H's default has one of each kind
+        lists = {k: v for k, v in text.items() if isinstance(v, list) and len(v) == of_layers}
+        text |= {k: v[:layers] for k, v in lists.items()} | {"num_hidden_layers": layers}
+    return build(config, torch.bfloat16), text
 
 
 def row(family: str, tokens: int, word: str, ranks: int = 1) -> str:

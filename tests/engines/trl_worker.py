@@ -11,7 +11,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import common
 import deepspeed
-import test_trl
+import test_trl_trainers
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
@@ -45,14 +45,16 @@ def main(engine: str, lora: str, folder: str) -> None:
             settings |= {"beta": 0.1} if name in ("GRPO", "RLOO") else {}
             where = Path(folder) / f"{name}, {order}"
             if dist.get_rank() == 0:
-                test_trl.base(name).save_pretrained(where / "model")
+                test_trl_trainers.base(name).save_pretrained(where / "model")
             dist.barrier()
-            runs.append(test_trl.trained(name, where, order, lora=bool(int(lora)), **settings))
+            runs.append(
+                test_trl_trainers.trained(name, where, order, lora=bool(int(lora)), **settings)
+            )
             assert any(
                 hasattr(p, "ds_id") or hasattr(p, "full_tensor")
                 for p in runs[-1][0].model.parameters()
             )
-        test_trl.assert_same_run(*runs)
+        test_trl_trainers.assert_same_run(*runs)
         reference = getattr(runs[0][0], "ref_model", None)
         references += reference is not None and is_mixed(getattr(reference, "module", reference))
         ran.append(name)

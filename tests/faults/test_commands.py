@@ -218,7 +218,8 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
 
 @pytest.mark.parametrize("flags, words", [
     ({"report_to": "nonsense"}, "nonsense is not supported"),
-    ({"optim": "galore_adamw"}, "ImportError: You need to install `galore_torch`"),
+    ({"optim": "galore_adamw"}, "You need to define `optim_target_modules`"),
+    ({"optim": "stable_adamw"}, "ImportError: You need to install `torch-optimi`"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
     ({"metric_for_best_model": "nope", "load_best_model_at_end": True, "validation_split": 0.3,
       "eval_strategy": "steps",

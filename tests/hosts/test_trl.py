@@ -1,5 +1,5 @@
-"""TRL's command, which trains in a child of accelerate's launcher. tests/test_trl.py has its
-trainers, test_run_module.py a script of one.
+"""TRL's command, which trains in a child of accelerate's launcher. test_trl_trainers.py has its trainers,
+test_run_module.py a script of one.
 """
 
 import json
@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("trl")
 
 
+@pytest.mark.long  # a minute; test_run_commands.py plays the commands of other trainers
 def test_the_command_is_patched(tmp_path):
     folder, data = host_runs.saved_llama(tmp_path / "model"), tmp_path / "data"
     data.mkdir()

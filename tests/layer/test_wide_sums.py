@@ -12,6 +12,7 @@ from torch import nn
 
 import hfpatch
 from hfpatch.layer import weight_gradients as weights
+from hfpatch.layer.forward_state import ForwardState
 from hfpatch.ops import _wide_sums
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
@@ -104,9 +105,7 @@ def test_a_backward_that_fails_leaves_no_sums(monkeypatch):
 def test_one_gradient_is_no_sum():
     """Around a mixer's tiles most weights have one: a float32 copy of it would be twice as large."""
     module, x = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16), torch.ones(2, 4)
-    with weights.WeightGradients(
-        weights.ForwardState(module, [module], False), several=True
-    ) as found:
+    with weights.WeightGradients(ForwardState(module, [module], False), several=True) as found:
         for dtype in (torch.bfloat16, torch.float32):
             module(x.bfloat16()).sum().backward()
             assert found.sums[0].dtype == dtype
