@@ -245,7 +245,7 @@ def find_mixers(
 
     Args:
         layer: the layer.
-        run: runs the layer on x, with its attention calls answered.
+        run: runs the layer on x. It answers attention calls that are not part of a mixer.
         x_BTD: one row.
         known: ids of the layer's other arguments.
 
