@@ -1,9 +1,8 @@
-"""`hfpatch bench`: every op beside what stock transformers does, as a share of what this machine
-can do.
+"""`hfpatch bench`: compares every op with stock transformers and with this machine's limits.
 
-The yardsticks are measured in the same run: a large copy for the ops that move memory, a large
-matmul for the loss. Bytes and FLOPs are the least the op needs (each tensor read or written once),
-so the share says what is left to gain.
+The limits (yardsticks) are measured in the same run: a large copy for the ops that move memory, a
+large matmul for the loss. Bytes and FLOPs are the least that the op needs (each tensor read or
+written once), so the share of the yardstick shows how much is left to gain.
 """
 
 import json
@@ -25,8 +24,12 @@ MiB = 1 << 20
 
 
 class Case(NamedTuple):
-    """One op at one shape. stock is HF's formula; bytes and flops are of a forward and of a
-    backward.
+    """One op at one shape.
+
+    Attributes:
+        fused, stock: hfpatch's op, and HF's formula.
+        bytes: those of a forward and of a backward.
+        flops: those of forward and backward together, if matmuls bound the op, else 0.
     """
 
     op: str
@@ -34,7 +37,7 @@ class Case(NamedTuple):
     stock: Callable
     inputs: list[torch.Tensor]
     bytes: tuple[int, int]
-    flops: int = 0  # forward and backward together, where matmuls bound the op
+    flops: int = 0
 
 
 def _wide(x):
@@ -53,7 +56,7 @@ def _stock_add_rms_norm(x, residual, weight):
 
 
 def cases(config: dict, tokens: int, dtype: torch.dtype, device: str):
-    """Yields (name, a function that makes the Case): tensors live only while their op is
+    """Yields (name, a function that makes the Case), so that tensors live only while their op is
     measured.
     """
     D, inner, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -120,7 +123,7 @@ def median_seconds(run: Callable, device: str, seconds: float) -> float:
     counted.
     """
     cuda = device.startswith("cuda")
-    # Larger than any L2: what the last run left there is not read for free.
+    # Larger than any L2, so that no run reads the last run's tensors from L2.
     flush = torch.empty(256 * MiB, dtype=torch.int8, device=device) if cuda else None
     times, began = [], None
     while (
@@ -156,8 +159,8 @@ def yardsticks(dtype: torch.dtype, device: str, seconds: float) -> dict[str, flo
 
 
 def _directions(case: Case, function: Callable):
-    """(what, a function to time): forward and backward apart, or together where the forward makes
-    the gradients.
+    """Yields (direction, a function to time): forward and backward separately, or both together if
+    the forward computes the gradients.
     """
 
     def forward():
@@ -176,8 +179,8 @@ def _directions(case: Case, function: Callable):
 def measure(
     case: Case, tokens: int, device: str, rates: dict[str, float], seconds: float
 ) -> list[dict]:
-    """One line a direction: milliseconds of both, GB/s or TFLOP/s, its share of the yardstick,
-    extra memory.
+    """One line a direction: milliseconds of the fused and the stock op, GB/s or TFLOP/s, the share
+    of the yardstick, and extra memory.
     """
     lines = []
     stock = dict(_directions(case, case.stock))

@@ -1,5 +1,5 @@
-"""`hfpatch consolidate`: one model.safetensors, beside its config, of a checkpoint folder of Trainer
-that ZeRO or FSDP sharded.
+"""`hfpatch consolidate`: makes one model.safetensors, with its config, from a Trainer's checkpoint
+folder that ZeRO or FSDP sharded.
 
     hfpatch consolidate runs/my-run/checkpoint-500 final --base meta-llama/checkout
 
@@ -22,7 +22,7 @@ from hfpatch.trainer import folders
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
           "special_tokens_map.json",
           "chat_template.jinja")  # fmt: skip
-# What the index of an FSDP checkpoint, a pickle, may name; torch's dtypes beside.
+# The names that the index of an FSDP checkpoint, a pickle, may use. torch's dtypes are among them.
 _INDEX = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -46,13 +46,18 @@ def consolidate(
     base: str | None = None,
     allow_pickle: bool = False,
 ) -> Path:
-    """Writes target/model.safetensors, and beside it the config and tokenizer of base or of the
-    checkpoint.
+    """Writes target/model.safetensors, with the config and tokenizer of base or of the checkpoint.
 
-    dtype: "bfloat16", "float16" or "float32" casts floating weights; None keeps them. allow_pickle:
-    also read files that would run code, where their origin is trusted. ValueError where checkpoint
-    is no sharded checkpoint of a whole model, leads out of its folder or holds code, or where
-    target already holds weights.
+    Args:
+        checkpoint: the sharded checkpoint's folder.
+        target: the folder to write.
+        dtype: "bfloat16", "float16" or "float32" casts floating weights; None keeps their dtype.
+        base: the model folder of config and tokenizer; None for the checkpoint's own.
+        allow_pickle: also reads files that may run code, if their origin is trusted.
+
+    Raises:
+        ValueError: checkpoint is not a sharded checkpoint of a whole model, leads out of its folder
+            or holds code, or target already holds weights.
     """
     source, out = Path(checkpoint), Path(target)
     if not source.is_dir():
@@ -67,7 +72,7 @@ def consolidate(
             "the path."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A name nobody else has: a .part of somebody else's stays what it is.
+    # A unique name, so that another process's .part stays untouched.
     with tempfile.TemporaryDirectory(
         prefix=f".{out.name}.", suffix=".part", dir=out.parent
     ) as scratch:
@@ -127,7 +132,7 @@ def _weights(source: Path, scratch: Path, allow_pickle: bool) -> dict[str, torch
 
 
 class _Index(pickle.Unpickler):
-    """Reads an FSDP checkpoint's index and makes nothing but its own classes."""
+    """Reads an FSDP checkpoint's index, and creates objects of the classes in _INDEX only."""
 
     def find_class(self, module, name):
         if name not in _INDEX.get(module, ()):
@@ -137,8 +142,8 @@ class _Index(pickle.Unpickler):
 
 @contextmanager
 def weights_only():
-    """Everything under it that torch loads is tensors and plain values, though DeepSpeed asks for
-    more. ValueError else.
+    """A context in which torch loads only tensors and plain values, although DeepSpeed requests
+    full pickles. ValueError if a file holds more.
     """
     with (
         _environment(TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"),
@@ -167,7 +172,7 @@ def _environment(**values):
 
 
 def _deepspeed_classes() -> list:
-    """What ZeRO pickles beside its tensors: a number's holder and an enumeration."""
+    """The classes that ZeRO pickles besides tensors: the loss scalers and an enumeration."""
     try:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum

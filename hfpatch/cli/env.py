@@ -1,8 +1,7 @@
-"""`hfpatch env`: versions, devices, attention backends, limits, and what would go wrong, each with
-its fix.
+"""`hfpatch env`: versions, devices, attention backends, limits, and problems with their fixes.
 
-`gather` looks at the machine and changes nothing; `problems` is a function of what it found, so
-that a test can ask about machines that are not here.
+`gather` reads the machine and changes nothing. `problems` is a function of the gathered facts, so
+that a test can check the facts of other machines.
 """
 
 import importlib.util
@@ -84,9 +83,7 @@ def main(args) -> int:
 
 
 def gather(files=()) -> dict:
-    """What is installed, what the machine has, what limits it, what the configs say. Sizes in
-    bytes.
-    """
+    """The facts: installed versions, devices, limits, and the values of configs. Sizes in bytes."""
     facts = {
         "versions": versions(PACKAGES),
         "drivers": _driver(),
@@ -108,7 +105,7 @@ def gather(files=()) -> dict:
 
 
 def _builds() -> dict:
-    """With what Triton makes the code that starts a kernel: a C compiler, and Python's headers."""
+    """The tools with which Triton compiles its launchers: a C compiler, and Python's headers."""
     headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     return {
         "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
@@ -185,7 +182,7 @@ def _limits() -> dict:
 
 
 def _configs(files) -> dict:
-    """path -> its values, of accelerate's default config and of the files asked for."""
+    """path -> values, for accelerate's default config and for `files`."""
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
     )
@@ -223,7 +220,7 @@ def _configs(files) -> dict:
 
 
 def _without_secrets(values: dict) -> dict:
-    """A config as it may be shown: tokens and keys hidden."""
+    """The config with tokens and keys hidden."""
     return {
         key: _without_secrets(value)
         if isinstance(value, dict)
@@ -235,7 +232,7 @@ def _without_secrets(values: dict) -> dict:
 
 
 def show(facts, found) -> None:
-    """For people: a table on a terminal, plain lines in a pipe."""
+    """Prints the facts and the problems: a table on a terminal, plain lines in a pipe."""
     rows = [(name, version) for name, version in facts["versions"].items() if version]
     rows.append(("torch's CUDA", facts["torch_cuda"] or "none: built for the CPU"))
     rows += [

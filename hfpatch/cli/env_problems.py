@@ -1,4 +1,4 @@
-"""What `hfpatch env` says would go wrong: versions, devices, limits, settings."""
+"""The problems that `hfpatch env` reports: versions, devices, limits, settings."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ NO_GPU = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What would go wrong, and what to do about it: one sentence each."""
+    """A problem and its fix, one sentence each."""
 
     what: str
     fix: str
@@ -40,7 +40,7 @@ def _numbers(version: str) -> tuple:
 
 
 def problems(facts: dict) -> list[Problem]:
-    """What would go wrong on a machine of these facts (as `gather` returns them)."""
+    """The problems of a machine with these facts (as `gather` returns them)."""
     return [
         *_version_problems(facts),
         *_device_problems(facts),

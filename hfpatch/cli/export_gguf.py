@@ -3,9 +3,9 @@
     hfpatch export-gguf runs/my-model my-model-q8_0.gguf --type q8_0
 
 Reads a Hugging Face folder (config.json, safetensors, tokenizer.json) tensor by tensor, so memory
-stays near the largest single weight. llama.cpp rotates neighbouring pairs where HF rotates halves:
-rows of q and k are reordered. Llama-3's RoPE scaling has no metadata key in GGUF; it is the tensor
-rope_freqs.weight, one divisor per frequency.
+stays near the largest single weight. llama.cpp rotates neighbouring pairs and HF rotates halves, so
+rows of q and k are reordered. Llama-3's RoPE scaling has no metadata key in GGUF. The tensor
+rope_freqs.weight holds it, as one divisor per frequency.
 """
 
 import json
@@ -29,7 +29,7 @@ TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 # Llama 3's split of text before the merges, as tokenizer.json spells it. llama.cpp knows splits by
-# name only, and a wrong name tokenizes wrongly in silence.
+# name only, and silently tokenizes wrongly under a wrong name.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -40,11 +40,14 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 def export(
     source: str, target: str, *, kind: str = "f16", pre: str | None = None, force: bool = False
 ) -> Path:
-    """Writes source (an HF folder) to target. ValueError, before anything is written, where it
-    cannot be exact.
+    """Writes source (an HF folder) to target.
 
-    kind: one of TYPES; vectors (norms, biases) stay float32 as llama.cpp expects.
-    pre: llama.cpp's pre-tokenizer name, for a tokenizer whose split pattern is not known here.
+    Args:
+        kind: one of TYPES. Vectors (norms, biases) stay float32, as llama.cpp expects.
+        pre: llama.cpp's pre-tokenizer name, for a tokenizer with an unknown split pattern.
+
+    Raises:
+        ValueError: the export would not be exact. Nothing is written then.
     """
     folder, out = Path(source), Path(target)
     if kind not in TYPES:
@@ -72,7 +75,7 @@ def export(
         )
     where = _tensor_files(folder)
     expected = _expected_tensors(config, where)
-    # A name nobody else has: a .part of somebody else's stays what it is.
+    # A unique name, so that another process's .part stays untouched.
     fd, part = tempfile.mkstemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent)
     os.close(fd)
     part = Path(part)
@@ -115,8 +118,8 @@ def _write(
 
 
 def rope_factors(config) -> np.ndarray | None:
-    """What llama.cpp divides each RoPE frequency by, float32 [head_dim / 2]; None where RoPE is
-    unscaled or linear.
+    """llama.cpp's divisor of each RoPE frequency, float32 [head_dim / 2]; None if RoPE is unscaled
+    or linear.
 
     Llama 3.1's rule: wavelengths beyond the old context are stretched by `factor`, short ones left
     alone, those between interpolated (transformers' rope type "llama3").
@@ -133,7 +136,7 @@ def rope_factors(config) -> np.ndarray | None:
 
 
 def _rope(config) -> dict:
-    """theta and scaling of both config generations, as one dict."""
+    """RoPE's theta and scaling as one dict, from a config of either generation."""
     rope = dict(
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )
@@ -270,7 +273,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _expected_tensors(config, where: dict) -> dict[str, tuple[int, ...]]:
-    """Every tensor the model must have, with its shape; the file must hold those and no other."""
+    """Every tensor the model must have, with its shape. The file must hold these and no others."""
     hidden, width, inner = config.hidden_size, _head_dim(config), config.intermediate_size
     q, kv = config.num_attention_heads * width, config.num_key_value_heads * width
     linears = {
@@ -318,8 +321,8 @@ def _read(where: dict[str, Path], name: str) -> torch.Tensor:
 
 
 def _stored_type(shape: tuple[int, ...], kind: str):
-    """Vectors in float32; a matrix whose rows are no whole Q8_0 blocks of 32 in float16, as
-    llama.cpp does.
+    """The type to store: float32 for vectors, float16 for a matrix whose rows are not whole Q8_0
+    blocks of 32, as in llama.cpp.
     """
     if len(shape) == 1:
         return gguf.GGMLQuantizationType.F32

@@ -1,7 +1,7 @@
-"""What a command says when something fails that is no bug: one sentence and a non-zero exit.
-`--debug` shows the traceback.
+"""Failures of a command that are not bugs: one sentence and a non-zero exit. `--debug` shows the
+traceback.
 
-A bug keeps its traceback without being asked: an error that is in no row below is one.
+An error that no row below describes is a bug, and always shows its traceback.
 """
 
 import argparse
@@ -45,8 +45,8 @@ _SYSTEM = {
     errno.EPIPE: (MACHINE, "what read the output is gone; write it to a file, as with > run.log"),
     errno.EIO: (MACHINE, "reading or writing failed{at}; check the disk"),
 }  # fmt: skip
-# What libraries raise as RuntimeError and the like, told by their words. Disk before memory, and
-# both before files that are broken: the messages of the first contain words of the last.
+# Errors that libraries raise as RuntimeError and the like, recognized by words of the message. Disk
+# comes before memory, and both before broken files: earlier messages contain words of later rows.
 _WORDS = (
     (r"no space left|os error (28|27|122)|disk quota|file write failed|failed writing file|unexpected pos", MACHINE, _FULL),
     (r"out of memory|not enough memory|can.?t allocate|cannot allocate|unable to allocate|bad_alloc", MACHINE, _MEMORY),
@@ -58,28 +58,27 @@ _WORDS = (
      r"unpickl|incomplete metadata|invalid ?header|header ?too ?large|metadataincomplete",
      BAD_INPUT, _BROKEN),
 )  # fmt: skip
-# What a data loader's worker raised comes with its traceback as text.
+# An error of a data loader's worker has its traceback in the message.
 _IN_WORKER = re.compile(r"^Caught \w+ in \w+ worker process .*(?=hfpatch: )")
 _LONG = re.compile(r"(\S{200})\S{100,}")
 _SECRET = re.compile(r"\bhf_\w{6,}")
 
 
-# Other names of a flag: those of transformers' own scripts and of TRL.
+# Other names of a flag, from transformers' own scripts and TRL.
 SPELLINGS = {"--seq-len": ("--seq-length", "--max-length")}
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong arguments are a ValueError with one sentence, for the handler below.
+    """A parser that raises ValueError with one sentence for wrong arguments, for the handler below.
 
-    Words of a flag are joined by dashes or by underscores, and a flag has the names of SPELLINGS
-    too.
+    Dashes or underscores join the words of a flag. The names in SPELLINGS are accepted too.
     """
 
     def __init__(self, **settings):
         super().__init__(**{"allow_abbrev": False, **settings})
 
     def parse_known_args(self, args=None, namespace=None):
-        known = self._option_string_actions  # of the groups too; help lists the first name alone
+        known = self._option_string_actions  # includes the groups'; help lists the first name only
         for flag, action in list(known.items()):
             for name in (flag, *SPELLINGS.get(flag, ())):
                 known.setdefault(name, action)
@@ -95,11 +94,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def guarded(command, argv, *, piped: bool = True) -> int:
-    """command(argv) -> exit code, with known failures as one sentence on stderr.
+    """Runs command(argv) and returns its exit code. A known failure is one sentence on stderr.
 
-    `--debug` without a word after it is taken out of argv and shows the traceback in the sentence's
-    place. piped: whether a reader that goes away (`| head`) has seen enough, so that it is no
-    failure. Exit codes of failures: 2 bad input, 1 the machine (disk, memory), 130 Ctrl-C.
+    A `--debug` without a word after it is removed from argv, and shows the traceback in place of
+    the sentence. piped: a closed output pipe (`| head`) is not a failure. Exit codes of failures: 2
+    bad input, 1 the machine (disk, memory), 130 Ctrl-C.
     """
     quiet()
     argv = list(argv)
@@ -113,7 +112,7 @@ def guarded(command, argv, *, piped: bool = True) -> int:
     argv = [a for i, a in enumerate(argv) if i not in at]
     try:
         empty = next((a for a in argv if a.startswith("--") and a.endswith("=--")), None)
-        if empty:  # argparse makes an empty list of it, whatever the flag takes
+        if empty:  # argparse would make an empty list of it for any flag
             raise ValueError(f"hfpatch: expected a value, {empty} came; write one.")
         return command(argv)
     except KeyboardInterrupt as error:
@@ -133,7 +132,7 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     else:
-        # What Ctrl-C stopped needs no page, and wrong flags name the --help that lists them.
+        # A Ctrl-C needs no page, and the sentence on a wrong flag names --help.
         explained = code == INTERRUPTED or sentence.endswith("--help")
         sentence = _LONG.sub(r"\1...", _SECRET.sub("hf_...", sentence))
         end = "." if explained else f"; more: {page_of(sentence)}."
@@ -151,7 +150,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         return text.removeprefix("hfpatch:").strip().removesuffix("."), BAD_INPUT
     if isinstance(error, OSError) and error.errno is not None:
         code, form = _SYSTEM.get(error.errno, (MACHINE, f"{error.strerror or text}{{at}}"))
-        # a sentence of our own, that names the place
+        # hfpatch's own sentence names the place already
         if str(error.strerror).startswith("hfpatch: "):
             return error.strerror.removeprefix("hfpatch: "), code
         return form.format(at=_at(error), why=""), code
@@ -174,7 +173,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         for words, code, form in _WORDS:
             if re.search(words, text, re.IGNORECASE):
                 return form.format(at="", why=f" ({_cut(text)})"), code
-    # transformers and the hub say with it what does not load
+    # transformers and the hub raise OSError for files that do not load
     if isinstance(error, OSError) and text:
         return _cut(text), BAD_INPUT
     return None

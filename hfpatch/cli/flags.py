@@ -1,6 +1,4 @@
-"""Flags that mean the same in every command: what decoder layers keep for backward, and what
-adapters train.
-"""
+"""Flags that mean the same in every command: checkpointing of decoder layers, and adapters."""
 
 from hfpatch.budget.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.budget.limits import flag, parse_word
@@ -12,7 +10,7 @@ def add_checkpointing(add, more: str = "") -> None:
 
     Args:
         add: a parser's add_argument.
-        more: what this command's --checkpointing takes besides.
+        more: help text on additional values of this command's --checkpointing.
     """
     add("--checkpointing", action="append", default=[], metavar="WHAT", help=CHECKPOINTING + more)
     add(
@@ -24,7 +22,7 @@ def add_checkpointing(add, more: str = "") -> None:
 
 
 def checkpointing_of(args):
-    """What `checkpointing=` gets of these arguments: a list of words, empty where none came."""
+    """The value of `checkpointing=` from these arguments: a list of words, empty by default."""
     return args.checkpointing + ([] if args.every is None else [f"every={args.every}"])
 
 
@@ -50,7 +48,8 @@ def add_adapters(add) -> None:
 
 
 def adapters_of(args) -> Adapters | None:
-    """What --lora-r and its companions ask for. ValueError where they come without it."""
+    """The Adapters of --lora-r and its companions, or None. ValueError for a companion without
+    --lora-r."""
     if args.lora_r:
         return Adapters.of(args.lora_r, args.base, args.lora_target)
     if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):

@@ -35,7 +35,7 @@ def main(argv=None) -> int:
     a plan that does not fit.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    # what a user's script raises is the script's; a training run guards itself
+    # An error of a user's script belongs to the script. A training run handles its own failures.
     if argv[:1] in (["run"], ["train"]):
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
     return guarded(_command, argv)
@@ -53,12 +53,11 @@ def _command(argv) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        # Only the command asked for is imported: `plan` stays quick where torch takes seconds to
-        #     load.
+        # Only the chosen command is imported: torch takes seconds to load, and `plan` stays quick.
         if name in argv[:1]:
             importlib.import_module(module).add_arguments(command)
     args, unknown = parser.parse_known_args(argv)
-    if unknown:  # argparse would name the program's help, which lists no command's flags
+    if unknown:  # argparse would name the program's help, which does not list a command's flags
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     check_ranges(vars(args))
     return importlib.import_module(COMMANDS[args.command][0]).main(args)

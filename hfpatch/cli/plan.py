@@ -71,21 +71,21 @@ def add_arguments(parser) -> None:
 
 
 def _simulated(args, found):
-    """The plan with what a simulated step of the same model and policy takes beside it, and whether
-    that still fits.
+    """The plan with the bytes of a simulated step of the same model and policy, and whether those
+    still fit.
     """
     from hfpatch.planner.simulated import simulated_bytes
 
     _, shape, config = resolve(args.model)
     shape = replace(shape, adapters=adapters_of(args))
-    # Where gradients do not stay, the moment is that of the most activations.
+    # If gradients do not stay, the moment of the most activations counts.
     policy = Policy(**found.policy) if isinstance(found.policy, dict) else found.policy
     stays = resident(found.placement, shape, found.gpus, policy)
     return judged(found, stays, *simulated_bytes(config, found, at_peak=stays.gradients is None))
 
 
 def _progress():
-    """A function that says which length a search tries, on stderr, once in PAUSE seconds."""
+    """A function that prints the length that a search tries to stderr, once in PAUSE seconds."""
     said = time.monotonic()
 
     def say(tokens: int) -> None:
@@ -98,8 +98,8 @@ def _progress():
 
 
 def _found(args, seq_len: int, placement: str, common: dict):
-    """The plan, simulated too where that was asked for and plan() has not done it for want of a
-    closed form.
+    """The plan. With --simulate it is also simulated, unless plan() simulated it already because no
+    closed form describes the model.
     """
     found = plan(
         args.model, seq_len=seq_len, placement=placement, max_seq_len=args.max_seq_len,

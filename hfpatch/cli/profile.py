@@ -1,4 +1,4 @@
-"""`hfpatch profile`: options, progress, and what is said at the end."""
+"""`hfpatch profile`: options, progress, and the summary at the end."""
 
 import argparse
 import contextlib
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    """What a step is of, run or clocked, and where its report goes."""
+    """Adds the flags of any step, run or clocked: the model, and the report's folder."""
     parser.add_argument(
         "--model",
         required=True,
@@ -49,7 +49,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """What steps that run take: which, how often, and what is recorded."""
+    """Adds the flags of steps that run: implementations, repetitions, and what is recorded."""
     parser.add_argument(
         "--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)"
     )
@@ -90,7 +90,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_clock(parser: argparse.ArgumentParser) -> None:
-    """What the planned step with streams as clocks takes besides."""
+    """Adds the flags of the planned step on the clock (--clock)."""
     parser.add_argument("--gpu", help="with --clock: the GPU, as of plan (default h100)")
     parser.add_argument(
         "--host-ram", help="with --clock: of the machine, 256GiB for example (default: enough)"
@@ -120,7 +120,7 @@ def _refuse_idle(args) -> None:
 
 
 def options(args) -> dict:
-    """What the arguments say of each run, by the names of profiling.options.Options."""
+    """The arguments of each run, by the names of profiling.options.Options."""
     return {
         "batch": args.batch, "steps": args.steps, "warmup": 0 if args.from_first_step
         else args.warmup,
@@ -132,8 +132,8 @@ def options(args) -> dict:
 
 
 def clock_main(args) -> int:
-    """One clocked step a length: sentences or JSON on stdout, a page a length in the folder, a
-    trace where it is asked for.
+    """Runs one clocked step a length. Prints sentences or JSON on stdout, and writes a page a
+    length to the folder, and a trace with --trace.
     """
     from hfpatch.lab.timeline import write_page, write_trace
     from hfpatch.planner.clocked import clock
@@ -194,8 +194,8 @@ def main(args) -> int:
 
 @contextlib.contextmanager
 def progress_bar(total: int):
-    """Yields what is told of each run's progress: on a terminal a rich bar shows it; in a pipe, or
-    without rich, nothing does.
+    """Yields a function to call with each run's progress. A rich bar shows it on a terminal;
+    without rich, or in a pipe, nothing is shown.
     """
     try:
         from rich.console import Console
@@ -219,7 +219,7 @@ def progress_bar(total: int):
 
 
 def show(done) -> None:
-    """The sentences and a table."""
+    """Prints the sentences and a table."""
     head = ("implementation", "tokens", "peak", "in the", "of it lasting", "s/step")
     rows = []
     for run in done.runs:

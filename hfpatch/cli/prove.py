@@ -1,4 +1,4 @@
-"""`hfpatch prove`: checks and measures hfpatch on this machine; a page, and a row to send."""
+"""`hfpatch prove`: checks and measures hfpatch on this machine. Makes a page, and a row to send."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
-    """Exit code: 0 all is well, 1 something failed, which the page names."""
+    """Returns the exit code: 0 if all checks pass, 1 if one failed, which the page names."""
     import torch
 
     from hfpatch.lab.prove import PAGE, ROW, page, prove, row

@@ -1,15 +1,15 @@
-"""What other libraries log about their own optional parts, kept off the terminal of our commands."""
+"""Hides other libraries' log lines on their own optional parts from our commands' terminal."""
 
 import logging
 
-# torchao: extensions built for other Pythons. torch's pytree: enums of torchao. bitsandbytes: a
-# kernel of the hub that its CPU path can do without. DeepSpeed: that it found an accelerator.
+# torchao logs extensions built for other Pythons, torch's pytree enums of torchao, bitsandbytes an
+# optional kernel of the hub for its CPU path, DeepSpeed the accelerator that it found.
 FOREIGN = ("torchao", "torch.utils._pytree", "bitsandbytes", "DeepSpeed")
 
 
 def quiet() -> None:
-    """Errors of these loggers are shown, and nothing less; a library that sets its level anew while
-    it is imported changes nothing.
+    """Shows only errors of these loggers. The filter holds even if a library sets its logger's
+    level again during import.
     """
     for name in FOREIGN:
         logger = logging.getLogger(name)

@@ -32,8 +32,8 @@ def main(argv=None) -> int:
     """Runs the command of argv (sys.argv[1:] by default) to its end.
 
     Returns:
-        The command's own exit code. 2 where there is no such command or an option is wrong. With
-        --require, 3 where the command succeeded and no process of it trained a patched model.
+        The command's own exit code. 2 if there is no such command or an option is wrong. With
+        --require, 3 if the command succeeded but none of its processes trained a patched model.
     """
     parser = _parser()
     try:
@@ -42,7 +42,7 @@ def main(argv=None) -> int:
     except ValueError as error:
         print(f"{error} {parser.format_usage().strip()}", file=sys.stderr)
         return BAD_INPUT
-    outer = marks.settings()  # `hfpatch run torchrun -m hfpatch run ...`: it keeps the marks of all
+    outer = marks.settings()  # `hfpatch run torchrun -m hfpatch run ...`: the outer keeps all marks
     late = {"ignore_cleanup_errors": True}  # a process that outlives the run may leave a mark
     made = tempfile.TemporaryDirectory
     place = nullcontext(outer["folder"]) if outer else made(prefix="hfpatch-run-", **late)
@@ -83,7 +83,7 @@ def _parser() -> Parser:
 
 
 def _command(args) -> list[str]:
-    """What to start. Raises ValueError where that is nothing."""
+    """The command to start. Raises ValueError if there is none."""
     if args.module:
         return [sys.executable, "-m", *args.module]
     words = args.command[args.command[:1] == ["--"] :]
@@ -110,9 +110,9 @@ def _options(args) -> dict:
 
 
 def _child(command: list[str], environment: dict[str, str]) -> int:
-    """Runs the command with these variables, and passes on signals.
+    """Runs the command with these environment variables, and passes signals on to it.
 
-    Returns its exit code, -n where signal n ended it.
+    Returns its exit code, -n if signal n ended it.
     """
     linux = sys.platform == "linux"
     variables = os.environ | environment
@@ -144,7 +144,7 @@ def _child(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _as_ended(code: int) -> int:
-    """The exit code, or no return: the signal that ended the child ends this process too."""
+    """Returns the exit code. If a signal ended the child, it ends this process too."""
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
@@ -162,7 +162,7 @@ def _in_foreground() -> bool:
 
 
 def _end_with_parent() -> None:
-    """Where this process is killed, Linux ends its child too, so that none trains on unseen."""
+    """Makes Linux end the child if this process is killed, so that no child trains on unseen."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -49,7 +49,7 @@ def add_arguments(parser) -> None:
 
 
 def main(args) -> int:
-    # it loads all of hfpatch and transformers: not for --help
+    # This import loads all of hfpatch and transformers, which --help does not need.
     from hfpatch.lab.simulate.simulator import simulate
 
     config = config_of(args.model)[1]
@@ -61,7 +61,7 @@ def main(args) -> int:
     settings = _settings(args)
     try:
         shape = ModelShape.from_config(config)
-    except UnknownFamily:  # it is what the simulator is for
+    except UnknownFamily:  # the simulator needs no closed form
         shape = None
     tokens = _tokens_of_a_rank(args)
     if shape is not None:
@@ -98,7 +98,7 @@ def main(args) -> int:
 
 
 def _settings(args) -> Checkpointing | str | None:
-    """What --checkpointing says, None where it says nothing. ValueError beside others' layers."""
+    """The value of --checkpointing, None by default. ValueError if --impl is not hfpatch."""
     words = checkpointing_of(args)
     if words and args.impl != "hfpatch":
         raise ValueError(
@@ -108,7 +108,7 @@ def _settings(args) -> Checkpointing | str | None:
 
 
 def _tokens_of_a_rank(args) -> int:
-    """ValueError where no ranks share such rows."""
+    """The tokens of one rank. ValueError if ranks cannot share these rows."""
     if args.sp_size < 1 or args.seq_len % args.sp_size:
         raise ValueError(
             f"hfpatch: --sp-size divides --seq-len, {args.sp_size} and {args.seq_len} came; pass a "
@@ -122,8 +122,8 @@ def _tokens_of_a_rank(args) -> int:
 
 
 def _policy(args, settings, shape: ModelShape | None, width: int, tokens: int) -> Policy:
-    """What --checkpointing and --policy say; where they say nothing, every layer's input and
-    attention output on the host.
+    """The policy of --checkpointing and --policy. By default every layer's input and attention
+    output go to the host.
     """
     if args.policy and not args.impl.startswith("hfpatch"):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""`hfpatch env --model NAME`: what `apply` makes of a model, by its verdict, without its weights;
-`--families`: of many.
+"""`hfpatch env --model NAME`: the result of `apply` on a model, from its verdict, without its
+weights. `--families` shows it for many models.
 """
 
 import json
@@ -11,8 +11,7 @@ from hfpatch.budget.hardware import gpu_named
 from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.show import gib
 
-# What `--families` answers for: what budget/families.py describes, and what transformers has
-# beside it.
+# The families of `--families`: those that budget/families.py describes, and others of transformers.
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral",
     "gpt_oss", "gemma", "gemma2",
@@ -26,7 +25,7 @@ FAMILIES = (
     "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "gemma3", "llama4",
 )  # fmt: skip
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
-# What a default config lacks to show what the family does.
+# Additions to a family's default config, without which it lacks features of the family.
 _SHOWN = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
@@ -45,10 +44,17 @@ _SHOWN = {
 
 @dataclass(frozen=True)
 class Support:
-    """What apply() makes of a model. layers, tiled: how many, and how many run tile by tile;
-    reasons: why others do not; fused: of PARTS; packed: "isolated", or "refused" where nothing
-    keeps documents apart; notes: the report's sentences; in_time, in_rows: layers whose mixers run
-    in tiles through time, and those with one that takes whole rows.
+    """The result of apply() on a model.
+
+    Attributes:
+        layers, tiled: the number of layers, and of those that run tile by tile.
+        reasons: why other layers do not.
+        fused: the fused parts, of PARTS.
+        packed: "isolated", or "refused" if nothing isolates documents.
+        notes: the report's sentences.
+        on_gpu: why layers that tile here run whole on a GPU, or "".
+        in_time, in_rows: the number of layers whose mixers run in tiles through time, and of those
+            with a mixer that takes whole rows.
     """
 
     model: str
@@ -59,7 +65,7 @@ class Support:
     packed: str
     notes: tuple = ()
 
-    on_gpu: str = ""  # why layers run whole there all the same
+    on_gpu: str = ""
     in_time: int = 0
     in_rows: int = 0
 
@@ -71,8 +77,8 @@ class Support:
 
 
 def support_of(name: str, config: dict) -> Support:
-    """Builds the model without memory and applies hfpatch to it. ValueError for what transformers
-    cannot build.
+    """Builds the model without memory and applies hfpatch to it. ValueError if transformers cannot
+    build it.
     """
     import hfpatch
     from hfpatch.decoder.find import find_decoder
@@ -92,7 +98,7 @@ def support_of(name: str, config: dict) -> Support:
     in_rows = sum(len(t.timed) < len(t.mixers) for t in mixing)
     try:
         on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
-    except ValueError:  # no closed form, which is what knows that
+    except ValueError:  # only a closed form knows the reason, and the model has none
         on_gpu = ""
     return Support(
         name,
@@ -115,7 +121,7 @@ def family_config(kind: str) -> dict:
     return AutoConfig.for_model(kind, **_SHOWN.get(kind, {})).to_dict()
 
 
-# A column of the table of `--families`, and its cell in most families.
+# The columns of the table of `--families`, each with its usual cell.
 COLUMNS = {
     "fused": "norms, RoPE, MLP, loss", "layers tiled": "all", "mixers over whole rows": "none",
     "packed rows": "isolated", "verdict": "agrees",
@@ -132,7 +138,7 @@ def table_row(support: Support) -> dict[str, str]:
 
 
 def families_text(found: list[Support]) -> str:
-    """What `--families` prints: the families of the usual row by name, and a table of the others."""
+    """The text of `--families`: the names of families with the usual row, and a table of others."""
     rows = {one.model: table_row(one) for one in found}
     usual = [kind for kind, row in rows.items() if row == COLUMNS]
     others = {kind: row for kind, row in rows.items() if row != COLUMNS}
@@ -146,7 +152,7 @@ def families_text(found: list[Support]) -> str:
 
 
 def _plan(config: dict, seq_len: int):
-    """hfpatch.plan on this machine's card, where the table has it, else on an H100."""
+    """hfpatch.plan on this machine's GPU if the table has it, else on an H100."""
     import torch
 
     from hfpatch.planner.plan import plan

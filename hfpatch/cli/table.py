@@ -1,10 +1,10 @@
-"""Rows for people: a table on a terminal where rich is installed, plain columns in a pipe."""
+"""Prints rows: a table on a terminal if rich is installed, plain columns in a pipe."""
 
 import sys
 
 
 def show_table(rows, head=()) -> None:
-    """Prints the rows, tuples of text of one length, under a head where there is one."""
+    """Prints the rows, tuples of text of equal length, under the head if it is not empty."""
     if sys.stdout.isatty() and _rich(rows, head):
         return
     rows = [head, *rows] if head else rows

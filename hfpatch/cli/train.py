@@ -18,14 +18,14 @@ import time
 from hfpatch.budget.limits import environment_number, expandable_segments
 from hfpatch.cli.failures import guarded
 
-ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint: by all ranks together
+ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
 
 
 def main(argv=None) -> int:
     """Runs the command of argv (sys.argv[1:] by default). Returns the exit code.
 
-    Bad input is one sentence on stderr. One of several processes that a launcher started does not
-    return if it ended well: it exits here.
+    Bad input is one sentence on stderr. If a launcher started several processes, each one that
+    ended well exits here and does not return.
     """
     code = guarded(train, sys.argv[1:] if argv is None else argv, piped=False)
     if sys.stdout:
@@ -38,7 +38,7 @@ def main(argv=None) -> int:
 
 
 def train(argv) -> int:
-    """Parse, refuse what cannot work, load, train, evaluate, save."""
+    """Parses the arguments, refuses a run that cannot work, loads, trains, saves and evaluates."""
     expandable_segments()
     from hfpatch.trainer import arguments, checks, footprint, loading, prepare, resume
     from hfpatch.trainer.stop import StopCleanly
@@ -142,7 +142,7 @@ def _fit(run, checkpoint: str | None, stop, say) -> int:
 
 
 def _warn_of_left_builds(args, say) -> None:
-    """DeepSpeed waits for ever for the lock of a build that was killed."""
+    """Warns of locks that killed builds left: DeepSpeed waits forever for such a lock."""
     from hfpatch.trainer.locks import left_builds
 
     if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":

@@ -1,1 +1,1 @@
-"""Finds the decoder in a model and learns from a small instance of it what its layers are."""
+"""Finds the decoder in a model and probes a small instance of it for the traits of its layers."""

@@ -1,8 +1,8 @@
-"""How a stack's forward treats its arguments: `read_batch`, `decide`, and the stack applies it.
+"""Reads the arguments of a stack's forward and decides how the forward runs.
 
-`read_batch` reads the arguments, `share_rows` those of the other ranks where ranks share rows, and
-`decide` chooses. None of them runs the model or changes the caller's arguments: changes are
-collected in a dict. B rows, T tokens of a row.
+`read_batch` reads this rank's arguments. `share_rows` replaces them by those of whole rows where
+ranks share rows. `decide` returns a Decision, which the stack applies. No function here runs the
+model or changes the caller's arguments: changes are collected in a dict. B rows, T tokens of a row.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ from hfpatch.context.ranks import (
 
 @dataclass(frozen=True)
 class StackTraits:
-    """What the small instance showed of a stack (decoder/verdict.py).
+    """The traits of a stack, from its small instance (decoder/verdict.py).
 
     Attributes:
-        ours: it may have our attention and masks.
-        mixers: some layers mix tokens by something else than attention.
-        across: as transformers runs those layers, documents of one row see each other.
-        apart: as its layers run here, documents of one row do not see each other.
+        ours: the stack may use hfpatch's attention and masks.
+        mixers: some layers have mixers, modules other than attention that mix tokens.
+        across: in transformers' own layers, those mixers let documents of one row see each other.
+        apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row (decoder/unpadded.py).
-        timed: every one of its mixers runs in tiles through time.
+        timed: every mixer of the stack runs in tiles through time.
     """
 
     ours: bool = True
@@ -52,23 +52,25 @@ class StackTraits:
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of one forward, as its caller gave them.
+    """The arguments of one forward.
 
     Attributes:
         kind: the stack's class, for messages.
         tiled: the stack's layers are hfpatch's.
         tokens: ids [B, T] or embeddings [B, T, D] of this rank.
         B, T: rows, and tokens of a whole row.
-        trains: in training mode, with gradients.
-        mask: attention_mask, of any kind; rows_mask: the same where it is [B, T], else None; own: a
-            mask of another kind came.
+        trains: the stack is in training mode and gradients are enabled.
+        mask: attention_mask, of any kind.
+        rows_mask: the mask if its shape is [B, T], else None.
+        own: the caller passed a mask of another kind.
         positions: [1 or B, T] or None.
-        offsets: cu_seq_lens_q or None. seq_idx: whether that came.
-        use_cache, cache: use_cache, and the cache that came, as the argument `cache_name`.
-        makes_cache: transformers makes a cache where the caller says nothing.
-        uncached: the caller of the model around passed no cache and no use_cache.
+        offsets: cu_seq_lens_q or None.
+        seq_idx: the caller passed seq_idx.
+        use_cache, cache: the arguments use_cache and `cache_name`.
+        makes_cache: transformers makes a cache if the caller passes neither of them.
+        uncached: the caller of the outer model passed neither a cache nor use_cache.
         weights: the caller asks for attention's probabilities.
-        encoder: an encoder's states came.
+        encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
         sequence: the ranks that share the rows, or None.
     """
@@ -105,7 +107,7 @@ class Given:
 
     @cached_property
     def seen(self) -> Tensor | None:
-        """[B, T]: which tokens the mask lets see themselves, None where it does not say."""
+        """[B, T]: whether each token may attend to itself; None if the mask does not say."""
         if self.rows_mask is not None or not isinstance(self.mask, Tensor | dict):
             return self.rows_mask
         if self.covers_the_cache:
@@ -119,7 +121,7 @@ class Given:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether rows hold several documents, as positions say. Waits for the device, once."""
+        """Whether rows hold several documents, by their positions. Waits for the device, once."""
         return packs(self.B, self.positions, self.seen, None)
 
 
@@ -128,8 +130,8 @@ class Decision:
     """How one forward runs.
 
     Attributes:
-        batch: the description of the batch for our layers; None where transformers' attention runs.
-        changes: keyword arguments of the forward that are replaced.
+        batch: the batch for hfpatch's layers; None where transformers' attention runs.
+        changes: keyword arguments of the forward to replace.
         warning: a line for the user, or None.
     """
 
@@ -139,7 +141,7 @@ class Decision:
 
 
 def read_batch(stack, kwargs: dict) -> Given | None:
-    """The arguments of a stack's forward; None where they are no rows of tokens."""
+    """The arguments of a stack's forward; None if its input is not rows of tokens."""
     tokens, config, training = kwargs.get("input_ids"), stack.config, stack.training
     if tokens is None:
         tokens = kwargs.get("inputs_embeds")
@@ -151,7 +153,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     if positions is None and isinstance(above, Tensor) and above.shape[-1] == T:
         positions = above
     if isinstance(positions, Tensor) and positions.dim() == 3:
-        # text, then time, height and width
+        # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
     # Under its own checkpointing transformers makes no cache.
@@ -186,11 +188,14 @@ def read_batch(stack, kwargs: dict) -> Given | None:
 def share_rows(
     given: Given, whole_layers: int, refuse_unasked: Callable[[], None], changes: dict
 ) -> Given:
-    """The arguments for whole rows, of which this rank has a part. ValueError where the ranks'
-    parts do not fit together.
+    """The arguments of whole rows, where `given` has this rank's part of each row.
 
-    whole_layers: a number that stands for the layers which run whole here. refuse_unasked: raises
-        for layers without traits.
+    Args:
+        whole_layers: a hash of which layers run whole on this rank.
+        refuse_unasked: raises ValueError for layers without traits.
+
+    Raises:
+        ValueError: the ranks' parts do not fit together.
     """
     if given.cache is not None:
         raise not_exchanged("a KV cache")
@@ -211,13 +216,14 @@ def share_rows(
 
 
 def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
-    """Takes away a cache that a model around this one made and nobody reads.
+    """Removes a cache that an outer model made and nothing reads.
 
-    Returns (the arguments then, whether transformers would make a cache).
+    Returns:
+        (the arguments without that cache, whether transformers would make a cache).
     """
     made = given.use_cache if given.cache is None else is_empty(given.cache)
     unread = bool(given.uncached and given.trains and made)
-    if unread:  # or the model around asks for one because its config does
+    if unread:  # the outer model made a cache, or set use_cache because its config does
         changes["use_cache"] = None
         if given.cache_name is not None:
             changes[given.cache_name] = None
@@ -227,8 +233,8 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
     mask = given.mask
     if cached and given.own and isinstance(mask, Tensor) and mask.dim() == 2:
         if len(mask) == given.B:
-            # With a cache transformers cuts a longer mask to the tokens, and hides tokens beyond a
-            # shorter one.
+            # With a cache, transformers cuts a longer mask to T tokens, and hides the tokens beyond
+            # a shorter mask.
             mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
             changes["attention_mask"] = mask
             given = replace(given, mask=mask, rows_mask=mask, own=False)
@@ -239,8 +245,8 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     """How a forward runs.
 
     Raises:
-        ValueError: documents of one row would see each other, or a rank's part of a row would be
-            taken for the whole.
+        ValueError: documents of one row would see each other, or a layer would treat a rank's part
+            of a row as the whole row.
     """
     if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind)
@@ -253,7 +259,7 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     use_cache = given.use_cache
     if given.cache is None and use_cache is None:
         use_cache = cached and not given.trains and not given.packed
-        # Models make a cache in training too, which nothing reads; RWKV makes none.
+        # Models make a cache in training too, which nothing reads. RWKV makes none there.
         if not use_cache:
             changes["use_cache"] = False
     if given.cache is not None or use_cache:
@@ -268,8 +274,8 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         raise not_exchanged(came)
     if not traits.ours:
         return _without_our_attention(given, traits, changes)
-    # Offsets beside shards would count this rank's tokens; the positions say the same of whole
-    # rows.
+    # Where rows are shared, offsets would count this rank's tokens. The positions give the same
+    # documents for whole rows.
     batch = Batch(
         given.B,
         given.T,
@@ -285,10 +291,10 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
-    """ValueError for rows of several documents where transformers' layers fill a KV cache, and look
-    for none.
+    """ValueError for rows of several documents with a KV cache: transformers' layers then run, and
+    do not look for documents.
     """
-    # A mask of the caller's own describes attention alone; mixers do not read it.
+    # The caller's own mask limits attention alone; mixers do not read it.
     of_scores = given.own and not given.covers_the_cache
     if (traits.across or not of_scores) and given.packed:
         raise ValueError(
@@ -320,7 +326,7 @@ def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes
 
 def _without_our_attention(given: Given, traits: StackTraits, changes: dict) -> Decision:
     if given.rows_mask is not None and given.packed:
-        # With a mask transformers looks for no documents.
+        # Given a mask, transformers does not look for documents.
         changes["attention_mask"] = None
         if not bool(given.rows_mask.all()):
             refuse_packed(given.kind, "do not pack rows that are padded too")
@@ -335,8 +341,8 @@ def _refuse_documents_across(given: Given, traits: StackTraits) -> None:
 
 
 def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
-    """Names the part of a forward over shared rows that no attention can exchange between ranks;
-    None where attention can."""
+    """The first feature of a forward over shared rows that the exchange of attention between ranks
+    does not support, as a noun for messages; None if there is no such feature."""
     if not traits.ours:
         return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
     if standard(given.config) is None:
@@ -355,8 +361,8 @@ def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
 
 
 def shared_without(config, batch: Batch) -> dict:
-    """The changed arguments for shared rows under an engine's attention. ValueError where that is
-    not exact."""
+    """The arguments to replace where an engine's attention runs on shared rows. ValueError if that
+    attention is not exact."""
     refuse_parts(config, batch)
     # From this rank's positions or hidden tokens transformers would make a [t, t] mask, which does
     # not describe whole rows.
@@ -364,7 +370,8 @@ def shared_without(config, batch: Batch) -> dict:
 
 
 def cached_tokens(cache) -> int | None:
-    """How many tokens a cache holds; None where it holds states alone (Mamba 2), which do not say."""
+    """How many tokens a cache holds; None for a cache of states alone (Mamba 2), which has no
+    length."""
     try:
         return int(cache.get_seq_length())
     except ValueError:
@@ -372,5 +379,5 @@ def cached_tokens(cache) -> int | None:
 
 
 def is_empty(cache) -> bool:
-    """Whether this is a plain KV cache that holds nothing yet."""
+    """Whether this is a plain KV cache without tokens."""
     return type(cache) is DynamicCache and cached_tokens(cache) == 0

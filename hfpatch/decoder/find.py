@@ -18,7 +18,7 @@ class Decoder:
         causal: the module around it that has the head, or None.
         norm_path: the path, from `causal`, of the norm between the last layer and the head, or
             None.
-        around: models around `causal` that compute a loss from its head's output.
+        around: outer models of `causal` that compute a loss from its head's output.
     """
 
     layers: tuple[nn.Module, ...]
@@ -29,7 +29,8 @@ class Decoder:
 
 
 def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
-    """The longest list of modules that transformers can checkpoint, held by the module itself."""
+    """The longest nn.ModuleList among the module's own children that holds only modules which
+    transformers can checkpoint; None if there is none."""
     found, most = None, 0
     for module in modules_of(stack).values():
         if not isinstance(module, nn.ModuleList) or len(module) <= most:
@@ -43,10 +44,10 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
 
 
 def _text_decoder(model: nn.Module) -> nn.Module:
-    """The module that get_decoder() returns, followed until one runs layers.
+    """Follows get_decoder() to a module that runs layers.
 
-    Of a multimodal model it is the text tower, which may have a head or an encoder of its own.
-    Returns the model itself where it runs layers, or where nothing else is found.
+    For a multimodal model this is the text tower, which may have a head or an encoder of its own.
+    Returns `model` if it runs layers itself, or if no other module is found.
     """
     if list_of_layers(model) is not None:
         return model
@@ -59,7 +60,7 @@ def _text_decoder(model: nn.Module) -> nn.Module:
         except (AttributeError, NotImplementedError):
             continue
         outermost = module is models[0]
-        if inner is None or inner is module:  # the answer of a model without a decoder
+        if inner is None or inner is module:  # the module has no decoder
             if outermost and _has_head(module):
                 break
             continue
@@ -70,10 +71,10 @@ def _text_decoder(model: nn.Module) -> nn.Module:
 
 
 def _stacks(model: nn.Module) -> list[nn.Module]:
-    """The modules that run layers. Stacks of models that read tokens of a vocabulary come before
-    those of images or sound, which are then left out."""
+    """The modules that run layers. If some of them belong to models that read token ids, the others
+    (images, sound) are left out."""
     models = [m for m in model.modules() if hasattr(type(m), "main_input_name")]
-    # the innermost model comes last
+    # Later entries overwrite earlier ones, so each module is owned by its innermost model.
     owner = {m: of for of in models for m in of.modules()}
     stacks = [m for m in model.modules() if list_of_layers(m) is not None]
     return [m for m in stacks if m in owner and _reads_tokens(owner[m])] or stacks
@@ -85,7 +86,7 @@ def _reads_tokens(model: nn.Module) -> bool:
 
 
 def find_decoder(model: nn.Module) -> Decoder | None:
-    """The decoder of a model of transformers, plain or wrapped by PEFT; None where there is no list
+    """The decoder of a transformers model, plain or wrapped by PEFT; None if no module has a list
     of layers.
     """
     stack = _text_decoder(model)
@@ -132,7 +133,7 @@ def _computes_losses(module: nn.Module) -> bool:
 
 
 def _has_head(module: nn.Module) -> bool:
-    """Whether this is a causal language model that calls its head by an attribute of its own."""
+    """Whether this is a causal language model whose head is one of its own children."""
     if not _computes_losses(module):
         return False
     head = module.get_output_embeddings()

@@ -1,10 +1,11 @@
 """Probes one layer of a small instance: its attention calls and mixers, whether it is the common
 block, and which Linears' values no gradient reads.
 
-    captured    the arguments with which the stack calls the layer
-    _asked      which modules mix tokens: attention, and others (layer/mixers.py)
-    _Probe      runs the layer's parts and compares gradients bit for bit: the block written out,
-                by tokens alone, and without a Linear's value
+    captured    records the arguments with which the stack calls the layer
+    _asked      finds the modules that mix tokens: attention, and mixers (layer/mixers.py)
+    _Probe      runs the layer's `pre` and `post`. Compares their values one token at a time with
+                those of several tokens. Compares gradients bit for bit: with layer/block.py in
+                place of the layer's forward, and without a Linear's value
 """
 
 from dataclasses import replace
@@ -33,9 +34,9 @@ MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to singl
 
 
 class _Counting:
-    """Answers every attention call with a constant (NaN by default).
+    """Records every attention call and answers it with a constant (NaN by default).
 
-    independent: no later call's input contained a NaN, so no call depends on another's output.
+    independent: the inputs of all calls were finite, so no call reads another call's NaN.
     """
 
     def __init__(self, value: float = float("nan")):
@@ -75,8 +76,8 @@ class _Captured(Exception):
 
 
 def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[tuple, dict, Batch]:
-    """(args, kwargs, batch): how the stack calls this layer, and the batch that its mask
-    describes."""
+    """(args, kwargs, batch): the arguments with which the stack calls this layer, and the batch
+    that their mask describes."""
     ids = torch.arange(tokens)[None] % stack.config.vocab_size
     batch = Batch(1, tokens, ids.device)
     found = {}
@@ -106,7 +107,7 @@ def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
 
 
 def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> LayerTraits:
-    """The LayerTraits of one layer, from runs of `forward` (its own) on a few tokens.
+    """The LayerTraits of one layer, from runs of `forward` (the layer's own) on a few tokens.
 
     Random state and buffers are restored.
     """
@@ -116,7 +117,7 @@ def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> La
             answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
         except Exception as error:  # a family's own code
             answers = LayerTraits(reason=_said(error))
-        # A buffer would be written once per tile, with a part of the row each time.
+        # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
         return replace(
             answers,
             reason=answers.reason or next((f"it writes to {name}" for name in written()), None),
@@ -144,7 +145,8 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
             return run(x), count.inputs
 
     def answered(inside: bool) -> LayerTraits:
-        """inside: attention runs as part of a mixer. Otherwise its calls are answered."""
+        """The traits of the layer. inside: attention runs as part of a mixer; otherwise each
+        attention call is answered with a constant."""
         with (
             torch.no_grad(),
             our_attention(configs, batch),
@@ -169,7 +171,7 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
         first, alone = answers, not answers.mixers and answers.reason != OTHER_MIXER
         try:
             answers = replace(answered(True), attends=alone)
-        except Exception:  # attention that needs all ranks, on a few tokens
+        except Exception:  # attention that needs all ranks fails on a few tokens
             return first
         if answers.reason is not None:
             return first
@@ -204,7 +206,7 @@ def _with_mixers(
         return replace(known, reason=MORE_THAN_HIDDEN)
     if attention and reasons:
         return replace(known, reason=reasons[0])
-    if len(count.modules) != len(attention):  # some attention runs in a mixer
+    if len(count.modules) != len(attention):  # a mixer makes some of the attention calls
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     if not count.independent:
         return replace(known, reason="what mixes its tokens takes one from the other")
@@ -212,7 +214,7 @@ def _with_mixers(
 
 
 def _first_row(x, B: int, T: int):
-    if isinstance(x, Mask):  # of the whole batch; the probe runs on a few of its tokens
+    if isinstance(x, Mask):  # it describes the whole batch; the probe runs a few of its tokens
         return x if x.batch.t < T else x.part(slice(0, 1), 0, T)
     return x[:1] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == B > 1 else x
 
@@ -222,7 +224,7 @@ def _far(x):
 
 
 class _Probe:
-    """Runs `pre` and `post` of one layer and compares gradients bit for bit."""
+    """Runs `pre` and `post` of one layer and compares their values and gradients."""
 
     def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
         self.layer, self.forward, self.configs = layer, forward, configs
@@ -270,10 +272,10 @@ class _Probe:
         )
 
     def by_place(self) -> bool:
-        """Whether the layer treats tokens by their place in its input: tokens one by one give other
-        values than together.
+        """Whether the values of a token depend on its place in the layer's input.
 
-        More than one token must differ: rounding may send a single one to another expert.
+        Runs the first FEW tokens one by one and together. More than one token must differ: rounding
+        may send a single token to another expert.
         """
 
         def parts(bounds):
@@ -288,8 +290,8 @@ class _Probe:
 
         with torch.no_grad():
             pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))
-            # Norms and routers compute in float32 also in a float64 model; products in less, under
-            # autocast and as TF32.
+            # Norms and routers compute in float32 even in a float64 model. Matmuls have less
+            # precision under autocast and in TF32.
             device = self.x.device.type
             steps = [torch.finfo(torch.float32).eps, 2**-10 if device == "cuda" else 0.0]
             steps += [
@@ -308,7 +310,8 @@ class _Probe:
                 looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
             )
             post, pre = self._post(), self._pre()
-            inside = tuple(f"{name}." for name in self.known.mixers)  # run whole, elsewhere
+            # Modules inside mixers run neither in `pre` nor in `post`.
+            inside = tuple(f"{name}." for name in self.known.mixers)
             names = [
                 n
                 for n, m in self.layer.named_modules()
@@ -329,7 +332,7 @@ class _Probe:
         return replace(self.known, block=block, **together)
 
     def _called(self, names: list[str], run) -> list[str]:
-        """The modules among `names` that run() calls. Skipping others saves nothing."""
+        """The modules among `names` that run() calls. Skipping an uncalled module saves nothing."""
         called: set[str] = set()
         handles = [
             self.layer.get_submodule(name).register_forward_pre_hook(
@@ -343,8 +346,8 @@ class _Probe:
         return [name for name in names if name in called]
 
     def _nothing_reads(self, name: str, run, expected) -> bool:
-        """Whether no gradient reads this module's value: replacing it by NaN and by 3 changes
-        none."""
+        """Whether no gradient reads this module's value: with NaN and with 3 in place of the value,
+        all gradients stay the same."""
         for value in (float("nan"), 3.0):
             try:
                 with without_values(idle(self.layer, (name,), value=value)):
@@ -362,8 +365,8 @@ class _Probe:
                 return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
 
     def _same_as_block(self) -> bool:
-        # A layer that reads positions itself (Ministral 3 scales queries by them) differs at large
-        # positions only.
+        # A layer that reads positions itself (Ministral 3 scales queries by them) differs from the
+        # block at large positions only.
         args, kwargs = pytree().tree_map(
             _far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec)
         )

@@ -25,7 +25,8 @@ MOST_LAYERS = 16
 # Longer than the window, the chunk and the original positions below, so that each has an effect.
 TOKENS = 40
 
-# A config's names of sizes, and their values in a small instance. Absent sizes and None stay.
+# Names of sizes in configs, and their values in a small instance. Absent sizes stay absent, None
+# stays None.
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -64,9 +65,9 @@ IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def scaled_config(config, n_layers: int, at=None):
-    """A copy of a text config with the sizes above and n_layers layers.
+    """A copy of a text config with the values of SIZES and n_layers layers.
 
-    at: which entries of lists by layer are kept; by default the first ones.
+    at: the indices that lists with one entry a layer keep; by default the first n_layers.
     """
     at = range(n_layers) if at is None else at
     small = copy.deepcopy(config)
@@ -83,7 +84,7 @@ def scaled_config(config, n_layers: int, at=None):
             setattr(small, name, type(value)(size for _ in at))
     latent = all(isinstance(_value(small, name), int) for name in ("qk_rope_head_dim", "head_dim"))
     if latent:
-        # head_dim is there the rotated part alone
+        # With latent attention, head_dim is the rotated part alone.
         small.head_dim = SIZES["qk_rope_head_dim"]
     for name, value in list(vars(small).items()):
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
@@ -101,8 +102,8 @@ def scaled_config(config, n_layers: int, at=None):
         ):
             setattr(small, name, type(value)(value[i] for i in at))
     small.num_hidden_layers = n_layers
-    # Other names: LongCat's (a layer with two attentions counts twice in num_hidden_layers),
-    # xLSTM's, and BART's (num_hidden_layers counts the encoder's).
+    # Other names of the number of layers: LongCat's (its num_hidden_layers counts a layer with two
+    # attentions twice), xLSTM's, and BART's (its num_hidden_layers counts the encoder's layers).
     for name in ("num_layers", "num_blocks", "decoder_layers"):
         if isinstance(vars(small).get(name), int):
             setattr(small, name, n_layers)
@@ -126,19 +127,17 @@ def scaled_config(config, n_layers: int, at=None):
 
 
 def _scale_rotation(small, rope: dict, latent: bool) -> None:
-    """Changes a table of the rotation's settings to the sizes above. latent: head_dim is the rotated
-    part alone.
-    """
+    """Scales a table of RoPE settings to SIZES. latent: head_dim is the rotated part alone."""
     if "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = SIZES["original_max_position_embeddings"]
     for name in ("short_factor", "long_factor"):
-        if name in rope:  # one a rotated pair
+        if name in rope:  # one factor a rotated pair
             rope[name] = rope[name][: SIZES["head_dim"] // 2]
     if latent and "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = 1.0
     if not any(isinstance(inner, dict) for inner in rope.values()):
-        # Rotated pairs by height, width and time, the first two equal (ERNIE). Models without
-        # images do not read it.
+        # Numbers of rotated pairs for height, width and time. ERNIE needs the first two equal.
+        # Models without images do not read mrope_section.
         width = _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
         share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
         pairs = int(width * share) // 2
@@ -146,7 +145,8 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
 
 
 def _scaled_override(values: dict, config) -> dict:
-    """A layer's own sizes: twice those above where they are larger than the config's."""
+    """The scaled sizes of one layer that overrides the config's: twice those of SIZES where the
+    override is larger than the config's size."""
     found, heads = (
         dict(values),
         values.get("num_attention_heads", _value(config, "num_attention_heads")),
@@ -200,7 +200,7 @@ def kind_of(layer: nn.Module) -> tuple:
         return tuple(sorted((n, told(n, v)) for n, v in plain
                             if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
 
-    # Adapters, quantised projections and torch's own modules make no other kind of layer.
+    # Adapters, quantised projections and torch's own modules do not change a layer's kind.
     home = type(layer).__module__.split(".")[0]
     own = (
         (name, kind, m)
@@ -216,12 +216,12 @@ def kind_of(layer: nn.Module) -> tuple:
 
 @contextmanager
 def quiet_process():
-    """A context without the caller's random state, default dtype and device, global hooks, and
-    DeepSpeed's zero.Init."""
+    """A context without the caller's random state, default dtype and device, autocast, global hooks
+    and DeepSpeed's zero.Init, on one thread."""
     dtype = torch.get_default_dtype()
     cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
     try:
-        torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
+        torch.set_num_threads(1)  # on tiny tensors threads would only wait for each other
         torch.set_default_dtype(torch.float32)
         quiet = torch.autocast("cpu", enabled=False)
         with plain_construction(), torch.device("cpu"), torch.enable_grad(), quiet, unwatched():
@@ -236,9 +236,9 @@ def quiet_process():
 def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     """A stack of class stack_class in training mode, with weights of ordinary size.
 
-    It has as many of the first layers as contain one of each kind or, where those are too many, one
-    layer of each kind that the config lists. If the class cannot be built so, a base class with the
-    same forward is.
+    The stack has the first layers of the real one, up to the layer that completes the kinds. If
+    those are more than MOST_LAYERS, it has one layer of each kind, by the config's lists. If the
+    class cannot be built that way, a base class with the same forward is built.
 
     Args:
         stack_class: the class of the real stack.
@@ -246,8 +246,8 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
         kinds: the kinds of the real layers, in order.
 
     Raises:
-        ValueError: an instance would be too large, or of other modules. Whatever the class itself
-            raises is raised too.
+        ValueError: an instance would be too large, or made of other modules. Errors of the class
+            itself pass through.
     """
     taken = inspect.signature(stack_class.forward).parameters
     if "hidden_states" in taken and "input_ids" not in taken:
@@ -257,7 +257,7 @@ def small_stack(stack_class: type, config, kinds: list[tuple]) -> nn.Module:
     for base, (derived, twice) in product(bases, ((False, False), (True, False), (True, True))):
         try:
             return _small_stack(base, config, kinds, base is stack_class, derived, twice)
-        except Exception as error:  # an __init__ of the user's own may ask for anything
+        except Exception as error:  # a user's own __init__ may need any argument
             first_error = first_error or error
     raise first_error
 
@@ -267,10 +267,12 @@ def _small_stack(
 ) -> nn.Module:
     """One attempt of small_stack.
 
-    exact: the class is the real stack's. derived: sizes that the config derives from others are
-    computed again (Zamba 2's head sizes), and there are at least two layers (RWKV initialises
-    weights by a layer's share of the depth). twice: there are two layers of each kind that has two
-    (Zamba's share weights, and one alone is refused).
+    Args:
+        exact: stack_class is the real stack's class.
+        derived: the config computes its derived sizes again (Zamba 2's head sizes), and the stack
+            has at least two layers (RWKV initialises weights by a layer's share of the depth).
+        twice: the stack has the second layer of each kind too, where there is one (Zamba's share
+            weights, and one alone is refused).
     """
     at = {kinds.index(kind) for kind in kinds}
     if twice:
@@ -286,7 +288,7 @@ def _small_stack(
         else scaled_config(config, len(at), at)
     )
     if derived:
-        # configs of transformers 5.0 lack it
+        # configs of transformers 5.0 lack __post_init__
         getattr(small, "__post_init__", lambda: None)()
     with torch.device("meta"):
         empty = stack_class(small)
@@ -309,7 +311,7 @@ def _small_stack(
                 p.add_(0.1 * torch.randn_like(p))
             else:
                 p.copy_(torch.randn_like(p) * min(p.shape[-1], p.shape[-2]) ** -0.5)
-        # Sizes that do not fit raise here. On a copy: a family may keep states from call to call
-        # (RecurrentGemma).
+        # Sizes that do not fit raise here. A copy runs, because a family may keep states from call
+        # to call (RecurrentGemma).
         copy.deepcopy(made.train())(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
     return made

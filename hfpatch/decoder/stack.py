@@ -1,7 +1,7 @@
 """The decoder stack of any family: transformers' own forward, with our attention and masks while it
 runs.
 
-Decides once per forward whether that is possible, and which tokens see each other
+Each forward decides once whether our attention can run, and which tokens see each other
 (context/documents.py).
 """
 
@@ -66,24 +66,24 @@ _ADVICE = (
 
 
 class OurAttention(KeepsSignature):
-    """Mixed over the class of the module that holds the decoder layers.
+    """A mixin over the class of the module that holds the decoder layers.
 
     Attributes:
-        _hfpatch_configs: the configs that its modules read.
-        _hfpatch_traits: what the small instance showed of it.
-        _hfpatch_runtime: the LayerRuntime of its layers, None where transformers runs them.
+        _hfpatch_configs: the configs that the stack's modules read.
+        _hfpatch_traits: the StackTraits, from the small instance.
+        _hfpatch_runtime: the LayerRuntime of the layers; None where transformers runs them.
     """
 
     _hfpatch_configs, _hfpatch_runtime, _hfpatch_traits = (), None, StackTraits()
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if self._hfpatch_runtime is not None:  # a pickle drops its owner
+        if self._hfpatch_runtime is not None:  # a pickle drops the runtime's owner
             self._hfpatch_runtime.owned_by(self)
 
     @property
     def _hfpatch_shares_rows(self) -> bool:
-        """Whether its layers can run on a part of each row outside training."""
+        """Whether the layers can run on a part of each row outside training."""
         known, traits = standard(self.config), self._hfpatch_traits
         causal = getattr(self.config, "is_causal", True)
         timed = traits.timed and self._hfpatch_runtime is not None
@@ -106,7 +106,7 @@ class OurAttention(KeepsSignature):
         if torch.compiler.is_compiling():
             return self._hfpatch_traced(kwargs)
         if current.causal:
-            # Whatever the config says: the model around it reads the output's fields by name.
+            # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
         if forward_mode() or transforming():
             self._hfpatch_refuse_transforms(kwargs)
@@ -152,8 +152,8 @@ class OurAttention(KeepsSignature):
 
     def _hfpatch_ours(self, batch: Batch, kwargs):
         if kwargs.get("attention_mask") is None:
-            # Without a mask transformers looks for documents itself, and waits for the device. Ours
-            # are found already.
+            # Without a mask, transformers looks for documents itself, which waits for the device.
+            # `batch` has the documents already.
             kwargs["attention_mask"] = torch.ones(
                 batch.B, batch.t, dtype=torch.bool, device=batch.device
             )
@@ -165,9 +165,9 @@ class OurAttention(KeepsSignature):
     def _hfpatch_traced(self, kwargs):
         """The forward under torch.compile, where transformers always builds a [T, T] mask.
 
-        Tiled layers are autograd functions that run nested graphs: with them the stack runs outside
-        the compiled graph. Plain causal rows need no mask: the config then names an attention
-        without one.
+        Tiled layers are autograd functions that run nested graphs, so a stack with them runs
+        outside the compiled graph. Plain causal rows need no mask, so the config names an attention
+        without a mask for them.
         """
         config, runtime = self.config, self._hfpatch_runtime
         if self.training and torch.is_grad_enabled():
@@ -207,23 +207,23 @@ class OurAttention(KeepsSignature):
             )
 
     def _hfpatch_checkpointed(self, batch: Batch, kwargs):
-        """The forward under transformers' own checkpointing, which runs layers again when this
-        forward, and our attention with it, has ended.
+        """The forward under transformers' own checkpointing. Backward runs the layers again after
+        this forward, when the config no longer names our attention.
         """
         if batch.sequence is not None:
             kwargs.update(shared_without(self.config, batch))
             return self._hfpatch_declined(kwargs)
         rows, positions = batch.rows(), kwargs.get("position_ids")
         if rows.documents is not None and rows.hidden_BT is None and positions is not None:
-            # With a mask it would not look for documents; without one, padding before a row attends
-            # to itself.
+            # Given a mask, transformers would not look for documents. Without one, padding before a
+            # row attends to itself.
             mask = kwargs["attention_mask"]
             if rows.blind_BT is None or packs(batch.B, positions, mask, None):
                 kwargs["attention_mask"] = None
         return self._hfpatch_stock(kwargs)
 
     def _hfpatch_whole_layers(self) -> int:
-        """A number that stands for the layers which run whole in training."""
+        """A hash of which layers run whole in training; 0 outside training."""
         if self._hfpatch_runtime is None or not (self.training and torch.is_grad_enabled()):
             return 0
         layers = [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
@@ -235,8 +235,8 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_stock(kwargs)
 
     def _hfpatch_batch(self, given: Given, kwargs) -> Batch | None:
-        """The description of this batch for the layers; None where transformers runs them. Changes
-        the arguments as `decide` says.
+        """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
+        with the changes that `decide` returns.
         """
         changes = {}
         given, cached = without_unread_cache(given, changes)
@@ -250,8 +250,8 @@ class OurAttention(KeepsSignature):
         return decision.batch
 
     def _hfpatch_refuse_unasked(self) -> None:
-        """ValueError for layers without traits (changed since apply, or with another forward): they
-        may mix tokens by something else than attention."""
+        """ValueError for layers without traits (replaced since apply(), or with another forward):
+        they may mix tokens outside attention."""
         layers = list_of_layers(self)
         if layers is None:
             refuse_shared_mixers(type(self), "its layers are others than at apply()")
@@ -267,13 +267,13 @@ class OurAttention(KeepsSignature):
 
 
 def _wrapped(module: nn.Module) -> UntiledLayer | None:
-    """The layer of ours inside an engine's wrapper (FSDP1, torch's checkpoint wrapper), or None."""
+    """The hfpatch layer inside an engine's wrapper (FSDP1, torch's checkpoint wrapper), or None."""
     return next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
 
 
 def _full_attention(config) -> bool:
-    """Whether, by the config, no layer has a window or chunks, drops scores or returns its
-    probabilities."""
+    """Whether, by the config, attention is causal and no layer has a window or chunks, drops scores
+    or returns its probabilities."""
     names = ("output_attentions", "attention_dropout")
     plain = not any(getattr(config, name, None) for name in names) and getattr(
         config, "is_causal", True

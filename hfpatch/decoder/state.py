@@ -28,10 +28,10 @@ def _is_zero(p: Tensor | None) -> bool:
 
 @contextmanager
 def state_apart(layer: nn.Module):
-    """A context in which modules with buffers write to copies of them, in training mode, and zero
-    weights have random values.
+    """A context in which modules with buffers are in training mode and write to copies of the
+    buffers, and zero weights have random values.
 
-    A weight that is zero at first (a gate, an adapter's last matrix) would hide its input. Yields a
+    A weight that starts at zero (a gate, an adapter's last matrix) would hide its input. Yields a
     function that returns the names of the buffers that were written to.
     """
     own = [
@@ -40,7 +40,7 @@ def state_apart(layer: nn.Module):
         if buffers_of(m)
     ]
     zeros = [(m, n, p) for m in layer.modules() for n, p in parameters_of(m).items() if _is_zero(p)]
-    with torch.inference_mode(False):  # whose tensors count no writes
+    with torch.inference_mode(False):  # inference tensors do not count writes
         others = [nn.Parameter(torch.randn_like(p) / 8, p.requires_grad) for *_, p in zeros]
         copied = [
             {n: b if b is None else b.detach().clone() for n, b in buffers.items()}

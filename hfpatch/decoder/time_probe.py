@@ -1,9 +1,10 @@
-"""Which mixers of a small instance run in tiles through time (layer/time_tiles.py), and why the
-others do not.
+"""Finds the mixers of a small instance that run in tiles through time (layer/time_tiles.py), and
+the reasons why others do not.
 
-Each is run whole and in tiles: outputs and every gradient must agree. A mixer may take a state and
-drop it, or drop its gradient, without a word, so it is also run with one state lost between tiles,
-and with its gradient lost: where no difference shows, agreement would say nothing.
+Each mixer runs on whole rows and in tiles: outputs and every gradient must agree. A mixer may
+silently ignore a state, or drop its gradient. So the mixer also runs with one state lost between
+tiles, and with one state's gradient lost. If the results did not change then, their agreement would
+prove nothing.
 """
 
 from dataclasses import replace
@@ -25,15 +26,15 @@ from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.store.transfers import Transfers
 
-# Of a result's norm. Aligned tiles agree to 3e-7 and better where a rule computes in float32 in a
-# float64 model; a whole model in float32 rounds in its projections too.
+# Allowed difference, relative to a result's norm. Aligned tiles agree to 3e-7 or better where a
+# rule computes in float32 in a float64 model. A float32 model rounds in its projections too.
 CLOSE = {torch.float64: 3e-6, torch.float32: 1e-4}
-VISIBLE = 10  # times as much must a lost state change at least
+VISIBLE = 10  # a lost state must change the result by at least this many times CLOSE
 ODD = 5  # tokens beyond two tiles
 
 
 class _Losing(TimeTiles):
-    """Hands zeros on in place of one state, or hands none of its gradient back."""
+    """TimeTiles that hand on zeros in place of one state, or drop one state's gradient."""
 
     def __init__(self, *args, state: tuple | None = None, gradient: tuple | None = None):
         super().__init__(*args)
@@ -48,7 +49,7 @@ class _Losing(TimeTiles):
 
 
 def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> LayerTraits:
-    """The traits with those mixers that run in tiles through time, and the others' reasons."""
+    """The traits, with `timed`, `untimed` and `carries` filled in."""
     if traits.reason is not None or traits.attends or not traits.looked:
         return traits
     if not traits.mixing:
@@ -68,7 +69,7 @@ def ask_in_time(stack: nn.Module, layer: nn.Module, traits: LayerTraits) -> Laye
 
 
 def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
-    """Why a mixer of a layer, or the layer itself (""), does not run in tiles; None where it
+    """Why a mixer of the layer, or the layer itself (name ""), does not run in tiles; None if it
     does.
     """
     module = layer.get_submodule(name)
@@ -110,7 +111,7 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
         return f"in tiles it differs from whole rows ({what}: {apart:.0e})"
     if not name and any(isinstance(x, Tensor) for x in mixer.parts.beside or ()):
         return "it returns tensors beside its output"
-    for key in keys if name else ():  # a layer's states are those of its mixer, which was asked
+    for key in keys if name else ():  # a layer's states are its mixer's, which was tried before
         lost = _apart(run(_Losing(*place, state=key))[0], out)[0]
         unread = _apart(run(_Losing(*place, gradient=key))[1], grads)[0]
         if not min(lost, unread) >= VISIBLE * close:
@@ -119,7 +120,7 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
 
 
 def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple[Mixer, Tensor]:
-    """The mixer's call in a row of so many tokens, and its input."""
+    """The mixer's call in a row of `tokens` tokens, and the mixer's input."""
     (x, *args), kwargs, batch = probe.captured(stack, layer, tokens)
     streams, arguments = streams_of(x, 1, tokens), Arguments(args, of_its_own(kwargs), 1, tokens)
     forward = by_rows(type(layer).forward.__get__(layer), streams)
@@ -134,7 +135,7 @@ def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple
 
 
 def _apart(ours: dict, theirs: dict) -> tuple[float, str]:
-    """The largest relative difference, and of what."""
+    """The largest relative difference, and the name of the tensor that has it."""
     least = 1e-6 * max(x.norm().item() for x in theirs.values())
     found = [(float("inf"), "other gradients")] * (ours.keys() != theirs.keys())
     for what in ours.keys() & theirs.keys():

@@ -1,8 +1,8 @@
-"""Rows with padding as one packed row, where no one reads what padding gives.
+"""Runs padded rows as one packed row, where nothing reads the outputs of padding.
 
-The stack runs on the real tokens of all rows, each row (each document of it) isolated, and its
-outputs go back to where the tokens were; on padding they are zero. Every token of padding would
-cost as much as a real one in all that treats tokens one by one.
+The stack runs on the real tokens of all rows, with each document of each row isolated. Its outputs
+are put back at the tokens' places, with zeros at padding. In padded rows, a token of padding costs
+as much as a real one in every module that treats tokens one by one.
 
 B rows, T tokens of a row, N tokens of the packed row, S layouts of positions (images have several).
 """
@@ -20,21 +20,21 @@ from hfpatch.decoder.find import list_of_layers
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer
 
-# Of real tokens, the most that stay padded so that few lengths occur: plans of attention kernels
-# and pinned memory are made anew for each.
+# The most padding that stays, as a share of the real tokens. Lengths are rounded up so that few of
+# them occur: each new length needs new plans of attention kernels and new pinned memory.
 FILLER = 1 / 32
 _BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The real tokens of padded rows, in their order, and some padding behind them.
+    """The real tokens of padded rows, in their order, followed by some padding.
 
     Attributes:
-        batch: the description of the row for the layers.
-        B, T: of the padded rows.
-        at_N: the place of each token among the B * T ones.
-        real: how many of them are no padding.
+        batch: the batch of the packed row, for the layers.
+        B, T: rows, and tokens of a row, before packing.
+        at_N: the index of each token among the B * T tokens.
+        real: the number of real tokens.
     """
 
     batch: Batch
@@ -44,12 +44,12 @@ class PackedRow:
     real: int
 
     def arguments(self, kwargs: dict) -> dict:
-        """The stack's arguments, those of [B, T] tokens for this row."""
+        """The stack's arguments, with the packed row in place of [B, T] tokens."""
         row, positions = dict(kwargs), kwargs.get("position_ids")
         for name in ("input_ids", "inputs_embeds"):
             if row.get(name) is not None:
                 row[name] = row[name].flatten(0, 1)[self.at_N][None]
-        if positions is None:  # the small instance showed that transformers counts so
+        if positions is None:  # the small instance showed that transformers counts from 0 too
             positions = torch.arange(self.T, device=self.at_N.device)[None]
         positions_SBT = positions.expand(*positions.shape[:-2], self.B, self.T)
         row["position_ids"] = positions_SBT.flatten(-2)[..., self.at_N].unsqueeze(-2)
@@ -57,7 +57,7 @@ class PackedRow:
         return row
 
     def put_back(self, out):
-        """The stack's output with [B, T] tokens; that of padding is zero."""
+        """The stack's output with [B, T] tokens, zero at padding."""
         for name, value in out.items():
             out[name] = pytree().tree_map(self._padded, value)
         return out
@@ -75,12 +75,14 @@ class PackedRow:
 
 
 def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRow | None:
-    """The packed row in place of padded ones; None where the batch stays as it is.
+    """The packed row to run in place of padded rows; None if the batch stays padded.
 
-    It stays where some padding is read (it has a label, a caller asks for hidden states) or lies
-    between real tokens, whose distances a packed row would change; where other arguments have
-    tokens too; where a layer is not what was tried; and where the small instance's outputs
-    differed.
+    The batch stays padded if any of these holds:
+        - something reads padding: it has a label, or the caller asks for hidden states
+        - padding lies between real tokens, whose distances a packed row would change
+        - other arguments have tokens too
+        - a layer differs from the one that the small instance tried
+        - the small instance's outputs differed
     """
     traits, positions = stack._hfpatch_traits, kwargs.get("position_ids")
     padded = traits.unpads and given.rows_mask is not None and given.idle_BT is not None
@@ -96,15 +98,15 @@ def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRo
     )
     if not same:
         return None
-    # The bounds are what the layers would look up, and wait for, in any case.
+    # The bounds cost nothing extra: the layers would read them, and wait for the device, anyway.
     bounds = batch.rows().real
     N = 0 if bounds is None else _rounded(bounds[-1])
     return _packed_row(batch, bounds, N) if 0 < N < given.B * given.T else None
 
 
 def _as_tried(layer) -> bool:
-    """Whether a layer is what the small instance was, on rows of any length: one compiled by itself
-    would be compiled for each, and one with other modules in it may mix tokens."""
+    """Whether a layer behaves as in the small instance, on rows of any length. A layer compiled by
+    itself would be compiled for each length. A layer with other modules in it may mix tokens."""
     ours = isinstance(layer, UntiledLayer) and not compiled_by_itself(layer)
     return ours and look(layer).reason in (None, layer._hfpatch_traits.reason)
 
@@ -117,7 +119,7 @@ def _rounded(tokens: int) -> int:
 
 def _packed_row(batch: Batch, bounds: tuple[int, ...], N: int) -> PackedRow:
     visible_BT, real = batch.said[0].bool(), bounds[-1]
-    # Real tokens first, in their order, then as many of padding as fill the row.
+    # Real tokens first, in their order, then padding up to N.
     at_N = (~visible_BT).flatten().to(torch.uint8).argsort(stable=True)[:N]
     offsets = bounds if N == real else (*bounds, N)
     return PackedRow(Batch(1, N, batch.device, cu_seq_lens=offsets), batch.B, batch.T, at_N, real)

@@ -35,8 +35,8 @@ from hfpatch.layer.shared_keys import hands_on_keys
 from hfpatch.layer.strangers import is_token_wise
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 
-# Allowed difference, relative to a gradient's norm: norms, rotations and routers compute in float32
-# also in a float64 model.
+# Allowed difference, relative to a gradient's norm. Norms, rotations and routers compute in float32
+# even in a float64 model.
 CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
 SECONDS = 3.0  # no further trial starts after this long
@@ -47,22 +47,23 @@ SHARED_KEYS = (
     "its layers share keys with later ones, and would store them again when they run again"
 )
 TILE = 16
-CHAIN_TILE = 8192  # at least a chunk of any rule: shorter ones make no chain
+CHAIN_TILE = 8192  # at least a chunk of any rule: shorter tiles make no chain
 DOCUMENTS = (0, 17, TOKENS)
 
 
 @dataclass
 class Verdict:
-    """What the small instance showed of a decoder.
+    """The traits of a decoder, from its small instance.
 
     Attributes:
-        answers: the traits of each layer; of each kind of layer until ask_model returns.
-        places: all modules in the small instance's layers (places.places_in).
-        ours: the stack may have our attention and masks.
-        alone: why the layers cannot run twice and stay as they are, or None.
-        apart: documents of one row do not see each other.
+        answers: the traits of each layer. Before ask_model returns: the traits of each kind of
+            layer.
+        ours: the stack may use hfpatch's attention and masks.
+        alone: why the layers cannot run twice and so stay unpatched, or None.
+        apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
-        across: in transformers' own layers, mixers beside attention let documents see each other.
+        across: in the unpatched stack, documents of one row see each other.
+        places: all modules in the small instance's layers (places.places_in).
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
@@ -97,8 +98,8 @@ def ask_model(decoder: Decoder) -> Verdict:
 
 
 def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
-    """The traits of a layer with declared modules (hfpatch.token_wise): those of the kind that has
-    other modules in their places."""
+    """The traits of a layer of this kind; None if the small instance has no such layer. Modules
+    that the user declared (hfpatch.token_wise) do not count in the comparison of kinds."""
     declared = {name for name, module in layer.named_modules() if is_token_wise(type(module))}
     others = (
         (tuple(row for row in known if row[0] not in declared), answer)
@@ -108,7 +109,7 @@ def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None
 
 
 class _Config:
-    """A config as a key: equal where its values are."""
+    """A config as a key of a cache: equal to another with the same values."""
 
     def __init__(self, config):
         self.config, self.key = config, config.to_json_string(use_diff=False)
@@ -131,7 +132,7 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
             found = Verdict({kind: LayerTraits(reason=LATE) for kind in kinds}, ours=False)
             found.apart = _keeps_apart(_patched(stack, found))
             return found
-        # An unidentified mixer does not keep documents apart, in transformers either.
+        # An unidentified mixer does not isolate documents, in transformers either.
         expected = _Expected(
             stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values())
         )
@@ -142,8 +143,8 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
             and not _keeps_apart(_patched(stack, found))
         )
         if never:
-            # A document in a packed row differs from one alone, however the stack runs (its model
-            # takes no positions): such rows are refused.
+            # A document in a packed row differs from the document alone, however the stack runs
+            # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
             found = _settled(answers, expected, late)
         found.places = frozenset(
@@ -155,14 +156,14 @@ def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) 
         found.across = not _keeps_apart(stack)
         _ask_in_time(stack, found)
         if any(a.carries is not None for a in found.answers.values()):
-            # its stack may read hidden states between layers, where a chain has no gradient of them
+            # The stack may read hidden states between layers, whose gradients a chain would lose.
             if expected.differs(found, every="auto") is not None:
                 found.answers = {k: replace(a, carries=None) for k, a in found.answers.items()}
         return found
 
 
 def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
-    """The traits of each kind of layer of a small stack; None where that takes too long."""
+    """The traits of each kind of layer of a small stack; None if the probes take too long."""
     layers, answers = list_of_layers(stack), {}
     for kind, i in {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}.items():
         if late():
@@ -179,13 +180,13 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
 
 
 def _ask_in_time(stack: nn.Module, found: Verdict) -> None:
-    """Which mixers run in tiles through time. Bounded by a number, not by the clock: a slow machine
-    must tile the layers that a fast one does.
+    """Finds the mixers that run in tiles through time. The bound is a number of kinds, not a time:
+    a slow machine must tile the same layers as a fast one.
     """
     asked = 0
     for layer in list_of_layers(stack):
         kind = kind_of(layer)
-        traits = found.answers.get(kind)  # None for a layer that keeps states of the runs before
+        traits = found.answers.get(kind)  # None for a layer that keeps states of earlier runs
         asked_before = traits and (traits.timed + traits.untimed or traits.carries is not None)
         if traits and traits.looked and traits.reason is None and not asked_before:
             asked += bool(traits.mixers)
@@ -197,8 +198,9 @@ def _ask_in_time(stack: nn.Module, found: Verdict) -> None:
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> Verdict:
-    """The first that agrees with transformers: all kinds tiled; the kinds that agree tiled; all
-    whole with our attention; all whole with transformers' attention; else left alone."""
+    """The first of these that agrees with transformers: all kinds tiled; only the kinds tiled that
+    agree; all layers whole with our attention; all layers whole with transformers' attention. If
+    none agrees, the layers stay unpatched."""
     difference = expected.differs(Verdict(asked))
     if difference is None:
         return Verdict(asked)
@@ -225,8 +227,10 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> Ve
 
 
 def _in_double(stack: nn.Module) -> nn.Module:
-    """float64 where the family can run so. Its least number is none of float32, which softmaxes
-    compute in: a hidden token that does not see itself (GLM-5-Next) is NaN.
+    """The stack in float64; in its own dtype if the family cannot run in float64 or gives NaN.
+
+    A mask has float64's least number, which is -inf in a softmax in float32: a hidden token that
+    does not see itself (GLM-5-Next) becomes NaN.
     """
     wide = copy.deepcopy(stack).double()
     given = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
@@ -239,7 +243,7 @@ def _in_double(stack: nn.Module) -> nn.Module:
 
 
 class _Expected:
-    """The gradients of transformers' own layers on a few batches."""
+    """The expected gradients: those of transformers' own layers on a few batches."""
 
     def __init__(self, stack: nn.Module, packed: bool):
         self.stack = stack
@@ -247,8 +251,9 @@ class _Expected:
         self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
         ids = torch.randint(1, vocabulary, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
-        # A hole and padding. Outputs of hidden tokens are compared too, but for _in_double's, whose
-        # hidden tokens may see nobody: eager attention gives them something, others nothing.
+        # A hole and padding. In float64 the outputs of hidden tokens are compared too. In other
+        # dtypes (_in_double) a hidden token may see no token: eager attention then returns some
+        # value, other attention zero.
         visible[0, 11:13], visible[1, -5:] = 0, 0
         compared = 1 if dtype == torch.float64 else visible[..., None]
         a, b = DOCUMENTS[1:]
@@ -264,7 +269,7 @@ class _Expected:
         self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
         if packed:
             self.batches["packed"] = (apart, joined)
-        # On copies: a family may keep states from call to call (RecurrentGemma).
+        # Copies run, because a family may keep states from call to call (RecurrentGemma).
         self.wanted = {
             name: self._gradients(copy.deepcopy(stack), alone)
             for name, (alone, _) in self.batches.items()
@@ -282,8 +287,9 @@ class _Expected:
     def unpads(self, found: Verdict) -> bool:
         """Whether real tokens of padded rows have the same outputs in one packed row.
 
-        A family may count positions by its mask, or have mixers that remember padding. Compared
-        with our padded rows: in transformers' eager attention what sees nobody may be NaN.
+        A family may count positions by its mask, or have mixers that remember padding. The
+        comparison is with our own padded rows, because in transformers' eager attention a token
+        that sees no token may be NaN.
         """
         ids, ours = self.batches["plain"][1]["input_ids"], _patched(self.stack, found)
         ours._hfpatch_traits = replace(ours._hfpatch_traits, unpads=True)
@@ -297,12 +303,12 @@ class _Expected:
                     got = run().last_hidden_state
         except Exception:  # it takes no positions
             return False
-        # Zeros on padding show that it ran so.
+        # Zeros at padding show that the stack ran on the packed row.
         close = (got[~idle_BT] - wanted).norm() <= CLOSE * wanted.norm()
         return bool(close) and not got[idle_BT].any()
 
     def differs(self, found: Verdict, every: int | str = 1) -> str | None:
-        """How a stack with these traits differs from transformers, or None. every: "auto" has its
+        """How a stack with these traits differs from transformers, or None. every: with "auto",
         layers without attention run as chains.
         """
         ours = _patched(self.stack, found, every)
@@ -318,8 +324,8 @@ class _Expected:
                 return f"other parameters have gradients on a {name} batch"
             for what, value in wanted.items():
                 error, size = (got[what] - value).norm(), value.norm()
-                # A bias of keys that are not rotated shifts all scores alike: its gradient is zero
-                # up to the rounding of its weight's.
+                # A bias of unrotated keys shifts all scores alike. Its gradient is zero up to the
+                # rounding of its weight's gradient.
                 weight = wanted.get(what.removesuffix(".bias") + ".weight")
                 rounding = 0.0 if weight is None else EPS * weight.norm()
                 if not error <= max(CLOSE * size.clamp_min(1e-3), rounding):
@@ -331,8 +337,8 @@ class _Expected:
 
 
 def _keeps_apart(stack: nn.Module) -> bool:
-    """Whether a document's output does not depend on the document before it in its row, where
-    positions restart."""
+    """Whether a document's output is independent of the document before it in a row whose positions
+    restart."""
     a, b = DOCUMENTS[1:]
     ids = torch.randint(1, stack.config.vocab_size, (1, b))
     other = torch.cat([ids[:, :a].flip(1), ids[:, a:]], 1)

@@ -1,4 +1,4 @@
-"""Shared by the launchers: starting a kernel on the tensors' device, and block sizes."""
+"""Helpers of the launchers: they start a kernel on the tensors' device and choose block sizes."""
 
 import contextlib
 import functools
@@ -29,8 +29,8 @@ def launch(
     device = next(a.device for a in args if isinstance(a, torch.Tensor))
     # Triton starts a kernel on the current device, which need not be the tensors'.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        # enable_fp_fusion is explicit, because Triton 3.9 warns where its default is used: 3.10
-        # changes it.
+        # enable_fp_fusion is explicit, because its default changes in Triton 3.10 and Triton 3.9
+        # warns about that.
         kernel[grid](
             *args, **constexprs, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
         )
@@ -42,7 +42,8 @@ def _cuda_sm_count(index: int) -> int:
 
 
 def sm_count(device: torch.device) -> int:
-    """The device's streaming multiprocessors: 4 in the interpreter, an H100's 132 without a GPU."""
+    """The device's number of streaming multiprocessors: 4 in the interpreter, 132 (an H100's)
+    without a GPU."""
     if device.type == "cuda":
         return _cuda_sm_count(torch.cuda.current_device() if device.index is None else device.index)
     return 4 if device.type == "cpu" else 132

@@ -3,16 +3,16 @@
 Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded
 past V).
 
-The forward reads a row twice: for the maximum and the sum (online softmax), then to turn it into
-its gradient. HBM sees one read and one write if the rows in flight stay in L2 in between. So long
-rows (256 KiB each at V = 128,256 in bf16) run one program per SM. The registers of its 1,024
-threads leave no room for a second one, and it loads the next blocks while it computes
+The forward reads a row twice: first for the maximum and the sum (online softmax), then to replace
+the row by its gradient. HBM sees one read and one write if the rows in flight stay in L2 in
+between. So long rows (256 KiB each at V = 128,256 in bf16) run one program per SM. The registers of
+its 1,024 threads leave no room for a second program, and it loads the next blocks while it computes
 (`forward_config`; figures in profiles/kernels/).
 
 Row offsets are int64. All arithmetic is float32; logits are upcast right after the load. A logit x
 becomes z = outer * u with u = tanh(inner * x), or u = x without SOFTCAP. The outputs of a row are
-defined in ops/_linear_ce_chunk.py. Differences are taken of u, which is exact near the largest,
-and then multiplied.
+defined in ops/_linear_ce_chunk.py. The kernel subtracts the u of two logits first, which is exact
+near the largest, and then multiplies by outer.
 """
 
 import triton
@@ -27,9 +27,9 @@ LONG_ROW = 96 << 10  # bytes
 
 @triton.jit
 def _tanh(x):
-    # Not libdevice's tanh, which the interpreter lacks. Far from 0: exp of a negative number, which
-    # cannot overflow. Near 0, where 1 - e loses digits: a polynomial. Both err by at most 1.1e-7,
-    # torch's by 0.6e-7. The sign is copied as a bit, because a condition takes two of an AMD GPU's
+    # The interpreter lacks libdevice's tanh. Far from 0, exp of a negative number cannot overflow.
+    # Near 0, where 1 - e loses digits, a polynomial is used. Both err by at most 1.1e-7, torch's
+    # tanh by 0.6e-7. The sign is copied as a bit, because a condition takes two of an AMD GPU's
     # scalar registers per element.
     a = tl.abs(x)
     near = tl.minimum(a, 0.625)
@@ -52,8 +52,8 @@ def _tanh_slope(x):
 
 @triton.jit
 def _finite(x):
-    # A word ruled out with -inf has probability 0, and 0 * -inf would be NaN. Not tl.maximum, which
-    # would hide a NaN.
+    # A word excluded by a logit of -inf has probability 0, and 0 * -inf would be NaN. tl.maximum
+    # would hide a NaN, so a condition is used.
     return tl.where(x < -1e4, -1e4, x)
 
 
@@ -69,7 +69,7 @@ def _u(b_x, inner, SOFTCAP: tl.constexpr):
 def cross_entropy_fwd_kernel(
     logits_ptr,  # (N, V), row stride S; becomes the gradient where GRAD
     labels_ptr,  # (N,)
-    scale_ptr,  # (), float32: what each token's loss is multiplied by on its way into the total
+    scale_ptr,  # (), float32: the factor of each token's loss in the total
     class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     loss_ptr,  # (N,)
     lse_ptr,  # (2, N), row stride stride_lse: the largest u, log of the sum of exp(z - largest z)
@@ -112,8 +112,8 @@ def cross_entropy_fwd_kernel(
                 b_zero = tl.zeros([BLOCK], dtype=tl.float32).to(logits_ptr.dtype.element_ty)
                 tl.store(p_row + start + o_v, b_zero, mask=start + o_v < V)
     else:
-        # The op asserts that labels are valid, but this runs before the assertion stops anything:
-        # an invalid label must not read outside the row.
+        # The op asserts that labels are valid, but this kernel runs before the assertion stops the
+        # program. An invalid label must not read outside the row.
         safe = tl.minimum(tl.maximum(label, 0), V - 1)
         target = _u(tl.load(p_row + safe).to(tl.float32), inner, SOFTCAP)
         weight = 1.0
@@ -234,7 +234,7 @@ def cross_entropy_bwd_kernel(
     keep = label != ignore_index
     top = tl.where(
         keep, tl.load(p_factor), float("inf")
-    )  # probabilities of 0, that nothing overflows
+    )  # gives probabilities of 0, so nothing overflows
     p_scale = tl.load(p_factor + stride_rows)
     y_scale = tl.load(p_factor + 2 * stride_rows)
     if UNIFORM:
@@ -267,11 +267,11 @@ def cross_entropy_bwd_kernel(
 
 
 def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
-    """(block, num_warps) for rows of vocab_size: 16 elements a thread at full size, a power of two,
-    never below 128.
+    """(block, num_warps) for rows of vocab_size. The block is a power of two of at least 128, with
+    16 elements a thread at full size.
 
-    Half as many elements a thread where the loop holds more than the logits (not plain): registers
-    would spill.
+    If the loop holds more than the logits (not plain), a thread gets half as many elements, because
+    registers would spill.
     """
     block = min(MAX_BLOCK if plain else MAX_BLOCK // 4, max(128, next_power_of_2(vocab_size)))
     return block, max(1, min(16, block // (512 if plain else 256)))
@@ -282,12 +282,13 @@ def forward_config(
 ) -> tuple[int, int, int]:
     """(block, num_warps, stages) of the forward for rows of row_bytes.
 
-    Rows of up to 96 KiB fit L2 for three programs per SM, and without a gradient no row is read
-    twice: both take small blocks. bare: no soft cap and no smoothing.
+    Small blocks suffice for rows of up to 96 KiB, which fit L2 with three programs per SM, and
+    without a gradient, where no row is read twice. bare: no soft cap and no smoothing.
     """
     if not grad or not plain or row_bytes <= LONG_ROW:
         return *block_and_warps(row_bytes // itemsize, plain), 1
-    # Blocks of 16 KiB. One is in registers, the other stages - 1 are on their way to shared memory.
+    # Blocks of 16 KiB. One block is in registers; the other stages - 1 are loading into shared
+    # memory.
     return 16384 // itemsize, 32, 4 if bare else 3
 
 

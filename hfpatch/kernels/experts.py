@@ -1,5 +1,5 @@
-"""Triton kernels of a mixture of experts: what stands around the grouped matmuls, and the sum of
-weight gradients over tiles.
+"""Triton kernels of a mixture of experts: the activation and the combination of rows around the
+grouped matmuls, and the sum of weight gradients over tiles.
 
 S routed rows sorted by expert, N tokens, K experts a token, E experts, D hidden, F intermediate.
 """
@@ -15,7 +15,7 @@ from hfpatch.kernels.swiglu import _act_and_slope, _sigmoids
 @triton.jit
 def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED: tl.constexpr,
              HAS_BIAS: tl.constexpr):  # fmt: skip
-    """gate and up of a block in float32, the bias of each row's expert added, and their columns."""
+    """gate and up of a block in float32, with the bias of each row's expert, and their columns."""
     if INTERLEAVED:
         o_gate, o_up = 2 * o_f, 2 * o_f + 1
     else:
@@ -24,7 +24,7 @@ def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED: tl.
     b_gate = tl.load(row + o_gate, mask=m, other=0.0).to(tl.float32)
     b_up = tl.load(row + o_up, mask=m, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        # rows of another rank's experts stand behind all others: any bias does
+        # Rows of another rank's experts come after all others. Their bias does not matter.
         i_e = tl.minimum(tl.load(ids_ptr + o_s, mask=m_s, other=0), E - 1)
         bias = bias_ptr + i_e * (2 * F)
         b_gate += tl.load(bias + o_gate, mask=m, other=0.0).to(tl.float32)
@@ -34,7 +34,7 @@ def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED: tl.
 
 @triton.jit
 def _acted(b_gate, b_up, alpha, limit, ACTIVATION: tl.constexpr):
-    """The activation, and its slopes towards gate and up."""
+    """The activation, and its derivatives with respect to gate and up."""
     if ACTIVATION == "clamped":
         b_low = tl.minimum(b_gate, limit)
         b_mid = tl.minimum(tl.maximum(b_up, -limit), limit) + 1.0
@@ -140,7 +140,7 @@ def expert_combine_kernel(
     b_y = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for k in range(K):
         i_s = tl.load(at_ptr + i_n * K + k).to(tl.int64)
-        o_z = i_s * D + o_d  # negative where the row is another rank's
+        o_z = i_s * D + o_d  # negative for a row of another rank
         b_y += tl.load(z_ptr + o_z, mask=m & (o_z >= 0), other=0.0).to(tl.float32)
     tl.store(y_ptr + i_n * D + o_d, b_y.to(y_ptr.dtype.element_ty), mask=m)
 

@@ -13,13 +13,13 @@ from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view, sm
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MAX_BWD_WIDTH = (
-    8192  # beyond, a row's x, dy, weight and dW spill: 16 of each a thread at 64 registers
+    8192  # beyond it x, dy, weight and dW of a row spill: 16 of each a thread at 64 registers
 )
 
 
 @triton.jit
 def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """The factor of x_hat: OFFSET + weight, with weight 1 where there is none."""
+    """The factor of x_hat: OFFSET + weight. A missing weight counts as 1."""
     if HAS_WEIGHT:
         return tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32) + OFFSET
     else:
@@ -32,7 +32,7 @@ def rms_norm_fwd_kernel(
     residual_ptr,  # (N, D)
     weight_ptr,  # (D,)
     y_ptr,  # (N, D)
-    total_ptr,  # (N, D), x + residual; x itself where there is none
+    total_ptr,  # (N, D), x + residual; x itself without a residual
     rstd_ptr,  # (N,)
     N,
     D,
@@ -43,7 +43,7 @@ def rms_norm_fwd_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROUND_RSTD: tl.constexpr,
-    X_HAT_TYPE: tl.constexpr,  # what x_hat is rounded to before the weight
+    X_HAT_TYPE: tl.constexpr,  # the dtype to which x_hat is rounded before the weight
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -208,14 +208,14 @@ def rms_norm_bwd_wide_kernel(
                     b_dx.to(dx_ptr.dtype.element_ty),
                     mask=mask,
                 )
-        # What one thread adds to dW here another may read in the next step.
+        # Another thread may read this thread's sum of dW in the next step.
         tl.debug_barrier()
 
 
 def _block(D: int) -> tuple[int, int, int]:
     """(BLOCK_N, BLOCK_D, num_warps).
 
-    Wide rows get 16 elements per thread; of narrow rows a program takes several.
+    Wide rows get 16 elements per thread. A program takes several narrow rows.
     """
     block_d = next_power_of_2(D)
     block_n = max(1, min(16, 2048 // block_d))
@@ -223,7 +223,8 @@ def _block(D: int) -> tuple[int, int, int]:
 
 
 def _stages(bytes_each: int) -> int:
-    """How many loop stages the backward uses; stages - 1 steps of bytes_each wait in shared memory.
+    """The number of loop stages of the backward. stages - 1 steps of bytes_each wait in shared
+    memory.
 
     Two programs per SM must fit an A100's 164 KiB. One program alone may take 96 KiB; wider rows
     are not prefetched.
@@ -288,8 +289,8 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     N = x_ND.shape[0]
     wide = D > MAX_BWD_WIDTH
     block_n, block_d, num_warps = (4, 1024, 8) if wide else _block(D)
-    # About two programs an SM hide each other's reductions; then as few as cover the rows, so no
-    # row of dw is unused.
+    # About two programs an SM hide each other's reductions. Then the fewest programs that cover the
+    # rows, so that no row of dw is unused.
     rows_each = cdiv(cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
     programs = cdiv(N, rows_each)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None

@@ -15,7 +15,7 @@ from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view
 def _sigmoids(x):
     """sigmoid(x) and sigmoid(-x), both in full precision.
 
-    1 - sigmoid(x) would lose digits where it is small.
+    1 - sigmoid(x) would lose digits where the result is small.
     """
     e = tl.exp(-tl.abs(x))
     large = 1.0 / (1.0 + e)
@@ -110,8 +110,8 @@ def swiglu_bwd_kernel(
 
 
 def _layout(*tensors):
-    """(the tensors as [N, F] rows, N, F, ...): the tile and its warps, with 8 elements per
-    thread."""
+    """(the tensors as [N, F] rows, N, F, the tile's sizes, the number of tiles along N and along
+    F). A tile has at most 1,024 elements."""
     if all(x.is_contiguous() for x in tensors):
         tensors = [x.view(1, -1) for x in tensors]
     else:

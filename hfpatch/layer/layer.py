@@ -1,5 +1,5 @@
-"""Any decoder layer: in tiles where that is exact, else whole with its input offloaded (route.py
-decides).
+"""Mixins over the class of any decoder layer. The layer runs in tiles where that is exact, else
+whole with its input offloaded (route.py decides).
 """
 
 from contextlib import nullcontext
@@ -45,13 +45,15 @@ _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the a
 
 
 class UntiledLayer:
-    """Mixed over a decoder layer's class where it runs as transformers has it
+    """A mixin over a decoder layer's class, where the layer runs transformers' own forward
     (checkpointing="off").
 
-    `_hfpatch_traits`: its kind's LayerTraits, found on a small instance, which had modules in
-    `_hfpatch_places`; `_hfpatch_configs`: those that what is in it reads; `_hfpatch_condition`:
-    condition.py's; `_hfpatch_streams`: how many its hidden states have
-    (residual_streams.py), or None.
+    Attributes:
+        _hfpatch_traits: the LayerTraits of the layer's kind, from a small instance.
+        _hfpatch_places: the places of modules in that small instance's layers.
+        _hfpatch_configs: the configs that the layer's modules read.
+        _hfpatch_condition: the Condition of the last look (condition.py).
+        _hfpatch_streams: the residual streams of the hidden states (residual_streams.py), or None.
     """
 
     _hfpatch_condition: Condition | None = None
@@ -59,11 +61,11 @@ class UntiledLayer:
     _hfpatch_streams: Streams | None = None
 
     def stock_forward(self, *args, **kwargs):
-        """The layer as transformers has it, from rows to rows."""
+        """transformers' own forward, on hidden states whose streams are joined."""
         return by_rows(super().forward, self._hfpatch_streams)(*args, **kwargs)
 
     def _sequence(self, batch: Batch | None):
-        """The ranks that share the rows of the forward under way."""
+        """The ranks that share the rows of the running forward, or None."""
         if batch is not None:
             return batch.sequence
         return next(
@@ -73,10 +75,10 @@ class UntiledLayer:
     def _refuse_parts(
         self, kwargs, batch: Batch | None, condition: Condition, timed: bool = False
     ) -> None:
-        """ValueError where tokens meet in this layer, or may, by more than attention that ranks
-        which share rows exchange. timed: its mixers would hand their states from rank to rank.
+        """ValueError if tokens of different ranks may have to meet outside the attention that these
+        ranks exchange. timed: the mixers would pass their states from rank to rank.
         """
-        if batch is None and not current.declined:  # called by hand
+        if batch is None and not current.declined:  # the caller is not the stack
             if isinstance(kwargs.get("attention_mask"), Mask):
                 raise not_exchanged("a layer that runs again after its model's forward")
             for config in self._hfpatch_configs:
@@ -86,7 +88,7 @@ class UntiledLayer:
             refuse_shared_mixers(type(self), why or None)
 
     def forward(self, hidden_states, *args, **kwargs):
-        # bound by somebody (accelerate) who keeps it beyond undo()
+        # accelerate binds this method and keeps it after undo()
         if not isinstance(self, UntiledLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if not torch.compiler.is_compiling() and current.role is None:
@@ -99,8 +101,8 @@ class UntiledLayer:
 
 
 def why_not_shared(traits: LayerTraits, condition: Condition) -> str | None:
-    """Why ranks cannot share the rows of such a layer: "" where it mixes tokens beside attention,
-    else who does not know; None where they can.
+    """Why ranks cannot share the rows of such a layer; None if they can. The reason is "" if the
+    layer is known to mix tokens outside attention.
     """
     if not traits.looked or condition.unknown:
         return condition.unknown or traits.reason
@@ -113,21 +115,22 @@ def _run_directly(function, *args, **kwargs):
 
 
 class TiledLayer(UntiledLayer):
-    """Mixed over a decoder layer's class: tile by tile where that is exact, else whole with its
-    input offloaded.
+    """A mixin over a decoder layer's class. The layer runs tile by tile where that is exact, else
+    whole with its input offloaded.
 
-    `_hfpatch_runtime`: the model's layer.runtime.LayerRuntime; `_hfpatch_index`: which of its
-    layers this is.
+    Attributes:
+        _hfpatch_runtime: the model's layer.runtime.LayerRuntime.
+        _hfpatch_index: the layer's index in the model.
     """
 
     @property
     def _gradient_checkpointing_func(self):
-        # transformers sets one whenever checkpointing is turned on; the runtime takes its place.
+        # transformers sets a function when checkpointing is turned on. The runtime replaces it.
         return _run_directly
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function):
-        vars(self)["_gradient_checkpointing_func"] = function  # theirs again after undo()
+        vars(self)["_gradient_checkpointing_func"] = function  # takes effect after undo()
 
     @property
     def _under_zero3(self) -> bool:
@@ -148,12 +151,12 @@ class TiledLayer(UntiledLayer):
     def forward(self, hidden_states, *args, **kwargs):
         try:
             runtime, batch = self._hfpatch_runtime, current.batch
-        except AttributeError:  # bound by somebody (accelerate) who keeps it beyond undo()
+        except AttributeError:  # accelerate binds this method and keeps it after undo()
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or current.role is not None:
             return super().forward(hidden_states, *args, **kwargs)
-        # The stack's forward has the lock already. Without gradients too: what another thread's
-        # backward has under way is not left over.
+        # The stack's forward holds the lock already. Calls without gradients take it too: they must
+        # not clear the state of another thread's running backward as if it were left over.
         with runtime.turn if batch is None and not current.declined else nullcontext():
             request = self._request(hidden_states, batch, args, kwargs)
             if request.sequence is not None or self._hfpatch_traits.reason == OTHER_MIXER:
@@ -170,8 +173,8 @@ class TiledLayer(UntiledLayer):
             return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
-        """This call. The stack around has looked at the layer, but for one that is called by
-        hand.
+        """The Request of this call. The stack has looked at the layer's condition already, unless
+        the caller is not the stack.
         """
         condition, x, cache = self._hfpatch_condition, given, None
         if condition is None or batch is None and not current.declined:
@@ -196,8 +199,8 @@ class TiledLayer(UntiledLayer):
         )
 
     def _by_hand(self, given: Tensor, batch: Batch | None, kwargs) -> Batch | None:
-        """The batch of a call without a stack around it, which without a mask takes every row for
-        one causal sequence.
+        """The batch of a call from outside the stack. Without a mask, every row is one causal
+        sequence.
         """
         if batch is not None or current.declined:
             return batch
@@ -208,11 +211,11 @@ class TiledLayer(UntiledLayer):
         return Batch(*given.shape[:2], given.device) if alone else None
 
     def _refuse(self, r: Request) -> None:
-        """ValueError for rows that ranks share, or documents of one row, which this layer cannot
-        keep apart.
+        """ValueError for rows that ranks cannot share in this layer, or for documents of one row
+        that it cannot isolate.
         """
         if r.sequence is not None:
-            # where it does not run in tiles in the end, its own forward refuses
+            # If such a layer then runs whole after all, its own forward raises.
             traits = self._hfpatch_traits
             timed = r.batch is not None and bool(traits.mixers) and traits.all_timed
             self._refuse_parts(r.kwargs, r.batch, r.condition, timed)
@@ -244,7 +247,8 @@ class TiledLayer(UntiledLayer):
         return parts.hand_on(y, extras, lists, r.shared)
 
     def _read(self, r: Request) -> tuple:
-        """Keys of what this layer takes of earlier ones, found out by a token of its first call."""
+        """The keys that this layer reads from earlier layers. The first call finds them by running
+        one token."""
         if r.condition.read is None:
             arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
             parts = Traced(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
@@ -261,11 +265,12 @@ class TiledLayer(UntiledLayer):
         return r.condition.read
 
     def _whole(self, r: Request):
-        """A function that runs the layer whole on its hidden states, packed documents one by one
-        where mixers would mix them.
+        """A function that runs the layer whole on given hidden states. Mixers take packed documents
+        one by one.
         """
         runtime, traits, batch = self._hfpatch_runtime, self._hfpatch_traits, r.batch
-        # Backward runs it again: it must not hold the request, whose hidden states wait elsewhere.
+        # The function lives until backward. Holding the request would keep the hidden states on the
+        # device, which are offloaded meanwhile.
         args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
 
         def whole(h):
@@ -289,7 +294,7 @@ class TiledLayer(UntiledLayer):
             r.kwargs["use_cache"] = False
 
         def run(h):
-            # Again in backward, when the model's forward has long gone.
+            # Backward runs this again, long after the model's forward has ended.
             with runtime.turn, our_attention(configs, batch):
                 return whole(h)
 

@@ -1,11 +1,11 @@
-"""Modules that mix tokens by something else than an attention that can be asked: delta net, Mamba,
-short convolution; attention that is written out, or whose mask is its own.
+"""Mixers: modules that mix tokens without an attention call that hfpatch can intercept.
 
-Between `pre` and `post` a mixer stands where attention does: `pre` notes its input, `post` is given
-a tile of its output, and backward runs it again. It runs in tiles through time (time_tiles.py) where
-decoder/time_probe.py proved that it can, over whole rows otherwise. Packed documents go through it
-one by one, which isolates them on any kernel, with the memory of the longest. Mixers are found by
-changing one token and looking whether others notice.
+Examples are delta net, Mamba, short convolution, attention written out in plain code, and attention
+with its own mask. A mixer runs between `pre` and `post`, like attention. `pre` records its input,
+`post` receives a tile of its output, and backward runs the mixer again. A mixer runs in tiles
+through time (time_tiles.py) if decoder/time_probe.py proved that it can, else over whole rows.
+Packed documents run one by one, which isolates them under any kernel, with the memory of the
+longest. A probe finds mixers by changing one token and comparing the outputs of the others.
 """
 
 from contextlib import contextmanager
@@ -19,13 +19,15 @@ from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch, Mask
 
-# said by our documents
+# Arguments that describe packed documents. A mixer gets one document at a time instead.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def standing_in(layer: nn.Module, names, answer, paired=()):
-    """Within, the named modules of the layer answer with answer(name, args, kwargs), those in
-    `paired` with None behind it, as often as they are there.
+    """A context in which the named modules of the layer return answer(name, args, kwargs).
+
+    A module in `paired` returns a tuple instead: the answer, then one None for each occurrence of
+    its name there.
     """
 
     def answering(name):
@@ -39,10 +41,18 @@ def standing_in(layer: nn.Module, names, answer, paired=()):
 
 @dataclass
 class Mixer:
-    """One call of a mixer over whole rows. leaves, spec: its flattened arguments; at: which of them
-    is its input [B, T, D]; axes: the token axis of each; B: rows of the batch; configs, batch: as
-    context.current.our_attention has them; bounds: where documents start and end in the flattened B*T
-    tokens, None where every row is one.
+    """One call of a mixer over whole rows.
+
+    Attributes:
+        leaves, spec: the flattened arguments.
+        at: the index of the leaf that is the input [B, T, D].
+        axes: the token axis of each leaf, or None.
+        B: rows of the batch.
+        configs, batch: as for context.current.our_attention.
+        bounds: where documents start and end in the flattened B*T tokens; None if every row is one
+            document.
+        kept: the input and output of each document, with their graph, until backward.
+        time: the layer.time_tiles.TimeTiles if the mixer runs in tiles through time, else None.
     """
 
     module: nn.Module
@@ -54,8 +64,8 @@ class Mixer:
     configs: tuple
     batch: Batch | None
     bounds: tuple | None = None
-    kept: list | None = None  # each document's input and output with its graph, until backward
-    time: "object | None" = None  # layer.time_tiles.TimeTiles, where it goes through time
+    kept: list | None = None
+    time: "object | None" = None
 
     def documents(self, T: int) -> list[tuple[slice, int, int]]:
         """(rows, first, last) of each document."""
@@ -67,14 +77,20 @@ class Mixer:
         ]
 
     def several(self, T: int) -> bool:
-        """Whether its weights get more than one gradient."""
+        """Whether a weight gets several gradients: one a document or tile."""
         return self.bounds is not None or self._in_time(T)
 
     def _in_time(self, T: int) -> bool:
         return self.time is not None and self.time.cuts(self, T)
 
     def call(self, x: Tensor, rows: slice, a: int, b: int, states=None) -> Tensor:
-        """x: whole, or the document's or the tile's own. states: a tile's, compat.States."""
+        """The mixer's output for tokens a to b of `rows`.
+
+        Args:
+            x: hidden states of whole rows, of one document, or of one tile.
+            rows, a, b: the document or tile.
+            states: the compat.States of a tile; None where the mixer does not run in tiles.
+        """
         leaves, parted = list(self.leaves), self.bounds is not None or states is not None
         if parted:
             if states is None:
@@ -95,7 +111,7 @@ class Mixer:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
         if states is not None and self.time.argument:
             kwargs[self.time.argument] = states
-        with our_attention(self.configs, batch):  # which may run inside
+        with our_attention(self.configs, batch):  # the mixer may call attention
             out = self._run(args, kwargs)
         return out[0] if isinstance(out, tuple) else out
 
@@ -103,7 +119,8 @@ class Mixer:
         return self.module(*args, **kwargs)
 
     def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
-        """[B, T, D]. keep: backward comes soon and walks the graph that is made here."""
+        """The output [B, T, D]. keep: builds the graph and keeps it for a backward that follows
+        soon."""
         if self._in_time(x_BTD.shape[1]):
             return self.time.forward(self, x_BTD)
         outs = [
@@ -122,14 +139,14 @@ class Mixer:
         return torch.cat(rows)
 
     def _graph(self, x_BTD: Tensor, rows: slice, a: int, b: int) -> tuple[Tensor, Tensor]:
-        # other documents are written beside it
+        # Backward may write the gradients of other documents into x_BTD, so a document is copied.
         x = x_BTD.detach() if self.bounds is None else x_BTD[rows, a:b].clone()
         with torch.enable_grad():
             return x, self.call(x.requires_grad_(), rows, a, b)
 
     def backward(self, x_BTD: Tensor, dout_BTD: Tensor, into: Tensor) -> None:
-        """The input's gradient into `into`, which may be x; weights get theirs by autograd, a
-        document at a time.
+        """Writes the input's gradient to `into`, which may be x_BTD. Autograd adds to the weights'
+        gradients, a document at a time.
         """
         if self._in_time(x_BTD.shape[1]):
             return self.time.backward(self, x_BTD, dout_BTD, into)
@@ -142,7 +159,8 @@ class Mixer:
 
 @contextmanager
 def documents_apart(layer: nn.Module, names, arguments, configs, batch, paired=()):
-    """Within, the mixers of a layer that runs whole take the documents of this batch one by one."""
+    """A context in which the mixers of a layer that runs whole take the batch's documents one by
+    one."""
 
     own = {name: layer.get_submodule(name).forward for name in names}
 
@@ -156,13 +174,13 @@ def documents_apart(layer: nn.Module, names, arguments, configs, batch, paired=(
         yield
 
 
-# --- finding them ---------------------------------------------------------------------------------
+# --- the search for mixers ------------------------------------------------------------------------
 
-TOKEN = 5  # the one that is changed
+TOKEN = 5  # the token that the probe changes
 
 
 def _moved(ours, theirs, tokens: int) -> bool:
-    """Whether outputs differ at another token than the changed one, beyond rounding."""
+    """Whether outputs differ beyond rounding at any token but the changed one."""
     for a, b in zip(pytree().tree_leaves(ours), pytree().tree_leaves(theirs)):
         if not isinstance(a, Tensor) or not a.is_floating_point():
             continue
@@ -178,8 +196,8 @@ def _moved(ours, theirs, tokens: int) -> bool:
 
 
 def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
-    """Whether run(*args, **kwargs) lets other tokens notice that one changed. known: ids of tensors
-    that are not to change.
+    """Whether a change of one token in the arguments changes run()'s output at other tokens. known:
+    ids of tensors that stay unchanged.
     """
     leaves, spec = pytree().tree_flatten((args, kwargs))
     changed = list(leaves)
@@ -199,8 +217,8 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
 
 
 def _calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
-    """(args, kwargs, output) of each call of a module inside the layer while run(x) runs, by its
-    name.
+    """Module name -> (args, kwargs, output) of each of its calls during run(x), for modules inside
+    the layer.
     """
     calls: dict[str, list[tuple]] = {}
     names = {id(m): n for n, m in layer.named_modules() if n}
@@ -222,12 +240,19 @@ def _calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
 def find_mixers(
     layer: nn.Module, run, x_BTD: Tensor, known: set
 ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Names of the smallest modules without which run(x), the layer with its attention answered,
-    mixes no tokens, and of those among them that return more behind these (Lightning attention, its
-    state), which is not read: once for each value.
+    """Finds the mixers of a layer: the smallest modules that, if answered with constants, leave a
+    layer that mixes no tokens.
 
-    None where there are no such modules, each called once on [B, T, D] and answering alike. x_BTD:
-    one row; known: ids of the layer's other arguments.
+    Args:
+        layer: the layer.
+        run: runs the layer on x. It answers attention calls that are not part of a mixer.
+        x_BTD: one row.
+        known: ids of the layer's other arguments.
+
+    Returns:
+        (names of the mixers, paired). paired has a mixer's name once for each unread value that the
+        mixer returns after hidden states (Lightning attention returns its state). None if there are
+        no such modules. Each must be called once, on [B, T, D], and return the same shape.
     """
     tokens = x_BTD.shape[1]
     if not _mixes(run, (x_BTD,), {}, tokens, known):
@@ -239,8 +264,8 @@ def find_mixers(
         return out[0] if name in paired else out
 
     def pairs(name: str) -> int | None:
-        """How many values this module returns behind hidden states; None where it does not make
-        those, of any width, of such, once.
+        """How many values this module returns after hidden states; None if it cannot be a mixer,
+        which is called once and maps hidden states of any width to the same shape.
         """
         args, kwargs, out = calls[name][0]
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)

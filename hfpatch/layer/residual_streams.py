@@ -1,16 +1,16 @@
-"""Hidden states in several streams a token, [S, B, T, D] (Gemma 3n) or [B, T, S, D] (GLM-5-Next): to
-tiles they are rows of one [B, T, S*D].
+"""Hidden states with several residual streams a token: [S, B, T, D] (Gemma 3n) or [B, T, S, D]
+(GLM-5-Next). Tiles see them joined, as [B, T, S*D].
 
 S streams, B batch, T tokens, D hidden.
 """
 
 from torch import Tensor
 
-Streams = tuple[int, int]  # how many, and the axis that they are
+Streams = tuple[int, int]  # (number of streams, their axis)
 
 
 def streams_of(x: Tensor, B: int, T: int) -> Streams | None:
-    """Those of hidden states of B rows of T tokens, None where these are [B, T, D]."""
+    """The Streams of the hidden states of B rows of T tokens; None for [B, T, D]."""
     if x.dim() != 4:
         return None
     if x.shape[1:3] == (B, T):
@@ -19,19 +19,19 @@ def streams_of(x: Tensor, B: int, T: int) -> Streams | None:
 
 
 def joined(x: Tensor, streams: Streams | None) -> Tensor:
-    """[B, T, S*D], a view of what `split` gave; hidden states of one stream as they are."""
+    """Hidden states as [B, T, S*D], a view if x comes from `split`. Without streams, x itself."""
     return x if streams is None else x.movedim(streams[1], 2).flatten(2)
 
 
 def split(x_BTC: Tensor, streams: Streams | None) -> Tensor:
-    """[S, B, T, D] or [B, T, S, D], a view."""
+    """The inverse of `joined`: [S, B, T, D] or [B, T, S, D], a view."""
     if streams is None:
         return x_BTC
     return x_BTC.unflatten(-1, (streams[0], -1)).movedim(2, streams[1])
 
 
 def by_rows(forward, streams: Streams | None):
-    """`forward`, a layer's, from rows to rows; itself where there are no streams."""
+    """A layer's `forward` on joined hidden states. Without streams, `forward` itself."""
     if streams is None:
         return forward
 

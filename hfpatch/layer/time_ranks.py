@@ -1,23 +1,24 @@
-"""A mixer in tiles through time where a row's tokens lie on several ranks.
+"""A mixer in tiles through time where several ranks share a row's tokens.
 
-Each rank runs its own chunk's tiles (time_tiles.py). The first tile begins with what the chunk
-before left, the recurrent state and the convolution's last tokens, which the rank of that chunk
-sends; backward sends the gradients of these states the other way. A document that ends before the
-border between two chunks sends nothing. So the numbers are those of one process in the same tiles,
-whatever the rule; traffic is a few states a layer, however long the row.
+Each rank runs the tiles of its own chunk (time_tiles.py). A chunk's first tile begins with the last
+states of the chunk before: the recurrent state and the convolution's last tokens. The rank of that
+chunk sends them, and backward sends their gradients the other way. A document that does not cross
+the border between two chunks sends nothing. So results equal those of one process with the same
+tiles, under any rule. Traffic is a few states a layer, however long the row.
 
     rank 0   tiles, send    | MLP, next mixer, send ...
     rank 1   wait, receive    tiles, send    | MLP ...
     rank 2   wait ..........  receive          tiles, send
 
-A rank waits for those before it once between two layers with attention: from then on they are
-ahead of it by a mixer. A rule whose last state is an affine map of its first, M S + H, could do
-without: each rank runs from no state, all gather M and H, and each runs again from its own first
-state. In tiles that is the projections and the rule once more forward, the whole mixer once more in
-backward, and code for each rule: as much as the wait costs on four ranks, less on more.
+A rank waits for the ranks before it once between two layers with attention: from then on they are
+one mixer ahead. A rule whose last state is an affine map of its first, M S + H, would not need the
+wait. Each rank would run from no state, all would gather M and H, and each would run again from its
+own first state. In tiles this costs the projections and the rule once more in forward, the whole
+mixer once more in backward, and code for each rule. On four ranks this costs as much as the wait,
+on more ranks less.
 
-Where chunks are dealt in zigzag a rank has two, and the states come by twice, up the ranks through
-the first chunks and down through the second ones. There ranks do wait in each mixer.
+With zigzag chunks a rank has two chunks, and states pass each rank twice: up the ranks through the
+first chunks, then down through the second chunks. There ranks wait in each mixer.
 """
 
 from collections import deque
@@ -29,18 +30,19 @@ from torch import Tensor
 from hfpatch.compat import States, autocast_dtype
 from hfpatch.layer.time_tiles import SHORTEST, TimeTiles, chunk_of
 
-_left_by: WeakKeyDictionary = WeakKeyDictionary()  # mixer -> what tiles leave
+_left_by: WeakKeyDictionary = WeakKeyDictionary()  # mixer -> its last states' names and shapes
 
 
 class RankTiles(TimeTiles):
-    """TimeTiles of this rank's part of rows that it shares. sequence: parallel.exchange.Sequence.
+    """TimeTiles of this rank's part of shared rows.
 
     Attributes:
-        froms: the rank that left what a tile begins with, by the tile's index, where another
-            chunk's tile did.
-        tos: the rank that takes what the tile before one of this index left.
+        sequence: the parallel.exchange.Sequence that shares the rows.
+        froms: tile index -> the rank that sends the tile's first states, for tiles that continue
+            another chunk.
+        tos: tile index -> the rank that receives the last states of the tile before this index.
         states: (key, shape, dtype) of each state of a tile.
-        own: what this rank sent to itself, between its two chunks.
+        own: states that this rank passes to itself, between its two chunks.
     """
 
     def __init__(self, sequence, *args):
@@ -52,7 +54,7 @@ class RankTiles(TimeTiles):
         self.own: deque[Tensor] = deque()
 
     def pieces(self, mixer, t: int) -> list[tuple[slice, int, int, bool]]:
-        """As the base has them, chunk by chunk, of the t tokens of this rank."""
+        """The tiles as in TimeTiles.pieces, chunk by chunk, of this rank's t tokens."""
         found, owner = [], self.sequence.owner
         for chunk, first, last in self.sequence.chunks(t):
             begin, end = chunk * (last - first), (chunk + 1) * (last - first)
@@ -69,7 +71,7 @@ class RankTiles(TimeTiles):
         return found
 
     def cuts(self, mixer, t: int) -> bool:
-        """Documents may begin and end on other ranks."""
+        """Always true: documents may begin or end on other ranks."""
         return True
 
     def place(self, a: int) -> int:
@@ -86,7 +88,7 @@ class RankTiles(TimeTiles):
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
         rows, a, b = piece
         if before and b - a < SHORTEST:
-            # Its document ends here: a second token changes nothing that anybody reads.
+            # The document ends with this token, so nothing reads what a second one changes.
             two = torch.cat([x, x.detach()], 1)
             out, _ = super()._run(mixer, two, (rows, a, b + 1), index, before)
             return out[:, :1], {}
@@ -128,8 +130,8 @@ class RankTiles(TimeTiles):
 
 
 def _states_of(mixer, x_BtD: Tensor, rows: slice) -> list[tuple]:
-    """(key, shape, dtype) of what a tile of these rows leaves. Seen once by running the first
-    tokens, for a rank must know it before it receives.
+    """(key, shape, dtype) of each last state of a tile of these rows. A rank must know them before
+    it receives, so the first tokens run once to find them.
     """
     x = x_BtD[rows, : chunk_of(mixer.module)]
     key = len(x), x.device, x.dtype, autocast_dtype(x.device.type)

@@ -1,11 +1,11 @@
 """A mixer (delta net, Mamba 2, short convolution) in tiles through time.
 
-Forward runs tile by tile: each hands its last states to the next, and the states that a tile began
-with are kept. Backward runs the tiles in reverse, each once more under autograd, and hands the
-gradients of those states to the tile before. A document begins without states. Gradients are those
-of whole rows; memory is that of one tile.
+Forward runs tile by tile. Each tile passes its last states to the next tile, and each tile's first
+states are saved. Backward runs the tiles again in reverse order under autograd, and passes the
+gradients of a tile's first states to the tile before. A document begins without states. Gradients
+are those of whole rows; memory is that of one tile.
 
-Which mixers can, decoder/time_probe.py finds out.
+decoder/time_probe.py finds the mixers that can run this way.
 """
 
 import math
@@ -18,24 +18,24 @@ from hfpatch.compat import States, version
 from hfpatch.layer.random_state import replayed
 from hfpatch.store.transfers import Saved, Transfers
 
-# The delta rule's chunk in transformers and in fla. Tiles that are no multiples of the chunk are
-# exact too, but round otherwise than whole rows do: float32 2e-3 apart where 2e-6 is usual.
+# The delta rule's chunk in transformers and in fla. Tiles that are not multiples of the chunk are
+# exact too, but round differently from whole rows: float32 differs by 2e-3 where 2e-6 is usual.
 CHUNK = 64
-SHORTEST = 2  # tokens: a single one with a past takes the kernels of generation
-# Tiles whose first states may be on their way to the tier: enough for the copy of the layer's
-# input, which began before them, to hide.
+SHORTEST = 2  # tokens: a single token with states takes the kernels of generation
+# The number of tiles whose first states may be in transfer to the offload tier at once. The copy of
+# the layer's input began before them, and this many tiles hide it.
 UNDER_WAY = 4
 
 
 def chunk_of(module: nn.Module) -> int:
-    """Tiles of this mixer are multiples of this many tokens."""
+    """The number of tokens of which this mixer's tiles are multiples."""
     own = (getattr(inner, "chunk_size", None) for inner in module.modules())
     return math.lcm(CHUNK, *(size for size in own if isinstance(size, int) and size > 0))
 
 
 def cut_document(start: int, end: int, tile: int, past: int = 0) -> list[tuple[int, int]]:
-    """(first, last) of a document's tiles, counted from its start; a neighbour takes what would be
-    too short. past: so many tokens of a chunk came before, on another rank.
+    """(first, last) of each tile of the document from start to end. A tile that would be too short
+    joins its neighbour. past: tokens of the first chunk that another rank has.
     """
     cuts = range(start + tile - past, end, tile)
     starts = [start, *(a for a in cuts if min(a - start, end - a) >= SHORTEST)]
@@ -43,14 +43,15 @@ def cut_document(start: int, end: int, tile: int, past: int = 0) -> list[tuple[i
 
 
 class TimeTiles:
-    """How one call of a mixer goes through time.
+    """The tiles of one call of a mixer.
 
     Attributes:
-        argument: the mixer's argument that takes its states, "" where it has none.
-        tile: tokens a tile over all rows.
-        transfers: where first states wait for backward; None where nobody will ask for them.
-        here: they stay on the device, for backward comes next.
-        rng: states of generators, by tile; None where nothing draws.
+        argument: the mixer's argument that takes states, "" if it has none.
+        tile: tokens a tile, summed over rows.
+        transfers: saves the first states of tiles for backward; None if no backward follows.
+        here: first states stay on the device, because backward follows at once.
+        rng: the generators' states of each tile; None if the mixer draws no random numbers.
+        entries: the saved first states of each tile.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class TimeTiles:
         return cut_document(start, end, max(tile, chunk), past % chunk)
 
     def place(self, a: int) -> int:
-        """Where a token of x stands in the rows that the batch describes."""
+        """The index, in the batch's rows, of token `a` of x."""
         return a
 
     def cuts(self, mixer, T: int) -> bool:
@@ -103,8 +104,8 @@ class TimeTiles:
         return out
 
     def backward(self, mixer, x_BTD: Tensor, dout_BTD: Tensor, into_BTD: Tensor) -> None:
-        """The input's gradient into `into`, which may be x or dout, None where nobody wants it;
-        weights get theirs by autograd.
+        """Writes the input's gradient to into_BTD, which may be x_BTD or dout_BTD, or None if
+        nothing wants it. Autograd adds to the weights' gradients.
         """
         pieces = self.pieces(mixer, dout_BTD.shape[1])
         dafter = self._handed_back({}, len(pieces))
@@ -112,7 +113,7 @@ class TimeTiles:
         for index in range(len(pieces) - 1, -1, -1):
             rows, a, b, _ = pieces[index]
             (x, before), ahead = ahead(), self._fetch(index - 1, pieces, x_BTD)
-            # other tiles are written beside it
+            # The gradients of other tiles may be written into x_BTD, so the tile is copied.
             x = x.detach().clone().requires_grad_(into_BTD is not None)
             leaves = {key: state.detach().requires_grad_() for key, state in before.items()}
             with torch.enable_grad():
@@ -139,25 +140,25 @@ class TimeTiles:
             return mixer.call(x, *piece, states), states.after
 
     def _handed_on(self, states: dict, index: int, begins: bool) -> dict:
-        """What tile `index` begins with, where the tile before it left these states."""
+        """The first states of tile `index`, given the last states of the tile before."""
         return {} if begins else states
 
     def _handed_back(self, dstates: dict, index: int) -> dict:
-        """The gradients of what the tile before `index` left, where these are of what `index`
-        began with.
+        """The gradients of the last states of the tile before `index`, given those of the first
+        states of `index`.
         """
         return dstates
 
-    # -- the states that tiles begin with ----------------------------------------------------------
+    # -- the first states of tiles -----------------------------------------------------------------
     def _keep(self, states: dict, tiles: int, rooms: dict) -> None:
-        """Keeps a tile's first states: the n-th of each kind in row n of one piece of the tier,
-        for every piece of its own would be registered with CUDA.
+        """Saves a tile's first states. All tiles share one buffer of the offload tier for each kind
+        of state, and tile n uses row n: each buffer has to be registered with CUDA.
         """
         kept, tier = {}, self.transfers
         for key, state in states.items():
             flat = state.detach().reshape(1, 1, -1)
             if self.here or tier.tier == "gpu":
-                # what stays on the device must not hold more than itself
+                # A view would keep its whole storage on the device.
                 larger = flat.untyped_storage().nbytes() > flat.numel() * flat.element_size()
                 flat = flat.clone() if larger else flat
                 saved = Saved(flat.shape, flat.dtype, kept=flat, version=version(flat))
@@ -170,14 +171,16 @@ class TimeTiles:
         self.entries.append(kept)
 
     def _fetch(self, index: int, pieces: list, x_BTD: Tensor):
-        """A function giving tile `index` of x, and the states that it begins with; None of none."""
+        """Prefetches tile `index`. Returns a function that waits and returns the tile of x and its
+        first states, or None for a negative index."""
         if index < 0:
             return None
         (rows, a, b, _), states = pieces[index], self.first_states(index)
         return lambda: (x_BTD[rows, a:b], states())
 
     def first_states(self, index: int):
-        """A function giving the states of tile `index`, which are under way meanwhile."""
+        """Starts to fetch the first states of tile `index`. Returns a function that waits for them
+        and returns them."""
         entry = self.entries[index]
         if not entry:
             return dict

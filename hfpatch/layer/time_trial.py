@@ -1,11 +1,11 @@
-"""Whether a mixer runs in tiles through time with what computes it here.
+"""Tries whether a mixer runs in tiles through time with the kernels of this device.
 
-decoder/time_probe.py tried transformers' plain code on a small instance. On a device a package's
-kernels stand in its place (flash-linear-attention, mamba_ssm, causal_conv1d), of some version, and
-one that drops a state says nothing. So the mixer itself is tried once a class, device and dtype, on
-the first tokens that it is given: in two tiles it must agree with one, output and gradient, to a few
-steps of rounding, or come much closer than it does where a state between them, or its gradient, is
-lost.
+decoder/time_probe.py tried transformers' plain code on a small instance. On a device the kernels of
+a package replace that code (some version of flash-linear-attention, mamba_ssm, causal_conv1d). They
+may drop a state silently. So the mixer itself is tried once a class, device and dtype, on the first
+tokens of its input. Two tiles must agree with one, in output and gradient, to a few steps of
+rounding. Otherwise the difference must be much smaller than with a state between the tiles, or its
+gradient, lost.
 """
 
 import torch
@@ -17,16 +17,20 @@ from hfpatch.layer.time_ranks import RankTiles
 from hfpatch.layer.time_tiles import SHORTEST, TimeTiles, chunk_of
 
 ODD = 5  # tokens beyond two chunks
-CLOSE = 4  # steps of rounding of the dtype, of a result's norm
-CLOSER = 4  # times as near as without the state
+CLOSE = 4  # allowed difference, in the dtype's steps of rounding, relative to a result's norm
+CLOSER = 4  # a lost state must change the result by this many times the difference
 
 
 def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) -> str | None:
-    """Why this mixer runs whole here, None where it may run in tiles.
+    """Why this mixer must take whole rows on this device; None if it may run in tiles.
 
-    argument: the one that takes its states; like: hidden states of the device and dtype that are
-    meant; runtime: layer.runtime.LayerRuntime, which remembers; call: a function giving the mixer's
-    call and its input [B, t, D], of the first tokens at least, needed for the first trial alone.
+    Args:
+        module: the mixer.
+        argument: the mixer's argument that takes states.
+        like: hidden states with the device and dtype to try.
+        runtime: the layer.runtime.LayerRuntime, which keeps the results of trials.
+        call: a function that returns the Mixer and its input [B, t, D], with tokens_tried() tokens
+            or all. Only the first trial calls it.
     """
     if like.device.type == "meta" or is_fake(like):
         return None
@@ -36,7 +40,7 @@ def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) 
         mixer.time, devices = TimeTiles(argument, 1), [x_BtD.device] * x_BtD.is_cuda
         modules = [(m, m.training) for m in mixer.module.modules()]
         try:
-            for module, _ in modules:  # dropout draws otherwise in tiles
+            for module, _ in modules:  # dropout would draw other numbers in tiles
                 module.training = False
             with torch.random.fork_rng(devices), torch.enable_grad():
                 why = _tried(mixer, x_BtD)
@@ -63,8 +67,8 @@ def _tried(mixer, x_BtD: Tensor) -> str | None:
     dout = None
 
     def run(*cuts: int, lost=None, unread=None) -> list[Tensor]:
-        """The output in tiles that end there, and its input's gradient; without one state between
-        them, or without that one's gradient.
+        """The output and the input's gradient, in tiles that end at `cuts`. lost: the state that
+        is zero at each tile's start. unread: the state whose gradient is dropped.
         """
         nonlocal dout
         after: dict = {}
@@ -93,7 +97,7 @@ def _tried(mixer, x_BtD: Tensor) -> str | None:
 
 
 def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
-    """The relative differences."""
+    """The relative difference of each pair of tensors."""
     return [
         ((a - b).float().norm() / b.float().norm().clamp_min(1e-30)).item()
         for a, b in zip(ours, theirs)
@@ -101,10 +105,12 @@ def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
 
 
 def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
-    """Before the mixers of a layer's call run on these inputs [B, T, D]: those that can go through
-    time.
+    """Sets Mixer.time on those mixers of a layer's call that can run in tiles through time.
 
-    call: layer.call.LayerCall; again: this is its backward, or that of a segment.
+    Args:
+        call: the layer.call.LayerCall.
+        again: whether the mixers run in backward of the layer or of its segment.
+        inputs: the input [B, T, D] of each mixer.
     """
     timed, sequence = dict(call.parts.traits.timed), call.parts.batch.sequence
     saves = again or call.queue is not None and call.policy.save_attention

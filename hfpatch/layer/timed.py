@@ -1,17 +1,19 @@
-"""Layers without attention: tile by tile through time, as one chain, with one saved input a chain.
+"""Consecutive layers without attention run tile by tile through time, as a chain with one saved
+input.
 
-Such a layer is itself what a mixer is (mixers.py): a tile and the states that the tile before left
-are all it needs. So nothing of it needs whole rows but what it hands on, its input and its output.
+Such a layer is itself a mixer (mixers.py): a tile needs only its own tokens and the last states of
+the tile before. So only the layer's input and output have whole rows.
 
-    forward    layer by layer, each in tiles (time_tiles.py): hidden states of whole rows lie
-               between layers, for whoever looks at them. The first of consecutive layers saves its
-               input, all of them save the states that their tiles begin with.
-    backward   as the last layer's turn comes, tile by tile in reverse: the tile of the saved input
-               runs through all layers of the chain under autograd, and its gradient goes over dy.
+    forward    layer by layer, each in tiles (time_tiles.py). Between layers there are hidden states
+               of whole rows, which hooks and other code may read. The first layer of a chain saves
+               its input. Every layer saves the first states of its tiles.
+    backward   in the turn of the chain's last layer, tile by tile in reverse. A tile of the saved
+               input runs through all layers of the chain under autograd, and its gradient
+               overwrites dy.
 
-The layers before the last then find their weights' gradients made, and hand dy on as it is: it is
-the gradient of the chain's input already. A gradient that somebody else adds to the output of such
-a layer would be lost, and is refused.
+The earlier layers of the chain then find their weights' gradients computed. They pass dy on
+unchanged, because it is the gradient of the chain's input already. If such a layer's output has
+another reader, that reader's gradient would be lost, so backward raises RuntimeError.
 """
 
 import weakref
@@ -34,12 +36,12 @@ from hfpatch.layer.traced import Traced
 from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
 
-MOST_PIECES = 2  # times as many as whole rows have, where packed documents are short
+MOST_PIECES = 2  # packed documents may have at most this many times the tiles of whole rows
 
 
 @dataclass
 class LayerAsMixer(Mixer):
-    """One call of a layer as a mixer's. parts: layer.traced.Traced of the call; unread: nobody
+    """One call of a layer, as a Mixer. parts: the layer.traced.Traced of the call. unread: nothing
     reads the values of its output.
     """
 
@@ -62,7 +64,7 @@ class LayerAsMixer(Mixer):
 
 class ChainTiles(TimeTiles):
     """The tiles of a chain's backward. members: (TimeTiles, LayerAsMixer) of each layer, first to
-    last; saved: the first one's input.
+    last. saved: the first layer's input.
     """
 
     def __init__(self, members: list[tuple[TimeTiles, LayerAsMixer]], saved: Saved):
@@ -79,7 +81,8 @@ class ChainTiles(TimeTiles):
         return x, after
 
     def _fetch(self, index: int, pieces: list, _):
-        """A function giving a tile of the saved input, and the states of all layers."""
+        """Prefetches tile `index`. Returns a function that waits and returns the tile of the saved
+        input and the first states of all layers, or None for a negative index."""
         if index < 0:
             return None
         rows, a, b, _ = pieces[index]
@@ -100,11 +103,12 @@ class TimedCall(LayerCall):
     """One call of a layer without attention, in tiles through time.
 
     Attributes:
-        mixer, time: the layer as a mixer, and how it goes through time.
-        need_x: its input wants a gradient.
-        alone: it is a chain of its own.
-        handed: (its weights' gradients, dy as it will come, how often that was written to), where
-            the last layer's backward made them.
+        mixer: the layer as a mixer.
+        time: the tiles of the layer.
+        need_x: the layer's input needs a gradient.
+        alone: the layer is a chain of its own.
+        handed: (gradients of the layer's weights, a weak reference to the dy that must come, dy's
+            version), set by the backward of the chain's last layer; else None.
     """
 
     mixer: LayerAsMixer
@@ -114,7 +118,8 @@ class TimedCall(LayerCall):
     handed: tuple | None = field(default=None, repr=False)
 
     def joins(self, before: LayerCall) -> bool:
-        """Whether this one's input need not be saved, for the call before can make it again."""
+        """Whether this call continues the chain of the call before, so that its input need not be
+        saved."""
         return (
             isinstance(before, TimedCall)
             and not (before.alone or self.alone)
@@ -145,7 +150,7 @@ class TimedCall(LayerCall):
 
     # -- backward ----------------------------------------------------------------------------------
     def prefetch(self) -> None:
-        """Its tiles are sent for as its backward begins."""
+        """Does nothing: backward prefetches its tiles itself."""
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
         if self.handed is not None:
@@ -184,7 +189,8 @@ class TimedCall(LayerCall):
         return dx, gradients[-1]
 
     def _hand_on(self, dy: Tensor, retain: bool) -> tuple:
-        """dy, which is the gradient of the chain's input, and what was made with it."""
+        """dy, which is already the gradient of the chain's input, and this layer's gradients of
+        weights."""
         (grads, expected, count), self.handed = self.handed, None
         if expected() is not dy or version(dy) != count:
             raise RuntimeError(
@@ -198,9 +204,7 @@ class TimedCall(LayerCall):
 
 
 def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
-    """time_trial.why_not_here of the layer's mixer, which is given what the layer makes of the first
-    tokens.
-    """
+    """time_trial.why_not_here of the layer's mixer, with the mixer's input for the first tokens."""
     ((name, argument),) = parts.traits.timed
     module = parts.layer.get_submodule(name)
 
@@ -214,7 +218,7 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
 
 
 def in_time(parts, policy: Policy, runtime, x: Tensor, then: ForwardState) -> dict | None:
-    """The fields of a TimedCall, where this call of a layer may be one; None else."""
+    """The fields of a TimedCall if this call of a layer may be one, else None."""
     layer, carries = parts.layer, parts.traits.carries
     chosen = carries is not None and policy.chain > 0 and policy.every == 1
     if not chosen or parts.collected or parts.wanted or runtime.shards:
@@ -227,10 +231,10 @@ def in_time(parts, policy: Policy, runtime, x: Tensor, then: ForwardState) -> di
     B, T = x.shape[:2]
     short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
     if short or tile < chunk_of(layer):
-        return None  # documents, or tiles, are shorter than those of mixers
+        return None  # documents make too many tiles, or a tile is shorter than the mixers' chunk
     if carries and time.cuts(mixer, T) and _why_not_here(parts, x, runtime) is not None:
         return None
-    # An engine gathers one layer's weights at a time; hooks may give outputs another reader.
+    # An engine gathers one layer's weights at a time. A hook may add a reader of the output.
     gathered = runtime.weights.on or any(place.gathered for place in then.found.places)
     alone = gathered or has_hooks(layer)
     return {"mixer": mixer, "time": time, "need_x": x.requires_grad, "alone": alone}

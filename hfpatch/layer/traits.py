@@ -1,4 +1,4 @@
-"""What a probe found out about a class of decoder layers."""
+"""The traits of a class of decoder layers, as a probe finds them."""
 
 from dataclasses import dataclass
 
@@ -17,16 +17,17 @@ class LayerTraits:
     Attributes:
         attention: names of the modules that called attention, in order.
         mixers: names of the modules that mix tokens in another way.
-        paired: those mixers that return unread values behind hidden states, once for each.
-        timed: (name, argument that takes its states) of each mixer that runs in tiles through time.
-        untimed: (name, reason) of each that does not.
-        carries: where the layer has no attention and runs in tiles through time itself
-            (timed.py), its argument that takes states, "" of a layer without; None where not.
+        paired: names of mixers that return unread values after hidden states, once for each value.
+        timed: (name, the argument that takes states) of each mixer that runs in tiles through time.
+        untimed: (name, reason) of each mixer that does not.
+        carries: the layer's argument that takes states, if the layer has no attention and can run
+            in tiles through time itself (timed.py). "" if it mixes no tokens; None if it cannot.
         block: the layer is norm, attention, norm, MLP, as in layer/block.py.
-        unread_post: names of modules whose output values no gradient reads when `post` runs again in
-            the backward.
+        unread_post: names of modules whose output values no gradient reads when `post` runs again
+            in backward.
         unread_pre: the same for `pre`.
-        unread_always: those of unread_post on which the layer's output does not depend either.
+        unread_always: the names in unread_post whose values the layer's output does not read
+            either.
         reason: why the layer is not tiled, or None.
         softcap: the cap of attention's scores, or None.
         looked: the probe searched for modules that mix tokens.
@@ -49,7 +50,7 @@ class LayerTraits:
     attends: bool = False
 
     def in_time(self, mixer: str) -> str:
-        """How this mixer runs, as the report says it."""
+        """How this mixer runs, as a phrase for the report."""
         if mixer in dict(self.timed):
             return "run in tiles through time"
         why = dict(self.untimed).get(mixer)
@@ -57,7 +58,7 @@ class LayerTraits:
 
     @property
     def all_timed(self) -> bool:
-        """Whether each of its mixers runs in tiles through time."""
+        """Whether every mixer of the layer runs in tiles through time."""
         return self.reason is None and {name for name, _ in self.timed} == set(self.mixers)
 
     @property
@@ -67,7 +68,8 @@ class LayerTraits:
 
 
 def looks_like_a_block(layer: nn.Module) -> bool:
-    """Whether the layer has the modules of a block. A probe decides whether it is one."""
+    """Whether the layer has the modules of layer/block.py's block. The probe then compares the
+    two."""
     attn = getattr(layer, "self_attn", None)
     has = lambda m, names: all(hasattr(m, n) for n in names)  # noqa: E731
     return (

@@ -1,5 +1,5 @@
-"""What a plan answers, and what is asked, resolved: for plans by closed forms and for simulated
-ones.
+"""Plan, the answer of a plan, and Run, its resolved arguments. Plans by closed forms and simulated
+plans share them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,8 @@ from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
 from hfpatch.planner.placements import FLOAT8_RECIPES, float8_bytes, resident
 from hfpatch.planner.towers import Tower, tower_in_front
 
-# of the planned activations: a simulated step that takes more says the plan is wrong
+# A simulated step contradicts the plan if its activations exceed the planned ones by more than this
+# share.
 CONTRADICTION = 0.05
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
 WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
@@ -24,18 +25,23 @@ WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under whi
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer for one run. Bytes and seconds; the peaks are of one GPU, host_peak_bytes of one
-    machine.
+    """The answer for one run, in bytes and seconds. gpu_* are of one GPU, host_* of one machine.
 
-    longest: of the longest sequence, and of those that keep fewer layers' inputs, {"every",
-    "seq_len", "host_peak_bytes"}. adapters: what is trained over a frozen base, None for all
-    weights. policy: the resolved Policy as a dict, or the word for layers that run whole. split:
-    gpu_bytes["activations"] by checkpoints, layer, loss and workspace at the peak's moment.
-    frontier: what more or less GPU memory makes of the step. contradicted: a simulated step takes
-    more. sp_size: GPUs that share each sequence. visual_tokens: of seq_len, of images and videos.
-    first_step: seconds that it takes beside its own (budget/seconds.py). closed_form: False where
-    the step was simulated for want of one. faster: a later placement that fits and takes less
-    by more than the plan's error, {"placement", "step_seconds"}.
+    Attributes:
+        policy: the resolved Policy as a dict, or one word if layers run whole.
+        split: gpu_bytes["activations"] by checkpoints, layer, loss and workspace, at the moment of
+            the peak.
+        first_step: the extra seconds of the first step (budget/seconds.py).
+        frontier: the steps that more or less GPU memory allows (evaluate.frontier_of).
+        longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked, and of
+            the longest sequences with fewer layers' inputs kept.
+        adapters: the adapters trained over a frozen base; None if all weights are trained.
+        contradicted: a simulated step takes more than the plan says.
+        sp_size: GPUs that share each sequence.
+        closed_form: False if no closed form describes the model, so that the step was simulated.
+        visual_tokens: the tokens of seq_len that are images or videos.
+        faster: {"placement", "step_seconds"} of a later placement that fits and is faster by more
+            than the plan's error.
     """
 
     model: str
@@ -87,8 +93,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """What is asked, resolved: everything but the placement. seq_len: of one rank where ranks share
-    rows (shape.ranks). tower: in front of the text, where rows have images.
+    """The resolved arguments of plan(), without the placement.
+
+    Attributes:
+        seq_len: tokens of a row; of one rank's part where ranks share rows (shape.ranks).
+        tower: the image tower in front of the text model if rows have images, else None.
     """
 
     name: str
@@ -108,7 +117,7 @@ class Run:
 
     @property
     def rates(self) -> Gpu:
-        """The GPU beside the machine's others."""
+        """The GPU's rates when all GPUs of the machine run."""
         return replace(self.gpu, sharing=self.gpus)
 
     @property
@@ -117,7 +126,7 @@ class Run:
 
     @property
     def uneven(self) -> str | None:
-        """Why heads do not go evenly over the ranks that share rows; None where they do."""
+        """Why the ranks that share rows cannot split heads evenly; None if they can."""
         return (
             None
             if self.ranks == 1
@@ -126,8 +135,8 @@ class Run:
 
 
 def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
-    """The plan made of a step's memory, FLOPs, seconds and bytes over the link, under one
-    placement; of text and its tower.
+    """The Plan under one placement, from the text model's memory, FLOPs, seconds and bytes over the
+    link in a step. Adds those of the image tower.
     """
     stays, tower = stays_of(run, placement, policy), run.tower
     seconds, step_flops, model_flops = dict(vars(time)), flops.total, flops.model
@@ -138,8 +147,8 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
         seconds["image_tower"] = tower.seconds(run.gpu, *asked)
         moved += 2 * tower.host(*asked)
     step_seconds = sum(seconds.values())
-    # Where all gradients are kept they count as they come; elsewhere the placement says what
-    # stands.
+    # If all gradients are kept, each moment counts those that exist then. Otherwise the placement
+    # has a constant number of bytes for them.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
     parts = {
@@ -172,7 +181,7 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
 
 
 def stays_of(run: Run, placement: str, policy) -> Resident:
-    """placements.resident, with what casts to float8 take."""
+    """placements.resident, with the bytes of the image tower and of casts to float8."""
     stays = resident(placement, run.shape, run.gpus, policy)
     if run.tower is not None:
         stays = run.tower.resident(stays, run.shape.parameters, bool(run.shape.adapters))
@@ -183,7 +192,8 @@ def stays_of(run: Run, placement: str, policy) -> Resident:
 
 
 def with_float8(run: Run, recipe: str) -> Run:
-    """The run with its layers' products by this recipe. ValueError where that cannot be."""
+    """The run with its layers' matmuls in float8 by this recipe. ValueError if that is not
+    possible."""
     if recipe not in FLOAT8_RECIPES:
         raise ValueError(
             f"hfpatch: --fp8 takes {' or '.join(FLOAT8_RECIPES)}, {recipe!r} came; pass one of "
@@ -203,10 +213,13 @@ def with_float8(run: Run, recipe: str) -> Run:
 
 
 def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
-    """The plan beside a simulation's activations and its bytes on the host: where those are larger
-    they count.
+    """The plan compared with a simulated step. If the simulated bytes are larger than the planned
+    ones, they decide whether the plan fits.
 
-    stays: the placement's Resident.
+    Args:
+        stays: the placement's Resident.
+        simulated: the simulated bytes of activations.
+        on_host: the simulated bytes on the host.
     """
     planned = plan.gpu_bytes["activations"]
     more = max(0, simulated - planned)
@@ -225,7 +238,8 @@ def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
 
 
 def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
-    """The shape for ranks that share each row. ValueError where they do not divide the GPUs."""
+    """The shape for sp_size ranks that share each row. ValueError if sp_size does not divide the
+    GPUs."""
     if gpus % sp_size:
         raise ValueError(
             f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
@@ -253,8 +267,8 @@ def settings_of(checkpointing) -> Checkpointing | str:
 
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
              sp_size=1, images=0, video_tokens=0, shape=None) -> Run:  # fmt: skip
-    """Checks and resolves the arguments of plan(). ValueError with one sentence for what is wrong.
-    shape: of a model that was counted, whose config no closed form describes.
+    """Checks and resolves the arguments of plan(). ValueError with one sentence for a wrong one.
+    shape: the Counted of a model that no closed form describes, else None.
     """
     checkpointing = settings_of(checkpointing)
     name, shape = (text_config_of(model)[0], shape) if shape else resolve(model)[:2]
@@ -276,7 +290,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
         )
     name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     reason = getattr(shape, "whole_because", "")
-    if gpu == "this" and (reason or shape.softcap):  # the question that a layer asks there
+    if gpu == "this" and (reason or shape.softcap):  # the same check as a layer's on this GPU
         from hfpatch.planner.measure import why_no_kernels
 
         reason = why_no_kernels(

@@ -1,5 +1,5 @@
-"""A planned step on the clock (lab/clock.py): the policy that the plan chooses, run with streams as
-clocks.
+"""Runs a planned step on the clock (lab/clock.py), which models each stream as a clock, with the
+plan's policy.
 """
 
 import torch
@@ -17,7 +17,7 @@ from hfpatch.planner.plan import plan
 
 
 def clipped_adamw(parameters) -> torch.optim.Optimizer:
-    """torch's fused AdamW, and before its step the clipping of a Trainer."""
+    """torch's fused AdamW, which clips gradients before its step as a Trainer does."""
     parameters = list(parameters)
 
     def clip(*_) -> None:
@@ -29,8 +29,8 @@ def clipped_adamw(parameters) -> torch.optim.Optimizer:
 
 
 def _placement(asked: str | None, ranks: int) -> str:
-    """What is planned: "gpu8bit", of ranks that share rows "fsdp2", where none is named. ValueError
-    for one whose engine moves weights.
+    """The placement to plan. Default: "gpu8bit", or "fsdp2" if ranks share rows. ValueError for a
+    placement whose engine moves weights.
     """
     among = ["fsdp2"] if ranks != 1 else [p.name for p in PLACEMENTS.values() if not p.many]
     if asked not in (None, *among):
@@ -70,11 +70,17 @@ def clock(
 ) -> Timeline:  # fmt: skip
     """One planned step on the clock.
 
-    Args: as of `hfpatch.plan`, whose policy is taken. placement: one that keeps all weights on the
-    GPU ("gpu8bit", "adamw", whose optimizer runs too). ranks: GPUs that share each row; they are
-    planned with FSDP, whose gathers are not on the clock. allocator: as of lab.clock.clocked.
-    Returns: the Timeline. Raises ValueError where the plan knows no tiled policy or says that it
-    does not fit, where an engine moves the weights, or where ranks do not divide the row.
+    Args: as in `hfpatch.plan`, and:
+        placement: keeps all weights on the GPU ("gpu8bit", or "adamw", whose optimizer runs too).
+        ranks: GPUs that share each row. The plan has FSDP for them, whose gathers the clock omits.
+        allocator: as in lab.clock.clocked.
+
+    Returns:
+        The Timeline.
+
+    Raises:
+        ValueError: the plan has no tiled policy or does not fit, an engine moves the weights, or
+            the ranks do not divide the row.
     """
     asked = {
         "batch": batch,
@@ -96,7 +102,7 @@ def clock(
         f"{found.model}, {batch} x {seq_len:,} tokens, {rates.name}: "
         f"{describe(policy, found.num_layers)}"
     )
-    # An optimizer in 8 bits compiles its step, which no fake tensor goes through.
+    # An 8-bit optimizer compiles its step, which cannot run on fake tensors.
     real = found.placement in ("adamw", "adamw-fp32") and ranks == 1
     patched = prepare(build(config, dtype, adapters), "hfpatch")
     timeline = clocked(

@@ -1,4 +1,5 @@
-"""What stands for the shape of a model that no closed form describes: counted on the model itself."""
+"""Counted: the sizes of a model that no closed form describes, counted on the model itself. A
+Counted takes the place of a ModelShape."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,11 +16,19 @@ from hfpatch.lab.simulate.rivals import build
 
 @dataclass(frozen=True)
 class Counted:
-    """What a placement asks of a model, counted on the model itself: its parameters, those of its
-    largest layer, of all layers and of its embedding, its layers, what is trained, bytes; whether
-    tokens meet by a state too, which no closed form of ours has; its heads, the columns of the
-    widest, and the ranks that share each row; what caps its scores; why flex_attention does not
-    serve.
+    """The sizes of a model that a placement needs, counted on the model itself.
+
+    Attributes:
+        parameters, layer_parameters, body_parameters, embedding_parameters: of the whole model, of
+            the largest layer, of all layers, and of the embedding.
+        adapters: the adapters in the model, or None.
+        carries_states: mixers carry states over tokens, which no closed form covers.
+        nbytes: bytes of all parameters, with the scales of packed weights.
+        trained_bytes: bytes of the trained parameters.
+        head_dim: the largest of the model's modules.
+        ranks: GPUs that share each row.
+        softcap: the cap of attention's scores, or 0.
+        no_flex: why flex_attention cannot be used, or None.
     """
 
     parameters: int
@@ -82,11 +91,11 @@ class Counted:
         )
 
     def parameter_bytes(self) -> int:
-        """Of all of them, with the scales of those that are packed."""
+        """The bytes of all parameters, with the scales of packed weights."""
         return self.nbytes
 
     def trained_itemsize(self, itemsize: int) -> int:
-        """As a ModelShape's."""
+        """As ModelShape.trained_itemsize."""
         return (self.adapters and self.adapters.itemsize) or itemsize
 
 
@@ -99,9 +108,7 @@ def trained_bytes_of(module: nn.Module) -> int:
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers that the stack's forward goes through. ValueError where a model
-    has none.
-    """
+    """The list of decoder layers that the stack's forward runs. ValueError if there is none."""
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
@@ -119,11 +126,11 @@ class Values(dict):
 
 
 def counted(model, adapters: Adapters | None = None) -> Counted:
-    """What stands for the shape of a model that no closed form describes, adapters in it."""
+    """The Counted of a model that no closed form describes, with these adapters in it."""
     return _counted(Values(text_config_of(model)[1]), adapters)
 
 
-@lru_cache(maxsize=8)  # of a sweep, whose plans ask for it anew
+@lru_cache(maxsize=8)  # each plan of a sweep calls it again
 def _counted(config: Values, adapters: Adapters | None) -> Counted:
     built = build(config, adapters=adapters)
     return Counted.of(built, layers_of(built), adapters)

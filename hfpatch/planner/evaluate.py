@@ -1,8 +1,8 @@
-"""One run under one placement, evaluated: its policy, bytes and seconds; the best placement, and the
-longest sequence that fits.
+"""Evaluates one run under one placement: its policy, bytes and seconds. Finds the best placement
+and the longest sequence that fits.
 
-Bytes come from budget/formula.py, which the layers' policy asks too; seconds from
-budget/seconds.py. No torch.
+Bytes come from budget/formula.py, which chooses the layers' policy at run time too. Seconds come
+from budget/seconds.py. No torch.
 """
 
 from dataclasses import replace
@@ -28,17 +28,17 @@ from hfpatch.planner.placements import candidates, placement_named
 
 
 def _settings(run: Run, placement: str) -> Checkpointing:
-    """What was asked for; parameters sharded layer by layer do not allow segments of several
-    layers.
+    """The run's Checkpointing. Segments have one layer if an engine shards parameters layer by
+    layer.
     """
     sharded = placement_named(placement).sharded and run.checkpointing.every == "auto"
     return replace(run.checkpointing, every=1) if sharded else run.checkpointing
 
 
 def free_bytes(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
-    """Bytes left for the step on the GPU and on the machine. The allocator's slack of what stays is
-    taken off here, that of the step where it is admitted; gradients and optimizer states that the
-    first step makes are there already.
+    """Bytes left for the step on the GPU and on the machine. Gradients and optimizer states that
+    the first step makes count as present. The allocator's slack of resident bytes is subtracted
+    here; the slack of the step itself is subtracted where a policy is admitted.
     """
     own = (
         run.shape.trained_itemsize(itemsize) * run.shape.trained_parameters
@@ -61,7 +61,7 @@ def free_bytes(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
 
 @lru_cache(maxsize=2)
 def _search(*asked, **sizes) -> Search:
-    """One for the choice and the frontier: what the one has priced the other need not."""
+    """A Search, cached so that the choice and the frontier share priced policies."""
     return Search(*asked, **sizes)
 
 
@@ -73,7 +73,8 @@ def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple
 
 
 def _policy(run: Run, placement: str, stays):
-    """The policy for what a placement leaves free, and a reason where the host cannot hold any."""
+    """The policy for the memory that a placement leaves free, and a reason if the host can hold no
+    policy's checkpoints, else ""."""
     if run.checkpointing in WHOLE:
         return run.checkpointing, ""
     settings = _settings(run, placement)
@@ -81,7 +82,7 @@ def _policy(run: Run, placement: str, stays):
         search, budget = _searched(run, placement, stays, settings)
         return search.decide(budget).policy, ""
     except ValueError:
-        # Planned with what asks least of the host, so that the lack shown is the least.
+        # The plan shows the smallest lack: that of the settings that need least of the host.
         search, budget = _searched(run, placement, stays, frugal(settings))
         return search.decide(
             replace(budget, host=None)
@@ -89,8 +90,8 @@ def _policy(run: Run, placement: str, stays):
 
 
 def frontier_of(run: Run, placement: str) -> list[dict]:
-    """Steps that a GPU with less or more memory could take: {"gpu_peak_bytes", "step_seconds",
-    "policy"}, least memory first. Empty where layers run whole.
+    """The steps of a GPU with less or more memory: {"gpu_peak_bytes", "step_seconds", "policy"},
+    least memory first. Empty if layers run whole.
     """
     if run.checkpointing in WHOLE:
         return []
@@ -109,16 +110,16 @@ def frugal(settings: Checkpointing) -> Checkpointing:
 
 
 def weights_at(run: Run, place: str) -> Run:
-    """The run with its layers' frozen weights there."""
+    """The run with its layers' frozen weights at `place`."""
     return replace(run, checkpointing=replace(run.checkpointing, frozen_weights=place))
 
 
-# of a plan, its suggestions and the longest sequence, which ask for some twice
+# A plan, its suggestions and the longest sequence evaluate some runs twice.
 @lru_cache(maxsize=64)
 def evaluate(run: Run, placement: str, policy=None) -> Plan:
-    """The plan under one placement, and a policy where one is given, without suggestions and
-    frontier. Frozen weights are on the host where it fits with them there alone; ranks that share
-    rows leave them where they are, as the runtime does.
+    """The plan under one placement, without suggestions and frontier. policy: the policy to use; by
+    default the best one. Frozen weights are on the host only if the run does not fit otherwise.
+    Ranks that share rows leave frozen weights on the GPU, as the runtime does.
     """
     stay = (
         run.checkpointing in WHOLE
@@ -161,7 +162,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
 
 
 def _why(run: Run, policy) -> str:
-    """One sentence on the policy."""
+    """The reasons for the policy, as one sentence."""
     if not isinstance(policy, Policy):
         return "layers run whole, as asked"
     tiled = run.shape.num_layers - policy.plain
@@ -204,7 +205,7 @@ def _why(run: Run, policy) -> str:
 
 
 def best(run: Run, names) -> Plan:
-    """The first placement that fits, or the one that lacks the least."""
+    """The plan of the first placement that fits, else of the one that lacks the fewest bytes."""
     plans = []
     for name in names:
         plans.append(evaluate(run, name))
@@ -214,7 +215,8 @@ def best(run: Run, names) -> Plan:
 
 
 def faster(run: Run, plan: Plan, names) -> dict:
-    """Plan.faster: the first of the placements after the plan's that is so much faster."""
+    """Plan.faster: the first placement after the plan's that fits and is faster by more than the
+    plan's error."""
     later = (evaluate(run, n) for n in names[names.index(plan.placement) + 1 :])
     enough = (1 - SECONDS_ERROR) * plan.step_seconds
     found = next((p for p in later if p.fits and p.step_seconds < enough), None)
@@ -231,19 +233,19 @@ def _lack(plan: Plan) -> int:
 
 
 def longest(run: Run, names, *, step: int = 1024, progress=None) -> int:
-    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 where none does.
+    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 if none fits.
 
     progress: called with each length that is tried.
     """
 
-    lacks: dict[int, int] = {}  # by lengths that do not fit, in steps
+    lacks: dict[int, int] = {}  # length in steps -> lacking bytes
     names = [*names]
 
     def fits(steps):
         if progress:
             progress(steps * step * run.ranks)
         found = best(replace(run, seq_len=steps * step), names)
-        if found.fits:  # what comes is longer still
+        if found.fits:  # later lengths are longer, so earlier placements will not fit them
             del names[: names.index(found.placement)]
         else:
             lacks[steps] = _lack(found)
@@ -254,7 +256,7 @@ def longest(run: Run, names, *, step: int = 1024, progress=None) -> int:
         low, high = high, 2 * high
     while high - low > 1:
         guess = (low + high) // 2
-        if straight and len(lacks) > 1:  # what lacks mostly grows by a line
+        if straight and len(lacks) > 1:  # lacking bytes mostly grow linearly with the length
             one, two = sorted(lacks)[:2]
             more = (lacks[two] - lacks[one]) / (two - one)
             guess = int(min(max(one - lacks[one] / more, low + 1), high - 1)) if more > 0 else guess
@@ -267,8 +269,8 @@ def longest(run: Run, names, *, step: int = 1024, progress=None) -> int:
 
 
 def longest_ways(run: Run, names, progress=None) -> list[dict]:
-    """The longest sequence as asked and, where the interval was left open, with every second and
-    fourth layer's input.
+    """Plan.longest: the longest sequence as asked. If `every` is "auto", also the longest sequences
+    with the input of every second and every fourth layer kept.
     """
     runs = {"auto": run}
     if (
@@ -288,8 +290,8 @@ def longest_ways(run: Run, names, progress=None) -> list[dict]:
 
 
 def placements(run: Run, asked: str) -> list[str]:
-    """The placements that a plan tries, in float8 those without an engine, as `hfpatch train` has
-    them. ValueError where there is none.
+    """The placements that a plan tries. With float8 only those without an engine, as in
+    `hfpatch train`. ValueError if there is none.
     """
     found = candidates(asked, run.gpus, bool(run.shape.adapters), run.uneven)
     if run.gpu.float8 > 1:

@@ -1,4 +1,4 @@
-"""A step of few layers and few tokens that stands for one of many."""
+"""Extrapolates a step of many layers and tokens from steps of few."""
 
 import math
 from contextlib import ExitStack, contextmanager
@@ -11,14 +11,14 @@ from hfpatch.budget.formula import StepMemory
 from hfpatch.decoder.small_instance import kind_of
 from hfpatch.parallel import exchange
 
-# Tiles of the lengths that stand for longer ones: in a backward of several, the first tile finds no
-# sums of gradients, the last no states.
+# The lengths, in tiles, from which longer ones are extrapolated. At least three, because in
+# backward the first tile finds no sums of gradients and the last tile no states.
 STRETCHED = 3, 4, 5
-SQUARE = 0.02  # of what a tile adds: so much more than the tile before is a square's
+SQUARE = 0.02  # growth is quadratic if a tile adds more than the tile before by above this share
 
 
 def _pattern(kinds: list) -> tuple[int, int]:
-    """(first, period): from the first layer on, each is as the one `period` layers before it."""
+    """(first, period): from layer `first` on, layers repeat with this period."""
     n = len(kinds)
     ways = (
         (first, period)
@@ -30,11 +30,19 @@ def _pattern(kinds: list) -> tuple[int, int]:
 
 
 def depths(layers, every: int = 1, top: int = 0) -> tuple[int, int, int, int]:
-    """(fewer, more, times, bottom) of a stack's layers: a step of all of them takes what one of
-    `more` takes and, `times` over, what it takes beyond one of `fewer`, since layers of a pattern
-    take the same each. bottom: its lowest layers, which hold one of each kind. All layers, and 0
-    times, where too few repeat. every: layers a checkpoint; top: the last layers, of which the
-    policy says something else, and which stand on the rest in whole periods.
+    """The numbers of layers to simulate in place of all layers of a stack.
+
+    Layers of a repeating pattern take the same bytes and FLOPs. So a step of all layers takes
+    step(more) + times * (step(more) - step(fewer)).
+
+    Args:
+        layers: the stack's layers.
+        every: layers a checkpoint.
+        top: the number of last layers that have another policy.
+
+    Returns:
+        (fewer, more, times, bottom). bottom: the number of lowest layers that have one of each
+        kind. If too few layers repeat, more is all layers and times is 0.
     """
     kinds = [(kind_of(m), [(n, p.shape) for n, p in m.named_parameters()]) for m in layers]
     first, period = _pattern(kinds)
@@ -50,9 +58,13 @@ def depths(layers, every: int = 1, top: int = 0) -> tuple[int, int, int, int]:
 
 
 def moments_of(ledger, bottom: int) -> tuple[dict, dict]:
-    """By operation and module, (gradients, bytes beyond parameters and gradients) when those beyond
-    are the most, and when both are the most after all but `bottom` bytes of the gradients have
-    come: the two ends of a backward, between which layers of a pattern go one way.
+    """The peaks of each operation at the two ends of backward. Between the ends, bytes change
+    monotonically over the layers of a pattern.
+
+    Returns:
+        (early, late), dicts "operation in module" -> (bytes of gradients, bytes beyond parameters
+        and gradients). early: when the bytes beyond are the most. late: when the sum is the most,
+        after all but `bottom` bytes of the gradients exist.
     """
     alive = [(delta, ledger.blocks[i]) for i, delta in ledger.events if not ledger.blocks[i].host]
     alive = [(delta, block) for delta, block in alive if block.category != "parameters"]
@@ -71,18 +83,18 @@ def moments_of(ledger, bottom: int) -> tuple[dict, dict]:
 
 
 def _layer_of(module: str) -> str:
-    """model.layers.3 of model.layers.3.mlp.up_proj: of what stands lower, the module that was
-    called last is no sign in a backward.
+    """model.layers.3 of model.layers.3.mlp.up_proj. In backward, the module that was called last
+    does not identify the operation's module inside the layer.
     """
     names = module.split(".")
     return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
 
 
 def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict, int]:
-    """step(tokens) by what three shorter lengths take: the bytes at each operation grow by a line
-    once there are several tiles, FLOPs by tokens and their square. For models whose mixers loop over
-    the tokens. A mixer of whole rows may hold a mask of [tokens, tokens], whose bytes grow with the
-    square.
+    """step(tokens), extrapolated from three shorter lengths, for models whose mixers loop over the
+    tokens. With several tiles, the bytes at each operation grow linearly, and FLOPs have a linear
+    and a quadratic term. A mixer of whole rows may hold a mask of [tokens, tokens], whose bytes
+    grow quadratically.
     """
     one, two, three = (n * tile for n in STRETCHED)
     (a, *_), (b, fb, *_), (c, fc, whole, rows) = (step(n) for n in (one, two, three))
@@ -92,7 +104,7 @@ def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict, in
         bend = z - 2 * y + x
         if rows and bend > SQUARE * (z - y) > 0:
             return z + round(beyond * (z - y + bend / 2 * (beyond + 1)))
-        # What one length alone adds is another instant's bytes, and no growth.
+        # A jump at one length alone comes from another instant and is not growth.
         return z + round(beyond * max(0, min(z - y, y - x)))
 
     def curve(x, y):
@@ -112,8 +124,8 @@ def stretched(step, tokens: int, tile: int) -> tuple[StepMemory, Flops, dict, in
 
 @contextmanager
 def groups_of_width(width: int | None):
-    """Within, attention goes by groups of so many KV heads, and ranks exchange so many query heads
-    a round, as at the length that is meant.
+    """A context for steps of shorter lengths. As at the full length, attention takes `width` KV
+    heads a group, or ranks exchange `width` query heads a round. None changes nothing.
     """
     groups, rounds = heads.heads_per_group, exchange.rounds_of
 

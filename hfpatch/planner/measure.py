@@ -1,4 +1,4 @@
-"""`--gpu this`: the rates of the GPU in this machine, by a second of matmuls, attention and
+"""`--gpu this`: measures the rates of this machine's GPU with a second of matmuls, attention and
 copies.
 """
 
@@ -24,8 +24,8 @@ def _seconds(run, least: float = 0.1) -> float:
 
 
 def why_no_kernels(head_dim: int, softcap: float | None) -> str | None:
-    """None where this machine's first GPU serves such attention in bf16 with a backward, else the
-    reason.
+    """Why this machine's first GPU has no kernel for such attention in bf16 with a backward; None
+    if it has one.
     """
     from hfpatch.attention.attention import Pattern, supported
 
@@ -35,9 +35,7 @@ def why_no_kernels(head_dim: int, softcap: float | None) -> str | None:
 
 
 def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
-    """This machine's first GPU as a row, its rates those of that dtype. ValueError where there is
-    none.
-    """
+    """This machine's first GPU as a Gpu, with its rates for `dtype`. ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError(
             "hfpatch: --gpu this measures a CUDA device, none is here; name the GPU you mean "

@@ -1,8 +1,8 @@
-"""Bytes of optimizers' states, for `hfpatch plan --optimizer`: on one GPU, beside the weights and in
-their dtype.
+"""Bytes of optimizers' states, for `hfpatch plan --optimizer`: on one GPU with the weights, in the
+weights' dtype.
 
-Which weights an optimizer takes as matrices: the Linear layers of the decoder's layers. Embedding,
-head and norms, and experts that are one parameter, get what AdamW has, as their authors do. Standard
+An optimizer for matrices takes the Linear layers of the decoder's layers. Embedding, head, norms
+and experts that are one parameter have AdamW's states, as the optimizers' authors do it. Standard
 library only.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.shape import ModelShape
 
-RANK = 128  # that transformers' Trainer gives to APOLLO and GaLore
+RANK = 128  # transformers' Trainer gives this rank to APOLLO and GaLore
 
 
 def _matrices(shape: ModelShape) -> Iterator[tuple[int, int]]:
@@ -30,7 +30,8 @@ def _muon(shape: ModelShape) -> int:
 
 
 def _adafactor(shape: ModelShape) -> int:
-    """A row and a column a matrix, embedding and head too; a number for each of the rest."""
+    """A row and a column for each matrix, embedding and head too; one number for each other
+    parameter."""
     tables = (shape.parameters - shape.body_parameters) // shape.embedding_parameters
     width = shape.hidden_size
     matrices = [*_matrices(shape), *[(width, shape.embedding_parameters // width)] * tables]
@@ -45,7 +46,7 @@ def _low_rank(shape: ModelShape) -> int:
     return _adamw(shape) - saved
 
 
-# name -> (numbers that it keeps of a shape, what it is); of LOMO the step runs inside backward
+# name -> (a function from a shape to the number of states, its title). LOMO steps inside backward.
 OPTIMIZERS: dict[str, tuple[Callable[[ModelShape], int], str]] = {
     "adamw": (_adamw, "torch's AdamW"),
     "muon": (_muon, "torch's Muon, AdamW for the rest"),
@@ -58,8 +59,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[ModelShape], int], str]] = {
 
 
 def state_numbers(optimizer: str, shape) -> int:
-    """How many numbers the optimizer keeps. Of a model that was counted, whose matrices nobody
-    knows: AdamW's, an upper bound.
+    """How many numbers the optimizer keeps. For a Counted, whose matrices are unknown, those of
+    AdamW: an upper bound.
     """
     known = isinstance(shape, ModelShape) or optimizer == "lomo"
     return (OPTIMIZERS[optimizer][0] if known else _adamw)(shape)

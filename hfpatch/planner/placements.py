@@ -13,14 +13,20 @@ from hfpatch.budget.seconds import Resident
 from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.optimizers import OPTIMIZERS, state_numbers
 
-# gathered and reused at most, ds_configs/zero3*.json: 2 * 500,000,000
+# The most parameters gathered and reused at once, by ds_configs/zero3*.json: 2 * 500,000,000
 LIVE_PARAMETERS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One row: what `--placement` accepts, in the order in which auto tries them; auto False: only
-    where it is named.
+    """A value of `--placement`. PLACEMENTS has them in the order in which auto tries them.
+
+    Attributes:
+        many, one: possible on several GPUs, on one GPU.
+        auto: False if only the name selects it.
+        itemsize: bytes of a number of the weights. All activations count with it, though autocast
+            makes some of them narrower.
+        optimizer: the row of optimizers.py if the user's own optimizer steps on the GPU, else "".
     """
 
     name: str
@@ -28,9 +34,8 @@ class Placement:
     one: bool
     summary: str
     auto: bool = True
-    # of the weights, and taken for all activations, though autocast makes some of them narrower
     itemsize: int = 2
-    optimizer: str = ""  # of optimizers.py, where the user's own steps on the GPU
+    optimizer: str = ""
 
     @property
     def sharded(self) -> bool:
@@ -39,8 +44,9 @@ class Placement:
 
 
 def _own(optimizer: str) -> tuple[Placement, Placement]:
-    """fp32 and bf16 weights under an optimizer of the user's own. Trainers do so by themselves. In
-    bf16 small updates are rounded away (trainer/callback.py), so auto has neither.
+    """The placements of fp32 and of bf16 weights under the user's own optimizer, as Trainers train
+    by themselves. In bf16 small updates are rounded away (trainer/callback.py), so auto tries
+    neither.
     """
     title, more = OPTIMIZERS[optimizer][1], {"auto": False, "optimizer": optimizer}
     wide = f"{title} on fp32 weights under bf16 autocast, all on the GPU"
@@ -79,18 +85,19 @@ PLACEMENTS = {
         *_own("adamw"),
     )
 }
-# what --optimizer plans, beside those that --placement names
+# The placements of --optimizer that --placement does not name.
 _OF_OPTIMIZERS = {p.name: p for name in OPTIMIZERS if name != "adamw" for p in _own(name)}
 
 
 def placement_named(name: str) -> Placement:
-    """The row of that name, also one that --optimizer made."""
+    """The Placement of that name, including those of --optimizer."""
     return PLACEMENTS.get(name) or _OF_OPTIMIZERS[name]
 
 
 def under(optimizer: str, placement: str) -> str:
-    """The name for `candidates` of a placement under this optimizer: of both its rows for "auto".
-    ValueError where the placement brings its own, or nobody knows the optimizer.
+    """The name for `candidates` of a placement under this optimizer. For "auto" it names both
+    placements of the optimizer. ValueError if the placement has its own optimizer, or if the
+    optimizer is unknown.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(
@@ -108,16 +115,19 @@ def under(optimizer: str, placement: str) -> str:
     return optimizer + names[placement]
 
 
-# where adapters are trained: a whole copy of the frozen base on each GPU
+# The placements for adapters: each GPU has a whole copy of the frozen base.
 ADAPTED = ("gpu8bit", "adamw")
 
 
 def candidates(
     name: str, gpus: int, adapters: bool = False, uneven: str | None = None
 ) -> list[str]:
-    """The placements to try. ValueError for an unknown name, or one that this number of GPUs,
-    adapters, or ranks that share rows cannot have. uneven: why heads do not go evenly over such
-    ranks, which DeepSpeed refuses; None where they do.
+    """The placements to try. uneven: why the ranks that share rows cannot split heads evenly, which
+    DeepSpeed refuses; None if they can.
+
+    Raises:
+        ValueError: the name is unknown, or impossible with this number of GPUs, with adapters, or
+            with ranks that share rows.
     """
     if name in _OF_OPTIMIZERS or name in OPTIMIZERS and name not in PLACEMENTS:
         return _of_an_optimizer(name, gpus, adapters)
@@ -126,7 +136,7 @@ def candidates(
     if uneven:
         possible = [n for n in possible if n.startswith("fsdp2")]
         if name in PLACEMENTS and name not in possible or not possible:
-            # which adapters are not planned under
+            # adapters are not planned under fsdp2
             other = ", or --placement fsdp2" if possible else ""
             raise ValueError(
                 f"hfpatch: {uneven}, which DeepSpeed's Ulysses refuses; pass another "
@@ -165,14 +175,15 @@ def _of_an_optimizer(name: str, gpus: int, adapters: bool) -> list[str]:
 
 
 def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
-    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Policy or the
-    settings that lead to one; of layers that run whole, one after the other, a word.
+    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Policy, or the
+    Checkpointing that leads to one, or a word for layers that run whole.
     """
     whole = isinstance(policy, str)
     if shape.adapters:
         T, base, host = shape.trained_parameters, shape.parameter_bytes(), 0
         if getattr(policy, "frozen_weights", "gpu") == "host":
-            # Two layers' frozen weights on the GPU at a time; each process has its own of all.
+            # Two layers' frozen weights are on the GPU at a time. Each process has its own copy of
+            # all of them on the host.
             host = shape.over(shape.frozen_bytes_of)
             base += WEIGHT_SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host
         moments = 2 * T * shape.trained_itemsize(2) if name == "adamw" else 2 * T + 8 * T // 256
@@ -191,14 +202,14 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
     own = placement_named(name)
     if own.optimizer:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
-        # peak; a tiled one drops its own.
+        # peak. A tiled layer drops its copies.
         copies = 2 * (P if whole else largest) if own.itemsize == 4 else 0
         states = own.itemsize * state_numbers(own.optimizer, shape)
         gradients = own.itemsize * largest if own.optimizer == "lomo" else None
         return Resident(own.itemsize * P + copies, gradients, states, passed=copies)
     if name == "zero3-offload":
-        # Weights down twice, gradients up once, this rank's share of each; 16 bytes a parameter
-        # read, 14 written.
+        # This rank's share of weights goes to the GPU twice, of gradients to the host once. The
+        # optimizer reads 16 bytes a parameter and writes 14.
         live = 2 * min(P, LIVE_PARAMETERS)
         moved = {"link": 6 * share, "host_optimizer": 30 * P, "gathers": gathers}
         return Resident(live, 2 * largest, 0, host=18 * P, **moved)
@@ -206,8 +217,8 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
         live = 2 * min(P, LIVE_PARAMETERS)
         own = 2 * share + live, 2 * share + 2 * largest, 12 * share
         return Resident(*own, passed=live, gathers=gathers)
-    # FSDP2: the layer that runs and the next one gathered in bf16, and the root unit (embedding,
-    #     norm, head) all step.
+    # FSDP2 gathers the running layer and the next one in bf16, and the root unit (embedding, norm,
+    # head) for the whole step.
     gathered = 2 * (2 * layer + root)
     if name == "fsdp2":
         own = 4 * share + gathered, 4 * share + 2 * largest, 8 * share
@@ -232,15 +243,15 @@ FLOAT8_RECIPES = {
     "rowwise": 8532 / 6667,
     "rowwise_with_gw_hp": 3 / (1 + 2 * 6667 / 8532),
 }
-# Tokens of a tile that float8's casts are counted for.
+# The most tokens of a tile for which float8's casts are counted.
 CAST_TOKENS = 8192
 
 
 def float8_bytes(shape: ModelShape, tokens: int) -> int:
-    """What torchao's float8 takes of a GPU beside bf16, at its highest in one Linear that is not
-    compiled: the casts pass through float32 twice, and both operands are there in float8.
+    """The extra GPU bytes of torchao's float8 over bf16, at the peak of one Linear that is not
+    compiled: the casts pass through float32 twice, and both operands exist in float8.
 
-    tokens: of a batch's rows together; of a longer tile CAST_TOKENS.
+    tokens: of all rows of a batch. At most CAST_TOKENS count.
     """
     tokens = min(tokens, CAST_TOKENS)
     sizes = [size for i in shape.kinds for size in layer_linears(shape, i).values()]

@@ -1,7 +1,6 @@
-"""`hfpatch.plan(...)`: does a run fit, how long does a step take, and what to change where it does
-not fit.
+"""`hfpatch.plan(...)`: whether a run fits, how long a step takes, and which changes make it fit.
 
-One evaluation: evaluate.py. What would make a run fit: suggestions.py. No torch.
+evaluate.py evaluates one run; suggestions.py finds the changes. No torch.
 """
 
 import sys
@@ -24,7 +23,7 @@ from hfpatch.planner.suggestions import suggestions
 
 
 def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
-    """ValueError where no runtime has them there."""
+    """ValueError if no runtime supports the weights on the host."""
     if not adapters:
         raise ValueError(
             "hfpatch: weights on the host are a frozen base's, all weights came to be trained; "
@@ -42,8 +41,8 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
 def resolved(
     model, *, seq_len: int, adapters: Adapters | None = None, fp8: str | None = None, **asked
 ) -> Run:
-    """What is asked of plan(): the shape is counted on the model itself where no closed form
-    describes it.
+    """The Run of plan()'s arguments. If no closed form describes the model, its shape is counted on
+    the model itself.
     """
     try:
         run = make_run(model, seq_len=seq_len, **asked)
@@ -76,18 +75,27 @@ def plan(
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
     GPU fits, and how long a step takes.
 
-    model: a preset, config.json, folder, hub id, config or model. gpu: a row of hardware.py, a Gpu,
-    or "this", which measures. host_ram: of the machine, "256GiB" or bytes; None: enough. placement:
-    see placements.py; or an optimizer of optimizers.py, on fp32 or else bf16 weights.
-    checkpointing: "auto", "least", "off", "gpu", "host", a directory, a
-    Checkpointing, or "stock" and "stock-checkpointing" for transformers alone. sp_size: GPUs that
-    share each row (Ulysses, context parallelism). max_seq_len: also search the longest sequence.
-    adapters: LoRA over a frozen base (budget/adapters.py). progress: called with each length that
-    this search tries. fp8: a recipe of FLOAT8_RECIPES. images, video_tokens: of each row, whose
-    tower is then planned too: trained with all weights, frozen beside adapters. A model that no
-    closed form describes runs its step on fake tensors, said on stderr, and its longest
-    sequence is found to a thirtieth.
-    Raises ValueError for what is unknown or unsupported.
+    If no closed form describes the model, its step runs on fake tensors, which a line on stderr
+    says, and its longest sequence is found to a thirtieth.
+
+    Args:
+        model: a preset, config.json, folder, hub id, config or model.
+        gpu: a row of hardware.py, a Gpu, or "this", which measures this machine's.
+        host_ram: the machine's memory, "256GiB" or bytes; None for enough.
+        placement: a row of placements.py, or an optimizer of optimizers.py, on fp32 weights if they
+            fit and else on bf16 weights.
+        checkpointing: "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or
+            "stock" and "stock-checkpointing" for transformers alone.
+        sp_size: GPUs that share each row (Ulysses, context parallelism).
+        max_seq_len: also search the longest sequence.
+        adapters: LoRA over a frozen base (budget/adapters.py).
+        progress: called with each length that the search tries.
+        fp8: a recipe of FLOAT8_RECIPES.
+        images, video_tokens: in each row. The image tower is then planned too: trained with all
+            weights, frozen with adapters.
+
+    Raises:
+        ValueError: an argument is unknown or unsupported.
     """
     checkpointing = settings_of(checkpointing)
     asked = {
@@ -126,4 +134,4 @@ def plan(
     if max_seq_len:
         ways = longest_ways(run, names, progress)
         found = replace(found, max_seq_len=ways[0]["seq_len"], longest=ways)
-    return deepcopy(found)  # its dicts are evaluate's, who gives them out again
+    return deepcopy(found)  # evaluate's cache returns the same dicts again

@@ -1,4 +1,4 @@
-"""A plan as text, a sweep as a table, a sweep as a picture. Standard library only, but for the
+"""A plan as text, and a sweep as a table or a picture. Standard library only, except for the
 picture.
 """
 
@@ -8,7 +8,7 @@ from hfpatch.budget.seconds import FIRST_STEP_BUDGET
 from hfpatch.budget.sequence import FLOAT32_ANGLES
 from hfpatch.planner.placements import placement_named
 
-# What the lines of a plan and the legend of a picture call the parts of the GPU's memory.
+# Names of the parts of GPU memory in the lines of a plan and in a picture's legend.
 NAMES = {"slack": "slack (lost between blocks)"}
 COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759",
            "activations": "#59a14f",
@@ -16,19 +16,19 @@ COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e1575
 
 
 def gib(nbytes) -> str:
-    """As in 12.3 GiB."""
+    """Bytes as text: "12.3 GiB"."""
     return "unlimited" if nbytes is None else f"{nbytes / GiB:.1f} GiB"
 
 
 def span(seconds: float) -> str:
-    """As in 1.2 to 1.5: between which seconds a planned step is expected."""
+    """The range of a planned step's seconds as text: "1.2 to 1.5"."""
     digits = 2 if seconds < 1 else 1
     low, high = ((1 + way * SECONDS_ERROR) * seconds for way in (-1, 1))
     return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
 def table(rows, header) -> str:
-    """Columns aligned, the first to the left and the others to the right."""
+    """Rows as text with aligned columns, the first to the left and the others to the right."""
     cells = [tuple(header), *[tuple(str(c) for c in row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     pad = lambda i, c: c.ljust(widths[i]) if i == 0 else c.rjust(widths[i])  # noqa: E731
@@ -37,9 +37,7 @@ def table(rows, header) -> str:
 
 
 def policy_text(policy, num_layers: int | None = None) -> str:
-    """The policy, a Plan's dict or word, in a few words. num_layers: of the model, None where that
-    is not known.
-    """
+    """Plan.policy in a few words. num_layers: the model's, or None if unknown."""
     if not isinstance(policy, dict):
         return str(policy)
     policy = Policy(**policy)
@@ -54,8 +52,9 @@ def policy_text(policy, num_layers: int | None = None) -> str:
 
 
 def _points(plan) -> list[str]:
-    """Of the frontier those that are a hundredth, and as printed, faster than the one before and
-    not as large as what was chosen, and that.
+    """The points of the frontier to show, and the chosen one. A point is shown if it is faster than
+    the shown point before, by a hundredth and as printed, and its memory is more than a tenth away
+    from the chosen point's.
     """
     shown = []
     for point in sorted(plan.frontier, key=lambda point: point["gpu_peak_bytes"]):
@@ -70,7 +69,7 @@ def _points(plan) -> list[str]:
 
 
 def text(plan) -> str:
-    """The answer in full, a screen long."""
+    """The whole answer, a screen long."""
     lines = _answer(plan)
     if plan.first_step:
         lines.insert(-3, _first_step(plan))
@@ -194,7 +193,7 @@ HATCHES = {
 
 
 def _lacks(plan) -> str:
-    """Where the memory is short: on the GPU, on the host, or on both; empty where the plan fits."""
+    """Where memory is short: on the GPU, on the host, or on both; empty if the plan fits."""
     host = plan.host_usable_bytes is not None and plan.host_peak_bytes > plan.host_usable_bytes
     short = ["on the GPU"] * (plan.gpu_peak_bytes > plan.gpu_usable_bytes) + ["on the host"] * host
     return " and ".join(short)
@@ -242,7 +241,7 @@ def picture(plans, path) -> None:
         axis.set_xticks(range(len(chosen)), [f"{p.seq_len / 1024:g}" for p in chosen])
         axis.set_title(placement)
         axis.set_xlabel("tokens, in units of 1,024")
-    # What does not fit may dwarf what does: bars beyond twice the memory are cut.
+    # A run that does not fit may dwarf the others, so bars beyond twice the memory are cut.
     usable = plans[0].gpu_usable_bytes / GiB
     axes[0][0].set_ylim(
         0, min(2 * usable, max(1.1 * usable, *(1.05 * p.gpu_peak_bytes / GiB for p in plans)))

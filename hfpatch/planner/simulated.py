@@ -1,5 +1,5 @@
-"""What the simulator says of a plan: the planned step run on fake tensors, and whole plans of
-models that no closed form describes.
+"""Runs a planned step in the simulator, on fake tensors, and makes whole plans of models that no
+closed form describes.
 """
 
 from dataclasses import replace
@@ -33,10 +33,11 @@ from hfpatch.planner.fewer import (
 )
 from hfpatch.planner.placements import placement_named, resident
 
-STEPS_TO_LEARN = 4  # simulated while layers keep more and more
-STEPS_FOR_LENGTH = 8  # simulated while the longest sequence is sought, or until one fits
+STEPS_TO_LEARN = 4  # the most simulated steps in which layers keep more and more
+STEPS_FOR_LENGTH = 8  # simulated steps in the search for the longest sequence; more if none fits
 LONGEST = 1 << 24  # tokens
-# of a simulated step, or one a token: no code that loops over single tokens ends within these
+# The most operations of a simulated step (or one a token, if that is more). Code that loops over
+# single tokens exceeds it.
 OPERATIONS = 400_000
 WAITS = (
     "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave "
@@ -46,9 +47,14 @@ IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatc
 
 
 def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
-    """Bytes that a step of the plan's batch and policy takes: beyond parameters and gradients, at
-    the moment of the highest total, with the gradients that the plan counts then, or the most at
-    any moment; and on the host, beyond what the placement keeps there.
+    """The simulated bytes of a step with the plan's batch and policy.
+
+    Args:
+        at_peak: takes the moment of the highest total, and subtracts the gradients that the plan
+            counts at its peak. Otherwise takes the most bytes at any moment.
+
+    Returns:
+        (bytes beyond parameters and gradients, host bytes beyond those of the placement).
     """
     tiled = isinstance(plan.policy, dict)
     policy = Policy(**plan.policy) if tiled else None
@@ -60,7 +66,7 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
         result = simulate(
             model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size
         )
-    # Autocast's copies of the weights, which the placement counts.
+    # The placement counts autocast's copies of the weights.
     shape = replace(ModelShape.from_config(config), adapters=adapters)
     stays = resident(plan.placement, shape, plan.gpus, policy or plan.policy)
     copies = stays.parameters - 4 * shape.parameters if wide else 0
@@ -73,8 +79,8 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
             - plan.gpu_bytes["gradients"]
         )
         return beyond, on_host
-    # A tied weight's gradient, until it is whole, is the simulator's activation and the plan's
-    # gradient.
+    # Until a tied weight's gradient is complete, the simulator counts it as an activation. The plan
+    # counts it as a gradient.
     head = model.get_output_embeddings().weight
     tied = head is model.get_input_embeddings().weight
     beyond = result.most_beyond_bytes - copies - (head.numel() * head.element_size() if tied else 0)
@@ -82,9 +88,7 @@ def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
 
 
 def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
-    """A simulated step of a stock model under a Policy, or under the word for layers that run
-    whole.
-    """
+    """A simulated step of a stock model under a Policy, or a word for layers that run whole."""
     tiled = isinstance(policy, Policy)
     ready = prepare(model, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
     try:
@@ -94,7 +98,7 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
             "most_operations": max(OPERATIONS, batch * seq_len),
         }
         return simulate(ready, batch, seq_len, policy=policy if tiled else None, **how)
-    except Exception as error:  # whatever a family's forward makes of such tokens
+    except Exception as error:  # a family's own forward may raise anything
         if str(error).startswith("hfpatch: "):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
@@ -105,13 +109,18 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
         ) from error
 
 
-@lru_cache(maxsize=64)  # of a sweep, whose placements differ in what stays, lengths in none of it
+@lru_cache(maxsize=64)  # a sweep's placements differ only in resident bytes and share a step
 def _step(
     config: "Values", counted: Counted, batch: int, seq_len: int, policy, width=None
 ) -> tuple[StepMemory, Flops, dict, int]:
-    """Memory and FLOPs of a step of all layers, simulated on as few of them as tell; why layers run
-    whole, and how many; layers whose mixer takes whole rows. width: KV heads of a group in
-    attention, None where as many as it has.
+    """A step of all layers, extrapolated from simulated steps of few layers (fewer.depths).
+
+    Args:
+        width: KV heads of a group in attention (fewer.groups_of_width); None for its own choice.
+
+    Returns:
+        (memory, FLOPs, reason -> number of layers that run whole for it, number of layers with a
+        mixer that takes whole rows).
     """
     adapters = counted.adapters
     own = getattr(policy, "every", 1), getattr(policy, "plain", 0)
@@ -154,8 +163,8 @@ def _step(
 
 
 def _policy(asked, tokens: int, states: bool) -> Policy:
-    """What was asked for, with inputs and attention outputs on the host where it leaves that
-    open.
+    """The policy of the settings `asked`. By default, inputs and attention outputs go to the
+    host.
     """
     if asked.keep not in ("auto", ()) or asked.frozen_weights == "host":
         raise ValueError(
@@ -166,7 +175,7 @@ def _policy(asked, tokens: int, states: bool) -> Policy:
         "offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens), "plain": 0
     }  # fmt: skip
     said = {name: getattr(asked, name) for name in chosen if getattr(asked, name) != "auto"}
-    if states and asked.tile == "auto":  # the least that a step takes, whatever is free
+    if states and asked.tile == "auto":  # the smallest tile, whatever memory is free
         chosen["tile"] = TIME_TILE_LEAST
     chosen["chain"] = int(states and asked.every == "auto")
     return Policy(**chosen | said | ({"offload": "disk"} if asked.directory else {}))
@@ -175,13 +184,18 @@ def _policy(asked, tokens: int, states: bool) -> Policy:
 def simulated_plan(
     model, run: Run, names: list[str], *, max_seq_len: bool = False, progress=None
 ) -> Plan:
-    """plan() of a model that no closed form describes: memory and FLOPs are a simulated step's,
-    with inputs and attention outputs on the host where layers run tile by tile; seconds are those
-    of its FLOPs and of the bytes that were counted.
+    """plan() of a model that no closed form describes.
 
-    run: with what was `counted` for a shape; names: of the placements to try; progress: as plan()
-        has it. Raises ValueError for
-        what cannot be simulated.
+    Memory and FLOPs are those of a simulated step, with inputs and attention outputs on the host
+    where layers run tile by tile. Seconds follow from these FLOPs and from the counted bytes.
+
+    Args:
+        run: has a Counted as its shape.
+        names: the placements to try.
+        progress: as in plan().
+
+    Raises:
+        ValueError: the step cannot be simulated.
     """
     if run.ranks > 1 and run.checkpointing in (STOCK, STOCK_CHECKPOINTING):
         raise ValueError(
@@ -208,7 +222,8 @@ def simulated_plan(
 
 
 def _room(plan: Plan) -> int:
-    """Bytes that stay free where they are the fewest; negative: that are lacking."""
+    """The free bytes of the GPU or of the host, whichever has fewer. Negative if bytes are
+    lacking."""
     host = (
         plan.gpu_usable_bytes
         if plan.host_usable_bytes is None
@@ -218,8 +233,8 @@ def _room(plan: Plan) -> int:
 
 
 def _longest(at, first: Plan) -> Plan | None:
-    """The plan of the longest sequence that fits, to a thirtieth in a few steps where memory grows
-    by a line; None: none fits.
+    """The plan of the longest sequence that fits; None if none fits. If memory grows linearly, a
+    few steps find it to a thirtieth.
     """
     tried = [first, at(max(1024, int(first.seq_len * (2 if first.fits else 0.5)) // 1024 * 1024))]
     while True:
@@ -232,7 +247,7 @@ def _longest(at, first: Plan) -> Plan | None:
         near, far = sorted(tried, key=lambda p: abs(_room(p)))[:2]
         slope = (_room(near) - _room(far)) / (near.seq_len - far.seq_len)
         guess = near.seq_len - _room(near) / slope if slope < 0 else most
-        # where lines come down to none that fits
+        # After many lengths of which none fits, at least halve the length.
         top = most - 1024 if len(tried) < 2 * STEPS_FOR_LENGTH else most // 2
         guess = int(min(max(guess, least + 1024), top)) // 1024 * 1024
         if any(p.seq_len == guess for p in tried):
@@ -242,7 +257,7 @@ def _longest(at, first: Plan) -> Plan | None:
 
 
 def _taken(config: Values, counted: Counted, batch: int, seq_len: int, policy, slow: bool):
-    """What a step takes, as `_step` has it; slow: by shorter ones."""
+    """`_step`'s result for a step. slow: extrapolates it from shorter steps."""
     width = None
     if slow and counted.ranks > 1:
         width = rounds_for(counted, batch, seq_len).width
@@ -257,13 +272,14 @@ def _tile(policy) -> int:
 
 
 def _at(config: Values, run: Run, names: list, seq_len: int) -> Plan:
-    """The plan at one length, by the first of the named placements under which it fits."""
+    """The plan at one length, under the first of the named placements that fits."""
     run, counted = replace(run, seq_len=-(-seq_len // run.ranks)), run.shape
     asked = run.checkpointing
     if asked in WHOLE:
         return _under(config, run, names, asked)
     policy = _policy(asked, run.batch * run.seq_len, counted.carries_states)
-    # as budget/ladder.unplanned has it: where sums of whole layers are more than a chain spares
+    # As in budget/ladder.unplanned: no chains if whole layers' sums of gradients take more than a
+    # chain saves.
     rows = run.batch * run.seq_len * config.get("hidden_size", 0)
     few = rows < counted.trained_parameters // max(1, counted.num_layers)
     if few or run.ranks > 1:  # nor do layers run as chains where ranks share rows
@@ -282,8 +298,8 @@ def _at(config: Values, run: Run, names: list, seq_len: int) -> Plan:
 
 
 def _grown(config: Values, run: Run, found: Plan, policy: Policy) -> Plan:
-    """The plan whose layers keep what there is room for, as the runtime learns it (room.Learned):
-    each simulated step is one that was measured.
+    """The plan whose layers keep as much as fits. The runtime learns this from measured steps
+    (room.Learned); here each simulated step takes the place of a measured one.
     """
     counted, name = run.shape, found.placement
     if run.gpus > 1 or _slow(run, _tile(policy)):  # ranks learn nothing
@@ -303,17 +319,18 @@ def _grown(config: Values, run: Run, found: Plan, policy: Policy) -> Plan:
 
 
 def _slow(run: Run, tile: int) -> bool:
-    """Whether shorter steps tell what one of this length takes."""
+    """Whether a step of this length is extrapolated from shorter steps."""
     return run.shape.carries_states and run.seq_len > STRETCHED[-1] * tile
 
 
 def _under(config: Values, run: Run, names: list, policy) -> Plan:
-    """The same under one policy, or the word for layers that run whole."""
+    """The plan under one policy, or under a word for layers that run whole: the first placement
+    that fits."""
     counted, tile = run.shape, _tile(policy)
     slow = _slow(run, tile)
     stepped = (
         replace(policy, offload="host") if run.on_disk else policy
-    )  # where bytes that leave the device are counted
+    )  # only on the host does the simulator count the bytes that leave the device
     memory, flops, whole, rows = _taken(config, counted, run.batch, run.seq_len, stepped, slow)
     why = "simulated: no closed form describes this model"
     if counted.carries_states:

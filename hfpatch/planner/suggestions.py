@@ -1,4 +1,4 @@
-"""What would make a run fit: changes one at a time."""
+"""Finds single changes that make a run fit."""
 
 from dataclasses import replace
 
@@ -15,7 +15,8 @@ from hfpatch.planner.evaluate import best, frugal, longest, placements
 
 
 def suggestions(run: Run, plan: Plan, asked: str) -> list:
-    """The changes, one at a time, that make it fit, quickest step first; each with its cost."""
+    """The single changes that make the run fit, each with its cost. The quickest step comes
+    first."""
     offers, names = Offers(plan), placements(run, asked)
     _of_settings(run, names, plan.placement, offers)
     _of_more_gpus(run, names, offers)
@@ -36,7 +37,8 @@ class Offers:
         self.plan, self.found = plan, []
 
     def add(self, change: str, run: Run, names: list, cost: str = "") -> bool:
-        """Whether the run so changed fits; then it is noted, at this cost or that of its step."""
+        """Adds the change if the changed run fits, and returns whether it does. cost: the text of
+        its cost; by default the seconds of its step."""
         other = best(run, names)
         if other.fits:
             slower = other.step_seconds / self.plan.step_seconds - 1
@@ -71,7 +73,7 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
 
 
 def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
-    if run.gpu.float8 > 1:  # several GPUs take an engine
+    if run.gpu.float8 > 1:  # several GPUs need an engine, which float8 excludes
         return
     for gpus in (2, 4, 8):
         wider = replace(run, gpus=gpus)

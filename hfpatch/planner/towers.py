@@ -1,10 +1,10 @@
-"""Towers of images in a plan: what the one in front of a text model takes of memory and time.
+"""Image towers in a plan: the memory and time of the tower in front of a text model.
 
 Sizes are read off the model's own modules, made without memory. Bytes are closed forms of a block
-that runs again in backward (layer/tower.py); profiles/tower has the simulated ones beside them.
+that runs again in backward (layer/tower.py); profiles/tower compares them with simulated bytes.
 
-Legend: D hidden columns of a block, patches its rows; visual tokens are what the text model sees of
-them. A block's Linear layers read `ins` and write `outs` columns together.
+Legend: a block has patches as rows and D hidden columns. The text model reads visual tokens, each
+merged from patches. A block's Linear layers together read `ins` and write `outs` columns.
 """
 
 import json
@@ -19,26 +19,30 @@ from hfpatch.budget.seconds import Resident
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import config_of, with_images
 
-# Visual tokens of an image where a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of
-# a video's frame, which see each other.
+# Visual tokens of an image if a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of a
+# video's frame. The tokens of one frame attend to each other.
 IMAGE_TOKENS, FRAME_TOKENS = 1024, 256
-# Elements that transformers' code moves for each column that a Linear layer reads or writes: forward,
-# backward (simulated, profiles/tower).
+# Elements that transformers' code moves in forward and in backward for each column that a Linear
+# layer reads or writes (simulated, profiles/tower).
 PASSES = 4.8, 5.9
 
 
 @dataclass(frozen=True)
 class Tower:
-    """The image tower of a model, and what stands between it and the text.
+    """The image tower of a model, and the Linear layers between the tower and the text model.
 
     Attributes:
-        depth: blocks; width: D; columns, weights: ins and outs, and weights, of a block's Linears.
-        kept: columns that autograd keeps of a block; works: that its backward holds at most.
-        after: (columns in, columns out) of the Linear layers behind, which see visual tokens.
+        depth: the number of blocks.
+        width: D.
+        columns: ins + outs of a block's Linear layers.
+        weights: weights of a block's Linear layers.
+        kept: columns of a block that autograd keeps.
+        works: columns that a block's backward holds at most.
+        after: (columns in, columns out) of the Linear layers after the blocks, on visual tokens.
         pixels: numbers of one patch.
         merge: patches of a visual token.
         per_image: visual tokens of an image.
-        parameters: all that is neither the text model's nor its head's.
+        parameters: all parameters outside the text model and its head.
         images, video_tokens: in each row.
     """
 
@@ -62,7 +66,8 @@ class Tower:
         return self.images * self.per_image + self.video_tokens
 
     def resident(self, stays: Resident, text_parameters: int, frozen: bool) -> Resident:
-        """What a placement keeps, of tower and text together: by as much as there are parameters."""
+        """A placement's bytes for the text model and the tower. They grow with the share of the
+        tower's parameters."""
         if frozen:
             more = 2 * self.parameters
             return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
@@ -72,16 +77,16 @@ class Tower:
 
     @property
     def _merged(self) -> int:
-        """Columns that two Linear layers behind the blocks keep for each visual token, the norm in
-        front of them too."""
+        """Columns that two Linear layers after the blocks, and the norm before them, keep for each
+        visual token."""
         norms = len(self.after) * self.merge * self.width
         return (norms + 2 * sum(map(sum, self.after))) // max(1, len(self.after))
 
     def held(self, rows: int, policy, frozen: bool, itemsize: int = 2) -> int:
-        """Bytes on the device from the tower's forward to its backward, for so many rows of text."""
+        """Bytes on the device from the tower's forward to its backward, for `rows` rows of text."""
         tokens = rows * self.tokens
         patches = tokens * self.merge
-        nbytes = 4 * patches * self.pixels  # as processors give them
+        nbytes = 4 * patches * self.pixels  # float32, as processors return pixels
         if frozen:
             return nbytes + tokens * sum(out for _, out in self.after) * itemsize
         nbytes += tokens * len(self.after) * self._merged * itemsize // 2
@@ -92,13 +97,13 @@ class Tower:
         return nbytes
 
     def host(self, rows: int, policy, frozen: bool, itemsize: int = 2) -> int:
-        """Bytes of the blocks' inputs there."""
+        """Bytes of the blocks' inputs on the host."""
         away = getattr(policy, "offload", "gpu") in ("auto", "host") and not frozen
         return away * rows * self.tokens * self.merge * self.depth * self.width * itemsize
 
     def beside(self, memory: StepMemory, rows: int, policy, frozen: bool) -> StepMemory:
-        """A step's memory with the tower's in it. Its backward comes last: the text's gradients
-        exist then, where they stay."""
+        """A step's memory with the tower's added. The tower's backward comes last, when the text
+        model's gradients exist, if the placement keeps them."""
         held = self.held(rows, policy, frozen)
         columns = self.columns if frozen else self.works
         works = 2 * rows * self.tokens * self.merge * columns
@@ -107,7 +112,8 @@ class Tower:
         if frozen:
             moments.append(Moment("the image tower", 0, checkpoints=held, layer=works))
         else:
-            # The layers behind the last block are done; those behind earlier ones wait.
+            # The backward of the layers after the last block is over. The layers after earlier
+            # blocks still wait for theirs.
             left = held - 2 * rows * self.tokens * self._merged
             last = Moment("the image tower's last block", text, checkpoints=left, layer=works)
             moments += [last, Moment("the image tower's first block", text + own, layer=works)]
@@ -115,7 +121,7 @@ class Tower:
         return replace(memory, gradients=text + own, moments=tuple(moments), host=host)
 
     def flops(self, rows: int, policy, frozen: bool) -> Flops:
-        """Of one step. Patches of an image or a frame see each other."""
+        """FLOPs of one step. The patches of an image or a frame attend to each other."""
         tokens = rows * self.tokens
         products = 2 * tokens * self.merge * self.depth * self.weights
         behind = 2 * tokens * sum(map(prod, self.after))
@@ -130,7 +136,8 @@ class Tower:
                      PASSES[0] * columns * (1 + again), passes // 3 * PASSES[1] * columns)  # fmt: skip
 
     def seconds(self, gpu, rows: int, policy, frozen: bool) -> float:
-        """Of one step; copies of inputs hide behind the blocks, but for what takes longer."""
+        """Seconds of one step: those of the blocks, or of the copies of inputs that overlap them,
+        whichever takes longer."""
         counted = self.flops(rows, policy, frozen)
         moved = (counted.moved_forward + counted.moved_backward) / gpu.memory_rate
         attention = counted.attention_forward / gpu.attention_forward
@@ -140,11 +147,11 @@ class Tower:
 
 
 def tower_in_front(model, images: int, video_tokens: int, seq_len: int) -> Tower | None:
-    """The tower of a model for rows with so many images and visual tokens of videos; None where
-    there are none.
+    """The tower of a model for rows with so many images and visual tokens of videos; None if rows
+    have neither.
 
     Raises:
-        ValueError: the model has none, or a row has more visual tokens than tokens.
+        ValueError: the model has no tower, or a row has more visual tokens than tokens.
     """
     for what, value in (("images", images), ("video_tokens", video_tokens)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -191,8 +198,8 @@ def _tower(values: str) -> Tower | None:
     kept = {id(p) for m in text for p in m.parameters(recurse=False)}
     linears = [(m.in_features, m.out_features) for m in blocks[0].modules() if _is_linear(m)]
     rest = [m for m in model.modules() if m not in inside and isinstance(m, nn.Linear)]
-    # Counted on simulated blocks (profiles/tower): a gate adds its activation and two gradients, norms
-    # in plain float32 operations their copies.
+    # Counted on simulated blocks (profiles/tower): a gate adds its activation and two gradients.
+    # Norms in plain float32 operations add their copies.
     width, columns, widest = linears[0][0], sum(map(sum, linears)), max(o for _, o in linears)
     gates = [o for _, o in linears].count(widest)
     wide = 0 if any(isinstance(m, nn.LayerNorm) for m in blocks[0].modules()) else 6
@@ -211,7 +218,7 @@ def _is_linear(module) -> bool:
 
 
 def _patches(config) -> dict:
-    """How a config cuts images, by the names that families have for it."""
+    """How a config cuts images into patches, by the names of its fields in any family."""
     vision = config.vision_config
 
     def said(name):
