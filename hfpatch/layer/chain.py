@@ -83,5 +83,7 @@ class Chain:
 
 
 def _watched(x: Tensor) -> bool:
-    """Whether somebody looks at the gradient of these hidden states: a chain makes none of them."""
-    return bool(x.retains_grad or x._backward_hooks)
+    """Whether somebody looks at the gradient of these hidden states, of which a chain makes none, or
+    their graph begins here.
+    """
+    return bool(x.is_leaf or x.retains_grad or x._backward_hooks)
