@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import same_memory
+from hfpatch.compat import same_memory, version
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.privacy import private_holders
 
@@ -23,8 +23,8 @@ class Chain:
 
     def __init__(self):
         self._private: dict[type, tuple] = {}  # private_holders, by the class of hidden states
-        # weak references to the last call and to its output
-        self.last_call = (lambda: None,) * 2
+        # weak references to the last call and to its output, and how often that was written to
+        self.last_call = *(lambda: None,) * 2, 0
         self.last_held = None
 
     def link(self, call: LayerCall, x: Tensor) -> None:
@@ -38,13 +38,15 @@ class Chain:
         before = self._before(x)
         if before is not None:
             call.previous = weakref.ref(before)
-            if (call.policy.every > 1 or call.policy.chain > 1) and call.joins(before):
+            shares = call.policy.every > 1 or call.policy.chain > 1
+            if shares and not _watched(x) and call.joins(before):
                 call.earlier, call.position = before, before.position + 1
 
     def _before(self, x: Tensor) -> LayerCall | None:
-        """The last call, if x is its output."""
+        """The last call, if x is its output as it left it."""
         # a view of the output if the hidden states are residual streams
-        last, y = self.last_call[0], self.last_call[1]()
+        last, output, count = self.last_call
+        y = output() if version(x) == count else None
         as_given = (
             y is x
             or y is not None
@@ -78,3 +80,10 @@ class Chain:
             with self.turn:
                 call.queue.begin()
                 call.prefetch()
+
+
+def _watched(x: Tensor) -> bool:
+    """Whether somebody looks at the gradient of these hidden states, of which a chain makes none, or
+    their graph begins here.
+    """
+    return bool(x.is_leaf or x.retains_grad or x._backward_hooks)

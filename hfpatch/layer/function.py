@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import autocast_dtype, holders, is_fake, keeps_graph
+from hfpatch.compat import autocast_dtype, holders, is_fake, keeps_graph, version
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import DequantizedWeights
@@ -162,7 +162,7 @@ def tiled_layer(
         parts.start_anew()
         del call, outputs  # frees the first run's memory before the second
         return tiled_layer(runtime, policy, parts, x, again=True)
-    runtime.last_call = weakref.ref(call), weakref.ref(outputs[0])
+    runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
     return list(outputs)
 
 

@@ -40,20 +40,26 @@ def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) 
         mixer.time, devices = TimeTiles(argument, 1), [x_BtD.device] * x_BtD.is_cuda
         modules = [(m, m.training) for m in mixer.module.modules()]
         try:
-            for module, _ in modules:  # dropout would draw other numbers in tiles
-                module.training = False
-            with torch.random.fork_rng(devices), torch.enable_grad():
+            for inside, _ in modules:  # dropout would draw other numbers in tiles
+                inside.training = False
+            # Nothing that is saved here is for the hooks of a checkpoint around the model.
+            own = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+            with torch.random.fork_rng(devices), torch.enable_grad(), own:
                 why = _tried(mixer, x_BtD)
         except Exception as error:  # a package's own code
             why = f"tried in tiles here, it raised {type(error).__name__}"
         finally:
             mixer.time = None
-            for module, training in modules:
-                module.training = training
+            for inside, training in modules:
+                inside.training = training
         runtime.tried[key] = why
         if why is not None:
             runtime.tell(f"{type(module).__name__}s take all tokens at once: {why}.")
     return runtime.tried[key]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def tokens_tried(module: nn.Module) -> int:

@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import replace
 
+import families
 import pytest
 import torch
 from tiny import LONG
@@ -267,3 +268,19 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     assert plan("llama-3.1-70b", **shared).policy["frozen_weights"] == "gpu"
     with pytest.raises(ValueError, match="^hfpatch: weights on the host [^\n]*--sp-size 8[^\n]*$"):
         plan("llama-3.1-70b", **shared, checkpointing=Checkpointing(frozen_weights="host"))
+
+
+def test_a_simulated_model_without_such_layers_is_refused_in_a_sentence():
+    """PEFT adapts no out_proj of Mamba 2, whose kernel reads the weight itself."""
+    from hfpatch.lab.simulate.adapters import adapted
+
+    cases = (
+        ("nemotron_h", Adapters(4), "'out_proj' is incompatible with Mamba-based models"),
+        ("lfm2", Adapters(4, targets=("nonesuch",)), "{'nonesuch'} not found"),
+    )
+    for name, adapters, why in cases:
+        with pytest.raises(ValueError) as raised:
+            adapted(families.small_model(name), adapters)
+        said = str(raised.value)
+        assert said.startswith("hfpatch: expected Linear layers that PEFT adapts") and why in said
+        assert said.endswith("name others with --lora-target.")

@@ -10,14 +10,18 @@ import families
 import pytest
 import tiny
 import torch
+import torch.utils.checkpoint
+from numerics import lifted
 
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict
 from hfpatch.lab.simulate import scan
 from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.layer import time_trial
 from hfpatch.layer.mixers import Mixer
 from tests.decoder.test_families import batch, step
+from tests.layer.test_time import assert_same
 
 pytestmark = tiny.not_before_transformers((5, 16), "chooses kernels for mixers by other ways")
 FUNCTIONS = {  # what may be a package's
@@ -141,6 +145,33 @@ def test_a_kernel_that_drops_states_is_seen_where_it_runs(change, kernels, monke
         assert (grads[name] - value).norm() <= 1e-3 * value.norm().clamp_min(1e-3), name
     said = capsys.readouterr().err
     assert said.count("take all tokens at once: with this device's kernels tiles differ") == 1
+
+
+def test_the_trial_is_no_part_of_the_callers_graph():
+    """Somebody's checkpoint around the model counts what its forward saves, and runs that twice."""
+    stock = families.small_model("qwen3_5_text")
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=64), loss=False)
+    given, found = batch(165), []
+    labels = given.pop("labels")
+    for model in (ours, stock):
+        embeds = model.get_input_embeddings()(given["input_ids"])
+
+        def loss(x, model=model):
+            return model(inputs_embeds=x, labels=labels, use_cache=False).loss
+
+        with lifted():
+            torch.utils.checkpoint.checkpoint(loss, embeds, use_reentrant=False).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found, 1e-12)
+
+
+def test_a_trial_that_raises_names_the_mixer(monkeypatch, capsys):
+    monkeypatch.setattr(time_trial, "_tried", lambda *given: 1 / 0)
+    model = families.small_model("qwen3_5_text").float()
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=64))
+    step(model, batch(165))
+    assert "Qwen3_5GatedDeltaNets take all tokens at once" in capsys.readouterr().err
 
 
 def test_a_plan_meets_no_kernel(kernels):

@@ -215,6 +215,79 @@ def test_another_reader_of_an_output_inside_a_chain_is_refused(monkeypatch):
     (loss + outputs[2].square().sum()).backward()  # the chain's own end may have any
 
 
+def scaled(y):
+    with torch.no_grad():
+        y.mul_(3)
+
+
+@pytest.mark.parametrize("every", [2, "auto"], ids=["segment", "chain"])
+@pytest.mark.parametrize("change", [lambda y: y.add_(1), scaled], ids=["with", "without a graph"])
+def test_an_output_written_to_between_layers_is_kept(change, every, monkeypatch):
+    """The layer before it cannot make it again."""
+    stock = families.small_model(FAMILY)
+    ours, _ = patched(stock, hfpatch.Checkpointing(offload="host", tile=64, every=every))
+    call, first = torch.nn.Module.__call__, [find_decoder(m).layers[0] for m in (ours, stock)]
+
+    def changing(module, *args, **kwargs):
+        y = call(module, *args, **kwargs)
+        if module in first:
+            change(y)
+        return y
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", changing)
+    compared(ours, stock, batch(TOKENS))
+
+
+@pytest.mark.parametrize("way", ["hook", "kept"])
+def test_who_looks_at_a_gradient_between_layers_sees_that_layers(way, monkeypatch):
+    """A chain has one gradient for all its layers' inputs."""
+    stock = families.small_model(FAMILY)
+    ours, _ = patched(stock)
+    call, seen, kept = torch.nn.Module.__call__, [], []
+    first = [find_decoder(m).layers[0] for m in (ours, stock)]
+
+    def looking(module, *args, **kwargs):
+        y = call(module, *args, **kwargs)
+        if module in first and way == "hook":
+            y.register_hook(lambda dy: seen.append(dy.clone()))
+        elif module in first:
+            y.retain_grad()
+            kept.append(y)
+        return y
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", looking)
+    compared(ours, stock, batch(TOKENS))
+    got, wanted = seen or [y.grad for y in kept]
+    assert_same({"dy": got}, {"dy": wanted}, 1e-12)
+
+
+@pytest.mark.parametrize("every", [2, "auto"], ids=["segment", "chain"])
+def test_a_graph_that_is_cut_between_layers(every, monkeypatch):
+    """Each part of it has a backward of its own, the first part's before the second's."""
+    stock = families.small_model(FAMILY)
+    ours, _ = patched(stock, hfpatch.Checkpointing(offload="host", tile=64, every=every))
+    call, found = torch.nn.Module.__call__, []
+    second = [find_decoder(m).layers[1] for m in (ours, stock)]
+
+    def cutting(module, *args, **kwargs):
+        if module in second:
+            cut.append(args[0])
+            args = (args[0].detach().requires_grad_(), *args[1:])
+            cut.append(args[0])
+        return call(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", cutting)
+    for model in (ours, stock):
+        cut = []
+        with lifted():
+            loss = model(**batch(TOKENS), use_cache=False).loss
+            cut[0].square().mean().backward()
+            loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        found[-1]["dx"] = cut[1].grad
+    assert_same(*found, 1e-12)
+
+
 def test_frozen_layers_at_a_chains_start(chains):
     """The gradient ends where the first trained weight is."""
     stock = families.small_model(FAMILY)

@@ -6,6 +6,8 @@ the length of a product, forward and backward; of 8 bits the integers of input a
 forward, a dense copy in the backward.
 """
 
+import re
+
 import torch
 from torch import Tensor, nn
 
@@ -108,7 +110,14 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
         r=adapters.rank, target_modules=targets, target_parameters=of_experts or None,
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    made = peft.get_peft_model(model, settings)
+    try:
+        made = peft.get_peft_model(model, settings)
+    except ValueError as error:  # none of such a name, or one whose weight a kernel reads itself
+        why = re.split(r"[.;] ", str(error))[0]
+        raise ValueError(
+            f"hfpatch: expected Linear layers that PEFT adapts ({why}), "
+            f"{', '.join(adapters.targets) or ALL_LINEAR} came; name others with --lora-target."
+        ) from error
     for parameter in made.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32 if adapters.itemsize == 4 else dtype)
