@@ -123,6 +123,10 @@ def test_autograd_names(monkeypatch):
     with monkeypatch.context() as patch:
         patch.delattr(torch.autograd.forward_ad, "_current_level")
         assert not compat.forward_mode()
+    y = x.clone().requires_grad_()
+    assert not compat.gradient_is_watched(y)
+    y.register_hook(lambda grad: None)
+    assert compat.gradient_is_watched(y) and not compat.gradient_is_watched(x)
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     assert compat.holders(x) == (sys.maxsize, sys.maxsize)
     from hfpatch.layer.privacy import is_private

@@ -127,6 +127,11 @@ def marks_of(tensors: list[Tensor]) -> tuple[list[int], list[int | None]]:
     return counts, storages
 
 
+def gradient_is_watched(x: Tensor) -> bool:
+    """Whether a hook or retain_grad() reads the gradient of x; hooks are missed where unknown."""
+    return x.retains_grad or bool(getattr(x, "_backward_hooks", None))
+
+
 def storage_of(x: Tensor) -> int | None:
     """A number that identifies x's storage; None if unknown (a simulated tensor, another library's
     class)."""

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import same_memory, version
+from hfpatch.compat import gradient_is_watched, same_memory, version
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.privacy import private_holders
 
@@ -39,7 +39,9 @@ class Chain:
         if before is not None:
             call.previous = weakref.ref(before)
             shares = call.policy.every > 1 or call.policy.chain > 1
-            if shares and not _watched(x) and call.joins(before):
+            # a chain or a segment makes no gradient of the hidden states inside it
+            shares = shares and not (x.is_leaf or gradient_is_watched(x))
+            if shares and call.joins(before):
                 call.earlier, call.position = before, before.position + 1
 
     def _before(self, x: Tensor) -> LayerCall | None:
@@ -80,10 +82,3 @@ class Chain:
             with self.turn:
                 call.queue.begin()
                 call.prefetch()
-
-
-def _watched(x: Tensor) -> bool:
-    """Whether somebody looks at the gradient of these hidden states, of which a chain makes none, or
-    their graph begins here.
-    """
-    return bool(x.is_leaf or x.retains_grad or x._backward_hooks)

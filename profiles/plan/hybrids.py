@@ -30,7 +30,6 @@ LENGTHS = {8192: ("before", "least"), 32768: ("before", "least"), 131072: ("leas
 FAMILIES = LAYERS | {
     "qwen3_next": 4, "qwen3_5_moe_text": 4, "olmo_hybrid": 4, "falcon_h1": 2, "bamba": 2, "mamba2": 2,
     "zamba2": 8, "lfm2_moe": 3, "lfm3": 4, "kimi_linear": 4, "bailing_hybrid": 8,
-    "qwen4_exp_text": 4,
 }  # fmt: skip
 HEADER = "family,layers,policy,tokens,beyond_gib,most_gib,host_gib,matmul_flops"
 
