@@ -43,14 +43,16 @@ def main(argv=None) -> int:
         print(f"{error} {parser.format_usage().strip()}", file=sys.stderr)
         return BAD_INPUT
     outer = marks.settings()  # `hfpatch run torchrun -m hfpatch run ...`: the outer keeps all marks
+    # no outer folder on another machine, nor where this process outlives the outer run
+    inside = bool(outer) and Path(outer["folder"]).is_dir()
     late = {"ignore_cleanup_errors": True}  # a process that outlives the run may leave a mark
     made = tempfile.TemporaryDirectory
-    place = nullcontext(outer["folder"]) if outer else made(prefix="hfpatch-run-", **late)
+    place = nullcontext(outer["folder"]) if inside else made(prefix="hfpatch-run-", **late)
     with place as folder:
         own = f"{marks.TRAINED}-{os.getpid()}"
         code = _child(command, marks.environment(folder, outer.get("options", {}) | options, own))
         trained = Path(folder, own).exists()
-    if code or trained or (outer and not args.require):
+    if code or trained or (inside and not args.require):
         return _as_ended(code)
     if os.environ.get("RANK", "0") == "0":
         print(

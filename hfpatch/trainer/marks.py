@@ -23,10 +23,11 @@ def environment(folder: str, options: dict, own: str = TRAINED) -> dict[str, str
     """
     trained = [*settings().get("trained", ()), own]
     hook = str(Path(__file__).parent / "hook")
-    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    came = os.environ.get("PYTHONPATH")
+    places = came.split(os.pathsep) if came else []  # "" in a longer one: the current folder
     return {
         VARIABLE: json.dumps({"folder": folder, "options": options, "trained": trained}),
-        "PYTHONPATH": os.pathsep.join([hook, *(p for p in places if p not in ("", hook))]),
+        "PYTHONPATH": os.pathsep.join([hook, *(place for place in places if place != hook)]),
     }
 
 

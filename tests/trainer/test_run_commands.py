@@ -177,6 +177,17 @@ def test_a_run_within_a_run_keeps_its_own_require():
         assert done[0] == code and done[2].count(WARNING) == (code == 3), done[2]
 
 
+def test_a_run_outlives_the_one_it_was_started_in(tmp_path):
+    """Nor is the outer run's folder on another machine: the marks then have a folder of their own."""
+    outer = json.dumps({"folder": str(tmp_path / "gone"), "options": {}, "trained": ["trained-1"]})
+    trains = "from hfpatch.trainer import marks; marks.mark_trained()"
+    for script, code in ((trains, 0), ("pass", 3)):
+        words = (*RUN, "--require", sys.executable, "-c", script)
+        done = execute(*words, HFPATCH_RUN=outer)
+        assert done[0] == code and (WARNING in done[2]) == (code == 3), done[2]
+    assert not list(tmp_path.iterdir())
+
+
 def test_script_sees_its_own_name_arguments_and_folder(tmp_path):
     (tmp_path / "beside.py").write_text("value = 7\n")
     (tmp_path / "user.py").write_text(
@@ -213,6 +224,19 @@ def test_a_sitecustomize_that_was_there_runs_too(tmp_path):
     assert code == 0 and out.startswith(f"{tmp_path}/sitecustomize.py yes <") and "Watch" in out, (
         out + err
     )
+
+
+def test_an_empty_entry_of_pythonpath_stays(tmp_path, monkeypatch):
+    """`PYTHONPATH=$PYTHONPATH:src` with none before has one: Python reads it as the folder that the
+    command was started in.
+    """
+    script = tmp_path / "folder" / "user.py"
+    script.parent.mkdir()
+    script.write_text("import os, sys; print(os.getcwd() in sys.path)\n")
+    monkeypatch.chdir(tmp_path)
+    for places, found in ((f":{PLACES}", "True\n"), (f"{PLACES}:", "True\n"), (PLACES, "False\n")):
+        assert execute(*RUN, script, PYTHONPATH=places)[1] == found
+        assert execute(sys.executable, script, PYTHONPATH=places)[1] == found
 
 
 def test_signals_reach_the_command(tmp_path):
