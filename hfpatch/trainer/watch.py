@@ -82,6 +82,8 @@ def _with_ours(callbacks, model) -> list:
 
 def _patch(ours, on_init_end, *args, **kwargs) -> None:
     """Patches the Trainer's model. A refusal waits for its `train`: it may evaluate alone."""
+    if _is_patched(kwargs.get("model")):  # by model_init, with settings of its own
+        ours.apply = False
     try:
         on_init_end(*args, **kwargs)
     except ValueError as error:

@@ -80,6 +80,20 @@ def test_a_model_that_the_script_patched_keeps_its_settings(watched, tmp_path):
     )
 
 
+def test_a_model_that_model_init_patched_keeps_its_settings(watched, tmp_path, capsys):
+    def made():
+        model = tiny.llama()
+        hfpatch.apply(model, checkpointing="off")
+        return model
+
+    trainer = Trainer(model_init=made, args=arguments(tmp_path), train_dataset=rows())
+    trainer.train()
+    assert "hfpatch on" not in capsys.readouterr().err and (watched / marks.TRAINED).exists()
+    plain = Trainer(None, arguments(tmp_path), None, rows(), model_init=lambda: tiny.llama())
+    with pytest.raises(ValueError, match="got a plain LlamaForCausalLM"):
+        plain.train()
+
+
 def test_training_a_plain_model_stops_before_the_first_step(watched, tmp_path):
     class Own(Trainer):
         def __init__(self, model):
