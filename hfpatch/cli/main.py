@@ -48,7 +48,7 @@ def _command(argv) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hfpatch {hfpatch.__version__}")
     parser.epilog = (
-        "Each command takes --debug: the traceback of a failure in place of its sentence."
+        "Each command but run takes --debug: the traceback of a failure in place of its sentence."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, (module, summary) in COMMANDS.items():
