@@ -5,20 +5,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hfpatch.cli.support import SHOWN
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.small_instance import kind_of, scaled_config
 
 # What a default config lacks to show what the family does.
 CHANGES = {
-    "mistral": {"sliding_window": 4096},
+    **SHOWN,
     "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 9},
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 8.0, "embedding_multiplier": 12.0},
     "cohere": {"logit_scale": 0.0625},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
     "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 16},
-    "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
@@ -33,13 +32,6 @@ CHANGES = {
     "jetmoe": {"output_router_logits": True, "aux_loss_coef": 0.1},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 59},
     "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 256,
-        "indexer_budget": 2048,
-        "indexer_compress_ratio": 64,
-    },
 }
 DERIVED = ("zamba2",)  # whose config computes sizes from others as it is made
 IMAGES = {"glm5_next": {"vision_config": {"hidden_size": 32, "depth": 1}}}

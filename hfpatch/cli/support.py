@@ -26,7 +26,7 @@ FAMILIES = (
 )  # fmt: skip
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
 # Additions to a family's default config, without which it lacks features of the family.
-_SHOWN = {
+SHOWN = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 10 + ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
@@ -118,7 +118,7 @@ def family_config(kind: str) -> dict:
     """The values of a family's default config."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(kind, **_SHOWN.get(kind, {})).to_dict()
+    return AutoConfig.for_model(kind, **SHOWN.get(kind, {})).to_dict()
 
 
 # The columns of the table of `--families`, each with its usual cell.
