@@ -334,7 +334,7 @@ def values_for_now(rows: list[tuple[dict, str, object]]):
             put(table, name, value)
         yield
     finally:
-        for row in before:
+        for row in reversed(before):  # a row may name what one before it set
             put(*row)
 
 

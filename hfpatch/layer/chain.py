@@ -24,7 +24,7 @@ class Chain:
     def __init__(self):
         self._private: dict[type, tuple] = {}  # private_holders, by the class of hidden states
         # weak references to the last call and to its output, and how often that was written to
-        self.last_call = *(lambda: None,) * 2, 0
+        self.last_call = (lambda: None, lambda: None, 0)
         self.last_held = None
 
     def link(self, call: LayerCall, x: Tensor) -> None:

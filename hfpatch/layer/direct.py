@@ -38,10 +38,8 @@ class _Ops(NamedTuple):
 
 
 _SEEN = _Ops(ROPE, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACK, SWIGLU, SWIGLU_BACK)
-# without the dispatcher, which costs a third of an op on few tokens
-_AT_ONCE = _Ops(*[IMPLEMENTATIONS[op] for op in _SEEN])
-
-
+# by ops_are_seen: else without the dispatcher, which costs a third of an op on few tokens
+_OPS = {True: _SEEN, False: _Ops(*[IMPLEMENTATIONS[op] for op in _SEEN])}
 _PLAIN = nn.Parameter, Tensor
 
 
@@ -142,7 +140,7 @@ class Direct(Block):
             list.
         """
         wq, bq, wk, bk, wv, bv = _tensors(self.linears_before)
-        op = _SEEN if ops_are_seen(x_BtD) else _AT_ONCE
+        op = _OPS[ops_are_seen(x_BtD)]
         h, rstd = op.norm(x_BtD, *self.first.read())
         B, t, D = h.shape
         h_ND, of_heads, q_dtype = h.view(B * t, D), [], h.dtype
@@ -187,7 +185,7 @@ class Direct(Block):
         (h_ND, rstd, dtype, of_heads), (dq, dk, dv) = kept, dparts
         kept.clear()
         (wq, bq, wk, bk, wv, bv), norm = _tensors(self.linears_before), self.first.read()[0]
-        op = _SEEN if ops_are_seen(x_BtD) else _AT_ONCE
+        op = _OPS[ops_are_seen(x_BtD)]
         dq, dk = op.rope(dq.transpose(1, 2), dk.transpose(1, 2), *self.angles[a, b], True, dtype)
         dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
         if of_heads:
@@ -243,7 +241,7 @@ class Direct(Block):
 
         noted: receives the values of the names that it has as keys, [B, t, ...].
         """
-        op = _SEEN if ops_are_seen(x_BtD) else _AT_ONCE
+        op = _OPS[ops_are_seen(x_BtD)]
         total, _, _, gate, up = self._inside(op, x_BtD, outs_BtHE[0], {})
         found = {"mid": (total,), "gate_up": (gate, up)} if noted else {}
         for name in found.keys() & noted if noted else ():
@@ -263,7 +261,7 @@ class Direct(Block):
             _tensors(self.linears_after),
             self.second.read()[0],
         )
-        op = _SEEN if ops_are_seen(dy_BtD) else _AT_ONCE
+        op = _OPS[ops_are_seen(dy_BtD)]
         total, normed, rstd, gate, up = self._inside(op, x_BtD, out_BtHE, known)
         known.clear()
         if not (wg.requires_grad or wu.requires_grad):

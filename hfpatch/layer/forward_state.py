@@ -375,5 +375,5 @@ class AsInForward:
         put(table, name, value)
 
     def __exit__(self, *exc):
-        for row in self.before:
+        for row in reversed(self.before):
             put(*row)

@@ -151,7 +151,7 @@ class Transfers:
         # (source, its version, its stream) of the copies since the last settle(), and their bytes
         self.unsettled: list[tuple[Tensor, int, object]] = []
         self.unsettled_bytes = 0
-        # copies to start: (event after which the source is complete, Saved, offset, source)
+        # copies to start, as put() has them: (event after which x is complete, saved, a, x)
         self.unwritten: deque = deque()
         # (sources, their bytes, event of their copies), the oldest first
         self.copied: deque = deque()
@@ -182,25 +182,26 @@ class Transfers:
         self.unsettled.append((x, version(x), device.current()))
         self.unsettled_bytes += x.untyped_storage().nbytes()
         # The event also orders earlier readers of the block: their tickets made this stream wait.
-        complete, T, b = device.mark(), saved.shape[1], a + x.shape[1]
-        rows = [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
-        for first, row in rows:
-            flat = row.view(-1).view(torch.uint8)
-            self.unwritten.append((complete, saved, first * saved.row_bytes, flat))
+        self.unwritten.append((device.mark(), saved, a, x))
         if not (self.late or self.disk):
             self._write()
 
     def _write(self) -> None:
         device = self.device
         while self.unwritten:
-            complete, saved, at, flat = self.unwritten[0]
+            complete, saved, a, x = self.unwritten[0]
             device.wait(complete, self.to_host)
+            T, b = saved.shape[1], a + x.shape[1]
             with device.on(self.to_host), torch.no_grad():
-                if saved.file is not None:
-                    self.disk.write(flat, self.to_host, saved.file, at)
-                elif saved.block is not None:
-                    block = saved.block.thing.bytes[at : at + flat.numel()]
-                    block.copy_(flat, non_blocking=device.pins)
+                for first, piece in (
+                    [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
+                ):
+                    flat, at = piece.view(-1).view(torch.uint8), first * saved.row_bytes
+                    if saved.file is not None:
+                        self.disk.write(flat, self.to_host, saved.file, at)
+                    elif saved.block is not None:
+                        block = saved.block.thing.bytes[at : at + flat.numel()]
+                        block.copy_(flat, non_blocking=device.pins)
             self.unwritten.popleft()
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
