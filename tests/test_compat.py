@@ -111,6 +111,13 @@ def read_anew(path: str) -> dict:
     return found
 
 
+def test_what_was_put_somewhere_twice_goes_back_to_what_was_there():
+    table = {"a": 1}
+    with compat.values_for_now([(table, "a", 2), (table, "a", 3), (table, "b", 4), (table, "b", 5)]):
+        assert table == {"a": 3, "b": 5}
+    assert table == {"a": 1}
+
+
 def test_autograd_names(monkeypatch):
     x = torch.ones(2)
     with monkeypatch.context() as patch:  # torch's own functions need them
