@@ -113,7 +113,9 @@ def read_anew(path: str) -> dict:
 
 def test_what_was_put_somewhere_twice_goes_back_to_what_was_there():
     table = {"a": 1}
-    with compat.values_for_now([(table, "a", 2), (table, "a", 3), (table, "b", 4), (table, "b", 5)]):
+    with compat.values_for_now(
+        [(table, "a", 2), (table, "a", 3), (table, "b", 4), (table, "b", 5)]
+    ):
         assert table == {"a": 3, "b": 5}
     assert table == {"a": 1}
 
