@@ -184,14 +184,14 @@ def test_what_only_weights_gradients_read_is_kept_for_them_alone(trained, monkey
     """A frozen projection's input would live on beside its own gradient."""
     inputs, alive = {}, []
     watch = lambda name, ys: inputs.update({name: StorageWeakRef(ys[0].untyped_storage())}) or ys  # noqa: E731
-    ops, spied = direct._AT_ONCE, {}
+    ops, spied = direct._OPS[False], {}
     for norm, name in (("norm", "h"), ("add_norm", "normed")):
         run = getattr(ops, norm)
         spied[norm] = lambda *args, run=run, name=name: watch(name, run(*args))
     seen = lambda name: alive.append(not inputs[name].expired())  # noqa: E731
     spied["rope"] = lambda *args: (seen("h") if args[4] else None) or ops.rope(*args)
     spied["swiglu_back"] = lambda *args: seen("normed") or ops.swiglu_back(*args)
-    monkeypatch.setattr(direct, "_AT_ONCE", ops._replace(**spied))
+    monkeypatch.setitem(direct._OPS, False, ops._replace(**spied))
     ours = tiny.patched(tiny.llama(), checkpointing=hfpatch.Checkpointing(plain=0, tile=8))
     for name, p in ours.named_parameters():
         p.requires_grad_(trained or "layers" not in name)
