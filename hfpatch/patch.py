@@ -48,6 +48,7 @@ _TOO_LATE = {
     "DataParallel": "DataParallel wraps the model",
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
+    "ScriptModule": "torch.jit.script()",
 }
 # Modules of Lightning and Fabric hold a model, and may expose its config as their own.
 _LOOPS = ("lightning", "lightning_fabric", "pytorch_lightning")
@@ -81,11 +82,10 @@ def _unpin(module: nn.Module) -> None:
     accelerate leaves the first when it unwraps a model; its mixed precision leaves the second.
     """
     forward, inner = vars(module).get("forward"), forward_before_wrapping(module)
-    # a module that torch.jit compiled has a forward on the instance only
-    own = getattr(type(module), "forward", None)
-    if own is not None and getattr(forward, "__func__", None) is own:
+    own = type(module).forward
+    if getattr(forward, "__func__", None) is own:
         del module.forward
-    elif own is not None and getattr(inner, "__func__", None) is own and is_mixed(module):
+    elif getattr(inner, "__func__", None) is own and is_mixed(module):
         drop_wrapped_forward(module)
 
 

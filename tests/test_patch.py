@@ -322,6 +322,9 @@ def test_model_without_decoder_layers_refused():
 
 def test_compiled_model_refused():
     refused(torch.compile(tiny.llama(), backend="eager"), "call apply() before torch.compile()")
+    model = tiny.llama()
+    model.model.layers[0].mlp.act_fn = torch.jit.script(nn.SiLU())
+    refused(model, "call apply() before torch.jit.script()")
 
 
 def test_layer_compiled_on_its_own_refused():

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from collections.abc import MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -12,50 +11,21 @@ from torch import nn
 from hfpatch.compat.tensors import gone
 
 
-class _Compiled(MutableMapping):
-    """Parameters or buffers of a module that torch.jit compiled. They live in C++, under fixed
-    names.
-    """
-
-    def __init__(self, table):
-        self.table = table
-
-    def __iter__(self):
-        return iter(self.table.keys())
-
-    def __len__(self):
-        return len(self.table)
-
-    def __getitem__(self, name):
-        return self.table[name]
-
-    def __setitem__(self, name, tensor):
-        self.table[name] = tensor
-
-    def __delitem__(self, name):
-        del self.table[name]
-
-
-def parameters_of(module: nn.Module) -> MutableMapping:
+def parameters_of(module: nn.Module) -> dict:
     """The module's own parameters by name, to read and to write.
 
     Raises:
         RuntimeError: a torch that keeps them elsewhere.
     """
     try:
-        table = module.__dict__["_parameters"]
+        return module.__dict__["_parameters"]
     except KeyError:
-        table = getattr(module, "_parameters", None)
-    if table is None:
-        raise gone("Module._parameters", "use another version")
-    return table if type(table) is dict or isinstance(table, dict) else _Compiled(table)
+        raise gone("Module._parameters", "use another version") from None
 
 
-def buffers_of(module: nn.Module) -> MutableMapping:
+def buffers_of(module: nn.Module) -> dict:
     """The module's own buffers by name."""
-    own = module.__dict__
-    table = own["_buffers"] if "_buffers" in own else getattr(module, "_buffers", {})
-    return table if type(table) is dict or isinstance(table, dict) else _Compiled(table)
+    return module.__dict__.get("_buffers", {})
 
 
 _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -80,27 +50,25 @@ def switches_of(modules: list[nn.Module]) -> list[tuple[dict, str, object]]:
     A forward on an instance counts as a switch: older transformers record outputs by one while the
     model's forward runs.
     """
-    tables = [module.__dict__ for module in modules]
-    rows = [
-        (own, n, v.copy() if v.__class__ is list else v)
-        for own in tables for n in _SWITCHES if n in own and (v := own[n]).__class__ in _SAYS
-    ]  # fmt: skip
-    return rows + [(own, "forward", forward_in(own)) for own in tables[1:] if "forward" in own]
+    rows = []
+    for module in modules:
+        own = module.__dict__
+        for name in _SWITCHES:
+            if name in own and own[name].__class__ in _SAYS:
+                value = own[name]
+                rows.append((own, name, value.copy() if value.__class__ is list else value))
+        if "forward" in own and module is not modules[0]:
+            rows.append((own, "forward", forward_in(own)))
+    return rows
 
 
 class _MadeFrom(dict):
-    """Maps a class that torch's FSDP or we made to its base class.
-
-    A class that torch.jit compiled has no forward; it maps to a class whose forward is None.
-    """
+    """Maps a class that torch's FSDP or we made to its base class."""
 
     def __missing__(self, kind: type) -> type:
         base = next(c for c in kind.__mro__ if not c.__module__.startswith("torch.distributed"))
-        base = vars(base).get("_hfpatch_base", base)
-        if not hasattr(base, "forward"):
-            base = type(base.__name__, (), {"__module__": base.__module__, "forward": None})
-        self[kind] = base
-        return base
+        self[kind] = vars(base).get("_hfpatch_base", base)
+        return self[kind]
 
 
 MADE_FROM = _MadeFrom()

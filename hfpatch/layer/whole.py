@@ -5,14 +5,12 @@ layer's input, which goes to the runtime's tier and comes back one layer ahead o
 """
 
 import weakref
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from hfpatch.compat import (
-    MADE_FROM,
     closing_checkpoints,
     collecting,
     modules_in,
@@ -81,7 +79,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Te
     """
     run = _AsFirst(run, layer, mask, runtime.weights.on)
     if policy is None or policy.offload == "gpu":
-        return _checkpoint(run, layer, x_BTD)
+        return _checkpoint(run, x_BTD)
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers
     before, y_before = runtime.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
@@ -100,7 +98,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Te
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = _checkpoint(run, layer, x_BTD)
+            y = _checkpoint(run, x_BTD)
     finally:
         given.clear()
         transfers.settle()
@@ -109,8 +107,6 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Te
     return y
 
 
-def _checkpoint(run, layer: nn.Module, x: Tensor):
-    # torch.jit code replaces the exception by which torch ends the second run early.
-    compiled = any(MADE_FROM[type(m)].forward is None for m in modules_in(layer))
-    with closing_checkpoints(), set_checkpoint_early_stop(False) if compiled else nullcontext():
+def _checkpoint(run, x: Tensor):
+    with closing_checkpoints():
         return checkpoint(run, x, use_reentrant=False)
