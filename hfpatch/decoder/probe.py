@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hfpatch.compat import autocast_dtype, pytree
+from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import Asked, NotStopped, asking, our_attention
 from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.state import state_apart
@@ -26,7 +27,7 @@ from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits, looks_like_a_block
-from hfpatch.parts.unread import can_go_without, idle, without_values
+from hfpatch.parts.unread import able, can_go_without, idle
 
 TOKENS = 12
 FEW = 4
@@ -350,7 +351,7 @@ class _Probe:
         all gradients stay the same."""
         for value in (float("nan"), 3.0):
             try:
-                with without_values(idle(self.layer, (name,), value=value)):
+                with forwards_for_now(idle(able(self.layer, (name,)), value=value)):
                     if not _equal(run(), expected):
                         return False
             except RuntimeError:  # for example a value that is written to in place
@@ -361,7 +362,7 @@ class _Probe:
         """Whether the output of `post` does not depend on this module's value."""
         with torch.no_grad():
             expected = self._ask().post(self.x, self.outs, 0, self.T)
-            with without_values(idle(self.layer, (name,), value=float("nan"))):
+            with forwards_for_now(idle(able(self.layer, (name,)), value=float("nan"))):
                 return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
 
     def _same_as_block(self) -> bool:

@@ -28,34 +28,8 @@ def _token_axis(x, B: int, T: int) -> int | None:
 _WITHOUT_GRADIENTS = (type(None), bool, int, float, str, Mask)
 
 
-def _may_want(values) -> bool:
-    """Whether an argument or a tensor in it requires a gradient, or its class may hold one that
-    does.
-    """
-    for x in values:
-        if isinstance(x, Tensor):
-            if x.requires_grad:
-                return True
-        elif x.__class__ in (tuple, list):
-            if _may_want(x):
-                return True
-        elif x.__class__ not in _WITHOUT_GRADIENTS:
-            return True
-    return False
-
-
 # tensors that a block takes by name
 _OF_A_BLOCK = ("position_embeddings", "position_ids", "attention_mask", "cache_position")
-
-
-def has_other_values(args, kwargs: dict) -> bool:
-    """Whether there are floating-point values besides those that a block takes by name.
-
-    The small instance did not get them, and they may change the layer's result. Labels, offsets and
-    counts, which trainers pass down, are no such values.
-    """
-    given = (*args, *(x for name, x in kwargs.items() if name not in _OF_A_BLOCK))
-    return any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in given)
 
 
 def takes_by_name(args, kwargs: dict) -> bool:
@@ -81,11 +55,6 @@ class Arguments:
 
     def __init__(self, args, kwargs, B: int, T: int):
         self.args, self.kwargs, self.B, self.T = args, kwargs, B, T
-        self._wanted = []
-        if _may_want(args) or _may_want(kwargs.values()):
-            self._wanted = [
-                i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad
-            ]
         self._gradients = None  # sums of the wanted gradients, during a backward
 
     # Flattened on first use: the common block takes its arguments by name.
@@ -127,9 +96,14 @@ class Arguments:
                 self.cut[i].register_post_accumulate_grad_hook(partial(_take, part))
         return pytree().tree_unflatten(self.cut, self.spec)
 
+    @cached_property
+    def _wanted(self) -> list[int]:
+        """Indices of the leaves that require a gradient."""
+        return [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.requires_grad]
+
     def wanted(self) -> list[Tensor]:
         """The arguments that require a gradient."""
-        return [self.leaves[i] for i in self._wanted] if self._wanted else []
+        return [self.leaves[i] for i in self._wanted]
 
     @contextmanager
     def gradients(self):

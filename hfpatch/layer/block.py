@@ -59,7 +59,8 @@ class Block:
     def pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         h = self.norm(x_BtD)
         shape = (*h.shape[:-1], -1, self.head_dim)
-        q, k, v = [project(h).view(shape) for project in self.projections]
+        project_q, project_k, project_v = self.projections
+        q, k, v = project_q(h).view(shape), project_k(h).view(shape), project_v(h).view(shape)
         if self.norms:
             q, k = self.norms[0](q), self.norms[1](k)
         q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), self.cos[:, a:b], self.sin[:, a:b])

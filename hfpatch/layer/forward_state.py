@@ -54,23 +54,28 @@ class Place:
 
     def __init__(self, module: nn.Module, name: str, gathered: bool, buffer: bool):
         self.module, self.name, self.buffer, self.gathered = module, name, buffer, gathered
-        self.twins: list[tuple[nn.Module, str, bool]] = []
+        self.twins: list[Place] = []
 
     def table(self) -> dict:
         """The dict that holds it under its name now."""
-        return _table(self.module, self.name, self.buffer)
+        own = parameters_of(self.module)
+        if self.name in own:
+            return own
+        return buffers_of(self.module) if self.buffer else self.module.__dict__
 
 
 class Places:
     """The places of the tensors in a layer's modules, each tensor once. Reused while the tensors
     are the same.
+
+    can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
     """
 
-    __slots__ = ("places", "at", "empty", "known")
+    __slots__ = ("places", "at", "empty", "known", "can_skip")
 
     def __init__(self, layer: nn.Module, modules: list[nn.Module]):
         found: dict = {}
-        twins, self.empty = [], []
+        twins, self.empty, self.can_skip = [], [], {}
         for module in modules:
             own, buffers, values = parameters_of(module), buffers_of(module), module.__dict__
             plain = [
@@ -85,18 +90,15 @@ class Places:
                 if tensor is None:
                     self.empty.append((table, name))
                     continue
-                if id(tensor) in found:
-                    twins.append((id(tensor), (module, name, name in buffers), (table, name)))
-                    continue
                 # a stand-in that Ctrl-C left here, while parameters were put back
                 if STANDS_FOR in tensor.__dict__:
                     tensor = table[name] = tensor.__dict__[STANDS_FOR]
                 gathered = name in plain or is_view_of_flat(tensor)
-                found[id(tensor)] = (
-                    Place(module, name, gathered, name in buffers),
-                    (table, name),
-                    tensor,
-                )
+                place = Place(module, name, gathered, name in buffers)
+                if id(tensor) in found:
+                    twins.append((id(tensor), place, (table, name)))
+                    continue
+                found[id(tensor)] = (place, (table, name), tensor)
         self.places, self.at = (
             [row[0] for row in found.values()],
             [row[1] for row in found.values()],
@@ -150,13 +152,6 @@ def _written_by(kind: type) -> set[str]:
             found |= {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
             todo += code.co_names
     return found
-
-
-def _table(module: nn.Module, name: str, buffer: bool) -> dict:
-    own = parameters_of(module)
-    if name in own:
-        return own
-    return buffers_of(module) if buffer else module.__dict__
 
 
 def edited(what: str, how: str) -> RuntimeError:
@@ -214,14 +209,16 @@ class ForwardState:
         self.units = [] if condition is None else condition.units
         if called:
             self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
-            self.on_all, self.switches = hooks_on_all(), switches_of(modules)
+            # A layer with such hooks runs whole (condition.py).
+            self.on_all = hooks_on_all() if condition is None else []
+            self.switches = switches_of(modules)
         found = None if condition is None else condition.places
         there = None if found is None else found.now()
         if there is None:
             found = Places(layer, modules)
             there = [table[name] for table, name in found.at]
-            if condition is not None and found.known is not None:
-                condition.places = found
+            if condition is not None:
+                condition.places = found if found.known is not None else None
         self.found = found
         tensors = there[: len(found.places)]
         self.counts, self.storages = marks_of(tensors)
@@ -293,10 +290,11 @@ class ForwardState:
         weights that an adapter parametrises) or casts (NLLB-MoE's routers, the biases of
         bitsandbytes' layers): a rerun does so again. Returns whether it cast a trained tensor.
         """
-        theirs = [i for i, t in enumerate(self.tensors) if t is not None]
-        counts, storages = marks_of([self.tensors[i] for i in theirs])
+        counts, storages = marks_of(self.tensors)
         cast = False
-        for i, count, storage in zip(theirs, counts, storages, strict=True):
+        for i, (count, storage) in enumerate(zip(counts, storages, strict=True)):
+            if self.tensors[i] is None:
+                continue
             if count != self.counts[i]:
                 self.counts[i] = None
             if self.storages[i] not in (None, storage):
@@ -338,18 +336,16 @@ class AsInForward:
             # a parameter may be a buffer now, which this then hides
             now = table.get(place.name)
             original = self.then.of(index, now)
-            tensor = self._of(self.then.trained[index], original)
+            trained = self.then.trained[index]
+            tensor = self._of(trained, original) if trained or original.requires_grad else original
             if tensor is not now:
                 self._put(table, place.name, tensor)
-            hooked = (
-                hooked_by_forward(place.module, place.name, original)
-                if tensor is not original
-                else None
-            )
-            if hooked is not None:
-                self._put(hooked, place.name, tensor)
-            for module, name, buffer in place.twins:
-                self._put(_table(module, name, buffer), name, tensor)
+            if tensor is not original and "forward" in place.module.__dict__:
+                hooked = hooked_by_forward(place.module, place.name, original)
+                if hooked is not None:
+                    self._put(hooked, place.name, tensor)
+            for twin in place.twins:
+                self._put(twin.table(), twin.name, tensor)
         for table, name in self.then.found.empty:
             if table.get(name) is not None:
                 self._put(table, name, None)

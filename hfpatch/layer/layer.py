@@ -132,12 +132,8 @@ class TiledLayer(UntiledLayer):
     def _gradient_checkpointing_func(self, function):
         vars(self)["_gradient_checkpointing_func"] = function  # takes effect after undo()
 
-    @property
-    def _under_zero3(self) -> bool:
-        return under_zero3(self)
-
     def __call__(self, hidden_states, *args, **kwargs):
-        if torch.is_grad_enabled() and not hidden_states.requires_grad and self._under_zero3:
+        if torch.is_grad_enabled() and not hidden_states.requires_grad and under_zero3(self):
             # DeepSpeed reduces a leaf module's gradients in its backward hook, which PyTorch runs
             # before the module's backward where no input wants a gradient (the first layer under
             # LoRA).

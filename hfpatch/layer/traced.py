@@ -4,17 +4,17 @@ No family has code in this file. The common block calls its modules without the 
 (layer/block.py), with the same bits.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import backward_from, collecting, modules_in
+from hfpatch.compat import backward_from, collecting, modules_in, values_for_now
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
 from hfpatch.layer import adapted_experts
-from hfpatch.layer.arguments import Arguments, has_other_values
+from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.mixers import Mixer, standing_in
@@ -25,7 +25,7 @@ from hfpatch.layer.shared_keys import SharedKeys, left_by
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.parts import experts
 from hfpatch.parts.keeping import keeping
-from hfpatch.parts.unread import add_up, idle, without_values
+from hfpatch.parts.unread import able, add_up, idle
 
 _TENSOR = object()
 
@@ -52,8 +52,7 @@ class Traced:
     records: tuple[str, ...] = ()
     collected: bool = True  # whether transformers records anything in this forward
     recorded: list = field(default_factory=list)  # (key, dimensions) of each recorded tensor
-    # (names, adding) -> replaced forwards (_idle). Looked up once a call: a layer has many tiles.
-    found_idle: dict = field(default_factory=dict)
+    found: dict = field(default_factory=dict)  # (names, adding) -> temporary forwards, as rows
     block: Block | None = None
     modules: list = field(default_factory=list)  # the layer and its submodules, found once a call
     # layer.condition.Condition, as long as it holds
@@ -64,9 +63,9 @@ class Traced:
     # dense weights of a phase, if the policy has them
     dequantized: DequantizedWeights | None = None
     read: tuple = ()  # keys of earlier layers' entries that the last `pre` read
-    left: dict = field(
-        default_factory=dict
-    )  # entries for later layers: key -> indices of k and v in the result of `pre`
+    # entries for later layers: key -> indices of k and v in the result of `pre`, and all of these
+    left: dict = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
     # keys and values that the current run reads, and those that it writes for later layers
     shared: SharedKeys | None = None
     leaves: bool = False  # whether this layer writes entries for later ones
@@ -76,11 +75,22 @@ class Traced:
     autocast: tuple = (None, True)  # its dtype in forward, and whether it cached casts
 
     by_hand = False
+    phase = staticmethod(iter)  # the tiles of one pass; weights are dequantized once over them
 
     def __post_init__(self):
-        self.is_block = self.traits.block and not has_other_values(
-            self.arguments.args, self.arguments.kwargs
-        )
+        given = self.arguments
+        self.is_block = self.traits.block and takes_by_name(given.args, given.kwargs)
+        # the arguments besides the hidden states that need a gradient
+        self.wanted = [] if self.is_block else given.wanted()
+        if self.dequantized is not None:
+            self.phase = self.dequantized.phase
+        if self.is_block:
+            known = self.condition
+            found = Block(self.layer) if known is None or known.block is None else known.block
+            if known is not None:
+                known.block = found
+            self.block = found.of_call(given.kwargs)
+            self.asked = [self.block.asked]
 
     # -- one run of a part -------------------------------------------------------------------------
     def _answered(self, role):
@@ -104,20 +114,14 @@ class Traced:
         unread: skips the values of LayerTraits.unread_pre. NotStopped if the forward runs past its
         attention.
         """
-        if not self.traits.mixing:
+        if not (self.traits.attention or self.traits.mixers):
             return []
         # An argument's gradient may read any value. It goes to the tile's stand-in for the
         # argument.
-        wanted = self.arguments.wanted()
-        unread = unread and not wanted
-        run = self._pre if wanted or not self.is_block else self._block().pre
-        nobody_reads = self._idle(
-            self.traits.unread_pre if unread else (), x_BtD.device.type, unread
-        )
-        if not nobody_reads:
-            return run(x_BtD, a, b)
-        with without_values(nobody_reads):
-            return run(x_BtD, a, b)
+        unread = unread and not self.wanted
+        names = self.traits.unread_pre if unread else ()
+        with self._forwards(names, x_BtD.device.type, unread):
+            return (self.block.pre if self.is_block else self._pre)(x_BtD, a, b)
 
     def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(len(self.traits.mixing))
@@ -136,6 +140,7 @@ class Traced:
         self.asked = [c.call() for c in note.calls]
         if self.shared is not None:
             self.read, self.left = tuple(self.shared.read), left_by(self.shared.written, note.calls)
+            self.places = [i for places in self.left.values() for i in places]
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [
@@ -146,22 +151,23 @@ class Traced:
             parts += [x for _, x in mixed]
         return parts
 
-    def _idle(self, names: tuple[str, ...], device: str, again: bool) -> list:
-        """(module, forward) pairs for `without_values`: unread Linears and other temporary
-        forwards. Cached per call: a layer has many tiles. again: for a backward, with weight
-        gradients going to `adding`.
+    def _forwards(self, names: tuple[str, ...], device: str, again: bool):
+        """A context in which unread Linears skip their matmul, and other temporary forwards run.
+
+        Looked up once a call: a layer has many tiles. again: for a backward, with weight gradients
+        going to `adding`.
         """
         adding = self.adding if again else None
         key = names, adding
-        if key not in self.found_idle:
-            written = self.dequantized
+        if key not in self.found:
+            written, known = self.dequantized, self.condition
             weight_of = getattr if written is None else written.weight_of
             dense = {} if written is None else {"dense_of": written.dense_of}
             dense |= {"weight_of": weight_of, "adding": adding, "filled": self.random}
-            found = idle(self.layer, names, device, **dense) if names else []
+            found = idle(self._able(names), device, **dense) if names else []
             found += [] if written is None else written.forwards(found)
             found += add_up(self.layer, found, device, adding) if adding else []
-            known, taken = self.condition, {id(m) for m, _ in found}
+            taken = {id(m) for m, _ in found}
             fused, wrappers = (
                 known.experts if known else adapted_experts.fused_in(modules_in(self.layer))
             )
@@ -169,8 +175,18 @@ class Traced:
                 mine = [m for m in fused if id(m) not in taken]
                 found += experts.pairs(mine, adding=adding, weight_of=weight_of)
                 found += adapted_experts.pairs(wrappers)
-            self.found_idle[key] = found
-        return self.found_idle[key]
+            self.found[key] = rows = []
+            for module, forward in found:
+                rows.append((module.__dict__, "forward", forward))
+        return values_for_now(self.found[key])
+
+    def _able(self, names: tuple[str, ...]) -> list:
+        """parts.unread.able, found once while the layer has the same modules and tensors."""
+        places = None if self.condition is None else self.condition.places
+        known = {} if places is None else places.can_skip
+        if names not in known:
+            known[names] = able(self.layer, names)
+        return known[names]
 
     def post(
         self,
@@ -189,36 +205,34 @@ class Traced:
         noted, known: as in parts.keeping, by names from `keepable`. unread: skips the values of
         LayerTraits.unread_post. Values that only lead to known ones are skipped too.
         """
-        kept = [keeping(noted or {}, known or {})] if noted or known else []
-        found = {key: [] for key in self.records}
-        names = (
-            self.traits.unread_post
-            if unread and not self.arguments.wanted()
-            else self.traits.unread_always
-        )
+        found = {key: [] for key in self.records} if self.records else {}
+        names = self.traits.unread_post if unread and not self.wanted else self.traits.unread_always
         if known:
             sources = sources_of(self.layer, replace(self.traits, block=self.is_block))
             names = (*names, *(module for name in known for module in sources[name]))
-        nobody_reads = self._idle(names, x_BtD.device.type, unread)
-        around = [without_values(nobody_reads)] if nobody_reads else []
-        around += [collecting(found), *kept] if self.collected else kept
-        if self.is_block:
-            run = partial(self._block().post, x_BtD, *outs_BtHE)
-        else:
-            run = partial(self._post, x_BtD, outs_BtHE, a, b)
-        y = _within(around, run)
-        self.beside = (
-            None
-            if isinstance(y, Tensor)
-            else tuple(_TENSOR if isinstance(x, Tensor) else x for x in y[1:])
-        )
+        with ExitStack() as around:
+            around.enter_context(self._forwards(names, x_BtD.device.type, unread))
+            if self.collected:
+                around.enter_context(collecting(found))
+            if noted or known:
+                around.enter_context(keeping(noted or {}, known or {}))
+            if self.is_block:
+                y = self.block.post(x_BtD, *outs_BtHE)
+            else:
+                y = self._post(x_BtD, outs_BtHE, a, b)
+        self.recorded, self.beside = [], None
+        if isinstance(y, Tensor) and not found:
+            return [y]
+        return self._with_extras(y, found, x_BtD)
+
+    def _with_extras(self, y, found: dict, x_BtD: Tensor) -> list[Tensor]:
+        """The layer's output, the tensors recorded inside, and the other tensors it returned."""
         self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
         extras = [_by_rows(x, x_BtD) for xs in found.values() for x in xs]
-        return (
-            [y, *extras]
-            if self.beside is None
-            else [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
-        )
+        if isinstance(y, Tensor):
+            return [y, *extras]
+        self.beside = tuple(_TENSOR if isinstance(x, Tensor) else x for x in y[1:])
+        return [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
 
     def _post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
         n = len(self.traits.attention)
@@ -233,40 +247,15 @@ class Traced:
         """
         before = self.traits.unread_always
         names = tuple(n for n in self.traits.unread_post if unread and n not in before)
-        nobody_reads = self._idle(names, args[0].device.type, True)
-        with without_values(nobody_reads) if nobody_reads else nullcontext():
+        with self._forwards(names, args[0].device.type, True):
             y = (self.forward or self.layer.stock_forward)(*args, **kwargs)
         self.beside = None if isinstance(y, Tensor) else y[1:]
         return y
 
-    def _block(self) -> Block:
-        if self.block is None:
-            known = self.condition
-            found = Block(self.layer) if known is None or known.block is None else known.block
-            if known is not None:
-                known.block = found
-            self.block = found.of_call(self.arguments.kwargs)
-            self.asked = [self.block.asked]
-        return self.block
-
     # -- LayerParts --------------------------------------------------------------------------------
-    @property
-    def wanted(self) -> list[Tensor]:
-        """The arguments that require a gradient."""
-        return self.arguments.wanted()
-
     def keepable(self, names, device: str) -> tuple[str, ...]:
         """The names in budget.policy.KEEPABLE that spare this layer work."""
         return keepable(self.layer, replace(self.traits, block=self.is_block), names, device)
-
-    @property
-    def places(self) -> list[int]:
-        """Indices, in the result of `pre`, of all keys and values for later layers."""
-        return [i for places in self.left.values() for i in places]
-
-    def phase(self, tiles):
-        """The tiles of one pass, over which weights are dequantized once."""
-        return tiles if self.dequantized is None else self.dequantized.phase(tiles)
 
     def replayed(self, phase: str, start: int, device: torch.device, run):
         """run(), for the tile at `start`. A forward saves the generators' state, a rerun restores
@@ -292,7 +281,7 @@ class Traced:
 
     def after(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, noted=None):
         # DTensor weights (tensor parallelism) accept no strided tile of a batch.
-        outs = [out.contiguous() for out in outs_BtHE]
+        outs = list(map(Tensor.contiguous, outs_BtHE))
         run = partial(self.post, x_BtD.detach(), outs, a, b, noted=noted)
         return self.replayed("after", a, x_BtD.device, run)
 
@@ -316,34 +305,40 @@ class Traced:
             """dsinks: gradients of the sinks, with the first tile only: the sinks are shared by all
             tiles.
             """
-            sinks = [] if dsinks is None else [asked.sinks_H for asked in self.asked]
-            self._walk([*parts, *sinks], [*grads, *(dsinks or [])])
+            ys, dys = list(parts), list(grads)
+            for asked, dsinks_H in zip(self.asked, dsinks or ()):
+                ys.append(asked.sinks_H)
+                dys.append(dsinks_H)
+            self._walk(ys, dys)
             return x.grad
 
         return parts, back
 
     def _walk(self, outputs, grads) -> None:
         """Runs backward from the outputs that have a gradient and require one."""
-        pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
-        if self.condition.contiguous:  # tiles of several rows are not contiguous
-            pairs = [(y, dy.contiguous()) for y, dy in pairs]
-        if pairs:
-            backward_from(*zip(*pairs))
+        ys, dys = [], []
+        for y, dy in zip(outputs, grads):
+            if dy is not None and y.requires_grad:
+                ys.append(y)
+                # tiles of several rows are not contiguous
+                dys.append(dy.contiguous() if self.condition.contiguous else dy)
+        if ys:
+            backward_from(tuple(ys), tuple(dys))
 
     @contextmanager
     def again(self, weights, several: bool):
         if several:
-            self.adding, self.found_idle = weights.adding, {}
+            self.adding, self.found = weights.adding, {}
         try:
-            with self.arguments.gradients() as gradients:
+            with self.arguments.gradients() if self.wanted else nullcontext(()) as gradients:
                 yield gradients
         # also after an out-of-memory error: the graph may live on, and would keep the sums
         finally:
-            self.adding, self.found_idle = None, {}
+            self.adding, self.found = None, {}
 
     def start_anew(self) -> None:
         """Drops the cached forwards before a rerun of the same forward."""
-        self.found_idle = {}
+        self.found = {}
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
         extras = iter(extras)
@@ -364,13 +359,3 @@ def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:
         if recorded.shape[0] == B * t and recorded.shape[:2] != (B, t)
         else recorded
     )
-
-
-def _within(contexts: list, run):
-    """Calls run() within these contexts. Usually there are none: a tile pays only for what it
-    needs.
-    """
-    if not contexts:
-        return run()
-    with contexts[0]:
-        return _within(contexts[1:], run)

@@ -58,17 +58,14 @@ class WeightGradients(AsInForward):
             return super()._of(trained, tensor)
         index = len(self.originals)
         self.originals.append(tensor)
-        if not self.by_hand:
-            return self._stand_in(index, tensor)
-        tensor = super()._of(trained, tensor)
-        self.index[id(tensor)] = index
-        return tensor
-
-    def _stand_in(self, index: int, original: Tensor) -> Tensor:
-        stand_in = original.detach()
+        if self.by_hand:
+            tensor = super()._of(trained, tensor)
+            self.index[id(tensor)] = index
+            return tensor
+        stand_in = tensor.detach()
         # Engines read their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
-        stand_in.__dict__ |= original.__dict__
-        stand_in.__dict__[STANDS_FOR] = original
+        stand_in.__dict__ |= tensor.__dict__
+        stand_in.__dict__[STANDS_FOR] = tensor
         stand_in.requires_grad = True
         self.index[id(stand_in)] = index
         # No reference to the leaf here: its hook holds this object, and no collector sees that

@@ -48,20 +48,15 @@ class _InPlaceOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return None, *(dy if wanted else None for wanted in ctx.needs_input_grad[1:])
+        return None, *(dy,) * (len(ctx.needs_input_grad) - 1)
 
 
 _in_place_of = _InPlaceOf.apply
 
 
-def known_value(name: str) -> tuple[Tensor, ...] | None:
-    """The kept values of that name, or None."""
-    return _here.known.get(name)
-
-
 def known_sum(name: str, *parts: Tensor) -> Tensor | None:
     """The kept sum of `parts` by that name, or None. Gradients go to the parts."""
-    value = known_value(name)
+    value = _here.known.get(name)
     return None if value is None else _in_place_of(value[0], *parts)
 
 
@@ -78,7 +73,7 @@ def note(name: str, *values: Tensor) -> None:
 def kept(name: str, *values: Tensor) -> tuple[Tensor, ...]:
     """Records `values` if keeping() wants them. Returns them, or the kept values of that name."""
     note(name, *values)
-    known = known_value(name)
+    known = _here.known.get(name)
     return (
         values
         if known is None

@@ -10,14 +10,13 @@ Under LoRA the base Linear is skipped; the adapter's own value is still added. A
 constants returns constants.
 """
 
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import autocast_dtype, is_fake, modules_in, submodule
-from hfpatch.context.classes import LINEAR, forwards_for_now, other_forward, package_of
+from hfpatch.context.classes import LINEAR, other_forward, package_of
 from hfpatch.ops.rope import ROPE
 from hfpatch.parts import experts
 from hfpatch.parts.quantised import base_of, dense_of
@@ -159,9 +158,26 @@ def as_found(layer: nn.Module, name: str) -> bool:
     return True
 
 
+def able(layer: nn.Module, names) -> list[tuple[nn.Module, bool]]:
+    """The named modules that can skip their matmul now: (Linear or fused experts, whether it is the
+    base of an adapter).
+
+    Args:
+        layer: the decoder layer.
+        names: names of Linears in it, or of adapters around Linears.
+    """
+    found = []
+    for name in dict.fromkeys(names):
+        if as_found(layer, name):
+            named = submodule(layer, name)
+            module = base_of(named)
+            if can_go_without(module):
+                found.append((module, module is not named))
+    return found
+
+
 def idle(
-    layer: nn.Module,
-    names,
+    able: list,
     device: str = "cpu",
     value: float = 0.0,
     dense_of=dense_of,
@@ -169,11 +185,10 @@ def idle(
     filled=False,
     weight_of=getattr,
 ) -> list:
-    """The named Linears that can skip their matmul now, each with its replacement forward.
+    """Replacement forwards that skip the matmul.
 
     Args:
-        layer: the decoder layer.
-        names: names of Linears in it, or of adapters around Linears.
+        able: the modules, from `able`.
         device: the type of the device.
         value: the constant that they return.
         dense_of: see quantised.dense_of.
@@ -183,21 +198,21 @@ def idle(
         weight_of: (experts, name) -> a weight, dequantised where it is quantised.
 
     Returns:
-        (module, forward) pairs for `without_values`. Modules that cannot skip are left out.
+        (module, forward) pairs for `forwards_for_now`.
     """
+    found = []
     if autocast_dtype(device) is not None:  # autocast casts inside F.linear
-        return []
-    names = (name for name in dict.fromkeys(names) if as_found(layer, name))
-    named = (submodule(layer, name) for name in names)
-    modules = ((m, filled and m is n) for n in named if can_go_without(m := base_of(n)))
-
-    def forward(m, fill):
-        if not isinstance(m, nn.Linear):
-            return partial(experts.run, m, value=value, adding=adding, weight_of=weight_of)
-        dense = None if type(m).forward is LINEAR else dense_of(m)
-        return partial(_valueless_forward, m, dense, value, adding, fill)
-
-    return [(m, forward(m, fill)) for m, fill in modules]
+        return found
+    for module, of_adapter in able:
+        if isinstance(module, nn.Linear):
+            dense = None if type(module).forward is LINEAR else dense_of(module)
+            fill = filled and not of_adapter
+            run = partial(_valueless_forward, module, dense, value, adding, fill)
+        else:
+            settings = {"value": value, "adding": adding, "weight_of": weight_of}
+            run = partial(experts.run, module, **settings)
+        found.append((module, run))
+    return found
 
 
 def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
@@ -216,8 +231,3 @@ def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
     linears = (m for m in modules_in(layer) if isinstance(m, nn.Linear) and id(m) not in taken)
     plain = (m for m in linears if type(m).forward is LINEAR and can_go_without(m))
     return [(m, partial(_adding_forward, m, adding)) for m in plain if adding(m.weight) is not None]
-
-
-def without_values(idle: list):
-    """A context in which these Linears skip their matmul."""
-    return forwards_for_now(idle) if idle else nullcontext()
