@@ -4,7 +4,7 @@ No family has code in this file. The common block calls its modules without the 
 (layer/block.py), with the same bits.
 """
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -178,7 +178,8 @@ class Traced:
             self.found[key] = rows = []
             for module, forward in found:
                 rows.append((module.__dict__, "forward", forward))
-        return values_for_now(self.found[key])
+        rows = self.found[key]
+        return values_for_now(rows) if rows else nullcontext()
 
     def _able(self, names: tuple[str, ...]) -> list:
         """parts.unread.able, found once while the layer has the same modules and tensors."""
@@ -210,12 +211,11 @@ class Traced:
         if known:
             sources = sources_of(self.layer, replace(self.traits, block=self.is_block))
             names = (*names, *(module for name in known for module in sources[name]))
-        with ExitStack() as around:
-            around.enter_context(self._forwards(names, x_BtD.device.type, unread))
-            if self.collected:
-                around.enter_context(collecting(found))
-            if noted or known:
-                around.enter_context(keeping(noted or {}, known or {}))
+        with (
+            self._forwards(names, x_BtD.device.type, unread),
+            collecting(found) if self.collected else nullcontext(),
+            keeping(noted or {}, known or {}) if noted or known else nullcontext(),
+        ):
             if self.is_block:
                 y = self.block.post(x_BtD, *outs_BtHE)
             else:
