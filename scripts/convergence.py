@@ -25,8 +25,8 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from hfpatch.budget.limits import check_ranges  # noqa: E402
 from hfpatch.cli.failures import Parser, guarded  # noqa: E402
+from hfpatch.planner.limits import check_ranges  # noqa: E402
 
 STYLES = {
     "hf": ("#777777", "-", 3.0),

@@ -28,9 +28,9 @@ sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != R
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from hfpatch.budget.limits import check_ranges  # noqa: E402
 from hfpatch.cli import train  # noqa: E402
 from hfpatch.cli.failures import Parser, guarded  # noqa: E402
+from hfpatch.planner.limits import check_ranges  # noqa: E402
 
 FILLER, KEYS = 16, 16  # words of the cycle, and different keys
 SHORT, LONG = 512, 4096  # tokens before and after

@@ -24,8 +24,8 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
 
-from hfpatch.budget.limits import check_ranges  # noqa: E402
 from hfpatch.cli.failures import Parser, guarded  # noqa: E402
+from hfpatch.planner.limits import check_ranges  # noqa: E402
 
 # the word in front of each row is its placement; colours are of the Okabe-Ito set
 RUNS = {

@@ -22,13 +22,13 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__)
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
-from hfpatch.budget.limits import check_ranges, parse_lengths  # noqa: E402
 from hfpatch.cli import profile as command  # noqa: E402
 from hfpatch.cli.failures import Parser, guarded  # noqa: E402
 from hfpatch.lab.profile import step  # noqa: E402
 from hfpatch.lab.profile.options import Options, check_together  # noqa: E402
 from hfpatch.lab.profile.run import read, write  # noqa: E402
 from hfpatch.lab.profile.timeline import IMPLEMENTATIONS, size  # noqa: E402
+from hfpatch.planner.limits import check_ranges, parse_lengths  # noqa: E402
 
 
 def main(argv=None) -> int:

@@ -71,7 +71,7 @@ echo "hfpatch: 3/3 one training step of 8,192 tokens, stock and patched, each in
 python - "$OUT/long.json" <<'PY'
 import json
 import sys
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 
 config = preset_config("llama-tiny") | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
                                         "head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 16384}

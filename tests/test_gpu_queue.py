@@ -35,9 +35,9 @@ from hfpatch.budget.adapters import Adapters  # noqa: E402
 from hfpatch.budget.flops import step_flops  # noqa: E402
 from hfpatch.budget.formula import STOCK_CHECKPOINTING, step_memory  # noqa: E402
 from hfpatch.budget.policy import Policy  # noqa: E402
-from hfpatch.budget.presets import preset_config  # noqa: E402
 from hfpatch.budget.seconds import first_step, step_time  # noqa: E402
 from hfpatch.budget.shape import ModelShape  # noqa: E402
+from hfpatch.lab.presets import preset_config  # noqa: E402
 from hfpatch.store.device import CudaDevice  # noqa: E402
 
 # torchao and deepspeed warn on import of versions that are not ours to change.

@@ -1,4 +1,4 @@
-"""Free memory and limits of the host (containers' limits included) and of the GPU."""
+"""Free memory of the host (containers' limits included) and of the GPU."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 _UNLIMITED = 1 << 60  # cgroup v1 writes 2**63 rounded down to a page for "no limit"
 
 
-def _number(path: Path):
+def read_number(path: Path):
     try:
         text = path.read_text().strip()
     except OSError:
@@ -14,7 +14,7 @@ def _number(path: Path):
     return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
 
 
-def _meminfo(root: Path) -> dict:
+def meminfo(root: Path) -> dict:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -22,7 +22,7 @@ def _meminfo(root: Path) -> dict:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:2]}
 
 
-def _cgroup_paths(root: Path) -> list:
+def cgroup_paths(root: Path) -> list:
     """(folder, limit file, usage file, field of memory.stat that counts reclaimable page cache) for
     the cgroup of this process and all its parents."""
     found = []
@@ -57,16 +57,6 @@ def _cgroup_paths(root: Path) -> list:
     return found
 
 
-def host_limit(root: str = "/") -> int | None:
-    """Most bytes of host memory that this process may use: the machine's, or the tightest cgroup
-    limit. None if unknown."""
-    root = Path(root)
-    limits = [_number(folder / limit) for folder, limit, _, _ in _cgroup_paths(root)]
-    limits.append(_meminfo(root).get("MemTotal"))
-    limits = [n for n in limits if n is not None]
-    return min(limits) if limits else None
-
-
 def host_free(root: str = "/") -> int | None:
     """Free bytes of host memory, for all ranks of this machine. None if unknown.
 
@@ -84,8 +74,8 @@ def host_free(root: str = "/") -> int | None:
         return int(given)
     root = Path(root)
     left = []
-    for folder, limit, usage, cache in _cgroup_paths(root):
-        limit_bytes, used = _number(folder / limit), _number(folder / usage)
+    for folder, limit, usage, cache in cgroup_paths(root):
+        limit_bytes, used = read_number(folder / limit), read_number(folder / usage)
         if limit_bytes is None or used is None:
             continue
         reclaimable = 0
@@ -95,7 +85,7 @@ def host_free(root: str = "/") -> int | None:
                 if name == cache and value.isdigit():
                     reclaimable = int(value)
         left.append(max(0, limit_bytes - used + reclaimable))
-    info = _meminfo(root)
+    info = meminfo(root)
     available = info.get("MemAvailable", info.get("MemFree"))
     if available is not None:
         left.append(available)
@@ -114,7 +104,7 @@ def gpu_free(device=None) -> int | None:
         return None
     (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
     return (
-        max(0, min(free, _share(total, device) - reserved))
+        max(0, min(free, share_of_device(total, device) - reserved))
         + reserved
         - torch.cuda.memory_allocated(device)
     )
@@ -137,22 +127,10 @@ def gpu_fragments(device) -> int:
     )
 
 
-def gpu_limit(device=None) -> int:
-    """Most bytes of a CUDA device that this process may use: all, or its own per-process limit."""
-    import torch
-
-    return _share(torch.cuda.mem_get_info(device)[1], device)
-
-
-def _share(total: int, device) -> int:
+def share_of_device(total: int, device) -> int:
     import torch
 
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
-
-
-def cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _own(parameter):

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from hfpatch import ops
-from hfpatch.budget.limits import flag, parse_length
-from hfpatch.budget.presets import PRESETS, preset_config
+from hfpatch.budget.limits import parse_length
+from hfpatch.lab.presets import PRESETS, preset_config
 from hfpatch.ops._library import use_kernel
+from hfpatch.planner.limits import flag
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MiB = 1 << 20

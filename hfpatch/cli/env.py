@@ -15,13 +15,15 @@ import sysconfig
 from dataclasses import asdict
 from pathlib import Path
 
-from hfpatch.budget.free import cores, host_free, host_limit
+from hfpatch.budget.free import host_free
 from hfpatch.budget.hardware import GiB
-from hfpatch.budget.limits import flag, parse_length
+from hfpatch.budget.limits import parse_length
 from hfpatch.budget.nodes import gpu_node
 from hfpatch.cli.env_problems import NO_GPU, problems
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.timeline import size, versions
+from hfpatch.planner.limits import flag
+from hfpatch.planner.machine import cores, host_limit
 from hfpatch.trainer.locks import left_builds
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl",

@@ -4,8 +4,8 @@ import importlib
 import sys
 
 import hfpatch
-from hfpatch.budget.limits import check_ranges
 from hfpatch.cli.failures import Parser, guarded
+from hfpatch.planner.limits import check_ranges
 
 COMMANDS = {
     "plan": ("hfpatch.cli.plan", "does a run fit, and how long does a step take (no GPU needed)"),

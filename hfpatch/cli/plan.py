@@ -6,13 +6,13 @@ import time
 from dataclasses import replace
 
 from hfpatch.budget.hardware import GPUS
-from hfpatch.budget.limits import parse_lengths
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.presets import MODELS, PRESETS
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
 from hfpatch.lab.models import resolve
+from hfpatch.lab.presets import MODELS, PRESETS
 from hfpatch.planner.answer import judged
 from hfpatch.planner.evaluate import placements
+from hfpatch.planner.limits import parse_lengths
 from hfpatch.planner.optimizers import OPTIMIZERS
 from hfpatch.planner.placements import FLOAT8_RECIPES, PLACEMENTS, resident, under
 from hfpatch.planner.plan import plan, resolved

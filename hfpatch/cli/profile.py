@@ -7,12 +7,12 @@ import shlex
 import sys
 from pathlib import Path
 
-from hfpatch.budget.limits import parse_lengths
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.options import CHOICES, words_of
 from hfpatch.lab.profile.run import profile, results
 from hfpatch.lab.profile.timeline import size
+from hfpatch.planner.limits import parse_lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,13 +10,14 @@ import torch
 from hfpatch.budget.choice import choose
 from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.ladder import unplanned
-from hfpatch.budget.limits import flag, parse_length, parse_word
+from hfpatch.budget.limits import parse_length, parse_word
 from hfpatch.budget.policy import KEEPABLE, Checkpointing, Policy, auto_tile, parse_checkpointing
-from hfpatch.budget.presets import MODELS, PRESETS
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.cli.flags import add_checkpointing, checkpointing_of
 from hfpatch.lab.models import config_of
+from hfpatch.lab.presets import MODELS, PRESETS
 from hfpatch.lab.simulate.rivals import IMPLEMENTATIONS, build, prepare
+from hfpatch.planner.limits import flag
 
 _TAKES = {int: "a number of 1 or more", bool: "true or false"}
 _WORDS = {"offload": ("gpu", "host", "disk"), "frozen_weights": ("gpu", "host"), "keep": KEEPABLE}

@@ -15,8 +15,9 @@ import os
 import sys
 import time
 
-from hfpatch.budget.limits import environment_number, expandable_segments
+from hfpatch.budget.limits import environment_number
 from hfpatch.cli.failures import guarded
+from hfpatch.planner.machine import expandable_segments
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
 

@@ -12,11 +12,11 @@ from hfpatch.budget.formula import step_memory
 from hfpatch.budget.free import gpu_free, host_free
 from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.policy import Policy, describe
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import first_step, step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
 from hfpatch.lab.made import made
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.recorded import recorded
 from hfpatch.lab.watch import GiB, pinned_gib, policy_used
 

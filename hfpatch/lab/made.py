@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 
 
 def config_of(preset: str, changes: dict, tokens: int = 0):

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 from hfpatch.budget.families import FAMILIES
-from hfpatch.budget.presets import MODELS, PRESETS, find_preset, preset_config
 from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.presets import MODELS, PRESETS, find_preset, preset_config
 
 # Language towers that transformers has no causal model of: the family whose layers they are.
 _TOWERS = {

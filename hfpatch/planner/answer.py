@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from hfpatch.budget.choice import HOST_SHARE, reserve
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape
 from hfpatch.budget.hardware import FLOAT8_GPUS, Gpu, gpu_row
-from hfpatch.budget.limits import parse_bytes
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.budget.seconds import Resident
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
+from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.placements import FLOAT8_RECIPES, float8_bytes, resident
 from hfpatch.planner.towers import Tower, tower_in_front
 
@@ -303,7 +303,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
     if gpu == "this":
-        from hfpatch.budget.free import host_limit
+        from hfpatch.planner.machine import host_limit
         from hfpatch.planner.measure import measure_this
 
         row, host_ram = measure_this(), host_limit() if host_ram is None else host_ram

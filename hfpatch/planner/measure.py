@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from hfpatch.budget.free import gpu_limit
 from hfpatch.budget.hardware import Gpu
+from hfpatch.planner.machine import gpu_limit
 
 
 def _seconds(run, least: float = 0.1) -> float:

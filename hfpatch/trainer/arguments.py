@@ -10,8 +10,8 @@ from functools import partial
 
 from transformers import HfArgumentParser
 
-from hfpatch.budget.limits import flag
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
+from hfpatch.planner.limits import flag
 from hfpatch.trainer import config_file, configs
 from hfpatch.trainer.flags import (
     CLASSES,

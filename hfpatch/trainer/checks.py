@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.budget.free import cores, host_free
-from hfpatch.budget.limits import check_ranges, environment_number
+from hfpatch.budget.free import host_free
+from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
+from hfpatch.planner.limits import check_ranges
+from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
 
 HOST_SECONDS = 30  # until MASTER_ADDR must be known: machines start one after the other

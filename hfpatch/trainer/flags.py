@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import CHECKPOINTING
-from hfpatch.budget.presets import PRESETS
+from hfpatch.lab.presets import PRESETS
 from hfpatch.planner.placements import FLOAT8_RECIPES
 from hfpatch.trainer.data_files import FORMATS
 

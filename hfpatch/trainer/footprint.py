@@ -8,9 +8,10 @@ from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.choice import choose
 from hfpatch.budget.families import FAMILIES
 from hfpatch.budget.formula import GiB, ModelShape, step_memory
-from hfpatch.budget.free import gpu_limit, host_free, host_limit
+from hfpatch.budget.free import host_free
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
+from hfpatch.planner.machine import gpu_limit, host_limit
 from hfpatch.trainer.arguments import checkpointing_of
 
 

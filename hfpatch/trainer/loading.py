@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.activations import ACT2FN
 
 from hfpatch.budget.limits import check_sizes
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 from hfpatch.trainer import context, placement
 
 

@@ -14,7 +14,7 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.policy import describe, parse_checkpointing
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 
 MODELS = ("llama-3.1-8b", "Qwen/Qwen3-8B", "google/gemma-3-12b", "Qwen/Qwen3-30B-A3B")
 LENGTHS = (8192, 16384, 32768, 131072)

@@ -39,7 +39,7 @@ PROCESS_BYTES = 4 * GiB  # of the planner, which no peer's host bytes have
 
 
 def count(implementation: str) -> None:
-    from hfpatch.budget.presets import preset_config
+    from hfpatch.lab.presets import preset_config
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
@@ -78,12 +78,12 @@ def seconds(row: dict, gpu: str) -> float | None:
     from hfpatch.budget.flops import Flops, step_flops
     from hfpatch.budget.formula import Moment, StepMemory
     from hfpatch.budget.hardware import gpu_row
-    from hfpatch.budget.limits import parse_bytes
     from hfpatch.budget.pace import paced
     from hfpatch.budget.policy import Policy
-    from hfpatch.budget.presets import preset_config
     from hfpatch.budget.seconds import counted_time, tails
     from hfpatch.budget.shape import ModelShape
+    from hfpatch.lab.presets import preset_config
+    from hfpatch.planner.limits import parse_bytes
     from hfpatch.planner.placements import resident
 
     gpu, shape = gpu_row(gpu), ModelShape.from_config(preset_config(MODEL))

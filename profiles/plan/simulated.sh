@@ -14,7 +14,7 @@ row() {  # model, layers, implementation, tokens, policy fields
         ${1:+"$option" "$@"} --json 2>/dev/null | python -c '
 import json, sys
 from hfpatch.budget.flops import step_flops
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 from hfpatch.budget.shape import ModelShape
 text = sys.stdin.read()
 found, (model, layers, implementation, tokens, policy) = json.loads(text[text.index("{"):]), sys.argv[1:]

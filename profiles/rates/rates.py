@@ -17,10 +17,10 @@ from hfpatch.budget.adapters import Adapters, layer_linears
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.hardware import GPUS, Gpu
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import StepTime, step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.budget.traffic import STOCK_FACTOR
+from hfpatch.lab.presets import preset_config
 from hfpatch.planner.placements import resident
 
 MOST = 0.15  # a miss above it is printed

@@ -21,7 +21,7 @@ FIELDS = ("tree", "implementation", "tile", "kept", "forward", "backward")
 
 
 def count(implementation: str, layers: int, policy) -> dict:
-    from hfpatch.budget.presets import preset_config
+    from hfpatch.lab.presets import preset_config
     from hfpatch.lab.simulate.rivals import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 

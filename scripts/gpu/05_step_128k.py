@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import step
 
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 
 WORDS = """
 bf16 parameters and gradients resident, random weights and tokens, no optimizer; inputs and

@@ -14,8 +14,8 @@ import common
 import step
 
 import hfpatch
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.presets import preset_config
 from hfpatch.planner.placements import resident
 
 WORDS = """

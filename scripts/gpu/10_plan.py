@@ -21,8 +21,8 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import gpu_named, gpu_row
 from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import first_step, step_time
+from hfpatch.lab.presets import preset_config
 from hfpatch.planner.placements import resident
 
 WORDS = """

@@ -16,8 +16,8 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.presets import preset_config
 from hfpatch.parts.quantised import as_trained
 from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.placements import resident

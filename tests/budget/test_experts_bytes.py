@@ -5,9 +5,9 @@ from torch import Tensor
 
 from hfpatch.budget.pace import _matrices
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.shape import ModelShape
 from hfpatch.budget.traffic import OUR_EXPERTS
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.kernels_cost import bytes_of
 from hfpatch.lab.simulate.rivals import build, prepare

@@ -13,7 +13,6 @@ from hfpatch.budget.flops import attended, step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import (
     FORWARD_SHARE,
     HOST_SECONDS_PER_LAYER,
@@ -26,6 +25,7 @@ from hfpatch.budget.seconds import (
 )
 from hfpatch.budget.shape import ModelShape
 from hfpatch.budget.traffic import STOCK_FACTOR, STOCK_LOGIT_BYTES, elementwise, layer_passes
+from hfpatch.lab.presets import preset_config
 
 
 def shape_of(name, **change):

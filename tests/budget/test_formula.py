@@ -16,7 +16,6 @@ from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS, gpu_named, gpu_row
 from hfpatch.budget.host_blocks import host_blocks
 from hfpatch.budget.ladder import policies
-from hfpatch.budget.limits import parse_bytes
 from hfpatch.budget.policy import (
     KEEPABLE,
     LOSS_WORKSPACE,
@@ -25,7 +24,8 @@ from hfpatch.budget.policy import (
     auto_tile,
     parse_checkpointing,
 )
-from hfpatch.budget.presets import PRESETS, preset_config
+from hfpatch.lab.presets import PRESETS, preset_config
+from hfpatch.planner.limits import parse_bytes
 
 EXPERTS = tiny.not_before_transformers(
     (5, 10),

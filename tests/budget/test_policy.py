@@ -41,7 +41,8 @@ from hfpatch.budget.policy import (
     parse_checkpointing,
     time_tile,
 )
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
+from hfpatch.planner.machine import gpu_limit, host_limit
 
 GiB = 2**30
 LOSSES = (512 << 20, 1 << 30, 2 << 30)  # of every model; a small one has smaller ones too
@@ -565,7 +566,7 @@ def machine(tmp_path, *, total=64, available=48, cgroup="0::/box", files=()):
 
 def test_no_cgroup_is_the_machine(tmp_path):
     root = machine(tmp_path)
-    assert memory.host_limit(root) == 64 * GiB
+    assert host_limit(root) == 64 * GiB
     assert memory.host_free(root=root) == 48 * GiB
 
 
@@ -581,7 +582,7 @@ def test_no_cgroup_is_the_machine(tmp_path):
 ])  # fmt: skip
 def test_cgroup_v2(tmp_path, files, limit, free):
     root = machine(tmp_path, files=files)
-    assert memory.host_limit(root) == limit * GiB
+    assert host_limit(root) == limit * GiB
     assert memory.host_free(root=root) == free * GiB
 
 
@@ -591,18 +592,18 @@ def test_cgroup_v1_with_its_way_of_saying_no_limit(tmp_path):
              ("memory/memory.limit_in_bytes", 32 * GiB), ("memory/memory.usage_in_bytes", 30 * GiB),
              ("memory/memory.stat", f"total_inactive_file {5 * GiB}")]  # fmt: skip
     root = machine(tmp_path, cgroup="5:cpu,memory:/box\n0::/", files=files)
-    assert memory.host_limit(root) == 32 * GiB
+    assert host_limit(root) == 32 * GiB
     assert memory.host_free(root=root) == 7 * GiB
 
 
 def test_a_container_sees_its_limit_at_the_root_of_its_view(tmp_path):
     files = [("memory.max", 16 * GiB), ("memory.current", GiB)]
     root = machine(tmp_path, cgroup="0::/../../pod/container", files=files)
-    assert memory.host_limit(root) == 16 * GiB
+    assert host_limit(root) == 16 * GiB
 
 
 def test_this_machine_has_memory():
-    assert 0 < memory.host_free() <= memory.host_limit()
+    assert 0 < memory.host_free() <= host_limit()
 
 
 def test_what_a_first_step_will_take_is_counted():
@@ -639,7 +640,7 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
             torch.cuda, "get_per_process_memory_fraction", lambda *_, share=share: share
         )
         assert memory.gpu_free() == left * GiB
-        assert memory.gpu_limit() == share * 80 * GiB
+        assert gpu_limit() == share * 80 * GiB
 
 
 @pytest.mark.parametrize(

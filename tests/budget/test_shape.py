@@ -10,8 +10,8 @@ import tiny
 
 from hfpatch.budget.families import FAMILIES
 from hfpatch.budget.limits import check_sizes
-from hfpatch.budget.presets import MODELS, find_preset, preset_config
 from hfpatch.budget.shape import ModelShape, UnknownFamily
+from hfpatch.lab.presets import MODELS, find_preset, preset_config
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
         "num_attention_heads": 4,

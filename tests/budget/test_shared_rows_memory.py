@@ -7,8 +7,8 @@ import pytest
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import GiB, ModelShape, step_memory
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.sequence import rounds_of
+from hfpatch.lab.presets import preset_config
 
 RANKS = 8
 STREAMED = Policy("host", stream_attention=True)

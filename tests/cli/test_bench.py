@@ -8,9 +8,9 @@ import pytest
 import torch
 from numerics import assert_close
 
-from hfpatch.budget.presets import preset_config
 from hfpatch.cli import bench
 from hfpatch.cli.main import main
+from hfpatch.lab.presets import preset_config
 
 
 def test_every_op_both_ways_as_json(capsys):

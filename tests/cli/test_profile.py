@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import hfpatch
-from hfpatch.budget.limits import parse_lengths
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.main import main
 from hfpatch.cli.profile import add_arguments, add_clock, add_run, add_step
 from hfpatch.lab.profile import run as runner
 from hfpatch.lab.profile.options import Options, words_of
+from hfpatch.planner.limits import parse_lengths
 
 
 def call(capfd, *arguments):

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 from tiny import not_with_transformers_5_0
 from torch.utils.data import DataLoader, IterableDataset
 
-from hfpatch.budget.limits import RANGES, check_ranges, parse_length
-from hfpatch.budget.presets import preset_config
+from hfpatch.budget.limits import parse_length
 from hfpatch.cli.failures import explain, guarded
 from hfpatch.cli.main import main
+from hfpatch.lab.presets import preset_config
+from hfpatch.planner.limits import RANGES, check_ranges
 from hfpatch.store.disk import File
 from hfpatch.trainer import arguments, checks, loading, placement, prepare
 from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.lab.allocator import Allocator, MiB, PlacedFollower
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 

@@ -16,11 +16,11 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import Resident, step_time
 from hfpatch.budget.sequence import sent_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.timeline import trace_events, write_page, write_trace
 from hfpatch.layer import policies

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import fla, follow, kernels_cost
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.rivals import build, prepare
@@ -85,7 +85,7 @@ def test_reference_figures_of_liger(implementation, expected, host):
     code = (
         "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals "
         "import *;"
-        "from hfpatch.budget.presets import *; import json;"
+        "from hfpatch.lab.presets import *; import json;"
         "run = lambda n: simulate(prepare(build(preset_config('llama-3.1-8b') | "
         "dict(num_hidden_layers=n)),"
         f"{implementation!r}), 1, 131072); all = [run(n) for n in {depths}]; s = all[-1];"
@@ -126,7 +126,7 @@ def test_todays_rivals(implementation, forwards):
     code = (
         "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals "
         "import *;"
-        "from hfpatch.budget.presets import *; import json;"
+        "from hfpatch.lab.presets import *; import json;"
         "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
         f"s = simulate(prepare(build(c), {implementation!r}), 1, 32768);"
         "print(json.dumps([s.host_peak_bytes, s.attention_calls['forward'], "

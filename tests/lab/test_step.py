@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hfpatch
-from hfpatch.budget.presets import preset_config
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.profile import step
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.planned import planned

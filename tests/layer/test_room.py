@@ -16,8 +16,8 @@ from hfpatch.budget.choice import Budget, Option, reserve
 from hfpatch.budget.free import gpu_fragments
 from hfpatch.budget.hardware import GPUS, place_of
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.context.ranks import sharded
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.sequence import LoneRank

@@ -27,12 +27,12 @@ from hfpatch.budget.hardware import (
     SECONDS_ERROR,
 )
 from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
 from hfpatch.budget.shape import ModelShape
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as plan_command
 from hfpatch.lab.models import config_of
+from hfpatch.lab.presets import preset_config
 from hfpatch.planner import answer, show
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan

@@ -15,8 +15,8 @@ from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST
 from hfpatch.budget.hardware import GiB
 from hfpatch.budget.host_blocks import host_blocks
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.presets import preset_config
 from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.presets import preset_config
 from hfpatch.layer import policies as session_module
 from hfpatch.planner.plan import plan
 from hfpatch.store import device as store_device

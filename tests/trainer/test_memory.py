@@ -10,8 +10,8 @@ from transformers import Trainer, TrainingArguments
 
 import hfpatch
 from hfpatch.budget.hardware import GPUS
-from hfpatch.budget.presets import preset_config
 from hfpatch.lab.allocator import Allocator, PlacedFollower
+from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.layer import policies as runtime_module

@@ -1,0 +1,38 @@
+"""What this process may use of its machine: host memory, a GPU's memory, cores."""
+
+import os
+from pathlib import Path
+
+from hfpatch.budget.free import cgroup_paths, meminfo, read_number, share_of_device
+
+
+def host_limit(root: str = "/") -> int | None:
+    """Most bytes of host memory that this process may use: the machine's, or the tightest cgroup
+    limit. None if unknown."""
+    root = Path(root)
+    limits = [read_number(folder / limit) for folder, limit, _, _ in cgroup_paths(root)]
+    limits.append(meminfo(root).get("MemTotal"))
+    limits = [n for n in limits if n is not None]
+    return min(limits) if limits else None
+
+
+def gpu_limit(device=None) -> int:
+    """Most bytes of a CUDA device that this process may use: all, or its own per-process limit."""
+    import torch
+
+    return share_of_device(torch.cuda.mem_get_info(device)[1], device)
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def expandable_segments() -> None:
+    """Makes torch's allocator grow its segments, unless the user set it otherwise: fixed segments
+    fragment at long sequences.
+
+    Call it before the first CUDA allocation.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of the variable
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
