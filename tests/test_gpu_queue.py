@@ -32,12 +32,13 @@ import step  # noqa: E402
 import hfpatch  # noqa: E402
 from hfpatch.budget import hardware  # noqa: E402
 from hfpatch.budget.adapters import Adapters  # noqa: E402
-from hfpatch.budget.flops import step_flops  # noqa: E402
-from hfpatch.budget.formula import STOCK_CHECKPOINTING, step_memory  # noqa: E402
 from hfpatch.budget.policy import Policy  # noqa: E402
-from hfpatch.budget.seconds import first_step, step_time  # noqa: E402
 from hfpatch.budget.shape import ModelShape  # noqa: E402
+from hfpatch.lab.first_step import first_step  # noqa: E402
 from hfpatch.lab.presets import preset_config  # noqa: E402
+from hfpatch.lab.stock import STOCK_CHECKPOINTING, flops_of, memory_of  # noqa: E402
+from hfpatch.planner.placements import Resident  # noqa: E402
+from hfpatch.planner.seconds import run_time  # noqa: E402
 from hfpatch.store.device import CudaDevice  # noqa: E402
 
 # torchao and deepspeed warn on import of versions that are not ours to change.
@@ -558,10 +559,9 @@ def test_a_slots_steps_end_in_time_by_the_plans_arithmetic(monkeypatch, tmp_path
                 else Policy(kept["offload"], tile=kept.get("tile", 8192))
             )
             sizes = {"batch": 1, "tokens": case["tokens"]}
-            memory = step_memory(shape, policy, **sizes)
-            once, _ = step_time(
-                gpu, step_flops(shape, policy, **sizes), memory, policy, shape, **sizes
-            )
+            memory = memory_of(shape, policy, **sizes)
+            flops = flops_of(shape, policy, **sizes)
+            once, _ = run_time(gpu, flops, memory, policy, shape, Resident(), **sizes)
             first = sum(first_step(gpu, memory, policy, shape, tokens=case["tokens"]).values())
             total += (
                 first

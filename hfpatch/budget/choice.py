@@ -157,7 +157,7 @@ class Search:
         batch, tokens = self.sizes["batch"], self.sizes["tokens"]
         flops = step_flops(self.shape, policy, batch=batch, tokens=tokens)
         time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
-        return replace(option, seconds=time.total - time.optimizer, wait=time.copy_wait)
+        return replace(option, seconds=time.total, wait=time.copy_wait)
 
     def _losses(self) -> tuple[int, ...]:
         """Workspaces of the loss to try: the one with the fewest bytes, then faster ones."""

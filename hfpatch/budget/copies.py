@@ -23,14 +23,12 @@ PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
 
 @dataclass(frozen=True)
 class Step:
-    """A step to predict. gpu: with the rates at the step's shapes (pace.py). policy: as in
-    step_memory.
-    """
+    """A step to predict. gpu: with the rates at the step's shapes (pace.py)."""
 
     gpu: Gpu
     flops: Flops
     memory: StepMemory
-    policy: object
+    policy: Policy
     shape: ModelShape
     batch: int
     tokens: int
@@ -40,30 +38,32 @@ class Step:
     def rows(self) -> int:
         return self.batch * self.tokens
 
-    @property
-    def in_tiles(self) -> bool:
-        return isinstance(self.policy, Policy)
-
     @cached_property
     def count(self) -> int:
         """Tiles of a layer."""
-        return tiles(self.batch, self.tokens, self.policy.tile)[0] if self.in_tiles else 1
+        return tiles(self.batch, self.tokens, self.policy.tile)[0]
 
     @property
     def tiled_layers(self) -> int:
         layers = self.shape.num_layers
-        return layers - min(self.policy.plain, layers) if self.in_tiles else 0
+        return layers - min(self.policy.plain, layers)
 
 
 def link_bytes(
-    memory: StepMemory, policy, shape: ModelShape, *, batch: int, tokens: int, itemsize: int = 2
+    memory: StepMemory,
+    policy: Policy,
+    shape: ModelShape,
+    *,
+    batch: int,
+    tokens: int,
+    itemsize: int = 2,
 ) -> tuple[int, int]:
     """Bytes of checkpoints over the host link in one step: (to the host, back to the device).
 
     The first are copied in forward, the second in backward. The bytes against the main direction
     are fewer, so they hide. x comes back once for each pass over the tiles.
     """
-    if not isinstance(policy, Policy) or not memory.host:
+    if not memory.host:
         return 0, 0
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
     inputs = -(-n // policy.every) * rows * shape.hidden_size
@@ -102,13 +102,13 @@ def _segments(policy: Policy, layers: int) -> int:
     return (layers // policy.every + (layers % policy.every > 1)) * (policy.every > 1)
 
 
-def weight_bytes(shape: ModelShape, policy, itemsize: int = 2) -> tuple[int, int]:
+def weight_bytes(shape: ModelShape, policy: Policy, itemsize: int = 2) -> tuple[int, int]:
     """Bytes of frozen weights that come from the host: (in forward, in backward).
 
     Two layers' weights fit the device at once, so backward starts with the last two already there,
     and a segment that ran again still has its last two.
     """
-    if getattr(policy, "frozen_weights", "gpu") != "host":
+    if policy.frozen_weights != "host":
         return 0, 0
     forward, n = shape.over(lambda i: shape.frozen_bytes_of(i, itemsize)), shape.num_layers
     every = min(policy.every, n)

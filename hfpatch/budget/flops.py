@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from hfpatch.budget.cuts import tiles
-from hfpatch.budget.formula import STOCK_CHECKPOINTING
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.sequence import filled_up
 from hfpatch.budget.shape import ModelShape
@@ -55,8 +54,8 @@ def recomputed_weights(shape: ModelShape, keep: tuple, layer: int, *, single: bo
     return before + after
 
 
-def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
-    """FLOPs of one step under a policy (as in step_memory).
+def step_flops(shape: ModelShape, policy: Policy, *, batch: int, tokens: int) -> Flops:
+    """FLOPs of one step under a policy.
 
     `model` follows the usual convention: 6 for each trained weight and token, 4 for a frozen
     weight, attention three times its forward, no recomputation.
@@ -84,26 +83,19 @@ def step_flops(shape: ModelShape, policy, *, batch: int, tokens: int) -> Flops:
             + 6 * shape.trained_parameters
             - 2 * shape.qkv_weights
         )
-    again, forwards = 0.0, once
-    if isinstance(policy, Policy):
-        tiled = n - min(policy.plain, n)
-        single = tiles(batch, tokens, policy.tile)[0] == 1
-        keeping = tiled - min(policy.keeps_less, tiled)
-        again = sum(
-            shape.over(lambda i, k=keep: recomputed_weights(shape, k, i, single=single), *layers)
-            for keep, layers in ((policy.keep, (0, keeping)), ((), (keeping, tiled)))
-        )
-        if policy.every > 1:
-            skipped = tiled - -(-tiled // policy.every)
-            again += skipped * (layers / n)
-        saves = policy.save_attention and policy.every == 1
-        forwards += attention(tiled - min(policy.attends_again, tiled) if saves else 0, tiled)
-    elif policy == STOCK_CHECKPOINTING:
-        # Recomputation stops before the last projection, whose output is unread.
-        dead = (
-            0 if shape.norm_after or shape.experts else shape.hidden_size * shape.intermediate_size
-        )
-        again, forwards = layers - n * dead, 2 * once
+    tiled = n - min(policy.plain, n)
+    single = tiles(batch, tokens, policy.tile)[0] == 1
+    keeping = tiled - min(policy.keeps_less, tiled)
+    again = sum(
+        shape.over(lambda i, k=keep: recomputed_weights(shape, k, i, single=single), *layers)
+        for keep, layers in ((policy.keep, (0, keeping)), ((), (keeping, tiled)))
+    )
+    if policy.every > 1:
+        skipped = tiled - -(-tiled // policy.every)
+        again += skipped * (layers / n)
+    saves = policy.save_attention and policy.every == 1
+    forwards = once
+    forwards += attention(tiled - min(policy.attends_again, tiled) if saves else 0, tiled)
     # Kernels need values as wide as queries: the narrower values of latent attention are padded.
     padded = (
         filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))

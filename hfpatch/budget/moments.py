@@ -67,13 +67,13 @@ def loss_moment(z: Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -> 
     )
 
 
-def embedding_moments(z: Sizes, fused: bool, workspace: int = LOSS_WORKSPACE) -> list:
+def embedding_moments(z: Sizes, workspace: int = LOSS_WORKSPACE) -> list:
     """The backward of the token embedding, when all other gradients exist. workspace: of the
     loss."""
     if z.shape.adapters:
         return []
     D, V = z.shape.hidden_size, z.shape.vocab_size
-    columns = max(1, EMBEDDING_SLICE // (4 * max(1, z.rows))) if fused else D
+    columns = max(1, EMBEDDING_SLICE // (4 * max(1, z.rows)))
     if columns >= D:
         slices, scratch = 0, embedding_partials(z.rows, V, D)
     else:
@@ -83,7 +83,7 @@ def embedding_moments(z: Sizes, fused: bool, workspace: int = LOSS_WORKSPACE) ->
     moments = [
         Moment("embedding backward", z.gradients, layer=z.u + slices + z.always, workspace=scratch)
     ]
-    if z.shape.tied and fused and loss_chunk_rows(z.shape, z.rows, z.s, workspace)[1] > 1:
+    if z.shape.tied and loss_chunk_rows(z.shape, z.rows, z.s, workspace)[1] > 1:
         # Both gradients and their sum: the head's gradient is a view of the wider sums, so autograd
         # does not add to it in place.
         moments.append(Moment("embedding sum", z.gradients, layer=2 * z.embedding + z.always))

@@ -95,9 +95,8 @@ def _paced(gpu: Gpu, shape: ModelShape, rows: int, tile_rows: int, plain: int, k
     )  # fmt: skip
 
 
-def paced(gpu: Gpu, shape: ModelShape, policy, *, batch: int, tokens: int) -> Gpu:
-    """The GPU with the rates that a step of this shape reaches. policy: as step_memory takes it."""
-    rows, plain, tile = batch * tokens, shape.num_layers, batch * tokens
-    if isinstance(policy, Policy):
-        plain, tile = min(policy.plain, plain), batch * tiles(batch, tokens, policy.tile)[1]
-    return _paced(gpu, shape, rows, tile, plain, tokens * shape.ranks)
+def paced(gpu: Gpu, shape: ModelShape, policy: Policy, *, batch: int, tokens: int) -> Gpu:
+    """The GPU with the rates that a step of this shape reaches."""
+    tile = batch * tiles(batch, tokens, policy.tile)[1]
+    plain = min(policy.plain, shape.num_layers)
+    return _paced(gpu, shape, batch * tokens, tile, plain, tokens * shape.ranks)

@@ -123,7 +123,7 @@ class TiledStep:
             moments += plain_moments(z, n, self.on_device, plain, coming)
         if n:
             moments += [*self._last(), *self._segment(forward), *self._first()]
-        return moments + embedding_moments(z, True, policy.loss_bytes)
+        return moments + embedding_moments(z, policy.loss_bytes)
 
     def _forward(self) -> Moment:
         z, policy, off = self.z, self.policy, self.off

@@ -5,13 +5,8 @@ only.
 """
 
 from hfpatch.budget.adapters import layer_linears
-from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, ModelShape
 from hfpatch.budget.policy import Policy
-
-# transformers' own layers move STOCK_FACTOR times the bytes of fused ones, and this many bytes per
-# logit (counted on their code, tests/budget/test_flops.py): norms and logits run in float32,
-# rotation and activation are not fused.
-STOCK_FACTOR, STOCK_LOGIT_BYTES = 3.2, 44
+from hfpatch.budget.shape import ModelShape
 
 
 def _turned(shape: ModelShape) -> int:
@@ -23,40 +18,42 @@ def _turned(shape: ModelShape) -> int:
 # their inner size and of the hidden size: forward, backward. Rows are gathered and combined; the
 # activation reads gate and up and writes one, its backward reads them and da and writes three.
 OUR_EXPERTS = (3, 2), (6, 2)
-# The same for transformers' grouped matmuls, by whether experts have biases.
-EXPERT_PASSES = {False: ((5, 6.25), (13, 12.25)), True: ((24, 11), (36, 14))}
 # The same for attention with sinks, for each element of its output: the sinks' share of it, and the
 # sum of its product with its gradient. Neither is computed again.
 SINK_PASSES = 2, 4
 
 
-def unfused_passes(shape: ModelShape, layer: int, ours: bool = True) -> tuple[float, float]:
-    """Elements per token that unfused code of transformers and PEFT moves: (forward, backward). For
-    experts, attention with sinks, and adapters.
+def unfused_passes(shape: ModelShape, layer: int) -> tuple[float, float]:
+    """Elements per token that code which is not fused moves: (forward, backward). For experts,
+    attention with sinks, and adapters.
     """
-    k = shape.experts_per_token * shape.is_sparse(layer)
-    # Elements, and how often they move. An adapter's output is scaled and added; its gradient is
-    # scaled, and its input gradient added.
-    (fore_in, fore), (back_in, back) = OUR_EXPERTS if ours else EXPERT_PASSES[shape.expert_bias]
-    # of routed rows, and of the tokens themselves
-    ways = (k + ours * shape.is_sparse(layer)) * shape.hidden_size
-    rows = [(k * shape.expert_size, fore_in, back_in), (ways, fore, back)]
-    rows += [(shape.sinks * shape.out_size, *SINK_PASSES)]
-    rows += [(ours * shape.expert_bias * shape.is_sparse(layer) * shape.hidden_size, 1, 0)]
+    sparse, k = shape.is_sparse(layer), shape.experts_per_token * shape.is_sparse(layer)
+    inner, ways = k * shape.expert_size, (k + sparse) * shape.hidden_size
+    (fore_in, fore_ways), (back_in, back_ways) = OUR_EXPERTS
+    fore, back = sinks_and_adapters(shape, layer)
+    fore += fore_in * inner + fore_ways * ways + shape.expert_bias * sparse * shape.hidden_size
+    return fore, back + back_in * inner + back_ways * ways
+
+
+def sinks_and_adapters(shape: ModelShape, layer: int) -> tuple[float, float]:
+    """unfused_passes of attention with sinks, and of adapters. An adapter's output is scaled and
+    added; its gradient is scaled, and its input gradient added.
+    """
     adapters = shape.adapters.chosen(layer_linears(shape, layer)) if shape.adapters else {}
+    rows = [(shape.sinks * shape.out_size, *SINK_PASSES)]
     rows += [(inner, 0, 3) for inner, _ in adapters.values()]
     rows += [(columns, 5, 2) for _, columns in adapters.values()]
     return sum(n * each for n, each, _ in rows), sum(n * each for n, _, each in rows)
 
 
-def not_made_again(shape: ModelShape, layer: int) -> int:
-    """Elements per token of our forward that the backward does not repeat: the sinks' share of
-    attention, and the unread values of experts."""
-    sinks = SINK_PASSES[0] * shape.sinks * shape.out_size
+def unfused_made_again(shape: ModelShape, layer: int) -> float:
+    """Elements per token of the unfused forward that the backward repeats: all but the sinks' share
+    of attention, and the unread values of experts."""
+    again = unfused_passes(shape, layer)[0] - SINK_PASSES[0] * shape.sinks * shape.out_size
     if shape.norm_after or not shape.is_sparse(layer):
-        return sinks
+        return again
     k, D = shape.experts_per_token, shape.hidden_size
-    return sinks + OUR_EXPERTS[0][0] * k * shape.expert_size + (k + 1 + shape.expert_bias) * D
+    return again - OUR_EXPERTS[0][0] * k * shape.expert_size - (k + 1 + shape.expert_bias) * D
 
 
 def layer_passes(shape: ModelShape, layer: int) -> tuple[int, int]:
@@ -89,19 +86,16 @@ def passes_again(shape: ModelShape, layer: int, keep: tuple = (), several: bool 
 
 
 def elementwise(
-    shape: ModelShape, policy, rows: int, several: bool, groups: int = 1
+    shape: ModelShape, policy: Policy, rows: int, several: bool, groups: int = 1
 ) -> tuple[float, float]:
     """Elements that all layers move for `rows` tokens outside matmuls: (forward, backward).
 
     groups: the number of groups of KV heads in attention's backward.
     """
-    n = shape.num_layers
-    keep, less, tiled = (), 0, n if policy == STOCK_CHECKPOINTING else 0
-    if isinstance(policy, Policy):
-        tiled = n - min(policy.plain, n)
-        keep, less = policy.keep, min(policy.keeps_less, tiled)
+    tiled = shape.num_layers - min(policy.plain, shape.num_layers)
+    less = min(policy.keeps_less, tiled)
     fore, back = (shape.over(lambda i, k=k: layer_passes(shape, i)[k]) for k in (0, 1))
-    for kept, layers in ((keep, (0, tiled - less)), ((), (tiled - less, tiled))):
+    for kept, layers in ((policy.keep, (0, tiled - less)), ((), (tiled - less, tiled))):
         back += shape.over(lambda i, k=kept: passes_again(shape, i, k, several), *layers)
     if several:
         # Each tile's q, k and v are copied into whole buffers, and their gradients out of such
@@ -109,11 +103,9 @@ def elementwise(
         whole = shape.q_size + shape.kv_size + shape.v_size
         fore += tiled * 2 * (whole + shape.hidden_size)
         back += tiled * 2 * (2 * whole + shape.hidden_size + shape.out_size)
-        back -= (tiled - less) * 2 * whole * ("qkv" in keep)  # computed once
+        back -= (tiled - less) * 2 * whole * ("qkv" in policy.keep)  # computed once
     elif groups > 1:  # each group's part of out and dout is copied out of the whole
         back += tiled * 4 * shape.out_size
-    factor = STOCK_FACTOR if policy in (STOCK, STOCK_CHECKPOINTING) else 1
-    ours = policy not in (STOCK, STOCK_CHECKPOINTING)
-    own = [shape.over(lambda i, k=k: unfused_passes(shape, i, ours)[k]) for k in (0, 1)]
-    own[1] += shape.over(lambda i: unfused_passes(shape, i)[0] - not_made_again(shape, i), 0, tiled)
-    return rows * (factor * fore + own[0]), rows * (factor * back + own[1])
+    own = [shape.over(lambda i, k=k: unfused_passes(shape, i)[k]) for k in (0, 1)]
+    own[1] += shape.over(lambda i: unfused_made_again(shape, i), 0, tiled)
+    return rows * (fore + own[0]), rows * (back + own[1])

@@ -5,15 +5,15 @@ plans share them.
 from dataclasses import dataclass, field, replace
 
 from hfpatch.budget.choice import HOST_SHARE, reserve
-from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, GiB, ModelShape
+from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.hardware import FLOAT8_GPUS, Gpu, gpu_row
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
-from hfpatch.budget.seconds import Resident
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
+from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING
 from hfpatch.planner.limits import parse_bytes
-from hfpatch.planner.placements import FLOAT8_RECIPES, float8_bytes, resident
+from hfpatch.planner.placements import FLOAT8_RECIPES, Resident, float8_bytes, resident
 from hfpatch.planner.towers import Tower, tower_in_front
 
 # A simulated step contradicts the plan if its activations exceed the planned ones by more than this

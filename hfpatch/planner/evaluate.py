@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hfpatch.budget.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
-from hfpatch.budget.flops import step_flops
-from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import DISK, SECONDS_ERROR
 from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.budget.seconds import first_step, step_time
+from hfpatch.lab.first_step import first_step
+from hfpatch.lab.stock import flops_of, memory_of
 from hfpatch.planner.answer import (
     ASSUMED,
     FLOAT8,
@@ -25,6 +24,7 @@ from hfpatch.planner.answer import (
     stays_of,
 )
 from hfpatch.planner.placements import candidates, placement_named
+from hfpatch.planner.seconds import run_time
 
 
 def _settings(run: Run, placement: str) -> Checkpointing:
@@ -143,9 +143,9 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
         {"batch": run.batch, "tokens": run.seq_len},
         placement_named(placement).itemsize,
     )
-    memory = step_memory(run.shape, policy, **sizes, itemsize=itemsize)
-    flops = step_flops(run.shape, policy, **sizes)
-    time, moved = step_time(
+    memory = memory_of(run.shape, policy, **sizes, itemsize=itemsize)
+    flops = flops_of(run.shape, policy, **sizes)
+    time, moved = run_time(
         run.rates, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize
     )
     why = why_not or _why(run, policy)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.formula import WEIGHT_SLOTS
-from hfpatch.budget.seconds import Resident
 from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.optimizers import OPTIMIZERS, state_numbers
 
@@ -172,6 +171,30 @@ def _of_an_optimizer(name: str, gpus: int, adapters: bool) -> list[str]:
             "out."
         )
     return [name] if name in _OF_OPTIMIZERS else [f"{name}-fp32", f"{name}-bf16"]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes that a placement keeps for the whole step. Default: none.
+
+    parameters, optimizer: on one GPU.
+    gradients: on one GPU; None if all gradients stay there, as StepMemory counts them.
+    host: on the machine, for all its ranks.
+    link: over one GPU's host link in each step.
+    host_optimizer: host memory that the optimizer reads and writes; 0 if it runs on the GPU.
+    passed: the part of `parameters` that the optimizer skips (frozen ones, copies, gathered ones).
+    gathers: received from other GPUs by one gather of all weights; forward gathers them once,
+        backward gathers them and sends as many bytes of their gradients.
+    """
+
+    parameters: int = 0
+    gradients: int | None = 0
+    optimizer: int = 0
+    host: int = 0
+    link: int = 0
+    host_optimizer: int = 0
+    passed: int = 0
+    gathers: int = 0
 
 
 def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:

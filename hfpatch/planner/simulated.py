@@ -11,16 +11,16 @@ from torch import nn
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
-from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, Moment, StepMemory
+from hfpatch.budget.formula import Moment, StepMemory
 from hfpatch.budget.measured import Step, next_policy
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
-from hfpatch.budget.seconds import counted_time
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, UNTILED
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
 from hfpatch.planner.counted import Counted, Values, layers_of, trained_bytes_of
 from hfpatch.planner.evaluate import free_bytes
@@ -32,6 +32,7 @@ from hfpatch.planner.fewer import (
     stretched,
 )
 from hfpatch.planner.placements import placement_named, resident
+from hfpatch.planner.seconds import counted_time
 
 STEPS_TO_LEARN = 4  # the most simulated steps in which layers keep more and more
 STEPS_FOR_LENGTH = 8  # simulated steps in the search for the longest sequence; more if none fits

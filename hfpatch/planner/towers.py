@@ -13,11 +13,12 @@ from functools import lru_cache
 from math import prod
 
 from hfpatch.budget.flops import Flops
-from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, UNTILED, StepMemory
+from hfpatch.budget.formula import StepMemory
 from hfpatch.budget.moments import Moment
-from hfpatch.budget.seconds import Resident
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import config_of, with_images
+from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, UNTILED
+from hfpatch.planner.placements import Resident
 
 # Visual tokens of an image if a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of a
 # video's frame. The tokens of one frame attend to each other.

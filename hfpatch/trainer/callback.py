@@ -17,13 +17,13 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.hardware import gpu_named
-from hfpatch.budget.seconds import Resident
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
+from hfpatch.lab.stock import UNTILED, flops_of
 from hfpatch.parts.quantised import as_trained
+from hfpatch.planner.placements import Resident
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
 from hfpatch.trainer.marks import first_to_say
@@ -314,7 +314,7 @@ def model_flops(
     the weights that get a gradient; a frozen one costs 4 FLOPs a token instead of 6 (a shape with
     adapters knows that by itself).
     """
-    flops = step_flops(shape, "off", batch=batch, tokens=tokens)
+    flops = flops_of(shape, UNTILED, batch=batch, tokens=tokens)
     return (flops.model - flops.model_attention) * (
         4 + 2 * trained
     ) / 6 + flops.model_attention * attention_share

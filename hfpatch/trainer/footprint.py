@@ -7,10 +7,11 @@ import torch
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.choice import choose
 from hfpatch.budget.families import FAMILIES
-from hfpatch.budget.formula import GiB, ModelShape, step_memory
+from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.free import host_free
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
+from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, memory_of
 from hfpatch.planner.machine import gpu_limit, host_limit
 from hfpatch.trainer.arguments import checkpointing_of
 
@@ -76,10 +77,10 @@ def _activations(shape: ModelShape, model, data, args, itemsize: int) -> int:
         "tokens": data.seq_len,
         "itemsize": itemsize,
     }
-    policy = checkpointing_of(model) if model.impl == "hfpatch" else "stock"
+    policy = checkpointing_of(model) if model.impl == "hfpatch" else STOCK
     if isinstance(policy, Checkpointing):
         ranks = environment_number("LOCAL_WORLD_SIZE", 1, 1)
         policy = choose(policy, shape, **sizes, host_free=host_free(), n_ranks=ranks)
-    elif policy == "stock" and args.gradient_checkpointing:
-        policy = "stock-checkpointing"
-    return step_memory(shape, policy, **sizes).beyond
+    elif policy == STOCK and args.gradient_checkpointing:
+        policy = STOCK_CHECKPOINTING
+    return memory_of(shape, policy, **sizes).beyond

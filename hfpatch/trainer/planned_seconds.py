@@ -2,8 +2,8 @@
 
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
-from hfpatch.budget.seconds import step_time
 from hfpatch.layer.policies import beside_others, rounded
+from hfpatch.planner.seconds import run_time
 
 
 def planned_seconds(runtime, B: int, T: int, stays) -> tuple[float, float] | None:
@@ -21,6 +21,6 @@ def planned_seconds(runtime, B: int, T: int, stays) -> tuple[float, float] | Non
             memory = step_memory(shape, policy, **sizes, itemsize=dtype.itemsize)
             taken = step_flops(shape, policy, **sizes), memory
             more = {**sizes, "itemsize": dtype.itemsize}
-            time, _ = step_time(beside_others(gpu), *taken, policy, shape, stays, **more)
+            time, _ = run_time(beside_others(gpu), *taken, policy, shape, stays, **more)
             return time.total - time.optimizer, time.optimizer
     return None

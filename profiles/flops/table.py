@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from hfpatch.budget.choice import decide
-from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.policy import describe, parse_checkpointing
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.stock import UNTILED, flops_of
 
 MODELS = ("llama-3.1-8b", "Qwen/Qwen3-8B", "google/gemma-3-12b", "Qwen/Qwen3-30B-A3B")
 LENGTHS = (8192, 16384, 32768, 131072)
@@ -58,7 +58,7 @@ def planned(name: str, tokens: int, aim: str) -> dict:
     """
     _, shape, option = settled(name, tokens, aim)
     sizes = {"batch": 1, "tokens": tokens}
-    least, allowed = (step_flops(shape, policy, **sizes) for policy in ("off", option.policy))
+    least, allowed = (flops_of(shape, policy, **sizes) for policy in (UNTILED, option.policy))
     return {
         "model": name, "tokens": tokens, "aim": aim, "matmul": "",
         "allowed": f"{allowed.matmul / least.matmul:.3f}",
@@ -97,7 +97,7 @@ def counted(name: str, tokens: int, aim: str) -> dict:
     # A tied weight's gradient, until it is whole, counts as an activation there.
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     device = {} if tied else {"device_gib": f"{device / GiB:.1f}"}
-    least = step_flops(shape, "off", batch=1, tokens=tokens)
+    least = flops_of(shape, UNTILED, batch=1, tokens=tokens)
     return planned(name, tokens, aim) | {
         "matmul": f"{matmul / least.matmul:.3f}",
         "attention_forwards": f"{attention / least.attention_forward:.2f}",

@@ -80,18 +80,20 @@ def seconds(row: dict, gpu: str) -> float | None:
     from hfpatch.budget.hardware import gpu_row
     from hfpatch.budget.pace import paced
     from hfpatch.budget.policy import Policy
-    from hfpatch.budget.seconds import counted_time, tails
+    from hfpatch.budget.seconds import tails
     from hfpatch.budget.shape import ModelShape
     from hfpatch.lab.presets import preset_config
+    from hfpatch.lab.stock import untiled
     from hfpatch.planner.limits import parse_bytes
     from hfpatch.planner.placements import resident
+    from hfpatch.planner.seconds import counted_time
 
     gpu, shape = gpu_row(gpu), ModelShape.from_config(preset_config(MODEL))
     stays = resident(PLACEMENT, shape, 1, "stock")
     peak = row["peak_gib"] * GiB + stays.optimizer
     if peak + reserve(peak) > gpu.usable_bytes or row["host_gib"] * GiB > 0.9 * parse_bytes(HOST):
         return None
-    least = step_flops(shape, "off", batch=1, tokens=int(row["tokens"]))
+    least = step_flops(shape, untiled(shape), batch=1, tokens=int(row["tokens"]))
     once = least.attention_forward
     moved = (GiB * row[f"moved_{way}_gib"] for way in ("forward", "backward"))
     forwards = row["attention_forwards"] * once
@@ -104,12 +106,12 @@ def seconds(row: dict, gpu: str) -> float | None:
         (Moment("counted", stays.parameters),),
         int(row["host_gib"] * GiB),
     )
-    policy = Policy(tile=shape.hidden_size) if row["implementation"] in TILED else "stock"
+    policy = Policy(tile=shape.hidden_size) if row["implementation"] in TILED else untiled(shape)
     rates = paced(gpu, shape, policy, batch=1, tokens=int(row["tokens"]))
     waits = 2 * memory.host / gpu.link_rate if row["implementation"] in ON_COMPUTE else 0.0
     if waits:
         memory = replace(memory, host=0)
-    tail = tails(rates, shape, "stock", 1, int(row["tokens"]))
+    tail = tails(rates, shape, untiled(shape), 1, int(row["tokens"]))
     return waits + counted_time(rates, flops, memory, stays, tail).total
 
 

@@ -13,12 +13,12 @@ row() {  # model, layers, implementation, tokens, policy fields
     python -W ignore -m hfpatch.cli.simulate --model "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
         ${1:+"$option" "$@"} --json 2>/dev/null | python -c '
 import json, sys
-from hfpatch.budget.flops import step_flops
+from hfpatch.lab.stock import flops_of
 from hfpatch.lab.presets import preset_config
 from hfpatch.budget.shape import ModelShape
 text = sys.stdin.read()
 found, (model, layers, implementation, tokens, policy) = json.loads(text[text.index("{"):]), sys.argv[1:]
-least = step_flops(ModelShape.from_config(preset_config(model) | {"num_hidden_layers": int(layers)}), "off", batch=1, tokens=int(tokens))
+least = flops_of(ModelShape.from_config(preset_config(model) | {"num_hidden_layers": int(layers)}), "off", batch=1, tokens=int(tokens))
 flops, gib = found["flops"], [found["beyond_gib"], found["most_beyond_bytes"] / 2**30, found["host_gib"]]
 ratios = flops["attention"]["forward"] / least.attention_forward, sum(flops["matmul"].values()) / least.matmul
 figures = [f"{x:.2f}" for x in gib] + [f"{ratios[0]:.0f}", f"{ratios[1]:.3f}", "{:.4g}".format(flops["total"])]

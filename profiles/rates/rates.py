@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from hfpatch.budget import hardware, pace, traffic
+from hfpatch.budget import hardware, pace
 from hfpatch.budget.adapters import Adapters, layer_linears
-from hfpatch.budget.flops import step_flops
-from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.hardware import GPUS, Gpu
-from hfpatch.budget.seconds import StepTime, step_time
 from hfpatch.budget.shape import ModelShape
-from hfpatch.budget.traffic import STOCK_FACTOR
+from hfpatch.lab import stock
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, STOCK_FACTOR, flops_of, memory_of
 from hfpatch.planner.placements import resident
+from hfpatch.planner.seconds import RunTime, run_time
 
 MOST = 0.15  # a miss above it is printed
 # Part of a second forward that runs inside backward: (matmuls, attention, passes over memory).
@@ -30,7 +29,7 @@ AGAIN = {
     "none": (0, 0, 0), "half": (0.5, 0, 1), "layer": (0.5, 0.5, 0.5), "full": (1, 1, 1),
     "alst": (1, 1, 1),
 }  # fmt: skip
-# Automodel's experts, fused: what budget/traffic.py would count, in units of its STOCK_FACTOR.
+# Automodel's experts, fused: what lab/stock.py would count, in units of its STOCK_FACTOR.
 _FUSED = tuple(tuple(STOCK_FACTOR * n for n in way) for way in ((3, 6), (5, 8)))
 FUSED_EXPERTS = {False: _FUSED, True: _FUSED}
 LLAMA_2_13B = {
@@ -100,7 +99,7 @@ class Row:
             return self.measured
         if self.unit == "tok/s":
             return self.batch * self.tokens / self.measured
-        flops = step_flops(self.shape, STOCK, batch=self.batch, tokens=self.tokens)
+        flops = flops_of(self.shape, STOCK, batch=self.batch, tokens=self.tokens)
         return flops.model / (self.measured * GPUS["h100"].peak_flops)
 
 
@@ -129,7 +128,7 @@ def _placed(row: Row, shape: ModelShape) -> tuple:
     return replace(stays, gathers=gathers), own, travel
 
 
-def planned(row: Row, ratio: float | None = None) -> StepTime:
+def planned(row: Row, ratio: float | None = None) -> RunTime:
     """The step model's seconds of a row. ratio: of cuDNN's attention, backward over forward; None
     for the table's.
     """
@@ -141,16 +140,16 @@ def planned(row: Row, ratio: float | None = None) -> StepTime:
 
     def time(policy):
         counts = {} if row.code == "stock" else FUSED_EXPERTS
-        with mock.patch.dict(traffic.EXPERT_PASSES, counts):
+        with mock.patch.dict(stock.EXPERT_PASSES, counts):
             return _time(policy)
 
     def _time(policy):
-        flops = step_flops(shape, policy, **sizes)
+        flops = flops_of(shape, policy, **sizes)
         if row.again == "alst" and policy == STOCK_CHECKPOINTING:  # its MLP runs once more
             more = 2 * row.batch * row.tokens * shape.over(shape.mlp_weights)
             flops = replace(flops, matmul=flops.matmul + more)
-        memory = step_memory(shape, policy, **sizes)
-        return step_time(gpu, flops, memory, policy, shape, stays, **sizes)[0]
+        memory = memory_of(shape, policy, **sizes)
+        return run_time(gpu, flops, memory, policy, shape, stays, **sizes)[0]
 
     once, twice, fused = time(STOCK), time(STOCK_CHECKPOINTING), time("off")
     share = dict(zip(("matmul", "attention", "elementwise"), AGAIN[row.again]))

@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.flops import step_flops
-from hfpatch.budget.formula import ModelShape, step_memory
+from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.hardware import gpu_named, gpu_row
 from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
-from hfpatch.budget.seconds import first_step, step_time
+from hfpatch.lab.first_step import first_step
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.stock import flops_of, memory_of
 from hfpatch.planner.placements import resident
+from hfpatch.planner.seconds import run_time
 
 WORDS = """
 Every row of the other entries with a step of Llama-3.1-8B's shape, or of the preset it names: what
@@ -77,16 +78,14 @@ def planned(row: dict, gpu) -> dict | None:
         shape = replace(shape, adapters=Adapters(int(row["rank"]), row["base"]))
     tokens = int(row["tokens"])
     sizes = {"batch": 1, "tokens": tokens}
-    memory = step_memory(shape, policy, **sizes)
+    memory = memory_of(shape, policy, **sizes)
     # bf16 parameters (adapters and their base), the step's own gradients, and no optimizer where
     # the row names no placement.
     stays = resident(row.get("placement") or "adamw", shape, 1, policy)
     stays = stays if row.get("placement") else replace(stays, optimizer=0)
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
     peak = stays.parameters + stays.optimizer + max(gradients(m) + m.beyond for m in memory.moments)
-    time, _ = step_time(
-        gpu, step_flops(shape, policy, **sizes), memory, policy, shape, stays, **sizes
-    )
+    time, _ = run_time(gpu, flops_of(shape, policy, **sizes), memory, policy, shape, stays, **sizes)
     # A length that takes minutes is timed without a warm-up: what a first step takes beside a
     # step's own is in it.
     cold = row.get("first_step_s") and row["first_step_s"] == row.get("step_s")

@@ -24,8 +24,9 @@ from hfpatch.budget.seconds import (
     tails,
 )
 from hfpatch.budget.shape import ModelShape
-from hfpatch.budget.traffic import STOCK_FACTOR, STOCK_LOGIT_BYTES, elementwise, layer_passes
+from hfpatch.budget.traffic import elementwise, layer_passes
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.stock import STOCK_FACTOR, STOCK_LOGIT_BYTES, UNTILED, flops_of
 
 
 def shape_of(name, **change):
@@ -44,13 +45,13 @@ def test_a_window_is_counted_pair_by_pair():
 
 def test_windows_leave_attention_to_the_layers_that_see_all():
     gemma = shape_of("google/gemma-3-12b")
-    whole = step_flops(
+    whole = flops_of(
         shape_of("google/gemma-3-12b", layer_types=["full_attention"] * 48),
-        "off",
+        UNTILED,
         batch=1,
         tokens=131072,
     )
-    windowed = step_flops(gemma, "off", batch=1, tokens=131072)
+    windowed = flops_of(gemma, UNTILED, batch=1, tokens=131072)
     assert sum(w == 0 for w in gemma.windows) == 8
     assert windowed.attention_forward / whole.attention_forward == pytest.approx(
         (8 + 40 * (1024 * 131072 - 1024**2 / 2) / (131072**2 / 2)) / 48
@@ -89,7 +90,7 @@ def test_layers_that_keep_less_run_what_others_keep():
 
 
 def test_experts_count_where_a_token_goes():
-    flops = step_flops(shape_of("Qwen/Qwen3-30B-A3B"), "off", batch=1, tokens=1024)
+    flops = flops_of(shape_of("Qwen/Qwen3-30B-A3B"), UNTILED, batch=1, tokens=1024)
     # 3.3 billion active parameters by its card, of which the embedding's 0.3 are no matmul.
     assert flops.matmul / (6 * 1024) == pytest.approx(3.03e9, rel=0.01)
 
@@ -114,7 +115,7 @@ def test_what_runs_again(model, after, before):
     shape, weights = ModelShape.from_config(config), products(config)
     runs = {"one": "q k v o gate up down", "several": "q k v q k v o gate up down"}
     sizes = {"batch": 1, "tokens": 16384}
-    least = step_flops(shape, "off", **sizes).matmul
+    least = flops_of(shape, UNTILED, **sizes).matmul
 
     def again(tile):
         return (step_flops(shape, Policy(tile=tile), **sizes).matmul - least) / (
@@ -132,7 +133,7 @@ def test_llama_8b_runs_a_quarter_again():
     for tokens in (8192, 131072):
         sizes = {"batch": 1, "tokens": tokens}
         assert (
-            step_flops(shape, Policy(), **sizes).matmul / step_flops(shape, "off", **sizes).matmul
+            step_flops(shape, Policy(), **sizes).matmul / flops_of(shape, UNTILED, **sizes).matmul
             < 1.23
         )
 
@@ -145,7 +146,7 @@ def test_llama_8b_runs_a_quarter_again():
 def test_what_is_kept_is_not_run_again(model, tile):
     shape = shape_of(model)
     sizes = {"batch": 1, "tokens": 8192}
-    least = step_flops(shape, "off", **sizes)
+    least = flops_of(shape, UNTILED, **sizes)
     one = [
         step_flops(shape, Policy(tile=tile, keep=(name,)), **sizes).matmul
         for name in shape.keepable
@@ -167,7 +168,7 @@ def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
     shape = shape_of("llama-3.1-8b")
     sizes = {"batch": 1, "tokens": tokens}
     free = {"gpu_free": 79 * GiB - 4 * shape.parameters, "host_free": 120 * GiB, "gpu": GPUS[gpu]}
-    least = step_flops(shape, "off", **sizes)
+    least = flops_of(shape, UNTILED, **sizes)
     for settings, most in ((Checkpointing(), goal), (parse_checkpointing("least"), 1.26)):
         option = decide(settings, shape, **sizes, **free)
         flops = step_flops(shape, option.policy, **sizes)

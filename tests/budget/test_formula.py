@@ -25,6 +25,7 @@ from hfpatch.budget.policy import (
     parse_checkpointing,
 )
 from hfpatch.lab.presets import PRESETS, preset_config
+from hfpatch.lab.stock import flops_of, memory_of
 from hfpatch.planner.limits import parse_bytes
 
 EXPERTS = tiny.not_before_transformers(
@@ -66,8 +67,8 @@ def compare(preset, tokens, batch, policy, layers=LAYERS):
     tiled = isinstance(policy, Policy)
     model = prepare(build(config), "hfpatch" if tiled else WHOLE[policy])
     found = simulate(model, batch, tokens, policy=policy if tiled else None)
-    planned = step_memory(shape, policy, batch=batch, tokens=tokens)
-    flops = step_flops(shape, policy, batch=batch, tokens=tokens)
+    planned = memory_of(shape, policy, batch=batch, tokens=tokens)
+    flops = flops_of(shape, policy, batch=batch, tokens=tokens)
     assert planned.parameters == pytest.approx(found.categories["parameters"], rel=1e-3)
     assert planned.peak == pytest.approx(found.peak_bytes, rel=0.03)
     # a tied weight's gradient, until it is whole, is the simulator's activation and our gradient

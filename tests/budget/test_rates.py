@@ -12,6 +12,7 @@ from hfpatch.budget.pace import matmul_seconds, paced, slowdown
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.stock import untiled
 
 FOLDER = Path(__file__).parents[2] / "profiles/rates"
 PAGE = (FOLDER / "README.md").read_text()
@@ -63,7 +64,7 @@ def test_few_rows_an_expert_are_slow():
     sizes = {"batch": 1, "tokens": 32768}
     whole, tiled = (
         paced(GPUS["h100"], shape, policy, **sizes).matmul_flops
-        for policy in ("off", Policy(tile=1024))
+        for policy in (untiled(shape), Policy(tile=1024))
     )
     assert tiled < 0.5 * whole
     assert hardware.MATMUL_SHARE * 989.4e12 > whole
@@ -72,6 +73,8 @@ def test_few_rows_an_expert_are_slow():
 def test_short_rows_of_attention_are_slow():
     shape = ModelShape.from_config(preset_config("google/gemma-3-12b"))
     full = GPUS["h100"].attention_forward
-    rows = [paced(GPUS["h100"], shape, "off", batch=1, tokens=T) for T in (512, 4096, 131072)]
+    rows = [
+        paced(GPUS["h100"], shape, untiled(shape), batch=1, tokens=T) for T in (512, 4096, 131072)
+    ]
     forward = [gpu.attention_forward / full for gpu in rows]
     assert forward[0] < 0.6 < forward[1] < 0.9 and forward[2] > forward[1]

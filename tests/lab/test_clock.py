@@ -16,8 +16,7 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
-from hfpatch.budget.seconds import Resident, step_time
-from hfpatch.budget.sequence import sent_bytes
+from hfpatch.budget.seconds import step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
 from hfpatch.lab.presets import preset_config
@@ -29,6 +28,7 @@ from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.parallel.shards import Shards
 from hfpatch.planner.clocked import clock
 from hfpatch.planner.plan import plan
+from hfpatch.planner.seconds import sent_bytes
 from hfpatch.store.transfers import Transfers
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
@@ -120,7 +120,7 @@ def test_without_copies_the_clock_is_the_closed_form():
     found = step(policy, share=1e-3)
     shape, sizes = ModelShape.from_config(CONFIG), {"batch": 1, "tokens": TOKENS}
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
-    planned, _ = step_time(GPUS["h100"], *taken, policy, shape, Resident(), **sizes)
+    planned, _ = step_time(GPUS["h100"], *taken, policy, shape, **sizes)
     computing = (
         planned.matmul + planned.attention + planned.tails + planned.elementwise + planned.loss
     )
@@ -177,7 +177,7 @@ def test_a_segment_waits_for_the_input_from_which_it_runs_again(every, tile):
 def planned_step(gpu, shape, policy, tokens: int):
     sizes = {"batch": 1, "tokens": tokens}
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
-    return step_time(gpu, *taken, policy, shape, Resident(), **sizes)[0]
+    return step_time(gpu, *taken, policy, shape, **sizes)[0]
 
 
 @pytest.mark.parametrize("every", [1, 2])

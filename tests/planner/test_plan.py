@@ -27,16 +27,16 @@ from hfpatch.budget.hardware import (
     SECONDS_ERROR,
 )
 from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.budget.seconds import FIRST_STEP_BUDGET, Resident, optimizer_seconds
 from hfpatch.budget.shape import ModelShape
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as plan_command
 from hfpatch.lab.models import config_of
 from hfpatch.lab.presets import preset_config
 from hfpatch.planner import answer, show
-from hfpatch.planner.placements import PLACEMENTS, candidates, resident
+from hfpatch.planner.placements import PLACEMENTS, Resident, candidates, resident
 from hfpatch.planner.plan import plan
-from hfpatch.planner.show import _points, policy_text
+from hfpatch.planner.seconds import optimizer_seconds
+from hfpatch.planner.show import FIRST_STEP_BUDGET, _points, policy_text
 
 GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds",

@@ -21,6 +21,7 @@ from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.seconds import step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.context.classes import is_mixed
+from hfpatch.lab.stock import UNTILED, flops_of
 from hfpatch.layer import policies as session_module
 from hfpatch.trainer.callback import (
     Callback,
@@ -260,7 +261,7 @@ def test_flops_of_adapters_are_those_of_the_plan(tmp_path, monkeypatch):
     trainer.add_callback(counts := Counts(callback))
     trainer.train()
     shape = replace(ModelShape.from_config(tiny.config()), adapters=Adapters(16))
-    assert counts.seen == step_flops(shape, "off", batch=2, tokens=16).model
+    assert counts.seen == flops_of(shape, UNTILED, batch=2, tokens=16).model
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What the closed form says of a run, to stand beside what was measured or simulated."""
 
-from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.simulate.simulator import runtimes
+from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, memory_of
 
 # tensors of a parameter's size and type that each optimizer keeps
 STATES = {"adamw": 2, "sgd": 0, "none": 0}
@@ -29,7 +29,7 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
         policy = "off" if options.checkpointing == ["off"] else policy
     if policy is None:
         return {}
-    memory = step_memory(
+    memory = memory_of(
         shape, policy, batch=options.batch, tokens=options.seq_len, itemsize=itemsize
     )
     states = STATES[options.optimizer] * memory.parameters
