@@ -86,7 +86,11 @@ def ask_model(decoder: Decoder) -> Verdict:
     code = code_asked(decoder.layers)
     kinds = [kind_of(layer) for layer in decoder.layers]
     try:
-        found = _verdict(type(decoder.stack), _Config(decoder.stack.config), tuple(kinds), code)
+        # A stack that was cut behind the layer that completes the kinds has the same verdict.
+        first = tuple(kinds[: 1 + max(map(kinds.index, kinds))])
+        config = decoder.stack.config
+        asked = _Keyed(config, config.to_json_string(use_diff=False)), _Keyed(kinds, first)
+        found = _verdict(type(decoder.stack), *asked, code)
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=f"no small instance of it could be tried ({reason})")
@@ -108,11 +112,11 @@ def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None
     return next((answer for known, answer in others if known == kind), None)
 
 
-class _Config:
-    """A config as a key of a cache: equal to another with the same values."""
+class _Keyed:
+    """An argument of a cached function: equal to others with the same key."""
 
-    def __init__(self, config):
-        self.config, self.key = config, config.to_json_string(use_diff=False)
+    def __init__(self, value, key):
+        self.value, self.key = value, key
 
     def __eq__(self, other):
         return self.key == other.key
@@ -122,14 +126,14 @@ class _Config:
 
 
 @cache
-def _verdict(stack_class: type, config: _Config, kinds: tuple, code: frozenset) -> Verdict:
+def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) -> Verdict:
     with quiet_process(), sharded(False), plain_scans():
         began = time.thread_time()
-        stack = _in_double(small_stack(stack_class, config.config, list(kinds)))
+        stack = _in_double(small_stack(stack_class, config.value, kinds.value))
         late = lambda: time.thread_time() - began > SECONDS  # noqa: E731
         answers = _ask_all(stack, late)
         if answers is None:
-            found = Verdict({kind: LayerTraits(reason=LATE) for kind in kinds}, ours=False)
+            found = Verdict({kind: LayerTraits(reason=LATE) for kind in kinds.value}, ours=False)
             found.apart = _keeps_apart(_patched(stack, found))
             return found
         # An unidentified mixer does not isolate documents, in transformers either.
