@@ -40,7 +40,7 @@ from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
 from hfpatch.store.transfers import Transfers
 
-# Of one launch: with it a Llama's layer in one tile takes the host about what budget/seconds.py
+# Of one launch: with it a Llama's layer in one tile takes the host about what planner/seconds.py
 # says, HOST_SECONDS_PER_LAYER and HOST_SECONDS_PER_TILE.
 LAUNCH_SECONDS = 15e-6
 COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
