@@ -27,8 +27,9 @@ from hfpatch.layer.backward import Backward
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.parallel.shards import Shards
 from hfpatch.planner.clocked import clock
+from hfpatch.planner.placements import Resident
 from hfpatch.planner.plan import plan
-from hfpatch.planner.seconds import sent_bytes
+from hfpatch.planner.seconds import run_time, sent_bytes
 from hfpatch.store.transfers import Transfers
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
@@ -155,7 +156,7 @@ def test_a_segment_waits_for_the_input_from_which_it_runs_again(every, tile):
 def planned_step(gpu, shape, policy, tokens: int):
     sizes = {"batch": 1, "tokens": tokens}
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes)
-    return step_time(gpu, *taken, policy, shape, **sizes)[0]
+    return run_time(gpu, *taken, policy, shape, Resident(), **sizes)[0]
 
 
 @pytest.mark.parametrize("every", [1, 2])
