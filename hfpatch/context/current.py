@@ -79,8 +79,6 @@ class _Current(threading.local):
     target: tuple | None = None
     labels: Tensor | None = None  # of the loss that the running forward computes
     balance = None  # context.router_balance.Counted, while a causal model computes its loss
-    # of the experts that run: a parameter's name -> the factors of its adapters
-    factors: dict | None = None
     # tokens whose output is unread, where the forward returns only a loss
     idle_BT: Tensor | None = None
 

@@ -222,6 +222,17 @@ def test_torchao_s_experts_run_as_they_are_named(tiles):
     assert_as_good(got, plain, tiny.step(tiny.exact(dense), batch()))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_weights_that_our_products_do_not_take_run_by_peft(monkeypatch):
+    """Their factors are never dropped: what the weights are is seen in the call."""
+    stock = adapted("qwen3_moe", BY_NAME)
+    ours = tiny.patched(stock)
+    monkeypatch.setattr("hfpatch.parts.experts.KERNEL_DTYPES", (torch.bfloat16,))
+    got, plain = tiny.step(ours, batch()), tiny.step(stock, batch())
+    assert any("experts" in name for name in got)
+    assert_as_good(got, plain, tiny.step(tiny.exact(stock), batch()))
+
+
 class Strange(nn.Module):
     """An adapter of a kind that nobody knows."""
 

@@ -64,3 +64,15 @@ def test_experts_whose_gate_is_not_known_run_as_they_are_named(calls, monkeypatc
     assert not calls
     for name, value in plain.items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backend_that_is_named_after_apply_runs_from_then_on(calls):
+    stock = families.small_model("qwen3_moe", torch.float32)
+    ours = tiny.patched(stock)
+    exact = tiny.step(tiny.exact(stock), batch())  # by "eager": the others have no float64
+    for name, runs in (("batched_mm", False), ("grouped_mm", True), ("eager", True)):
+        ours.set_experts_implementation(name)
+        stock.set_experts_implementation(name)
+        calls.clear()
+        assert_as_good(tiny.step(ours, batch()), tiny.step(stock, batch()), exact)
+        assert bool(calls) is runs
