@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import OUR_EXPERTS, modules_of
-from hfpatch.context.current import with_experts
+from hfpatch.compat import modules_of
+from hfpatch.context.current import current, our_attention
 from hfpatch.parts import experts
 from hfpatch.parts.quantised import kinds_of
 
@@ -57,13 +57,21 @@ def experts_forwards(layouts: dict, chains: list, taken, *, weight_of, adding) -
     found, settings = [], {"weight_of": weight_of, "adding": adding}
     for m, layout in layouts.items():
         if "forward" in vars(m):
-            found.append((m, partial(with_experts, OUR_EXPERTS, m.config, m.forward)))
+            found.append((m, partial(_inside_an_engine, m.config, m.forward)))
         elif m not in taken:
             found.append((m, partial(experts.run, m, layout=layout, **settings)))
     for chain, base in chains:
         if "forward" not in vars(base):
             found.append((chain[0], partial(_forward, chain, base, weight_of)))
     return found
+
+
+def _inside_an_engine(config, forward, *args) -> Tensor:
+    """forward(*args), which an engine put around experts. The config names ours meanwhile: a
+    backward of the common block has not entered them.
+    """
+    with our_attention((config,), current.batch):
+        return forward(*args)
 
 
 def _forward(chain: list, base: nn.Module, weight_of, x: Tensor, *args, **kwargs) -> Tensor:

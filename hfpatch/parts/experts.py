@@ -7,8 +7,6 @@ unknown here, and configs that name another backend (deepgemm, sonicmoe, batched
 own function.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +19,7 @@ from hfpatch.compat import (
     other_hooks,
     register_experts,
 )
-from hfpatch.context.current import named_experts, with_experts
+from hfpatch.context.current import experts_as_named, named_experts
 from hfpatch.ops._library import KERNEL_DTYPES
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.swiglu import ACTIVATIONS, _act
@@ -105,10 +103,7 @@ def run(
         layout = layout_of(module)
     weights = None if layout is None else weights_of(module, weight_of)
     if weights is None:
-        named, forward = named_experts(module.config), partial(type(module).forward, module)
-        return with_experts(
-            named, module.config, forward, hidden_states, top_k_index, top_k_weights
-        )
+        return experts_as_named(module, hidden_states, top_k_index, top_k_weights)
     w1, w2 = weights
     biases = {}
     if module.has_bias:
