@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import (
+    OUR_EXPERTS,
     STANDARD_EXPERTS,
     forward_hooks,
     gate_of,
@@ -72,7 +73,8 @@ def weights_of(module: nn.Module, weight_of=getattr) -> tuple[Tensor, Tensor] | 
     Engines gather weights for the call, and the config may name another function than before, so
     neither can be known earlier.
     """
-    if named_experts(module.config) not in STANDARD_EXPERTS:
+    # A config that was copied within a forward names ours.
+    if named_experts(module.config) not in (OUR_EXPERTS, *STANDARD_EXPERTS):
         return None
     pair = weight_of(module, "gate_up_proj"), weight_of(module, "down_proj")
     for w in pair:
