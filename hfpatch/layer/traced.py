@@ -163,7 +163,12 @@ class Traced:
             weight_of = getattr if written is None else written.weight_of
             dense = {} if written is None else {"dense_of": written.dense_of}
             dense |= {"weight_of": weight_of, "adding": adding, "filled": self.random}
-            found = idle(self._able(names), device, **dense) if names else []
+            # found once while the layer has the same modules and tensors
+            places = None if known is None else known.places
+            can_skip = {} if places is None else places.can_skip
+            if names and names not in can_skip:
+                can_skip[names] = able(self.layer, names)
+            found = idle(can_skip[names], device, **dense) if names else []
             found += [] if written is None else written.forwards(found)
             found += add_up(self.layer, found, device, adding) if adding else []
             layouts, chains = known.experts if known else experts_in(modules_in(self.layer))
@@ -175,14 +180,6 @@ class Traced:
                 rows.append((module.__dict__, "forward", forward))
         rows = self.found[key]
         return values_for_now(rows) if rows else nullcontext()
-
-    def _able(self, names: tuple[str, ...]) -> list:
-        """parts.unread.able, found once while the layer has the same modules and tensors."""
-        places = None if self.condition is None else self.condition.places
-        known = {} if places is None else places.can_skip
-        if names not in known:
-            known[names] = able(self.layer, names)
-        return known[names]
 
     def post(
         self,
