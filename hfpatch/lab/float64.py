@@ -70,7 +70,7 @@ def loss(
     ]
     for a, b in only or [(a, min(a + chunk, T)) for a in range(0, T, chunk)]:
         one, other = (x[a:b].detach().to(d).requires_grad_() for d in (torch.float64, dtype))
-        true = linear_cross_entropy_ref(one, wide, labels[a:b], reduction="sum").loss / valid
+        true = linear_cross_entropy_ref(one, wide, labels[a:b], reduction="sum") / valid
         plain = plain_loss(other, narrow, labels[a:b]) / valid
         true_dx, true_dw = torch.autograd.grad(true, [one, wide])
         plain_dx, plain_dw = torch.autograd.grad(plain, [other, narrow])

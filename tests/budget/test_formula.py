@@ -10,7 +10,6 @@ import pytest
 import tiny
 
 from hfpatch.budget.choice import choose
-from hfpatch.budget.cuts import loss_chunk_rows
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS, gpu_named, gpu_row
@@ -289,17 +288,6 @@ def test_llama_8b_at_128k_keeps_its_promise():
     million = step_memory(shape, Policy("host"), batch=1, tokens=1 << 20).beyond
     assert million <= 56 * 1024 * (1 << 20)
     assert step_flops(shape, Policy("host"), **sizes).total == pytest.approx(2.30e16, rel=0.01)
-
-
-def test_loss_chunks_are_those_of_the_op():
-    from hfpatch.ops._linear_ce_sizes import BYTES_PER_TOKEN, chunk_bounds
-
-    for preset in PRESETS:
-        shape = ModelShape.from_config(preset_config(preset))
-        for rows in (1, 500, 2092, 2093, 8192, 131072):
-            room = (512 << 20) - rows * BYTES_PER_TOKEN
-            bounds = chunk_bounds(rows, -(-shape.vocab_size // 8) * 8 * 2, room)
-            assert loss_chunk_rows(shape, rows, 2) == (max(b - a for a, b in bounds), len(bounds))
 
 
 def test_parameters_of_presets():
