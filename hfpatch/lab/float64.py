@@ -6,6 +6,7 @@ PyTorch does.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hfpatch import ops
 from hfpatch.attention.attention import (
@@ -14,7 +15,6 @@ from hfpatch.attention.attention import (
     Pattern,
     attention_backward,
     attention_forward,
-    attention_ref,
 )
 from hfpatch.lab.elementwise import Error, Op, Widths, errors
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
@@ -104,6 +104,37 @@ def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
     if sinks is not None:
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(B, -1, T, 1)), -1)
     return (scores.softmax(-1)[..., :T].to(q.dtype) @ v).transpose(1, 2)
+
+
+def attention_ref(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    *,
+    scale: float,
+    pattern: Pattern = CAUSAL,
+    sinks_H: Tensor | None = None,
+):
+    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests.
+
+    sinks_H: one score per head, which enters the softmax but has no value (Xiao et al., 2023;
+    gpt-oss). Returns out_BTHE, lse_BHT.
+    """
+    dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
+    B, T, H, E = q_BTHE.shape
+    repeat = H // k_BTKE.shape[2]
+    q = q_BTHE.to(dtype).transpose(1, 2)
+    k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(repeat, 1) for x in (k_BTKE, v_BTKE))
+    scores = q @ k.transpose(-1, -2) * scale
+    if pattern.softcap is not None:
+        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+    scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
+    lse = scores.logsumexp(-1)
+    blind = lse == float("-inf")  # a query that sees no key gets zeros
+    if sinks_H is not None:
+        lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
+    out = (scores - lse.masked_fill(blind, 0)[..., None]).exp() @ v
+    return out.transpose(1, 2).to(q_BTHE.dtype), lse
 
 
 def attention(
