@@ -305,6 +305,9 @@ class FusedCausalLM(KeepsSignature):
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
         _, target, shift, count = current.target
+        path = self._hfpatch_norm_path
+        stack = None if path is None else self.get_submodule(path.rpartition(".")[0])
+        runtime = getattr(stack, "_hfpatch_runtime", None)
         loss = logits.cross_entropy(
             target.to(logits.hidden.device),
             shift=shift,
@@ -312,16 +315,9 @@ class FusedCausalLM(KeepsSignature):
             num_items=num_items_in_batch,
             num_valid=count and count.number(),
             inplace_hidden=self._hidden_is_ours(kwargs),
-            workspace_bytes=self._workspace(),
+            workspace_bytes=LOSS_WORKSPACE if runtime is None else runtime.loss_bytes,
         )
         return as_stock(loss)
-
-    def _workspace(self) -> int:
-        """Bytes the loss may use beyond its gradients, from the policy of the model's layers."""
-        path = self._hfpatch_norm_path
-        stack = None if path is None else self.get_submodule(path.rpartition(".")[0])
-        runtime = getattr(stack, "_hfpatch_runtime", None)
-        return LOSS_WORKSPACE if runtime is None else runtime.loss_bytes
 
     def _hidden_is_ours(self, kwargs) -> bool:
         """Whether nothing else can hold the normed hidden states, so their gradient may overwrite
