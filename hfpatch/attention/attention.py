@@ -94,10 +94,10 @@ def supported(
             if pattern.documents is not None
             else "a window"
             if pattern.window is not None
+            else "bf16"
+            if dtype == torch.bfloat16
             else None
         )
-        if dtype == torch.bfloat16:
-            what = what or "bf16"
         return (
             what
             and f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"

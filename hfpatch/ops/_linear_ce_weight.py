@@ -72,8 +72,6 @@ class WeightGrad:
         (first_RD, second_RD), dtype = self.slabs, self.weight.dtype
         self.slabs = []
         vocab_size, hidden_size = self.weight.shape
-        if dtype.itemsize * 2 != first_RD.element_size():
-            return torch.cat([first_RD, second_RD]).to(dtype)
         flat = first_RD.view(dtype).view(-1)[: vocab_size * hidden_size]
         out_VD = flat.view(vocab_size, hidden_size)
         step = max(1, self.scratch_bytes // max(1, hidden_size * dtype.itemsize))
