@@ -204,11 +204,18 @@ def spare(path: Path) -> None:
                 file.flush()
 
 
+# By a word of a slice's name; a slice without one is grey.
+COLOURS = {
+    "before": "#7aa6da", "attention": "#e78c45", "after": "#70c0b1", "whole": "#b9ca4a",
+    "head": "#c397d8", "waits": "#d54e53", "copies": "#999999", "optimizer": "#e7c547",
+}  # fmt: skip
+
+
 def picture(model: str, gpu: str, tokens: int, path: Path) -> None:
     """The step's streams as a PNG, drawn from the trace that Perfetto opens."""
     from matplotlib import pyplot
 
-    from hfpatch.lab.timeline import COLOURS, trace_events
+    from hfpatch.lab.timeline import trace_events
 
     found = clock(model, seq_len=tokens, gpu=gpu)
     events = trace_events(found)

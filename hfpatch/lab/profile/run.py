@@ -14,7 +14,6 @@ from pathlib import Path
 
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
-from hfpatch.lab.profile.page import html
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
 from hfpatch.lab.profile.worker import PROGRESS
@@ -35,7 +34,7 @@ class Profile:
         return sentences(self.runs)
 
     def __str__(self) -> str:
-        return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.html'}"])
+        return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.md'}"])
 
 
 def profile(
@@ -161,7 +160,7 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
 
 
 def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
-    """Writes report.md, report.html, memory.png and results.json into the folder."""
+    """Writes report.md, memory.png and results.json into the folder."""
     from hfpatch.lab.profile.picture import draw
 
     commit = _commit()
@@ -171,7 +170,6 @@ def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None
             "hfpatch: no memory.png, matplotlib is not installed; pip install hfpatch[report]"
         )
     (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
-    (folder / "report.html").write_text(html(runs, command=command, commit=commit, notes=notes))
     (folder / "results.json").write_text(
         results(runs, command=command, commit=commit, notes=notes) + "\n"
     )

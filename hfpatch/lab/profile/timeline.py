@@ -37,7 +37,7 @@ MEANING = {
     "other": "batch, and tensors that were there before the step",
 }
 NOWHERE = "(outside of modules)"  # as a block's module; "" is the model itself
-POINTS = 400  # of a stored curve: enough for a page, small enough for a repository
+POINTS = 400  # of a stored curve: enough for a picture, small enough for a repository
 ROWS = 60  # of the stored peak
 
 
