@@ -9,7 +9,7 @@ from hfpatch.budget.hardware import Gpu, gpu_row
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.lab.clock import clocked
 from hfpatch.lab.models import text_config_of
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.timeline import Timeline
 from hfpatch.planner.answer import Plan
 from hfpatch.planner.placements import PLACEMENTS

@@ -21,7 +21,7 @@ from hfpatch.lab.checks import batch_of
 from hfpatch.lab.clock import DOWN, UP, clocked
 from hfpatch.lab.made import config_of
 from hfpatch.lab.profile.families import copy_wait, family
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.timeline import Timeline, trace_events
 from hfpatch.lab.watch import policy_of, policy_used
 

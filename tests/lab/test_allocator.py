@@ -9,7 +9,7 @@ import torch
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.presets import preset_config
 from hfpatch.lab.allocator import Allocator, MiB, PlacedFollower
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
 

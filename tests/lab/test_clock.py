@@ -21,7 +21,7 @@ from hfpatch.budget.seconds import Resident, step_time
 from hfpatch.budget.sequence import sent_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.timeline import trace_events, write_trace
 from hfpatch.layer import policies
 from hfpatch.layer.backward import Backward

@@ -16,9 +16,8 @@ from hfpatch.lab.profile.planned import planned
 from hfpatch.lab.profile.record import is_layer
 from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
 from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
-from hfpatch.lab.simulate import liger
 from hfpatch.lab.simulate.follow import current, module_calls
-from hfpatch.lab.simulate.rivals import build
+from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
 
 
@@ -31,15 +30,7 @@ def simulated_run(options: Options) -> Run:
     settings = parse_checkpointing(options.checkpointing)
     if settings != "off" and settings.offload == "auto":
         settings = dataclasses.replace(settings, offload="host")
-    if options.impl == "liger":
-        # its own Python, the kernels left out: they need a GPU and allocate nothing
-        liger.apply(model)
-    become(
-        model,
-        "hf" if options.impl == "liger" else options.impl,
-        options.gradient_checkpointing,
-        settings,
-    )
+    become(model, options.impl, options.gradient_checkpointing, settings)
     optimizer = (
         None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
     )

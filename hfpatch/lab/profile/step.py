@@ -22,7 +22,7 @@ from hfpatch.lab.profile.families import by_family, copy_wait
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.owners import allocations
 from hfpatch.lab.profile.timeline import Run, measure, versions
-from hfpatch.lab.simulate.rivals import config_class
+from hfpatch.lab.simulate.implementations import config_class
 
 
 def load_config(name: str):
@@ -65,10 +65,9 @@ def become(
 
         return str(hfpatch.apply(model, checkpointing=checkpointing)).splitlines()
     if impl == "liger":
-        if next(model.parameters()).device.type == "cpu":
+        if not next(model.parameters()).is_cuda:
             raise ValueError(
-                "hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this "
-                "report."
+                "hfpatch: Liger's kernels need a GPU, the model is on none; left out of this report."
             )
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

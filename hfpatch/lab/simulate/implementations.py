@@ -1,19 +1,14 @@
-"""The implementations that a simulation can compare: transformers as it is, TRL's and Liger's
-recipes, ALST's, hfpatch.
-
-TRL and Liger change transformers process-wide: one of them a process.
+"""The implementations that a simulation runs: transformers as it is, with its own checkpointing, and
+hfpatch. (profiles/plan/rivals.py adds Liger's and TRL's.)
 """
 
 import torch
 
 from hfpatch.budget.limits import check_sizes
 from hfpatch.compat import run_scans_plainly
-from hfpatch.lab.simulate import liger, trl
 from hfpatch.lab.simulate.adapters import adapted
 
-IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "liger-tiled-offload",
-                   *trl.IMPLEMENTATIONS, "hfpatch",
-                   "hfpatch-off")  # fmt: skip
+IMPLEMENTATIONS = ("hf", "hf-ckpt", "hfpatch", "hfpatch-off")
 
 
 def config_class(kind):
@@ -82,16 +77,15 @@ def prepare(model, implementation: str):
         import hfpatch
 
         hfpatch.apply(model, checkpointing="off" if implementation == "hfpatch-off" else "auto")
-    elif implementation in trl.IMPLEMENTATIONS:
-        trl.apply(model, implementation)
-    elif implementation.startswith("liger"):
-        liger.apply(model, tiled=implementation == "liger-tiled-offload")
-    if implementation in ("hf-ckpt", "hf-ckpt-chunked", "liger"):
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
-    if implementation == "hf-ckpt-chunked":
-        liger.apply(model, loss_only=True)
+    elif implementation == "hf-ckpt":
+        enable_checkpointing(model)
     return model
+
+
+def enable_checkpointing(model) -> None:
+    """Turns on transformers' own checkpointing, not reentrant. Version 5.23 renamed the method."""
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})
