@@ -38,7 +38,7 @@ ROWS = (
 )
 # knows nothing of the neighbours in the rows below
 CORE = tuple(name for row in ROWS[:15] for name in row)
-TRITON = ("kernels", "lab.targets", "lab.kernel_rows")
+TRITON = ("kernels",)
 TRANSFORMERS = (
     "compat",
     "context",

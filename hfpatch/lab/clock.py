@@ -28,7 +28,6 @@ from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.pace import attention_ramp, matmul_seconds
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.seconds import BLOCK_ROWS, TAIL_SHARE
-from hfpatch.lab.allocator import Placed
 from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
@@ -288,14 +287,6 @@ class ClockFollower(Follower):
             self.clock.launch(seconds + nbytes * self.times / self.clock.gpu.memory_rate)
 
 
-class PlacedClockFollower(Placed, ClockFollower):
-    """Also places storages, each in the pool of the stream that makes it."""
-
-    def __init__(self, allocator, clock: ClockDevice, **settings):
-        super().__init__(allocator, clock, **settings)
-        self.stream = lambda: id(clock.current())
-
-
 @contextmanager
 def _tiles_on(follower: list):
     """Within, layers in tiles say to the follower (one, as soon as it is there) that they run."""
@@ -345,31 +336,27 @@ def clocked(
     title: str = "a step",
     optimizer=0.0,
     ranks: int = 1,
-    allocator=None,
+    follower=ClockFollower,
 ) -> Timeline:
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
     optimizer: seconds of its step, which runs behind the backward; or a function from parameters to
     a torch optimizer, whose operations run. ranks: that share each row;
-    seq_len is what this one has of it. allocator: a lab.allocator.Allocator that places what the
-    step makes, a pool a stream.
+    seq_len is what this one has of it. follower: makes the ClockFollower, or one of a class of its
+    own, from the clock and the settings of one.
     """
     drive = Drive(gpu.disk_rates) if policy.offload == "disk" else None
     device, made = ClockDevice(gpu, torch.device("cpu"), drive), []
 
-    def follower(**settings):
-        made.append(
-            ClockFollower(device, **settings)
-            if allocator is None
-            else PlacedClockFollower(allocator, device, **settings)
-        )
+    def following(**settings):
+        made.append(follower(device, **settings))
         return made[0]
 
     rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
     late = mock.patch.object(Transfers, "late", drive is not None)
     with _standing_in(device), _tiles_on(made), rank, late:
         real = optimizer if callable(optimizer) else None
-        asked = {"policy": policy, "ranks": ranks, "follower": follower, "optimizer": real}
+        asked = {"policy": policy, "ranks": ranks, "follower": following, "optimizer": real}
         found = simulate(model, batch, seq_len, **asked)
     begins, done = made[0].begins, device.compute.now
     zero, turn, end = begins["forward"], begins["backward"], begins.get("optimizer", done)
