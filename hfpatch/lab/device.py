@@ -136,9 +136,9 @@ def peak_bytes(call) -> int:
 # --- ceilings -------------------------------------------------------------------------------------
 
 
-def copy_rate(device: torch.device, small: bool) -> float:
+def copy_rate(device: torch.device, small: bool, nbytes: int = 4 << 30) -> float:
     """Bytes a second of a large copy on the device, read plus written."""
-    n = (1 << 20) if small else (4 << 30)
+    n = (1 << 20) if small else nbytes
     a, b = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
     a.random_()
 
