@@ -3,16 +3,20 @@
 import torch
 
 from hfpatch.budget.policy import Policy
+from hfpatch.layer.runtime import LayerRuntime
 
 GiB = 1 << 30
 
 
-def pinned_gib(model) -> float | None:
-    """Pinned host memory: the runtime's, and the caching host allocator's at its highest."""
-    engines = {
-        id(e): e for m in model.modules() if (e := vars(m).get("_hfpatch_runtime")) is not None
-    }
-    pools = [e.transfers.pool for e in engines.values() if e.transfers is not None]
+def runtimes(model) -> list[LayerRuntime]:
+    """hfpatch's of a patched model: one where it has one stack of layers."""
+    held = (value for m in model.modules() for value in vars(m).values())
+    return list({id(value): value for value in held if isinstance(value, LayerRuntime)}.values())
+
+
+def pinned_gib(model) -> float:
+    """Pinned host memory: the runtimes', and the caching host allocator's at its highest."""
+    pools = [r.transfers.pool for r in runtimes(model) if r.transfers is not None]
     total = sum(p.bytes_held for p in pools if p.pinned)
     if torch.cuda.is_available() and hasattr(torch.cuda, "host_memory_stats"):
         total += torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
@@ -20,9 +24,6 @@ def pinned_gib(model) -> float | None:
 
 
 def policy_used(model) -> Policy | None:
-    """What the runtime settled on at the last shape; None where nothing ran in tiles."""
-    for module in model.modules():
-        runtime = vars(module).get("_hfpatch_runtime")
-        if runtime is not None and runtime.policies:
-            return list(runtime.policies.values())[-1]
-    return None
+    """The policy of the last batch shape; None where nothing ran in tiles."""
+    used = (policy for r in runtimes(model) for policy in reversed(r.policies.values()))
+    return next(used, None)

@@ -23,6 +23,7 @@ from hfpatch.budget.hardware import gpu_named
 from hfpatch.budget.seconds import Resident
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
+from hfpatch.lab.device import matmul_rate
 from hfpatch.parts.quantised import as_trained
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
@@ -364,8 +365,8 @@ def published_peak(device_name: str) -> float | None:
 
 
 def peak_flops(device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best
-    of eight matmuls; None of a CPU, whose share says nothing.
+    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the rate
+    of a large matmul; None of a CPU, whose share says nothing.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -374,14 +375,4 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
         known = published_peak(torch.cuda.get_device_name(device))
         if known:
             return known
-    n, wait = (
-        (8192, torch.cuda.synchronize) if device.type == "cuda" else (1024, lambda device: None)
-    )
-    a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
-    for _ in range(8):
-        wait(device)
-        begin = time.perf_counter()
-        a @ a
-        wait(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * n**3 / best
+    return matmul_rate(device, False, dtype)

@@ -55,10 +55,7 @@ def line(events: Events, node) -> str:
     for parent in above(node):
         if parent.typed[0].name in ("PyCall", "PyCCall"):
             frame = parent.typed[1].caller
-            if (
-                not frame.file_name.startswith(SKIPPED)
-                and "hfpatch/profiling" not in frame.file_name
-            ):
+            if not frame.file_name.startswith(SKIPPED):
                 return f"{frame.file_name}:{frame.line_number}"
         elif parent.typed[0].name == "TorchOp" and is_backward(parent):
             forward = events.forward_of(node)

@@ -2,7 +2,7 @@
 
 from hfpatch.budget.formula import STOCK, STOCK_CHECKPOINTING, step_memory
 from hfpatch.budget.shape import ModelShape
-from hfpatch.lab.simulate.simulator import runtimes
+from hfpatch.lab.watch import policy_used
 
 # tensors of a parameter's size and type that each optimizer keeps
 STATES = {"adamw": 2, "sgd": 0, "none": 0}
@@ -23,10 +23,7 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
         policy = STOCK_CHECKPOINTING if options.gradient_checkpointing else STOCK
     elif options.impl == "hfpatch":
         # What the runtime resolved for the shape that ran last.
-        policy = policy or next(
-            (p for s in runtimes(model) for p in reversed(s.policies.values())), None
-        )
-        policy = "off" if options.checkpointing == ["off"] else policy
+        policy = "off" if options.checkpointing == ["off"] else policy or policy_used(model)
     if policy is None:
         return {}
     memory = step_memory(

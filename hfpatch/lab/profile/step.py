@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 from hfpatch.compat import dump_allocations, local_part, record_allocations
+from hfpatch.lab.device import is_out_of_memory, synchronize
+from hfpatch.lab.made import model_of
 from hfpatch.lab.models import config_of
 from hfpatch.lab.profile import record
 from hfpatch.lab.profile.families import by_family, copy_wait
@@ -35,18 +37,11 @@ def build_model(options: Options) -> torch.nn.Module:
     """The model with random weights (memory and time do not depend on their values), in training
     mode.
     """
-    from transformers import AutoModelForCausalLM
-
     config = load_config(options.model)
     config.use_cache = False
     if (config.max_position_embeddings or 0) < options.seq_len:
         config.max_position_embeddings = options.seq_len
-    torch.manual_seed(0)
-    with torch.device(options.on):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=options.torch_dtype, attn_implementation="sdpa"
-        )
-    return model.train()
+    return model_of(config, options.on, options.torch_dtype)
 
 
 def become(
@@ -154,7 +149,7 @@ def record_run(
         with record.module_markers(model) as step.inputs, _recording(profiler):
             recorded = True
             step(marked=True)
-            _synchronize(device)
+            synchronize()
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)
@@ -162,7 +157,7 @@ def record_run(
             progress(f"timed step {i} of {options.steps - 1}")
             start = time.perf_counter()
             step()
-            _synchronize(device)
+            synchronize()
             run.step_seconds.append(time.perf_counter() - start)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -251,20 +246,8 @@ def _read(profiler, run, device, before, marks, head):
         run.families = by_family(events.operator_seconds())
 
 
-def is_out_of_memory(error) -> bool:
-    # The CPU's allocator raises a plain RuntimeError: "DefaultCPUAllocator: can't allocate memory".
-    text = str(error)
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in text or "out of memory" in text
-
-
 def _device_name(device) -> str:
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
-
-
-def _synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _start_history(device):

@@ -30,6 +30,7 @@ from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
+from hfpatch.lab.watch import runtimes
 from hfpatch.layer import route
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
@@ -221,12 +222,6 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
         found[known.reason or unable] += 1
     found.pop(None, None)
     return dict(found)
-
-
-def runtimes(model: nn.Module) -> list[LayerRuntime]:
-    """hfpatch's of a patched model: one where it has one stack of layers."""
-    held = (value for m in model.modules() for value in vars(m).values())
-    return list({id(value): value for value in held if isinstance(value, LayerRuntime)}.values())
 
 
 def _weights_to_host(model: nn.Module, follower: Follower) -> None:
