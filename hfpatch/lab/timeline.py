@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class Slice:
-    """Work of one kind on one stream. start, end: seconds; turn: "forward", "backward" or
+    """Work of one kind on one stream, from start to end in seconds. turn: "forward", "backward" or
     "optimizer".
     """
 
@@ -29,10 +29,15 @@ class Slice:
 
 @dataclass
 class Timeline:
-    """One step. seconds: of each turn and of the whole step ("step"); waits: slices of compute's
-    waits for copies; late: seconds in which compute waited for the host to issue work; peak_bytes:
-    on the device, as simulated. planned, planned_python: seconds of the closed form, and those of
-    them in which a GPU would wait for Python, of which the clock knows the launches alone.
+    """One step.
+
+    Attributes:
+        seconds: of each turn and of the whole step ("step").
+        waits: slices in which compute waits for copies.
+        late: seconds in which compute waited for the host to issue work.
+        peak_bytes: on the device, simulated.
+        planned, planned_python: seconds of the closed form, and its part in which a GPU waits for
+            Python. The clock counts only launches of that part.
     """
 
     title: str
@@ -45,8 +50,8 @@ class Timeline:
     planned_python: float = 0.0
 
     def exposed(self, *by: str) -> dict[tuple, float]:
-        """Seconds of copies that compute waited for, summed by fields of a Slice: exposed("turn",
-        "layer", "phase").
+        """Seconds in which compute waited for copies, summed by fields of a Slice, such as
+        exposed("turn", "layer", "phase").
         """
         found: dict[tuple, float] = defaultdict(float)
         for wait in self.waits:
@@ -109,7 +114,7 @@ class Timeline:
 
 # -- Chrome's trace format, which Perfetto opens ---------------------------------------------------
 def trace_events(timeline: Timeline) -> list[dict]:
-    """Complete events in microseconds: a thread a stream, one of compute's waits above them."""
+    """Complete events in microseconds: one thread per stream, and one for compute's waits."""
     rows = {name: i for i, name in enumerate(_rows(timeline))}
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title}}]
     for name, i in rows.items():

@@ -9,7 +9,7 @@ GiB = 1 << 30
 
 
 def runtimes(model) -> list[LayerRuntime]:
-    """hfpatch's of a patched model: one where it has one stack of layers."""
+    """The LayerRuntimes of a patched model, one per stack of layers."""
     held = (value for m in model.modules() for value in vars(m).values())
     return list({id(value): value for value in held if isinstance(value, LayerRuntime)}.values())
 
