@@ -11,8 +11,9 @@ COLOURS = {
 
 
 def draw(runs: list[Run], path: str) -> bool:
-    """Writes the picture: a row per length, a panel per run, one memory axis per row. False without
-    matplotlib.
+    """Writes the picture: a row per length, a panel per run, one memory axis per row.
+
+    Returns False without matplotlib, or if no run has a curve.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

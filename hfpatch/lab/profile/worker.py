@@ -1,9 +1,9 @@
 """One implementation in one process: `python -m hfpatch.lab.profile.worker '{"model": ..., "impl":
 ...}' result.json`.
 
-A process of its own, because a patched module, a warm allocator or another's cached memory would
-tint the next figure. Lines on stdout that start with PROGRESS are for the caller's progress bar.
-Exit code 2: it cannot run here.
+Each has its own process, because patched modules, a warm allocator or cached memory would change
+the next figure. Lines on stdout that start with PROGRESS are for the caller's progress bar. Exit
+code 2: the implementation cannot run here.
 """
 
 import json
