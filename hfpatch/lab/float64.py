@@ -1,7 +1,7 @@
-"""Ops against float64: a call's outputs and gradients beside plain PyTorch's in the same dtype.
+"""Ops against float64: outputs and gradients, next to plain PyTorch's in the same dtype.
 
-Each function returns {"out" or a gradient's name: Error}. A result may err twice as much as plain
-PyTorch does.
+Each function returns {"out" or a gradient's name: Error}. The allowed error is twice plain
+PyTorch's.
 """
 
 import torch
@@ -21,7 +21,7 @@ from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
 
 def worst_of(found: dict[str, Error], dtype: torch.dtype) -> str:
-    """The name of the result that comes nearest to what is allowed, or furthest beyond."""
+    """The name of the result with the largest share of its allowed error."""
     return max(found, key=lambda name: found[name].share(dtype))
 
 
@@ -47,7 +47,7 @@ def plain_loss(x, weight, labels):
 def loss(
     dtype, T: int, widths: Widths, device, masked=0.0, chunk=2048, only=None
 ) -> dict[str, Error]:
-    """linear_cross_entropy over T tokens, that share of them without a label."""
+    """linear_cross_entropy over T tokens. masked: the share of tokens without a label."""
     g = torch.Generator(device=device).manual_seed(T)
     x = torch.randn(T, widths.hidden, device=device, generator=g, dtype=dtype).requires_grad_()
     weight = (
@@ -86,8 +86,8 @@ def loss(
 
 
 def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
-    """What a model calls: scaled_dot_product_attention, with a mask where it needs one; eager for
-    caps and sinks."""
+    """Attention as a stock model computes it: scaled_dot_product_attention, with a mask if needed;
+    eager for caps and sinks."""
     B, T, repeat = q.shape[0], q.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
@@ -147,8 +147,8 @@ def attention(
     pattern: Pattern = CAUSAL,
     sinks=False,
 ) -> dict[str, Error]:
-    """Backend `key` on slices of wider tensors, as the layer calls it: `group` KV heads, not the
-    first."""
+    """Backend `key` on slices of wider tensors, as a layer calls it: `group` KV heads, not the
+    first ones."""
     scale = widths.head_dim**-0.5
     g = torch.Generator(device=device).manual_seed(T)
     repeat = widths.heads // widths.kv_heads
@@ -156,7 +156,7 @@ def attention(
         torch.randn(1, T, n, widths.head_dim, device=device, generator=g).to(dtype)
         for n in (widths.heads, widths.kv_heads, widths.kv_heads, widths.heads)
     ]
-    # not the first: an offset too
+    # Not the first heads, so that the slices have an offset.
     heads, kv_heads = slice(repeat, (1 + group) * repeat), slice(1, 1 + group)
     q, k, v, dout = (x[:, :, heads if i in (0, 3) else kv_heads] for i, x in enumerate(whole))
     given = [q, k, v] + (
@@ -186,14 +186,14 @@ def attention(
     found = {name: Error() for name in ("out", "dq", "dk", "dv", "dsink")[: 1 + len(given)]}
     for error, got, plain, true in zip(found.values(), (out, *grads), *results):
         error.see(got, plain, true)
-    # dq and dk of one token are zero: what is left of them has nothing to be measured by
+    # dq and dk of one token are zero, so their errors have no scale.
     if T == 1:
         del found["dq"], found["dk"]
     return found
 
 
 def patterns(T: int, device) -> dict:
-    """name: (pattern, whether with sinks) besides plain causal attention, of at least 30 tokens."""
+    """name -> (pattern, whether with sinks) of attention other than plain causal, T >= 30."""
     bounds = (0, T // 3, T // 3 + 1, T)
     documents = Documents(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
     hidden = torch.zeros(1, T, dtype=torch.bool, device=device)

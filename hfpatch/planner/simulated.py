@@ -19,7 +19,7 @@ from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.fla import installed
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
 from hfpatch.planner.counted import Counted, Values, layers_of, trained_bytes_of

@@ -57,7 +57,7 @@ POLICIES = (
 
 
 def compare(preset, tokens, batch, policy, layers=LAYERS):
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     config = preset_config(preset) | {"num_hidden_layers": layers}
@@ -118,7 +118,7 @@ def test_layers_of_experts_behind_dense_ones_take_more_beyond_gradients(policy):
     """DeepSeek's first layers are dense: beside the fewest gradients its last ones take the most,
     which is what a second micro-step meets, whose gradients are all there.
     """
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     config = preset_config("deepseek-ai/DeepSeek-V3") | {"num_hidden_layers": 5}
@@ -165,7 +165,7 @@ def least(config, tokens):
 
 
 def simulated_least(config, policy, tokens):
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     return simulate(prepare(build(config), "hfpatch"), 1, tokens, policy=policy)

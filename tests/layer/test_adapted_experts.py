@@ -15,7 +15,7 @@ from hfpatch.budget.choice import choose
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import config_of
-from hfpatch.lab.simulate.rivals import build
+from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.layer.traced import Traced
 from tests import tiny

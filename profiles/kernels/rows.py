@@ -1,4 +1,4 @@
-"""Which kernels lab/targets.py compiles: each row calls a launcher with tensors on the meta device,
+"""Which kernels targets.py compiles: each row calls a launcher with tensors on the meta device,
 at a real shape.
 
 A new kernel adds its rows to ROWS.
