@@ -75,7 +75,7 @@ def _main(argv) -> int:
             f"{run.impl}: peak {size(run.peak_bytes)} in the {run.peak_phase}"
             + (f"; {run.error}" if run.error else "")
         )
-        print(f"report: {folder / 'report.html'}")
+        print(f"report: {folder / 'report.md'}")
     return 0
 
 

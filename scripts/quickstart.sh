@@ -102,4 +102,4 @@ right.axis("off")
 figure.savefig(out / "quickstart.png", dpi=120)
 PY
 echo "hfpatch: done; the model is in $OUT/model, loss and memory side by side in $OUT/quickstart.png; the report:"
-echo "$OUT/memory/report.html"
+echo "$OUT/memory/report.md"

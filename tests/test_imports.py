@@ -38,12 +38,7 @@ ROWS = (
 )
 # knows nothing of the neighbours in the rows below
 CORE = tuple(name for row in ROWS[:15] for name in row)
-TRITON = (
-    "kernels",
-    "lab.targets",
-    "lab.kernel_rows",
-    "lab.simulate.liger",
-)  # the last stands in for Liger's kernels
+TRITON = ("kernels",)
 TRANSFORMERS = (
     "compat",
     "context",
@@ -168,7 +163,7 @@ def test_circles_are_found_and_lazy_names_followed():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not circle(
         {"a": {"b", "c"}, "b": {"c"}}
     )
-    assert targets("lab.simulate.rivals") >= {"patch", "lab.simulate.liger"}
+    assert targets("lab.simulate.implementations") >= {"patch", "lab.simulate.adapters"}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
 from hfpatch import ops
-from hfpatch.ops._linear_ce_sizes import BYTES_PER_TOKEN
+from hfpatch.budget.cuts import LOSS_BYTES_PER_TOKEN
 
 
 class HeadMatmuls(TorchDispatchMode):
@@ -598,7 +598,7 @@ def test_head_gradient_is_accumulated_wide():
     labels = torch.randint(0, V, (N,), generator=generator)
     grads, chunks = [], []
     for w, options in (
-        (weight, {"workspace_bytes": N * BYTES_PER_TOKEN + 200 * V * 4}),
+        (weight, {"workspace_bytes": N * LOSS_BYTES_PER_TOKEN + 200 * V * 4}),
         (weight.double(), {}),
     ):
         w = w.detach().clone().requires_grad_()

@@ -31,37 +31,6 @@ from hfpatch.compat import aten
 MOST_ELEMENTS, MOST_ROWS = 1 << 31, 32 * 524_288  # of q in one backward
 
 
-def attention_ref(
-    q_BTHE: Tensor,
-    k_BTKE: Tensor,
-    v_BTKE: Tensor,
-    *,
-    scale: float,
-    pattern: Pattern = CAUSAL,
-    sinks_H: Tensor | None = None,
-):
-    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests.
-
-    sinks_H: one score per head, which enters the softmax but has no value (Xiao et al., 2023;
-    gpt-oss). Returns out_BTHE, lse_BHT.
-    """
-    dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
-    B, T, H, E = q_BTHE.shape
-    repeat = H // k_BTKE.shape[2]
-    q = q_BTHE.to(dtype).transpose(1, 2)
-    k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(repeat, 1) for x in (k_BTKE, v_BTKE))
-    scores = q @ k.transpose(-1, -2) * scale
-    if pattern.softcap is not None:
-        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
-    scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
-    lse = scores.logsumexp(-1)
-    blind = lse == float("-inf")  # a query that sees no key gets zeros
-    if sinks_H is not None:
-        lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
-    out = (scores - lse.masked_fill(blind, 0)[..., None]).exp() @ v
-    return out.transpose(1, 2).to(q_BTHE.dtype), lse
-
-
 # [B, T, heads, E] to [B, heads, T, E], or back.
 _turned = methodcaller("transpose", 1, 2)
 
@@ -125,10 +94,10 @@ def supported(
             if pattern.documents is not None
             else "a window"
             if pattern.window is not None
+            else "bf16"
+            if dtype == torch.bfloat16
             else None
         )
-        if dtype == torch.bfloat16:
-            what = what or "bf16"
         return (
             what
             and f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
@@ -259,7 +228,10 @@ def attention_forward(
 
     Args:
         q_BTHE, k_BTKE, v_BTKE: v's head dim may differ from that of q and k.
-        scale, pattern, sinks_H: as in attention_ref.
+        scale: of the scores.
+        pattern: what a query sees.
+        sinks_H: one score per head, which enters the softmax but has no value (Xiao et al., 2023;
+            gpt-oss).
         backend: a name from `pick`.
 
     Returns:

@@ -136,9 +136,10 @@ class Trial:
         first, then = self.fastest(), self.fastest(many_lengths=True)
         chosen = f"{first} is taken"
         if then != first:
-            plans = self.new_length[first]
-            chosen += f", and {then} beyond {FEW_LENGTHS} lengths, "
-            chosen += f"each of which costs {first} {plans:.1f} s"
+            chosen += (
+                f", and {then} beyond {FEW_LENGTHS} lengths, each of which costs {first} "
+                f"{self.new_length[first]:.1f} s"
+            )
         return "; ".join(
             [
                 ", ".join(found) or "none serves",

@@ -11,7 +11,6 @@ B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads o
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -44,13 +43,7 @@ class Heads:
 
 def groups_of(B: int, T: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
     """The query heads and the KV heads of each group."""
-    return _groups(heads_per_group(B, T, H, K), H, K)
-
-
-@lru_cache(maxsize=64)
-def _groups(width: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
-    """groups_of with `width` KV heads per group."""
-    repeat, groups = H // K, []
+    width, repeat, groups = heads_per_group(B, T, H, K), H // K, []
     for a in range(0, K, width):
         groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
     return tuple(groups)

@@ -6,6 +6,7 @@ from hfpatch.budget.policy import LOSS_WORKSPACE, LOSS_WORKSPACE_FREE
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 
+# Workspace bytes of the loss per token: loss, lse in two numbers, best, label, sort key and order.
 LOSS_BYTES_PER_TOKEN = 56
 # Fewest rows of a loss chunk: fewer cost more passes over the head's gradient than they save.
 LOSS_ROWS = 512
@@ -80,10 +81,30 @@ def loss_chunk_rows(
 ) -> tuple[int, int]:
     """(rows of the largest chunk of logits, number of chunks) of ops.linear_cross_entropy."""
     row_bytes = -(-shape.vocab_size // 8) * 8 * s
-    most = max(1, (workspace - rows * LOSS_BYTES_PER_TOKEN) // row_bytes)
-    size = most // 128 * 128 or most
-    count = max(1, -(-(rows - (most - size)) // size))
+    room = max(row_bytes, workspace - rows * LOSS_BYTES_PER_TOKEN)
+    bounds = chunk_bounds(rows, row_bytes, room)
+    return max(end - start for start, end in bounds), len(bounds)
+
+
+@lru_cache(maxsize=256)
+def chunk_bounds(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int], ...]:
+    """[start, end) of as few chunks as `room` bytes allow, of row_bytes a row.
+
+    Lengths are multiples of 128 rows, or less where the room holds fewer. The room's remainder may
+    lengthen the last chunk, so that one row more than a round number does not cost another chunk.
+
+    Raises:
+        ValueError: the room holds no row.
+    """
+    most = room // row_bytes
+    if most < 1:
+        raise ValueError(
+            f"hfpatch: expected at least {row_bytes:,} bytes for the logits of one token, "
+            f"workspace_bytes leaves {max(0, room):,}; raise it."
+        )
+    size = most // ALIGNED * ALIGNED or most
+    count = max(1, -(-(rows - (most - size)) // size)) if rows else 0
     if count > 1 and size > ALIGNED:
         size = min(size, -(-rows // (count * ALIGNED)) * ALIGNED)
-    last = rows - (count - 1) * size
-    return (max(size, last) if count > 1 else rows), count
+    starts = range(0, count * size, size)
+    return tuple(zip(starts, [*starts[1:], rows]))

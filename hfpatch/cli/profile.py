@@ -102,7 +102,7 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="FILE",
-        help="with --clock: a Chrome trace of the step, for ui.perfetto.dev",
+        help="with --clock: the trace's file (default: one a length in --out)",
     )
     add_adapters(parser.add_argument)
 
@@ -132,10 +132,10 @@ def options(args) -> dict:
 
 
 def clock_main(args) -> int:
-    """Runs one clocked step a length. Prints sentences or JSON on stdout, and writes a page a
-    length to the folder, and a trace with --trace.
+    """Runs one clocked step a length. Prints sentences or JSON on stdout, and writes a trace a
+    length to the folder, or to the file of --trace.
     """
-    from hfpatch.lab.timeline import write_page, write_trace
+    from hfpatch.lab.timeline import write_trace
     from hfpatch.planner.clocked import clock
 
     lengths = parse_lengths(args.seq_len)
@@ -152,14 +152,11 @@ def clock_main(args) -> int:
     for seq_len in lengths:
         timeline = clock(args.model, seq_len=seq_len, batch=args.batch, **asked)
         model = args.model.rstrip("/").split("/")[-1].removesuffix(".json")
-        name = f"clock-{model}-{args.gpu or 'h100'}-{seq_len}.html"
-        page, trace = (
-            write_page(timeline, Path(args.out) / name),
-            args.trace and write_trace(timeline, args.trace),
-        )
-        found.append(timeline.to_dict() | {"page": str(page), "trace": trace and str(trace)})
+        name = f"clock-{model}-{args.gpu or 'h100'}-{seq_len}.json"
+        trace = write_trace(timeline, args.trace or Path(args.out) / name)
+        found.append(timeline.to_dict() | {"trace": str(trace)})
         if not args.json:
-            print(timeline, f"page: {page}", *[f"trace: {trace}"] * bool(trace), "", sep="\n")
+            print(timeline, f"trace: {trace} (open it at https://ui.perfetto.dev)", "", sep="\n")
     if args.json:
         print(json.dumps(found, indent=1))
     return 0
@@ -250,4 +247,4 @@ def show(done) -> None:
                 f"trace of one step: {done.folder / run.memory['trace_file']}, "
                 f"{size(run.memory['trace_file_bytes'])}"
             )
-    print("\n".join([*done.notes, f"report: {done.folder / 'report.html'}"]))
+    print("\n".join([*done.notes, f"report: {done.folder / 'report.md'}"]))

@@ -16,7 +16,7 @@ from hfpatch.budget.shape import UnknownFamily
 from hfpatch.cli.flags import add_checkpointing, checkpointing_of
 from hfpatch.lab.models import config_of
 from hfpatch.lab.presets import MODELS, PRESETS
-from hfpatch.lab.simulate.rivals import IMPLEMENTATIONS, build, prepare
+from hfpatch.lab.simulate.implementations import IMPLEMENTATIONS, build, prepare
 from hfpatch.planner.limits import flag
 
 _TAKES = {int: "a number of 1 or more", bool: "true or false"}
@@ -24,14 +24,14 @@ _WORDS = {"offload": ("gpu", "host", "disk"), "frozen_weights": ("gpu", "host"),
 _NONE = ("plain", "again", "time_tile")  # numbers that may be 0
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser, implementations=IMPLEMENTATIONS) -> None:
     parser.add_argument(
         "--model",
         default="llama-3.1-8b",
         help=f"{', '.join((*PRESETS, *MODELS))}; or a config.json, a folder, a hub id",
     )
     add_checkpointing(parser.add_argument, " (host memory as large as it must be)")
-    parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="hfpatch")
+    parser.add_argument("--impl", choices=implementations, default="hfpatch")
     parser.add_argument("--seq-len", type=flag(parse_length), default=131072)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument(
@@ -49,7 +49,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true")
 
 
-def main(args) -> int:
+def main(args, prepare=prepare) -> int:
+    """Returns the exit code. prepare: turns the stock model into the one of --impl."""
     # This import loads all of hfpatch and transformers, which --help does not need.
     from hfpatch.lab.simulate.simulator import simulate
 

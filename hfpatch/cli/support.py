@@ -82,7 +82,7 @@ def support_of(name: str, config: dict) -> Support:
     """
     import hfpatch
     from hfpatch.decoder.find import find_decoder
-    from hfpatch.lab.simulate.rivals import build
+    from hfpatch.lab.simulate.implementations import build
     from hfpatch.layer.condition import look
 
     model = build(config)

@@ -115,8 +115,9 @@ def as_before_fsdp2(model: nn.Module):
 
 
 def under_zero3(module: nn.Module) -> bool:
-    """Whether DeepSpeed holds shards of this module's parameters."""
-    return any(map(is_sharded_by_zero3, module.parameters()))
+    """Whether DeepSpeed holds shards of this module's parameters: it marks all of them or none."""
+    first = next(module.parameters(), None)
+    return first is not None and "ds_id" in first.__dict__
 
 
 def is_sharded_by_zero3(parameter: Tensor) -> bool:

@@ -151,18 +151,14 @@ def name_experts(config, name: str | None) -> None:
     config._experts_implementation_internal = name
 
 
-def is_fused_experts(module) -> bool:
-    """Whether these are experts in two tensors, as the functions of these tables run them."""
+def gate_of(module: nn.Module):
+    """The function by which experts in two tensors, as these tables run them, combine gate and up;
+    None for other modules.
+    """
     # is_concatenated came with 5.10, has_post_expert_norm with 5.23
     names = ("has_gate", "has_bias", "is_transposed")
-    own = getattr(module, "__dict__", {})
-    return all(n in own for n in names) and gate_of(module) is not None
-
-
-def gate_of(module):
-    """The function of an experts class that combines gate and up, which it gets in one tensor, or
-    None."""
-    return getattr(type(module), "_apply_gate", None)
+    told = all(name in vars(module) for name in names)
+    return getattr(type(module), "_apply_gate", None) if told else None
 
 
 def _with_balance(kind: type) -> list:

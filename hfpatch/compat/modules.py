@@ -4,7 +4,6 @@ import inspect
 import sys
 from contextlib import contextmanager
 from functools import partial
-from operator import is_
 
 from torch import nn
 
@@ -78,9 +77,9 @@ class Snapshot:
     """The structure of a layer and the modules in it: children, classes, forwards, rotations,
     hooks, merged adapters, and the names of their tensors.
 
-    Numbers (rates, epsilons, scales) are not part of it: a module's call reads them. Comparison is
-    by identity, in flat lists, since every forward does it. Nothing here refers to the layer, which
-    may own this snapshot.
+    Numbers (rates, epsilons, scales) are not part of it: a module's call reads them. Flat lists,
+    since every forward compares them. Nothing here refers to the layer, which may own this
+    snapshot.
 
     Attributes:
         inside: the modules in the layer, without the layer.
@@ -129,19 +128,14 @@ class Snapshot:
 
     def holds(self, layer: nn.Module) -> bool:
         """Whether the layer still has the structure of this snapshot."""
-        made_of, *others = self._read(layer)
-        return _same(made_of, self.made_of) and others == [self.names, self.hooks, self.merged]
+        return self._read(layer) == (self.made_of, self.names, self.hooks, self.merged)
 
     def runs_alike(self, layer: nn.Module) -> bool:
         """Whether a backward that runs the layer again runs the code of its forward."""
         if self.holds(layer):
             return True
         now = Snapshot(layer)
-        return now.merged == self.merged and _same(now.ran, self.ran)
-
-
-def _same(now: list, then: list) -> bool:
-    return len(now) == len(then) and all(map(is_, now, then))
+        return now.merged == self.merged and now.ran == self.ran
 
 
 def _code_of(forward):

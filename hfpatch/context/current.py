@@ -79,8 +79,6 @@ class _Current(threading.local):
     target: tuple | None = None
     labels: Tensor | None = None  # of the loss that the running forward computes
     balance = None  # context.router_balance.Counted, while a causal model computes its loss
-    # of the experts that run: a parameter's name -> the factors of its adapters
-    factors: dict | None = None
     # tokens whose output is unread, where the forward returns only a loss
     idle_BT: Tensor | None = None
 
@@ -329,14 +327,14 @@ def named_experts(config) -> str | None:
     return experts_of(config) if entry is None else entry[3]
 
 
-def with_experts(name: str | None, config, forward, *args) -> Tensor:
-    """forward(*args) of fused experts, with `name` in their config during the call."""
-    now = experts_of(config)
-    name_experts(config, name)
+def experts_as_named(module: torch.nn.Module, *args) -> Tensor:
+    """The forward of fused experts by the implementation of named_experts."""
+    now = experts_of(module.config)
+    name_experts(module.config, named_experts(module.config))
     try:
-        return forward(*args)
+        return type(module).forward(module, *args)
     finally:
-        name_experts(config, now)
+        name_experts(module.config, now)
 
 
 def standard(config) -> str | None:

@@ -70,7 +70,6 @@ def cross_entropy_fwd_kernel(
     logits_ptr,  # (N, V), row stride S; becomes the gradient where GRAD
     labels_ptr,  # (N,)
     scale_ptr,  # (), float32: the factor of each token's loss in the total
-    class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     loss_ptr,  # (N,)
     lse_ptr,  # (2, N), row stride stride_lse: the largest u, log of the sum of exp(z - largest z)
     best_ptr,  # (N,) int32, the first largest logit; touched only where BEST
@@ -89,7 +88,6 @@ def cross_entropy_fwd_kernel(
     STATS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
-    CLASS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -116,14 +114,10 @@ def cross_entropy_fwd_kernel(
         # program. An invalid label must not read outside the row.
         safe = tl.minimum(tl.maximum(label, 0), V - 1)
         target = _u(tl.load(p_row + safe).to(tl.float32), inner, SOFTCAP)
-        weight = 1.0
-        if CLASS_WEIGHT:
-            weight = tl.load(class_weight_ptr + safe).to(tl.float32)
 
         top = -float("inf")
         total = 0.0
         u_sum = 0.0
-        w_sum = 0.0
         best = 0
         slack = 0.0  # sum of exp(z - outer top) (z - outer top)
         square = 0.0  # sum of exp(z - outer top)^2
@@ -154,24 +148,13 @@ def cross_entropy_fwd_kernel(
             total = total * fade + tl.sum(b_e, axis=0)
             top = new_top
             if SMOOTHING or STATS:
-                b_u = tl.where(m_v, b_u, 0.0)
-                if CLASS_WEIGHT:
-                    b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0).to(
-                        tl.float32
-                    )
-                    w_sum += tl.sum(b_w, axis=0)
-                    b_u *= b_w
-                u_sum += tl.sum(b_u, axis=0)
+                u_sum += tl.sum(tl.where(m_v, b_u, 0.0), axis=0)
 
         log_total = tl.log(total)
         lse = outer * top + log_total
-        loss = (
-            weight * (1.0 - smoothing) * (outer * (top - target) + log_total) + z_loss * lse * lse
-        )
+        loss = (1.0 - smoothing) * (outer * (top - target) + log_total) + z_loss * lse * lse
         if SMOOTHING:
-            if not CLASS_WEIGHT:
-                w_sum += V
-            loss += smoothing / V * (w_sum * lse - outer * u_sum)
+            loss += smoothing / V * (V * lse - outer * u_sum)
         tl.store(loss_ptr + i_n, loss)
         tl.store(lse_ptr + i_n, top)
         tl.store(lse_ptr + stride_lse + i_n, log_total)
@@ -184,10 +167,10 @@ def cross_entropy_fwd_kernel(
 
         if GRAD:
             scale = tl.load(scale_ptr)
-            y_scale = scale * weight * (1.0 - smoothing)
+            y_scale = scale * (1.0 - smoothing)
             p_scale = y_scale + scale * 2.0 * z_loss * lse
             if SMOOTHING:
-                p_scale += scale * smoothing / V * w_sum
+                p_scale += scale * smoothing
             p_scale /= total
             for start in tl.range(0, V, BLOCK, num_stages=STAGES):
                 m_v = start + o_v < V
@@ -195,12 +178,7 @@ def cross_entropy_fwd_kernel(
                 b_d = p_scale * tl.exp(outer * (_u(b_x, inner, SOFTCAP) - top))
                 b_d -= tl.where(start + o_v == label, y_scale, 0.0)
                 if SMOOTHING:
-                    u_scale = scale * smoothing / V
-                    if CLASS_WEIGHT:
-                        b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0)
-                        b_d -= u_scale * b_w.to(tl.float32)
-                    else:
-                        b_d -= u_scale
+                    b_d -= scale * smoothing / V
                 b_d *= outer
                 if SOFTCAP:
                     b_d *= inner * _tanh_slope(inner * b_x)
@@ -209,13 +187,10 @@ def cross_entropy_fwd_kernel(
 
 @triton.jit
 def cross_entropy_bwd_kernel(
-    logits_ptr,  # (N, V), row stride S
-    out_ptr,  # (N, V), row stride S_out: the gradient; may be the logits
+    logits_ptr,  # (N, V), row stride S; becomes the gradient
     labels_ptr,  # (N,)
     rows_ptr,  # (K, N) float32, row stride stride_rows: the largest u, factors of the gradient
-    class_weight_ptr,  # (V,), read only where CLASS_WEIGHT
     S,
-    S_out,
     V,
     stride_rows,
     ignore_index,
@@ -224,11 +199,10 @@ def cross_entropy_bwd_kernel(
     UNIFORM: tl.constexpr,
     STATS: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    CLASS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     i_n = tl.program_id(0).to(tl.int64)
-    p_row, p_out, p_factor = logits_ptr + i_n * S, out_ptr + i_n * S_out, rows_ptr + i_n
+    p_row, p_factor = logits_ptr + i_n * S, rows_ptr + i_n
     label = tl.load(labels_ptr + i_n)
     o_v = tl.arange(0, BLOCK)
     keep = label != ignore_index
@@ -254,16 +228,12 @@ def cross_entropy_bwd_kernel(
             b_d = p_scale * b_e
         b_d -= tl.where(start + o_v == label, y_scale, 0.0)
         if UNIFORM:
-            if CLASS_WEIGHT:
-                b_w = tl.load(class_weight_ptr + start + o_v, mask=m_v, other=0.0)
-                b_d -= u_scale * b_w.to(tl.float32)
-            else:
-                b_d -= u_scale
+            b_d -= u_scale
         b_d *= outer
         if SOFTCAP:
             b_d *= inner * _tanh_slope(inner * b_x)
         b_d = tl.where(keep, b_d, 0.0)
-        tl.store(p_out + start + o_v, b_d.to(out_ptr.dtype.element_ty), mask=m_v)
+        tl.store(p_row + start + o_v, b_d.to(logits_ptr.dtype.element_ty), mask=m_v)
 
 
 def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
@@ -296,7 +266,6 @@ def cross_entropy_fwd(
     logits_NV: Tensor,
     labels_N: Tensor,
     scale: Tensor,
-    class_weight_V: Tensor | None,
     loss_N: Tensor,
     lse_2N: Tensor,
     best_N: Tensor | None,
@@ -318,21 +287,16 @@ def cross_entropy_fwd(
         "STATS": stats_3N is not None,
         "SOFTCAP": inner != 0.0,
         "SMOOTHING": smoothing != 0.0,
-        "CLASS_WEIGHT": class_weight_V is not None,
     }
     row_bytes, itemsize = vocab_size * logits_NV.element_size(), logits_NV.element_size()
-    plain = class_weight_V is None and stats_3N is None
     block, warps, stages = forward_config(
-        row_bytes, itemsize, grad=grad, plain=plain, bare=not inner and not smoothing
+        row_bytes, itemsize, grad=grad, plain=stats_3N is None, bare=not inner and not smoothing
     )
-    best, stats_row, weight = (
-        loss_N if t is None else t for t in (best_N, stats_3N, class_weight_V)
-    )
+    best, stats_row = (loss_N if t is None else t for t in (best_N, stats_3N))
     args = (
         logits_NV,
         labels_N,
         scale,
-        weight,
         loss_N,
         lse_2N,
         best,
@@ -347,39 +311,31 @@ def cross_entropy_fwd(
 
 def cross_entropy_bwd(
     logits_NV: Tensor,
-    out_NV: Tensor,
     labels_N: Tensor,
     rows_KN: Tensor,
-    class_weight_V: Tensor | None,
     ignore_index: int,
     inner: float,
     outer: float,
 ) -> None:
-    """Launches the backward, which writes the gradient of the logits to out_NV.
-
-    out_NV: logits_NV itself, or a tensor of its shape and dtype. Other arguments as
-    `hfpatch::cross_entropy_chunk_bwd_`.
-    """
+    """Launches the backward. Arguments as `hfpatch::cross_entropy_chunk_bwd_`."""
     rows, vocab_size = logits_NV.shape
     if rows == 0:
         return
-    block, warps = block_and_warps(vocab_size, class_weight_V is None)
+    block, warps = block_and_warps(vocab_size)
     options = {
         "UNIFORM": rows_KN.shape[0] > 3,
         "STATS": rows_KN.shape[0] > 4,
         "SOFTCAP": inner != 0.0,
-        "CLASS_WEIGHT": class_weight_V is not None,
     }
-    weight = rows_KN if class_weight_V is None else class_weight_V
     args = (
         logits_NV,
-        out_NV,
         labels_N,
         rows_KN,
-        weight,
         logits_NV.stride(0),
-        out_NV.stride(0),
         vocab_size,
+        rows_KN.stride(0),
+        ignore_index,
+        inner,
+        outer,
     )
-    args += (rows_KN.stride(0), ignore_index, inner, outer)
     launch(cross_entropy_bwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)

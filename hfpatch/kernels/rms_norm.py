@@ -1,7 +1,8 @@
-"""Triton kernels of RMSNorm. Rows live in registers; the backward of very wide rows uses L2.
+"""Triton kernels of RMSNorm. Rows live in registers.
 
 N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements
-(4 with the residual), backward 3 ND (4 with dsum). Each backward program walks its own rows, keeps
+(4 with the residual), backward 3 ND (4 with dsum). Beyond D = 8,192 the backward spills some
+registers; such a model's matmuls take a few hundred times as long. Each backward program walks its own rows, keeps
 its share of dW in registers and writes it once, as one row of [P, D] float32 that torch then sums.
 """
 
@@ -12,9 +13,6 @@ import triton.language as tl
 from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view, sm_count
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-MAX_BWD_WIDTH = (
-    8192  # beyond it x, dy, weight and dW of a row spill: 16 of each a thread at 64 registers
-)
 
 
 @triton.jit
@@ -135,83 +133,6 @@ def rms_norm_bwd_kernel(
         tl.store(dw_ptr + i_p * D + o_d, tl.sum(b_dw, axis=0), mask=m_d)
 
 
-@triton.jit
-def rms_norm_bwd_wide_kernel(
-    dy_ptr,  # (N, D)
-    dsum_ptr,  # (N, D)
-    x_ptr,  # (N, D)
-    weight_ptr,  # (D,)
-    rstd_ptr,  # (N,)
-    dx_ptr,  # (N, D)
-    dw_ptr,  # (P, D), float32, zero at the start
-    N,
-    D,
-    stride_dy,
-    stride_dsum,
-    stride_x,
-    rows_each,
-    OFFSET: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_DSUM: tl.constexpr,
-    NEED_DX: tl.constexpr,
-    NEED_DW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The backward of rows too wide for registers.
-
-    Works in pieces of columns. A row is read again, from L2, after its mean is known. dW stays in
-    L2.
-    """
-    i_p = tl.program_id(0).to(tl.int64)
-    for i in range(0, rows_each, BLOCK_N):
-        o_n = i_p * rows_each + i + tl.arange(0, BLOCK_N)
-        b_rstd = tl.load(rstd_ptr + o_n, mask=o_n < N, other=0.0)[:, None]
-        b_sum = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-        if NEED_DX:
-            for i_d in range(0, D, BLOCK_D):
-                o_d = i_d + tl.arange(0, BLOCK_D)
-                mask = (o_n < N)[:, None] & (o_d < D)[None, :]
-                b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
-                b_x = tl.load(
-                    x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
-                b_dy = tl.load(
-                    dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0
-                ).to(tl.float32)
-                b_sum += b_dy * b_w[None, :] * b_x * b_rstd
-        b_mean = (tl.sum(b_sum, axis=1) / D)[:, None]
-        for i_d in range(0, D, BLOCK_D):
-            o_d = i_d + tl.arange(0, BLOCK_D)
-            mask = (o_n < N)[:, None] & (o_d < D)[None, :]
-            b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
-            b_dy = tl.load(
-                dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0
-            ).to(tl.float32)
-            b_xhat = b_x * b_rstd
-            if NEED_DW:
-                p_dw = dw_ptr + i_p * D + o_d
-                b_dw = tl.load(p_dw, mask=o_d < D, other=0.0) + tl.sum(b_dy * b_xhat, axis=0)
-                tl.store(p_dw, b_dw, mask=o_d < D)
-            if NEED_DX:
-                b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
-                b_dx = (b_dy * b_w[None, :] - b_xhat * b_mean) * b_rstd
-                if HAS_DSUM:
-                    b_dsum = tl.load(
-                        dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0
-                    )
-                    b_dx += b_dsum.to(tl.float32)
-                tl.store(
-                    dx_ptr + o_n[:, None] * D + o_d[None, :],
-                    b_dx.to(dx_ptr.dtype.element_ty),
-                    mask=mask,
-                )
-        # Another thread may read this thread's sum of dW in the next step.
-        tl.debug_barrier()
-
-
 def _block(D: int) -> tuple[int, int, int]:
     """(BLOCK_N, BLOCK_D, num_warps).
 
@@ -287,24 +208,19 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
     x_ND, dy_ND, D = rows_view(x), rows_view(dy), x.shape[-1]
     dsum_ND = dy_ND if dsum is None else rows_view(dsum)
     N = x_ND.shape[0]
-    wide = D > MAX_BWD_WIDTH
-    block_n, block_d, num_warps = (4, 1024, 8) if wide else _block(D)
+    block_n, block_d, num_warps = _block(D)
     # About two programs an SM hide each other's reductions. Then the fewest programs that cover the
     # rows, so that no row of dw is unused.
     rows_each = cdiv(cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
     programs = cdiv(N, rows_each)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
-    new = torch.zeros if wide else torch.empty
-    dw_PD = new((programs, D), dtype=torch.float32, device=x.device) if need_dw else None
+    dw_PD = x.new_empty(programs, D, dtype=torch.float32) if need_dw else None
     constexprs = dict(OFFSET=offset, HAS_WEIGHT=weight is not None, HAS_DSUM=dsum is not None)
     constexprs |= dict(NEED_DX=need_dx, NEED_DW=need_dw, BLOCK_N=block_n, BLOCK_D=block_d)
-    if not wide:
-        bytes_each = (
-            x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
-        )
-        constexprs["STAGES"] = _stages(block_n * block_d * bytes_each)
+    bytes_each = x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
+    constexprs["STAGES"] = _stages(block_n * block_d * bytes_each)
     launch(
-        rms_norm_bwd_wide_kernel if wide else rms_norm_bwd_kernel,
+        rms_norm_bwd_kernel,
         (programs,),
         (dy_ND, dsum_ND, x_ND, x_ND if weight is None else weight.contiguous(), rstd.contiguous())
         + (x_ND if dx is None else dx, rstd if dw_PD is None else dw_PD, N, D)

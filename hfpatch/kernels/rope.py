@@ -153,24 +153,20 @@ def _blocks(q, k, half: int) -> dict:
 def rope(ins, outs, cos, sin, transpose) -> None:
     """Rotates `ins` into `outs`, each (q [B, H, T, E], k [B, K, T, E]); outs may be ins.
 
-    cos, sin: [1 or B, T, E].
+    cos, sin: [1 or B, T, E]. The last stride of outs is 1.
     """
     ins = [x if x.stride(-1) == 1 else x.contiguous() for x in ins]
-    results = [x if x.stride(-1) == 1 else x.contiguous() for x in outs]
     cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
     q, k = ins
     B, H, T, E = q.shape
     blocks = _blocks(q if H else k, k, E // 2)
     n_blocks_t = cdiv(T, blocks["BLOCK_T"])
-    strides = [s for x in (*ins, *results) for s in x.stride()[:3]]
+    strides = [s for x in (*ins, *outs) for s in x.stride()[:3]]
     strides += [s for x in (cos, sin) for s in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
     launch(
         rope_kernel,
         (B * n_blocks_t,),
-        (q, k, *results, cos, sin, T, n_blocks_t, *strides, H, k.shape[1]),
+        (q, k, *outs, cos, sin, T, n_blocks_t, *strides, H, k.shape[1]),
         dict(HALF=E // 2, TRANSPOSE=transpose, **blocks),
         num_warps=4,
     )
-    for result, out in zip(results, outs):
-        if result is not out:
-            out.copy_(result)

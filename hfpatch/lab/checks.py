@@ -18,13 +18,13 @@ from hfpatch.lab.elementwise import OPS, TINY, Error, Widths
 from hfpatch.lab.made import made
 from hfpatch.lab.twin import exact
 
-# Where it is missing, or refuses a shape, layers take another backend: left out, not failed.
+# Layers take another backend if this one is missing or refuses a shape: left out, not failed.
 MAY_REFUSE = ("attention cudnn",)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison. share: of the error that is allowed, the worst result's, named by `where`."""
+    """One comparison. share: the worst result's error over the allowed one. where: its name."""
 
     what: str
     dtype: str
@@ -39,7 +39,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the checks are. attention_tokens: fewer, since the scores exist whole."""
+    """Sizes of the checks. attention_tokens: fewer, because all scores exist at once."""
 
     widths: Widths
     tokens: tuple[int, ...]
@@ -77,7 +77,7 @@ LARGE = Sizes(
 
 
 def dtypes(device: torch.device) -> list[torch.dtype]:
-    """What this device computes in without emulation, the one to train in first."""
+    """The dtypes that this device computes without emulation, the one to train in first."""
     if device.type != "cuda":
         return [torch.bfloat16, torch.float32]
     half = [torch.bfloat16] if torch.cuda.is_bf16_supported(including_emulation=False) else []
@@ -85,10 +85,7 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def run(device: torch.device, sizes: Sizes, until: float) -> tuple[list[Check], list[str]]:
-    """Every check that begins before the time `until`, and a line for each that is left out.
-
-    until: of time.monotonic().
-    """
+    """The checks that begin before `until` (by time.monotonic()), and a line for each other one."""
     done, left_out = [], []
     for what, check in (*ops(device, sizes), *models(device, sizes)):
         if time.monotonic() > until:
@@ -96,7 +93,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> tuple[list[Check], 
             continue
         try:
             done += check()
-        except Exception as error:  # whatever a machine may do: it is said, and the rest goes on
+        except Exception as error:  # any failure of a machine is one failed check
             if is_out_of_memory(error) or what.startswith(MAY_REFUSE):
                 left_out.append(f"{what}: {one_line(error)}")
             else:
@@ -106,7 +103,7 @@ def run(device: torch.device, sizes: Sizes, until: float) -> tuple[list[Check], 
 
 
 def ops(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
-    """(name, function that runs it) of each op, the likeliest to be used first."""
+    """(name, function that runs it) of each op, the most used first."""
     for dtype in dtypes(device):
         name = _name(dtype)
         for T in sizes.tokens:
@@ -123,7 +120,7 @@ def ops(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Callable[[], 
 
 
 def _attention(device, dtype, T: int, widths: Widths) -> Iterator:
-    """Each backend for this dtype; patterns by the first, which serves what the others do not."""
+    """Each backend for this dtype. The first one also runs the patterns."""
     keys = ["cpu"] if device.type != "cuda" else ["efficient"]
     if dtype != torch.float32 and device.type == "cuda" and has_flash(device):
         keys = ["flash", "cudnn"]
@@ -153,7 +150,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def ways(tile: int) -> dict:
-    """How a layer's tensors may be kept; every one must give the same gradients."""
+    """Ways to keep a layer's tensors. All must give the same gradients."""
     least = partial(Checkpointing, every=1, save_attention=True, tile=tile, plain=0, keep=())
     return {
         "host": least(offload="host"),
@@ -169,7 +166,7 @@ def ways(tile: int) -> dict:
 
 
 def gradients(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
-    """The loss and every gradient of one step, by name; .grad is empty before and after."""
+    """The loss and every gradient of one step, by name. Clears .grad before and after."""
     model.zero_grad(set_to_none=True)
     loss = model(**batch, use_cache=False).loss
     loss.backward()
@@ -188,7 +185,7 @@ def batch_of(model: nn.Module, T: int, device, seed: int = 0) -> dict:
 
 
 def compared(model: nn.Module, batch: dict, settings: dict, dtype: torch.dtype) -> Iterator:
-    """(way, worst share of the allowed error, whose it is) for each way of `settings`."""
+    """(way, worst share of the allowed error, the gradient's name) for each way of `settings`."""
     twin = exact(model)
     true = gradients(twin, batch)
     del twin
@@ -207,7 +204,7 @@ def compared(model: nn.Module, batch: dict, settings: dict, dtype: torch.dtype) 
 
 
 def models(device: torch.device, sizes: Sizes) -> Iterator:
-    """A Llama of four layers in each dtype, in every way of keeping what its layers need."""
+    """(name, check) of a Llama of four layers in each dtype, in all `ways`."""
     for dtype in dtypes(device):
         yield f"model {_name(dtype)}", partial(_model, device, dtype, sizes)
 

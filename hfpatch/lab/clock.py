@@ -1,18 +1,18 @@
-"""A training step on the clock: the real model, runtime and policy over fake tensors, on a device
+"""A training step on the clock: the real model, runtime and policy on fake tensors, and a device
 whose streams are clocks.
 
     timeline = clock("llama-3.1-8b", seq_len=131072, gpu="h100")
     print(timeline)
 
-Nothing is computed and no GPU is asked. Each operation takes, on its stream, the seconds that the
-step model gives its shape (budget/seconds.py: FLOPs and bytes over the rates of
-budget/hardware.py), each copy its bytes over the link, each launch some of the host's time. Events
-order the streams as CUDA's do. What the clock adds to the closed form is the order in which the
-runtime issues its work: where compute waits for a copy, the copy is exposed.
+Nothing is computed, and no GPU is needed. Each operation takes seconds of its stream: FLOPs and
+bytes over the rates of budget/hardware.py, as in the step model (budget/seconds.py). A copy takes
+its bytes over the link, a launch some of the host's time. Events order the streams as CUDA's do.
+The clock adds to the closed form the order in which the runtime issues its work: a copy is exposed
+if compute waits for it.
 
-On the clock is one GPU that holds weights, gradients and optimizer states; where ranks share rows,
-one of them, whose exchanges take their bytes over the links between GPUs. Not on it: engines that
-gather or offload weights, and what kernels take beyond the model's rates.
+The clock models one GPU that holds weights, gradients and optimizer states. If ranks share rows, it
+models one of them, and exchanges take their bytes over the links between GPUs. It omits engines
+that gather or offload weights, and kernels slower than the model's rates.
 """
 
 import contextlib
@@ -28,7 +28,6 @@ from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.pace import attention_ramp, matmul_seconds
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.seconds import BLOCK_ROWS, TAIL_SHARE
-from hfpatch.lab.allocator import Placed
 from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
@@ -40,8 +39,8 @@ from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
 from hfpatch.store.transfers import Transfers
 
-# Of one launch: with it a Llama's layer in one tile takes the host about what planner/seconds.py
-# says, HOST_SECONDS_PER_LAYER and HOST_SECONDS_PER_TILE.
+# The host's time of one launch. A Llama layer in one tile then takes the host about the seconds of
+# budget/seconds.py, HOST_SECONDS_PER_LAYER and HOST_SECONDS_PER_TILE.
 LAUNCH_SECONDS = 15e-6
 COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
 EXCHANGES, RANK_WAITS = "exchanges", "waits for ranks"
@@ -49,7 +48,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\b")
 
 
 class Stream:
-    """A queue of work. now: when its last work ends."""
+    """A queue of work. now: the end of its last work."""
 
     def __init__(self, name: str):
         self.name, self.now = name, 0.0
@@ -61,14 +60,14 @@ class Event:
 
 
 class ClockDevice(Device):
-    """A device whose streams know the time alone. It notes every slice of work, and compute's waits
-    for copies.
+    """A device whose streams hold only the time. It records each slice of work, and each wait of
+    compute for a copy.
     """
 
     pins = True
 
     def __init__(self, gpu: Gpu, device: torch.device, drive: Drive | None = None):
-        """drive: where copies go on to and come from."""
+        """drive: the disk behind the host's memory, None without one."""
         super().__init__(device)
         self.gpu, self.drive, self.host = gpu, drive, 0.0
         self.streams = [Stream(COMPUTE)]
@@ -117,9 +116,7 @@ class ClockDevice(Device):
 
     # -- work --------------------------------------------------------------------------------------
     def launch(self, seconds: float) -> None:
-        """Work on the current stream, which begins when the stream is there and the host has issued
-        it.
-        """
+        """Work on the current stream. It begins once the stream is free and the host issued it."""
         stream = self.current()
         self.host += LAUNCH_SECONDS
         start = max(stream.now, self.host)
@@ -129,8 +126,10 @@ class ClockDevice(Device):
         self._note(Slice(stream.name, start, stream.now, self.turn, *self.place))
 
     def copy(self, nbytes: int, direction: str) -> None:
-        """A copy between host and device on the current stream; copies in one direction share the
-        link. Of files it goes by the pieces that bounce buffers hold.
+        """A copy between host and device on the current stream. Copies in one direction share the
+        link.
+
+        A copy to or from a file goes in pieces of a bounce buffer's size.
         """
         stream, drive = self.current(), self.drive
         if stream is not self.compute:
@@ -151,7 +150,7 @@ class ClockDevice(Device):
             )
 
     def _held_up(self, until: float) -> None:
-        """The host waits for a file, and compute, once its queue is empty, for the host."""
+        """The host waits for a file. Compute waits for the host once its queue is empty."""
         compute = self.compute
         began, self.host = max(compute.now, self.host), max(self.host, until)
         if until > began:
@@ -159,7 +158,7 @@ class ClockDevice(Device):
             compute.now = until
 
     def exchange(self, nbytes: float) -> Event:
-        """Bytes that this GPU sends to others, behind the current stream's work."""
+        """Sends bytes to other GPUs after the current stream's work."""
         self.host += LAUNCH_SECONDS
         start = max(self.peers.now, self.current().now, self.host)
         self.peers.now = start + nbytes / self.gpu.peer_rate
@@ -168,7 +167,7 @@ class ClockDevice(Device):
         return Event(self.peers, self.peers.now)
 
     def _note(self, new: Slice) -> None:
-        """Behind the last of its row, or as more of it."""
+        """Appends a slice to its row, or extends the row's last slice."""
         row = self.rows.setdefault(new.stream, [])
         last = row[-1] if row else None
         if (
@@ -207,14 +206,12 @@ class ClockFollower(Follower):
 
     @property
     def begins(self) -> dict[str, float]:
-        """When each turn began on the compute stream."""
+        """Turn -> its start on the compute stream."""
         return self.__dict__.setdefault("_begins", {})
 
     @contextmanager
     def tiled(self, layer: int, phase: str):
-        """Within runs a layer in tiles; what comes before attention is told from what comes after
-        by attention itself.
-        """
+        """A context in which a layer runs in tiles. Attention separates its phases."""
         before, self.layer = self.layer, layer
         self.clock.place = f"layer {layer}", phase
         try:
@@ -223,7 +220,7 @@ class ClockFollower(Follower):
             self.layer = before
 
     def _placed(self, kind: str | None) -> tuple[str, str]:
-        """(layer, phase) of an operation. kind: attention's direction, None of others."""
+        """(layer, phase) of an operation. kind: attention's direction, None for others."""
         if self.layer is not None:
             layer, phase = self.clock.place
             if kind is not None:
@@ -271,7 +268,7 @@ class ClockFollower(Follower):
     kind: str | None = None  # of the last attention
 
     def _direction(self, func, args) -> str | None:
-        """Of a copy between host and device, else None."""
+        """UP or DOWN for a copy between host and device, else None."""
         if func is not torch.ops.aten.copy_.default:
             return None
         on_host = [
@@ -282,23 +279,17 @@ class ClockFollower(Follower):
     def _moved(self, nbytes: int) -> None:
         super()._moved(nbytes)
         (seconds, direction), self.pending = self.pending or (0.0, None), None
-        if direction is not None:  # what is read is what is written
+        if direction is not None:  # nbytes counts the read and the write
             self.clock.copy(nbytes // 2, direction)
         elif seconds or nbytes:
             self.clock.launch(seconds + nbytes * self.times / self.clock.gpu.memory_rate)
 
 
-class PlacedClockFollower(Placed, ClockFollower):
-    """Also places storages, each in the pool of the stream that makes it."""
-
-    def __init__(self, allocator, clock: ClockDevice, **settings):
-        super().__init__(allocator, clock, **settings)
-        self.stream = lambda: id(clock.current())
-
-
 @contextmanager
 def _tiles_on(follower: list):
-    """Within, layers in tiles say to the follower (one, as soon as it is there) that they run."""
+    """A context in which layers in tiles tell the follower when they run. follower: a list, empty
+    until there is one.
+    """
 
     def watched(name, phase):
         real = getattr(LayerCall, name)
@@ -319,9 +310,7 @@ def _tiles_on(follower: list):
 
 @contextmanager
 def _standing_in(clock: ClockDevice):
-    """Within, the clock is the device that the runtime finds, and host memory is made without
-    pages.
-    """
+    """A context in which the clock is the runtime's device, and host memory has no pages."""
     before, host_empty = DEVICES.get(clock.device), devices.host_empty
     DEVICES[clock.device] = clock
     try:
@@ -345,31 +334,28 @@ def clocked(
     title: str = "a step",
     optimizer=0.0,
     ranks: int = 1,
-    allocator=None,
+    follower=ClockFollower,
 ) -> Timeline:
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
-    optimizer: seconds of its step, which runs behind the backward; or a function from parameters to
-    a torch optimizer, whose operations run. ranks: that share each row;
-    seq_len is what this one has of it. allocator: a lab.allocator.Allocator that places what the
-    step makes, a pool a stream.
+    Args:
+        optimizer: seconds of its step, which follows the backward; or a function from parameters to
+            a torch optimizer, whose operations run.
+        ranks: that share each row. seq_len is this rank's part.
+        follower: makes the ClockFollower from the clock and a Follower's settings.
     """
     drive = Drive(gpu.disk_rates) if policy.offload == "disk" else None
     device, made = ClockDevice(gpu, torch.device("cpu"), drive), []
 
-    def follower(**settings):
-        made.append(
-            ClockFollower(device, **settings)
-            if allocator is None
-            else PlacedClockFollower(allocator, device, **settings)
-        )
+    def following(**settings):
+        made.append(follower(device, **settings))
         return made[0]
 
     rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
     late = mock.patch.object(Transfers, "late", drive is not None)
     with _standing_in(device), _tiles_on(made), rank, late:
         real = optimizer if callable(optimizer) else None
-        asked = {"policy": policy, "ranks": ranks, "follower": follower, "optimizer": real}
+        asked = {"policy": policy, "ranks": ranks, "follower": following, "optimizer": real}
         found = simulate(model, batch, seq_len, **asked)
     begins, done = made[0].begins, device.compute.now
     zero, turn, end = begins["forward"], begins["backward"], begins.get("optimizer", done)

@@ -1,5 +1,4 @@
-"""What measurements ask of a device: wait for it, give memory back, time a call, its own
-ceilings."""
+"""Helpers of measurements: wait for the device, free memory, time a call, measure limits."""
 
 import gc
 import hashlib
@@ -26,7 +25,7 @@ def clean() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also of a CPU, whose allocator raises a plain RuntimeError."""
+    """Whether memory ran out, on a CPU too, whose allocator raises a plain RuntimeError."""
     kinds, text = (torch.OutOfMemoryError, MemoryError), str(error)
     return isinstance(error, kinds) or "out of memory" in text or "can't allocate memory" in text
 
@@ -38,8 +37,8 @@ def one_line(error: BaseException) -> str:
 
 
 def tree_hash(folder: Path, without: tuple = ()) -> str:
-    """The hash that git gives a folder of such contents: `git rev-parse COMMIT:hfpatch` tells which
-    commit a copy was made of. without: names left out at the top."""
+    """git's hash of a folder with these contents. `git rev-parse COMMIT:hfpatch` gives that of a
+    commit, so the hash finds the commit of a copy. without: names left out at the top."""
     entries = []
     for path in folder.iterdir():
         if path.name in (*without, "__pycache__"):
@@ -61,8 +60,8 @@ def tree_hash(folder: Path, without: tuple = ()) -> str:
 
 
 class Clock:
-    """Marks on the device's own clock; between a run's marks the host must not be the slower one
-    (see `timed`)."""
+    """Marks on the device's own clock. Between the marks of a run the device must not wait for the
+    host (see `timed`)."""
 
     def __init__(self):
         self.marks: list = []
@@ -87,12 +86,11 @@ class Clock:
 def timed(
     stages, *, sets: int = 1, budget_ms: float = 300.0, least: int = 5, most: int = 60
 ) -> list[float]:
-    """Median milliseconds of each stage. stages(i, mark): one run on input set i, calling mark()
-    after each stage.
+    """Median milliseconds of each stage. stages(i, mark): one run on input set i, which calls
+    mark() after each stage.
 
-    A first pass warms up (compilation, autotuning), a second finds how long the host and the device
-    take. Then the device is kept busy for as long as the host needs to queue all runs, so that no
-    gap of the host's is measured.
+    A first pass warms up (compilation, autotuning). A second one measures host and device. Then the
+    device is kept busy while the host queues all runs, so that no gap of the host is measured.
     """
     for i in range(max(2, sets)):
         stages(i % sets, lambda: None)
@@ -117,8 +115,7 @@ def timed(
 
 
 def peak_bytes(call) -> int:
-    """Bytes that call() holds at most beyond what is allocated before it; 0 on a CPU, which keeps
-    no count."""
+    """The peak bytes of call() beyond those allocated before it; 0 on a CPU, which counts none."""
     if not torch.cuda.is_available():
         call()
         return 0
@@ -136,9 +133,9 @@ def peak_bytes(call) -> int:
 # --- ceilings -------------------------------------------------------------------------------------
 
 
-def copy_rate(device: torch.device, small: bool) -> float:
+def copy_rate(device: torch.device, small: bool, nbytes: int = 4 << 30) -> float:
     """Bytes a second of a large copy on the device, read plus written."""
-    n = (1 << 20) if small else (4 << 30)
+    n = (1 << 20) if small else nbytes
     a, b = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
     a.random_()
 

@@ -1,8 +1,8 @@
-"""A disk on the clock (clock.py): files that threads write and read through bounce buffers, as
-store/disk.py has them.
+"""A disk on the clock (clock.py). Threads write and read files through bounce buffers, as in
+store/disk.py.
 
-A piece is written once it is in its buffer, and the host waits for a buffer before it fills it. A
-piece is read as soon as a buffer is free and what is read was written.
+The host waits for a free buffer, fills it, and a thread writes it. A read begins once a buffer is
+free and the file's earlier writes are done.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from hfpatch.store.disk import BUFFERS, PIECE, RESERVE
 
 
 def pieces(nbytes: int) -> list[int]:
-    """Bytes of each bounce buffer that a tensor goes through."""
+    """The bytes of each piece of a tensor: one bounce buffer a piece."""
     return [min(PIECE, nbytes - at) for at in range(0, nbytes, PIECE)]
 
 
@@ -20,26 +20,26 @@ class Drive:
 
     def __init__(self, rates: tuple[float, float]):
         self.write_rate, self.read_rate = rates
-        self.written = self.was_read = 0.0  # when the last piece was
-        # when each buffer is free again
+        self.written = self.was_read = 0.0  # the end of the last write, and of the last read
+        # the time at which each buffer is free again
         self.write_bounces: deque[float] = deque([0.0] * BUFFERS, BUFFERS)
         self.read_bounces: deque[float] = deque([0.0] * (BUFFERS - RESERVE), BUFFERS - RESERVE)
 
     def writable(self) -> float:
-        """When the next buffer for writing is free."""
+        """The time at which the next buffer for writing is free."""
         return self.write_bounces[0]
 
     def write(self, copied: float, nbytes: int) -> None:
-        """A piece that is in its buffer at `copied`."""
+        """Writes a piece that is in its buffer at the time `copied`."""
         self.written = max(self.written, copied) + nbytes / self.write_rate
         self.write_bounces.append(self.written)
 
     def read(self, asked: float, nbytes: int) -> float:
-        """When a piece that the host asks for is in its buffer."""
+        """The time at which a piece, requested at `asked`, is in its buffer."""
         start = max(self.was_read, self.written, asked, self.read_bounces[0])
         self.was_read = start + nbytes / self.read_rate
         return self.was_read
 
     def landed(self, copied: float, nbytes: int) -> None:
-        """A piece that was read is on the device at `copied`."""
+        """Frees the buffer of a piece that is on the device at the time `copied`."""
         self.read_bounces.append(copied)

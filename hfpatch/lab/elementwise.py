@@ -1,8 +1,8 @@
-"""The element-wise ops at a model's widths: inputs, plain forms, bytes they must move, exact error.
+"""The element-wise ops at a model's widths: inputs, plain forms, least traffic, errors.
 
 T tokens, D hidden, F intermediate, H and K heads, E head dim. An op's row tensors have T at `dims`;
-`shared` ones (the norm's weight) do not. Errors are taken chunk by chunk against float64, so that
-131,073 tokens fit beside the inputs.
+`shared` ones (the norm's weight) have no T. Errors against float64 are computed chunk by chunk, so
+that 131,073 tokens fit in memory.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,12 @@ TINY = Widths(hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, voca
 
 @dataclass(frozen=True)
 class Op:
-    """make(T, widths, dtype, device, seed) -> (rows, shared, fixed): tensors with a gradient,
-    shared ones, and tensors that need none. plain and exact take them in this order and return a
-    tuple; *_elements are those moved a token."""
+    """make(T, widths, dtype, device, seed) -> (rows, shared, fixed). Only fixed ones have no
+    gradient.
+
+    plain, exact and ours take them in this order and return a tuple. *_elements: elements that each
+    token must move.
+    """
 
     name: str
     make: Callable
@@ -150,7 +153,7 @@ OPS = {
 
 
 def run(function, rows, shared, fixed, ups, dtype=None):
-    """(outputs, gradients of rows and shared) of one call, from leaves of their own in dtype."""
+    """(outputs, gradients of rows and shared) of one call on detached copies in dtype."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in (*rows, *shared)]
     outs = function(*leaves, *(t.to(dtype or t.dtype) for t in fixed))
     grads = torch.autograd.grad(outs, leaves, [u.to(o.dtype) for u, o in zip(ups, outs)])
@@ -159,8 +162,9 @@ def run(function, rows, shared, fixed, ups, dtype=None):
 
 @dataclass
 class Error:
-    """How far a result is from float64, and how far it may be: twice what plain PyTorch loses in
-    the same dtype."""
+    """A result's distance from float64, and the allowed one: twice that of plain PyTorch in the
+    same dtype.
+    """
 
     got: float = 0.0
     plain: float = 0.0
@@ -183,7 +187,7 @@ class Error:
         return self.got <= self.allowed(dtype)
 
     def share(self, dtype: torch.dtype) -> float:
-        """Of what is allowed; above 1 it is too much, and NaN is infinitely much."""
+        """The error over the allowed one: above 1 it fails, and NaN is infinite."""
         allowed = self.allowed(dtype)
         if self.got == 0:
             return 0.0
@@ -196,8 +200,7 @@ class Error:
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger, or NaN where either is: an error that is NaN then stays, and fails every
-    comparison."""
+    """The larger one, or NaN if one is NaN, so that a NaN stays and fails every comparison."""
     return a if a >= b or a != a else b
 
 
@@ -206,8 +209,8 @@ def errors(
 ) -> dict:
     """{"out0": Error, ..., "grad0": ...} of function against float64.
 
-    only: [a, b) ranges of tokens to look at. copy: call function on copies, since Liger's writes
-    over what it is given.
+    only: [a, b) ranges of tokens to compare. copy: call function on copies, because Liger's writes
+    over its arguments.
     """
     given = rows, shared, fixed, ups
     outs, grads = run(

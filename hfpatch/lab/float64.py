@@ -1,11 +1,12 @@
-"""Ops against float64: a call's outputs and gradients beside plain PyTorch's in the same dtype.
+"""Ops against float64: outputs and gradients, next to plain PyTorch's in the same dtype.
 
-Each function returns {"out" or a gradient's name: Error}. A result may err twice as much as plain
-PyTorch does.
+Each function returns {"out" or a gradient's name: Error}. The allowed error is twice plain
+PyTorch's.
 """
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from hfpatch import ops
 from hfpatch.attention.attention import (
@@ -14,14 +15,13 @@ from hfpatch.attention.attention import (
     Pattern,
     attention_backward,
     attention_forward,
-    attention_ref,
 )
 from hfpatch.lab.elementwise import Error, Op, Widths, errors
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
 
 def worst_of(found: dict[str, Error], dtype: torch.dtype) -> str:
-    """The name of the result that comes nearest to what is allowed, or furthest beyond."""
+    """The name of the result with the largest share of its allowed error."""
     return max(found, key=lambda name: found[name].share(dtype))
 
 
@@ -47,7 +47,7 @@ def plain_loss(x, weight, labels):
 def loss(
     dtype, T: int, widths: Widths, device, masked=0.0, chunk=2048, only=None
 ) -> dict[str, Error]:
-    """linear_cross_entropy over T tokens, that share of them without a label."""
+    """linear_cross_entropy over T tokens. masked: the share of tokens without a label."""
     g = torch.Generator(device=device).manual_seed(T)
     x = torch.randn(T, widths.hidden, device=device, generator=g, dtype=dtype).requires_grad_()
     weight = (
@@ -70,7 +70,7 @@ def loss(
     ]
     for a, b in only or [(a, min(a + chunk, T)) for a in range(0, T, chunk)]:
         one, other = (x[a:b].detach().to(d).requires_grad_() for d in (torch.float64, dtype))
-        true = linear_cross_entropy_ref(one, wide, labels[a:b], reduction="sum").loss / valid
+        true = linear_cross_entropy_ref(one, wide, labels[a:b], reduction="sum") / valid
         plain = plain_loss(other, narrow, labels[a:b]) / valid
         true_dx, true_dw = torch.autograd.grad(true, [one, wide])
         plain_dx, plain_dw = torch.autograd.grad(plain, [other, narrow])
@@ -86,8 +86,8 @@ def loss(
 
 
 def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
-    """What a model calls: scaled_dot_product_attention, with a mask where it needs one; eager for
-    caps and sinks."""
+    """Attention as a stock model computes it: scaled_dot_product_attention, with a mask if needed;
+    eager for caps and sinks."""
     B, T, repeat = q.shape[0], q.shape[1], q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
@@ -106,6 +106,37 @@ def plain_attention(q, k, v, scale, pattern: Pattern, sinks):
     return (scores.softmax(-1)[..., :T].to(q.dtype) @ v).transpose(1, 2)
 
 
+def attention_ref(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    *,
+    scale: float,
+    pattern: Pattern = CAUSAL,
+    sinks_H: Tensor | None = None,
+):
+    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests.
+
+    sinks_H: one score per head, which enters the softmax but has no value (Xiao et al., 2023;
+    gpt-oss). Returns out_BTHE, lse_BHT.
+    """
+    dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
+    B, T, H, E = q_BTHE.shape
+    repeat = H // k_BTKE.shape[2]
+    q = q_BTHE.to(dtype).transpose(1, 2)
+    k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(repeat, 1) for x in (k_BTKE, v_BTKE))
+    scores = q @ k.transpose(-1, -2) * scale
+    if pattern.softcap is not None:
+        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+    scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
+    lse = scores.logsumexp(-1)
+    blind = lse == float("-inf")  # a query that sees no key gets zeros
+    if sinks_H is not None:
+        lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
+    out = (scores - lse.masked_fill(blind, 0)[..., None]).exp() @ v
+    return out.transpose(1, 2).to(q_BTHE.dtype), lse
+
+
 def attention(
     key: str,
     dtype,
@@ -116,8 +147,8 @@ def attention(
     pattern: Pattern = CAUSAL,
     sinks=False,
 ) -> dict[str, Error]:
-    """Backend `key` on slices of wider tensors, as the layer calls it: `group` KV heads, not the
-    first."""
+    """Backend `key` on slices of wider tensors, as a layer calls it: `group` KV heads, not the
+    first ones."""
     scale = widths.head_dim**-0.5
     g = torch.Generator(device=device).manual_seed(T)
     repeat = widths.heads // widths.kv_heads
@@ -125,7 +156,7 @@ def attention(
         torch.randn(1, T, n, widths.head_dim, device=device, generator=g).to(dtype)
         for n in (widths.heads, widths.kv_heads, widths.kv_heads, widths.heads)
     ]
-    # not the first: an offset too
+    # Not the first heads, so that the slices have an offset.
     heads, kv_heads = slice(repeat, (1 + group) * repeat), slice(1, 1 + group)
     q, k, v, dout = (x[:, :, heads if i in (0, 3) else kv_heads] for i, x in enumerate(whole))
     given = [q, k, v] + (
@@ -155,14 +186,14 @@ def attention(
     found = {name: Error() for name in ("out", "dq", "dk", "dv", "dsink")[: 1 + len(given)]}
     for error, got, plain, true in zip(found.values(), (out, *grads), *results):
         error.see(got, plain, true)
-    # dq and dk of one token are zero: what is left of them has nothing to be measured by
+    # dq and dk of one token are zero, so their errors have no scale.
     if T == 1:
         del found["dq"], found["dk"]
     return found
 
 
 def patterns(T: int, device) -> dict:
-    """name: (pattern, whether with sinks) besides plain causal attention, of at least 30 tokens."""
+    """name -> (pattern, whether with sinks) of attention other than plain causal, T >= 30."""
     bounds = (0, T // 3, T // 3 + 1, T)
     documents = Documents(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
     hidden = torch.zeros(1, T, dtype=torch.bool, device=device)

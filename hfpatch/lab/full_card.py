@@ -23,15 +23,15 @@ from hfpatch.lab.watch import GiB, pinned_gib, policy_used
 
 PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
 LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)
-# Of the card's free memory, for weights and gradients; of the host's, where others run too.
+# Shares: of the card's free memory for weights and gradients; of the host's, which others use too.
 WEIGHTS_SHARE, HOST_SHARE = 0.6, 0.7
-STEPS = 5  # of each way: the first, two timed, one recorded, and what a first one takes more
+STEPS = 5  # of each way: the first (which takes longer, as two), two timed, one recorded
 WAYS = {"auto": "auto", "host": hfpatch.Checkpointing(offload="host", every=1, plain=0)}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What runs: one row of `tokens` tokens through a preset's model."""
+    """A step to run: one row of `tokens` tokens through a preset's model."""
 
     preset: str
     tokens: int
@@ -51,10 +51,10 @@ SMALL = Run("llama-tiny", 96, torch.float32)
 
 
 def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
-    """The largest model and longest row that fit this card, all steps taking `seconds` at most.
+    """The largest model and longest row that fit this card and take at most `seconds` in all.
 
-    The longest row first: a step keeps what there is room for, so that a long one fills the card.
-    gpu: this card's measured rates. None where nothing fits.
+    A step keeps as much as there is room for, so a long row fills the card. gpu: this card's
+    measured rates. None if nothing fits.
     """
     free, host = gpu_free() or 0, HOST_SHARE * (host_free() or 0)
     for preset in PRESETS:
@@ -70,7 +70,7 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
 
 
 def planned(run: Run, policy: Policy, gpu: Gpu | None) -> dict:
-    """What the closed form expects: GiB, and seconds where rates are known."""
+    """The closed form's GiB, and its seconds if rates are known."""
     shape, sizes = run.shape, {"batch": 1, "tokens": run.tokens}
     memory = step_memory(shape, policy, **sizes, itemsize=run.itemsize)
     found = {"plan_peak_gib": memory.peak / GiB, "plan_host_gib": memory.host / GiB}
@@ -83,9 +83,9 @@ def planned(run: Run, policy: Policy, gpu: Gpu | None) -> dict:
 
 
 def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> list[dict]:
-    """A row for each of WAYS: what a user gets, and everything on the host.
+    """One row for each of WAYS: the default policy, and everything on the host.
 
-    until: of time.monotonic(), when nothing more is begun.
+    until: a time of time.monotonic() after which nothing begins.
     """
     rows, model = [], None
     for way, checkpointing in WAYS.items():
@@ -99,7 +99,7 @@ def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> li
                 model = made(run.preset, dict(run.changes), device, run.dtype, run.tokens)
             hfpatch.apply(model, checkpointing=checkpointing)
             _measure(row, model, run, device, gpu, until)
-        except Exception as error:  # whatever a machine may do: the row says it, the page goes on
+        except Exception as error:  # any failure of a machine goes into its row
             row["error"] = "out of memory" if is_out_of_memory(error) else one_line(error)
         if model is not None:
             model.zero_grad(set_to_none=True)
@@ -109,7 +109,7 @@ def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> li
 
 
 def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, until: float) -> None:
-    """Fills the row as figures come, so that one that fails later keeps them."""
+    """Fills the row step by step, so that a later failure keeps the earlier figures."""
     ids = torch.randint(3, model.config.vocab_size, (1, run.tokens), device=device)
 
     def step():
@@ -143,7 +143,7 @@ def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, unt
 
 
 def _record(row: dict, step) -> None:
-    """Fills in the step's split. A machine may refuse its counters: what was timed stays."""
+    """Adds the step's split to the row. A machine may refuse its counters; timed figures stay."""
     try:
         found = recorded(step)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Models of a preset's shape with random weights, made on the device that they run on."""
+"""Models with random weights, created on the device that runs them."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from hfpatch.lab.presets import preset_config
 
 
 def config_of(preset: str, changes: dict, tokens: int = 0):
-    """The preset's configuration with `changes`, for at least so many tokens."""
+    """The preset's configuration with `changes`, for rows of at least `tokens`."""
     from transformers import AutoConfig
 
     values = preset_config(preset) | changes
@@ -18,8 +18,8 @@ def config_of(preset: str, changes: dict, tokens: int = 0):
 
 
 def made(preset: str, changes: dict, device, dtype: torch.dtype, tokens: int = 0) -> nn.Module:
-    """The model in training mode. Its weights are made on the device: on a host 8B take minutes."""
-    return _model(config_of(preset, changes, tokens), device, dtype)
+    """The model in training mode, created on the device: 8B weights take minutes on a host."""
+    return model_of(config_of(preset, changes, tokens), device, dtype)
 
 
 def made_of(values: dict, device, dtype: torch.dtype) -> nn.Module:
@@ -27,10 +27,11 @@ def made_of(values: dict, device, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig
 
     values = {"use_cache": False} | values
-    return _model(AutoConfig.for_model(values.pop("model_type"), **values), device, dtype)
+    return model_of(AutoConfig.for_model(values.pop("model_type"), **values), device, dtype)
 
 
-def _model(config, device, dtype: torch.dtype) -> nn.Module:
+def model_of(config, device, dtype: torch.dtype) -> nn.Module:
+    """The same from a configuration of transformers."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""What `--model` may be: a preset, a config.json, a folder with one, a config or model object, or a
-hub id.
-"""
+"""Resolves `--model`: a preset, a config.json, a folder, a config or model object, a hub id."""
 
 import difflib
 import json
@@ -11,7 +9,7 @@ from hfpatch.budget.families import FAMILIES
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.presets import MODELS, PRESETS, find_preset, preset_config
 
-# Language towers that transformers has no causal model of: the family whose layers they are.
+# Language towers without a causal model in transformers -> the family that has the same layers.
 _TOWERS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
@@ -20,8 +18,8 @@ _TOWERS = {
 }
 
 
-LANGUAGE_TOWER = " (language tower)"  # behind the name of a model of which no other is planned
-# Sizes published with the model: those of its text and of its image tower.
+LANGUAGE_TOWER = " (language tower)"  # after a model's name if only this tower is planned
+# Published sizes of a model's text and image towers.
 _WITH_IMAGES = {
     "Qwen/Qwen3-VL-8B": {
         "model_type": "qwen3_vl", "tie_word_embeddings": False,
@@ -40,9 +38,7 @@ _WITH_IMAGES = {
 
 
 def resolve(model) -> tuple[str, ModelShape, dict]:
-    """(name, shape, config.json as a dict) of a model. ValueError where it is unknown or of another
-    kind.
-    """
+    """(name, shape, config.json as a dict) of a model. ValueError for an unknown one."""
     if isinstance(model, ModelShape):
         return "model", model, {}
     name, values = text_config_of(model)
@@ -50,7 +46,7 @@ def resolve(model) -> tuple[str, ModelShape, dict]:
 
 
 def text_config_of(model) -> tuple[str, dict]:
-    """config_of(), of a model of several towers its language tower's. ValueError as there."""
+    """config_of() of the model, or of its language tower if it has several. ValueError as there."""
     name, values = config_of(model)
     kind = values.get("model_type")
     return (
@@ -61,8 +57,9 @@ def text_config_of(model) -> tuple[str, dict]:
 
 
 def _language_tower(name: str, values: dict) -> tuple[str, dict]:
-    """The name and config of what writes text in a model of several towers; as they came for any
-    other model. ValueError for values that are none of a config's.
+    """The name and config of the language tower of a model with several towers.
+
+    Other models keep theirs. ValueError for values that make no config.
     """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -74,9 +71,7 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
         made = AutoConfig.for_model(**values)
         text = made.get_text_config(decoder=True)
         told = made.to_dict() if text is made else text.to_dict()
-    except (
-        Exception
-    ) as error:  # what a family's config classes make of junk has a class of its own each
+    except Exception as error:  # each family raises its own class for junk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
             f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file."
@@ -86,12 +81,12 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
     inner = told["model_type"]
     for rope in (told.get("rope_parameters"), told.get("rope_scaling")):
         if inner in _TOWERS and isinstance(rope, dict):
-            rope.pop("mrope_section", None)  # text alone turns all columns by one position
+            rope.pop("mrope_section", None)  # text rotates all columns by one position
     return name + LANGUAGE_TOWER, told | {"model_type": _TOWERS.get(inner, inner)}
 
 
 def with_images(values: dict):
-    """The model of a config.json without memory; None where it is none of images and text."""
+    """The model of a config.json, without memory. None for one that takes no images."""
     import torch
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -110,10 +105,9 @@ def with_images(values: dict):
 
 
 def config_of(model, download: bool = True) -> tuple[str, dict]:
-    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub's
-    cache; download: whether the hub may be asked for what the cache has not.
+    """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub.
 
-    ValueError where there is none.
+    download: whether to download a config that the hub's cache lacks. ValueError without a config.
     """
     if isinstance(model, dict):
         return model.get("_name_or_path") or model.get("model_type", "model"), model
@@ -156,14 +150,14 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
 
 
 def nearest(name: str, count: int = 3) -> list[str]:
-    """The presets whose names are most like this one, the nearest first."""
+    """The presets with the most similar names, the nearest first."""
     known = {preset.rsplit("/", 1)[-1].lower(): preset for preset in (*PRESETS, *MODELS)}
     near = difflib.get_close_matches(name.lower(), known, n=count, cutoff=0)
     return [known[short] for short in near]
 
 
 def read_config(path: Path) -> dict:
-    """The values of a config.json. ValueError where it holds no JSON object."""
+    """The values of a config.json. ValueError for a file without a JSON object."""
     try:
         values = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -178,7 +172,7 @@ def read_config(path: Path) -> dict:
 
 
 def _numbers(value):
-    """The value with transformers' {"__float__": "Infinity"} as the number that it stands for."""
+    """The value, with each {"__float__": "Infinity"} of transformers replaced by its number."""
     if isinstance(value, list):
         return [_numbers(one) for one in value]
     if not isinstance(value, dict):
@@ -189,8 +183,8 @@ def _numbers(value):
 
 
 def hub_config(name: str, download: bool = True) -> dict:
-    """The config.json of a model in the local cache, or (download) of the hub. ValueError says what
-    to fetch otherwise.
+    """The config.json of a model in the local cache or, with download, on the hub. Otherwise a
+    ValueError says what to fetch.
     """
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -201,7 +195,7 @@ def hub_config(name: str, download: bool = True) -> dict:
     try:
         return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
     except (OSError, ValueError):
-        pass  # not in the cache; its ValueErrors name no file
+        pass  # not in the cache
     if not download:
         raise ValueError(
             f"hfpatch: expected a preset or a model in the local cache, {name!r} came, and "
@@ -209,12 +203,10 @@ def hub_config(name: str, download: bool = True) -> dict:
             "its config.json and pass the file."
         )
     try:
-        # fails at once where downloads try again
+        # This fails at once, a download would retry.
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)
         return read_config(Path(hf_hub_download(name, "config.json")))
-    except (
-        Exception
-    ) as error:  # no network, a gated or an unknown model: each has a class of its own, by version
+    except Exception as error:  # no network, a gated or unknown model: classes differ by version
         raise ValueError(
             f"hfpatch: expected a preset or a model whose config.json can be had, {name!r} came "
             f"({type(error).__name__}); download its config.json and pass the file."

@@ -18,14 +18,17 @@ from hfpatch.lab.profile.timeline import versions
 FORMAT = 1  # of the row
 ROW_BYTES = 8192
 PAGE, ROW = "prove.md", "prove.json"
-# Shares of the seconds, by which each part has begun its last piece. The last is the step's.
+# Shares of the time: checks begin until the first, the steps until the last; the middle is the
+# steps' budget.
 CHECKS_UNTIL, STEPS_SHARE, STEPS_UNTIL = 0.4, 0.45, 0.95
 FAILED_SHOWN = 10
 
 
 @dataclass
 class Proof:
-    """What was found. done: comparisons with float64; left_out: a line each; steps: full_card's."""
+    """The results. done: comparisons with float64. left_out: one line for each part that did not
+    run. steps: the rows of full_card.
+    """
 
     device: dict
     versions: dict
@@ -53,17 +56,17 @@ def prove(
     rates: Callable[[torch.dtype], Gpu] | None,
     say: Callable[[str], None] = print,
 ) -> Proof:
-    """Runs everything.
+    """Runs all checks and measurements.
 
     Args:
-        device: where.
-        small: tiny sizes, which try the path; what they take says nothing about a machine.
-        seconds: about how long all of it may take.
+        device: the device to check.
+        small: tiny sizes, which only try the code path.
+        seconds: about the time that all of it may take.
         rates: measures this card's rates in a dtype, for the plan of the step; None without a card.
-        say: gets a line as each part begins.
+        say: called with a line as each part begins.
 
     Returns:
-        The Proof: `row` makes of it what can be sent, `page` what can be read.
+        The Proof. `row` makes the JSON to send of it, `page` the text to read.
     """
     began = time.monotonic()
     proof = Proof(_device(device), _versions(), small)
@@ -93,7 +96,7 @@ def _device(device: torch.device) -> dict:
 
 
 def _versions() -> dict:
-    """Of what the figures depend on; "code" is git's hash of the package's folder."""
+    """Versions that the figures depend on. "code" is git's hash of the package's folder."""
     found = versions(("torch", "triton", "transformers")) | {"cuda": torch.version.cuda}
     if torch.version.cuda:
         found["cudnn"] = torch.backends.cudnn.version()
@@ -104,7 +107,9 @@ def _versions() -> dict:
 
 
 def _rates(proof: Proof, device, dtype, small: bool, rates) -> Gpu | None:
-    """Fills the proof's rates. None where the card's own cannot be measured: nothing is planned."""
+    """Fills the proof's rates. Returns the card's rates for a plan, None if they cannot be
+    measured.
+    """
     try:
         out, back = host_rates(device, small)
         proof.rates = {
@@ -123,11 +128,13 @@ def _rates(proof: Proof, device, dtype, small: bool, rates) -> Gpu | None:
 
 
 def row(proof: Proof) -> dict:
-    """A few KB of JSON: device, versions and figures; no path, no user's or machine's name."""
+    """A few KB for JSON: device, versions and figures, without paths and names of users or
+    machines.
+    """
     worst = max((c.share for c in proof.done), default=None)
     steps = [_rounded(step) for step in proof.steps]
     for step in steps:
-        for name in {"error", "not_recorded"} & step.keys():  # whose words may hold a path
+        for name in {"error", "not_recorded"} & step.keys():  # their words may hold a path
             step[name] = step[name].split(":")[0]
     found = {
         "hfpatch_prove": FORMAT,
@@ -154,7 +161,7 @@ def _failed(check: checks.Check) -> dict:
 
 
 def _number(value: float | None) -> float | None:
-    """Four digits; None of what JSON has no number for."""
+    """The value with four digits; None for infinity and NaN, which JSON lacks."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
@@ -179,7 +186,7 @@ _PATH = re.compile(r"(^|[\s'\"=(])(~|/|[A-Za-z]:\\)[\w.~-]*[/\\]")
 
 
 def check_row(found: dict) -> None:
-    """ValueError where `profiles/prove/` does not take this row: fields, size, no path in it."""
+    """ValueError for a row that profiles/prove/ refuses: its fields, its size, or a path in it."""
     for name, kind in REQUIRED.items():
         if not isinstance(found.get(name), kind):
             raise ValueError(f"hfpatch: expected a row with {name} ({kind.__name__}), none came.")
@@ -251,7 +258,7 @@ def page(proof: Proof) -> str:
 
 
 def _checks(proof: Proof) -> list[str]:
-    """By op or model and dtype, the worst share of the error that is allowed."""
+    """For each op or model and dtype, the worst share of the allowed error."""
     lines = [
         "## Against float64", "",
         f"{len(proof.done) - len(proof.failed)} of {len(proof.done)} comparisons pass. Each takes "

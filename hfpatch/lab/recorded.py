@@ -9,9 +9,9 @@ from hfpatch.lab.profile.families import by_family, copy_wait
 
 
 def recorded(run: Callable[[], object]) -> dict:
-    """Seconds of one run() by kind of kernel, and of the compute stream waiting for copies.
+    """Seconds of one run() by kind of kernel, and seconds in which compute waits for copies.
 
-    On a CPU the operators' own seconds; there is no other stream there to wait for.
+    On a CPU: the operators' own seconds. It has no other stream to wait for.
     """
     cuda = torch.cuda.is_available()
     kinds = torch.profiler.ProfilerActivity

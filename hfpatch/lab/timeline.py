@@ -1,25 +1,16 @@
-"""What a clocked step did when: slices by stream, the waits of compute for copies, and two ways to
-look at them.
+"""The timeline of a clocked step: slices of work by stream, the waits of compute for copies, and a
+trace for Perfetto.
 """
 
-import html
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Colours of the page, by the first word of a slice's phase; what has no colour here is grey.
-COLOURS = {
-    "before": "#7aa6da", "attention": "#e78c45", "after": "#70c0b1", "whole": "#b9ca4a",
-    "head": "#c397d8",
-    "waits": "#d54e53", "copies": "#999999", "optimizer": "#e7c547",
-}  # fmt: skip
-PIXELS = 4000  # of the page's drawing: slices narrower than one are drawn as one
-
 
 @dataclass(slots=True)
 class Slice:
-    """Work of one kind on one stream. start, end: seconds; turn: "forward", "backward" or
+    """Work of one kind on one stream, from start to end in seconds. turn: "forward", "backward" or
     "optimizer".
     """
 
@@ -38,10 +29,15 @@ class Slice:
 
 @dataclass
 class Timeline:
-    """One step. seconds: of each turn and of the whole step ("step"); waits: slices of compute's
-    waits for copies; late: seconds in which compute waited for the host to issue work; peak_bytes:
-    on the device, as simulated. planned, planned_python: seconds of the closed form, and those of
-    them in which a GPU would wait for Python, of which the clock knows the launches alone.
+    """One step.
+
+    Attributes:
+        seconds: of each turn and of the whole step ("step").
+        waits: slices in which compute waits for copies.
+        late: seconds in which compute waited for the host to issue work.
+        peak_bytes: on the device, simulated.
+        planned, planned_python: seconds of the closed form, and its part in which a GPU waits for
+            Python. The clock counts only launches of that part.
     """
 
     title: str
@@ -54,8 +50,8 @@ class Timeline:
     planned_python: float = 0.0
 
     def exposed(self, *by: str) -> dict[tuple, float]:
-        """Seconds of copies that compute waited for, summed by fields of a Slice: exposed("turn",
-        "layer", "phase").
+        """Seconds in which compute waited for copies, summed by fields of a Slice, such as
+        exposed("turn", "layer", "phase").
         """
         found: dict[tuple, float] = defaultdict(float)
         for wait in self.waits:
@@ -118,7 +114,7 @@ class Timeline:
 
 # -- Chrome's trace format, which Perfetto opens ---------------------------------------------------
 def trace_events(timeline: Timeline) -> list[dict]:
-    """Complete events in microseconds: a thread a stream, one of compute's waits above them."""
+    """Complete events in microseconds: one thread per stream, and one for compute's waits."""
     rows = {name: i for i, name in enumerate(_rows(timeline))}
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title}}]
     for name, i in rows.items():
@@ -147,53 +143,4 @@ def write_trace(timeline: Timeline, path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}))
-    return path
-
-
-# -- one page --------------------------------------------------------------------------------------
-PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<style>body{{font:14px sans-serif;margin:1em}}pre{{background:#f4f4f4;padding:.7em}}
-#t{{overflow-x:auto;border:1px solid #ccc}}svg text{{font:11px sans-serif}}</style>
-<h1>{title}</h1><pre>{text}</pre>
-<p>Simulated, no GPU: seconds of the step model. Scroll to zoom, move over a slice for its name.</p>
-<div id="t"><svg viewBox="0 0 {width} {height}" preserveAspectRatio="none" width="100%" height="{height}">{body}</svg></div>
-<script>
-const box = document.getElementById("t"), svg = box.firstChild; let zoom = 1;
-box.addEventListener("wheel", e => {{
-  if (e.shiftKey) return; e.preventDefault();
-  const x = e.clientX - box.getBoundingClientRect().left, at = (box.scrollLeft + x) / zoom;
-  zoom = Math.min(400, Math.max(1, zoom * Math.exp(-e.deltaY / 500)));
-  svg.setAttribute("width", 100 * zoom + "%"); box.scrollLeft = at * zoom - x;
-}});
-</script>
-"""
-
-
-def page(timeline: Timeline) -> str:
-    """The step as a page of HTML that needs nothing else: a row a stream, a colour a phase."""
-    rows, height = _rows(timeline), 34
-    end, body = max((s.end for s in timeline.slices), default=1.0) or 1.0, []
-    for i, row in enumerate(rows):
-        own = [s for s in [*timeline.waits, *timeline.slices] if s.stream == row]
-        body.append(f'<g transform="translate(0,{i * height})">')
-        for s in own:
-            x, width = PIXELS * s.start / end, max(0.3, PIXELS * (s.end - s.start) / end)
-            colour = COLOURS.get("waits" if row == "waits" else s.phase.split(" ")[0], "#bbb")
-            told = html.escape(f"{row}: {s.turn}, {s.name}, {1e3 * (s.end - s.start):.2f} ms")
-            body.append(
-                f'<rect x="{x:.2f}" y="2" width="{width:.2f}" height="28" '
-                f'fill="{colour}"><title>{told}</title></rect>'
-            )
-        body.append("</g>")
-    title, text = html.escape(timeline.title), html.escape(f"rows: {', '.join(rows)}\n{timeline}")
-    return PAGE.format(
-        title=title, text=text, width=PIXELS, height=height * len(rows), body="".join(body)
-    )
-
-
-def write_page(timeline: Timeline, path) -> Path:
-    """The page as a file; its path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(timeline))
     return path

@@ -1,4 +1,4 @@
-"""A float64 twin of a model, without the casts to float32 that transformers' own modules make."""
+"""A float64 twin of a model. transformers' norm and loss cast to float32, the twin's do not."""
 
 import copy
 
@@ -12,7 +12,7 @@ from hfpatch.layer.strangers import token_wise
 
 @token_wise
 class ExactNorm(LlamaRMSNorm):
-    """transformers' norm without its rounding to float32 of what comes in as float64."""
+    """transformers' norm, without its cast of float64 inputs to float32."""
 
     def forward(self, x):
         if x.dtype != torch.float64:
@@ -43,7 +43,7 @@ def exact_loss(
 
 
 def with_exact_norms(model: nn.Module) -> nn.Module:
-    """A copy of a stock model in its own dtype."""
+    """A copy of a stock model in the same dtype, with ExactNorm as its norms."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if type(module) in (LlamaRMSNorm, Qwen3RMSNorm):
@@ -52,8 +52,7 @@ def with_exact_norms(model: nn.Module) -> nn.Module:
 
 
 def exact(model: nn.Module) -> nn.Module:
-    """A float64 twin of a stock model: transformers' norm and loss go through float32 whatever
-    comes in, here they do not."""
+    """A float64 twin of a stock model, with norms and a loss that do not cast to float32."""
     twin = with_exact_norms(model).double()
     for module in twin.modules():
         if hasattr(module, "lm_head") and hasattr(module, "loss_function"):

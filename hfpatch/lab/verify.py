@@ -15,23 +15,26 @@ from hfpatch.decoder.find import find_decoder, list_of_layers
 from hfpatch.lab.device import clean, is_out_of_memory
 from hfpatch.patch import apply, undo
 
-# The tests' budget (tests/numerics.py) lets a result err twice as much as the stock one, and by two
-# rounding steps. Two results that err once and twice are three errors apart at most.
+# The tests' budget (tests/numerics.py) is twice the stock result's error plus two rounding steps.
+# Two results with one and two such errors differ by at most three.
 NOISES, STEPS = 3, 2
-FEW = 16  # numbers; gradients of fewer are not judged
-CHUNK = 1 << 24  # elements of a gradient that are compared at once
+FEW = 16  # gradients with fewer elements are not judged
+CHUNK = 1 << 24  # elements of a gradient compared at once
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found. Distances are norms of differences over norms of the stock result.
+    """The result of `verify`. A distance is the norm of a difference over the stock result's norm.
 
-    ok: every gradient and the loss are within what rounding explains. loss, stock_loss: patched and
-    stock. worst: the gradient (or "loss") that comes nearest to its limit, or furthest beyond.
-    distance: its distance, patched against stock. noise: its distance between two stock runs that
-    round differently. limit: the distance that is allowed to it. gradients: how many were compared.
-    layers, of_layers: how many decoder layers ran, and how many the model has. dtype: the coarsest
-    that the model computes in.
+    Attributes:
+        ok: rounding explains the differences of the loss and of every gradient.
+        loss, stock_loss: patched and stock.
+        worst: the gradient (or "loss") with the largest distance over its limit.
+        distance, limit: its distance, patched against stock, and the allowed one.
+        noise: its distance between two stock runs that round differently.
+        gradients: the number of gradients compared.
+        layers, of_layers: the decoder layers that ran, and those of the model.
+        dtype: the coarsest dtype that the model computes in.
     """
 
     loss: float
@@ -65,34 +68,33 @@ class Verified:
 def verify(model: nn.Module, batch: Mapping) -> Verified:
     """Compares the patched model with the stock one: these weights, this batch, this device.
 
-    Three runs of one forward and backward: stock, stock again with other roundings, patched. The
-    second run measures the noise of the working dtype: the output of every innermost module, and
-    the gradient that comes back through it, moves at random by up to half a rounding step. It costs
-    one more step and no second copy of the weights, which a float32 reference would. A patched
-    gradient may differ from the stock one by three times its noise (at least that of the middle
-    gradient) and two rounding steps. float64 models round at float32's step: transformers' norms
-    and loss compute in float32 whatever comes in. Gradients of fewer than 16 numbers are not
-    judged: they are sums over all tokens, which may cancel. A few hundred tokens are enough, and
-    with experts, to which a token near the border goes either way, no fewer.
+    One forward and backward runs three times: stock, stock with other roundings, and patched. The
+    second run measures the noise of the working dtype: it moves the output of every innermost
+    module, and the gradient through it, at random by up to half a rounding step. That costs one
+    more step, and no second copy of the weights. A patched gradient may differ from the stock one
+    by three times its noise (or the median noise, if larger) and two rounding steps. float64 models
+    round at float32's step, because transformers' norms and loss compute in float32. Gradients of
+    fewer than 16 numbers are not judged: they are sums over all tokens, which may cancel. Pass a
+    few hundred tokens; with experts no fewer, because rounding may send a token to another expert.
 
-    The runs use copies of the model's modules that share its parameters, so the model itself stays
-    as it is: weights, .grad, training flag, random numbers, and whether it is patched. Copies run
-    in training mode without dropout. A patched model is compared with the settings it was patched
-    with (with apply's defaults where it was patched with loss=False). Where a step does not fit the
-    memory, fewer layers run, and the result says how many.
+    The runs use copies of the modules that share the model's parameters. The model keeps its
+    weights, .grad, training flag, random state and patch. Copies run in training mode without
+    dropout. A patched model is compared under its own settings (under apply's defaults if it was
+    patched with loss=False). If a step does not fit the memory, fewer layers run, and the result
+    says how many.
 
     Args:
         model: a causal language model of transformers, stock or patched, plain or wrapped by PEFT;
             not yet wrapped by DDP, FSDP, DeepSpeed or torch.compile.
-        batch: what the model is called with: input_ids or inputs_embeds, [batch, tokens] and
-            [batch, tokens, hidden], labels (by default input_ids), and whatever else it takes.
-            Moved to the model's device.
+        batch: the arguments of the model's forward: input_ids [batch, tokens] or inputs_embeds
+            [batch, tokens, hidden], labels (by default input_ids), and others. They are moved to
+            the model's device.
 
     Returns:
-        A `Verified`: `print` it, or ask its `ok`.
+        A `Verified`: print it, or read its `ok`.
 
     Raises:
-        ValueError: for a model or batch that cannot be compared, or of which not one layer fits.
+        ValueError: the model or batch cannot be compared, or not even one layer fits the memory.
 
     >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
     """
@@ -142,7 +144,7 @@ def _batch(model: nn.Module, batch: Mapping) -> dict:
 
 
 def _try(model: nn.Module, batch: dict, layers: int) -> dict | None:
-    """The fields of Verified that the runs tell; None where memory ran out."""
+    """The fields of Verified from three runs; None if memory ran out."""
     try:
         return _compared(model, batch, layers)
     except (RuntimeError, MemoryError) as error:
@@ -185,8 +187,9 @@ def _share(distance: float, limit: float) -> float:
 
 @contextmanager
 def _copied(model: nn.Module, layers: int, patched: bool = False):
-    """A copy with modules of its own and the model's parameters: stock or patched, so many layers,
-    no dropout."""
+    """A context with a copy of the modules, without dropout, that shares the model's parameters.
+
+    layers: the number of its first layers that the copy keeps."""
     try:
         made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except TypeError as error:  # a lock, a file, a generator among its attributes
@@ -206,8 +209,7 @@ def _copied(model: nn.Module, layers: int, patched: bool = False):
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Tiles draw other random numbers than whole rows: without dropout both runs compute the
-    same."""
+    """Turns dropout off: tiles draw other random numbers than whole rows."""
     for module in model.modules():
         if "Dropout" in type(module).__name__:
             module.eval()
@@ -219,8 +221,7 @@ def _without_dropout(model: nn.Module) -> None:
 def _step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
     """The loss and the gradients, by name.
 
-    By autograd.grad: .grad stays, and what hangs on its accumulation, such as an optimizer, does
-    not run.
+    autograd.grad leaves .grad alone, and runs no hook of its accumulation, such as an optimizer.
     """
     batch = dict(batch)
     leaves = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -236,7 +237,7 @@ def _step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
 
 
 def _distance(got: Tensor, wanted: Tensor) -> float:
-    """|got - wanted| / |wanted|; 0 where both are zero."""
+    """|got - wanted| / |wanted|; 0 if both are zero."""
     off = size = 0.0
     for a, b in zip(got.flatten().split(CHUNK), wanted.flatten().split(CHUNK)):
         a, b = a.double(), b.to(a.device).double()
@@ -247,10 +248,9 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
 
 
 class Rounding:
-    """Hooks by which a stock model rounds at random: outputs of its innermost modules, and their
-    gradients.
+    """Hooks that round outputs and gradients of a stock model's innermost modules at random.
 
-    step: the coarsest rounding step seen, relative; dtype: its dtype's name.
+    step: the coarsest relative rounding step seen; dtype: the name of its dtype.
     """
 
     def __init__(self, model: nn.Module):
@@ -272,8 +272,7 @@ class Rounding:
         return _Moved.apply(out, step, self.generators[out.device])
 
     def expect_layers(self, decoder) -> None:
-        """ValueError where the copy did not run its own modules: both runs would be of the model
-        itself."""
+        """ValueError if the copy did not run its own modules; both runs would be of the model."""
         if not self.ran.intersection(decoder.layers[0].modules()):
             why = "expected the model's copy to run its own layers, its forward runs another's"
             fix = "remove what wraps model.forward (accelerator.unwrap_model)"
@@ -286,8 +285,8 @@ def step_of(dtype: torch.dtype) -> float:
 
 
 class _Moved(torch.autograd.Function):
-    """x, each value moved by up to half a rounding step either way, and rounded; its gradient
-    likewise."""
+    """x, each value moved at random by up to half a rounding step and rounded, and its gradient so
+    too."""
 
     @staticmethod
     def forward(ctx, x, step, generator):

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import is_fused_experts, modules_of
-from hfpatch.context.current import having
+from hfpatch.compat import modules_of
+from hfpatch.context.current import current, our_attention
 from hfpatch.parts import experts
 from hfpatch.parts.quantised import kinds_of
 
@@ -33,30 +33,59 @@ def _chain(wrapper: nn.Module) -> tuple[list[nn.Module], nn.Module]:
     return found, wrapper
 
 
-def fused_in(modules: list[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The fused experts among these modules, and PEFT's outermost wrappers of parameters."""
-    fused = [m for m in modules if is_fused_experts(m)]
+def experts_in(modules: list[nn.Module]) -> tuple[dict, list]:
+    """The fused experts among a layer's modules (parts.experts.layouts_in), and PEFT's wrappers of
+    their parameters: (the wrappers from the outermost inwards, the experts).
+    """
+    layouts = experts.layouts_in(modules)
     wrappers = [m for m in modules if _is_wrapper(m)] if "peft" in sys.modules else []
-    inner = {id(modules_of(m)["base_layer"]) for m in wrappers}
-    return fused, [m for m in wrappers if id(m) not in inner]
+    inner = [modules_of(m)["base_layer"] for m in wrappers]
+    chains = [_chain(m) for m in wrappers if m not in inner]
+    return layouts, [(chain, base) for chain, base in chains if base in layouts]
 
 
-def pairs(wrappers: list[nn.Module]) -> list:
-    """(wrapper, forward) of the wrappers whose experts run here."""
-    return [(m, partial(_forward, m)) for m in wrappers if experts.can_run(_chain(m)[1])]
+def experts_forwards(layouts: dict, chains: list, taken, *, weight_of, adding) -> list:
+    """(module, forward) pairs of a layer's experts, beside those of `taken`, and of PEFT's
+    wrappers.
+
+    A wrapper of an engine (expert parallelism) stays around its experts and calls ours inside.
+
+    Args:
+        layouts, chains: from experts_in.
+        weight_of, adding: see parts.experts.run.
+    """
+    found, settings = [], {"weight_of": weight_of, "adding": adding}
+    for m, layout in layouts.items():
+        if "forward" in vars(m):
+            found.append((m, partial(_inside_an_engine, m.config, m.forward)))
+        elif m not in taken:
+            found.append((m, partial(experts.run, m, layout=layout, **settings)))
+    for chain, base in chains:
+        if "forward" not in vars(base):
+            found.append((chain[0], partial(_forward, chain, base, weight_of)))
+    return found
 
 
-def _forward(wrapper: nn.Module, x: Tensor, *args, **kwargs) -> Tensor:
-    """Replaces `wrapper.forward`."""
-    chain, base = _chain(wrapper)
-    factors = None if kwargs else _factors(chain, base)
+def _inside_an_engine(config, forward, *args) -> Tensor:
+    """forward(*args), which an engine put around experts. The config names ours meanwhile: a
+    backward of the common block has not entered them.
+    """
+    with our_attention((config,), current.batch):
+        return forward(*args)
+
+
+def _forward(chain: list, base: nn.Module, weight_of, x: Tensor, *args, **kwargs) -> Tensor:
+    """Replaces the forward of the outermost wrapper, chain[0]."""
+    weights = None if kwargs else experts.weights_of(base, weight_of)
+    factors = None if weights is None else _factors(chain, weights[0].dtype)
     if factors is None:
-        return type(wrapper).forward(wrapper, x, *args, **kwargs)
-    with having(factors=factors):
-        return base(x, *args)
+        return type(chain[0]).forward(chain[0], x, *args, **kwargs)
+    none = (None, None)
+    first, second = factors.get("gate_up_proj", none), factors.get("down_proj", none)
+    return base(x, *args, first=first, second=second)
 
 
-def _factors(chain: list[nn.Module], base: nn.Module) -> dict | None:
+def _factors(chain: list[nn.Module], dtype: torch.dtype) -> dict | None:
     """A parameter's name -> A [E, r, in] and B [E, out, r] of its adapters; None if PEFT must run
     them.
     """
@@ -73,8 +102,8 @@ def _factors(chain: list[nn.Module], base: nn.Module) -> dict | None:
             A, B = (torch.cat(parts, at) for parts, at in zip(zip(*made), (1, 2)))
             more = -A.shape[1] % _EIGHT
             found[wrapper.parameter_name] = (
-                nn.functional.pad(A, (0, 0, 0, more)),
-                nn.functional.pad(B, (0, more)),
+                nn.functional.pad(A, (0, 0, 0, more)).to(dtype),
+                nn.functional.pad(B, (0, more)).to(dtype),
             )
     return found
 

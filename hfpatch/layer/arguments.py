@@ -1,6 +1,7 @@
 """The arguments of a layer besides its hidden states, cut along tokens."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -48,14 +49,17 @@ def takes_by_name(args, kwargs: dict) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class Arguments:
-    """Positional and keyword arguments besides the hidden states; `tile` cuts those with a token
-    axis.
+    """Positional and keyword arguments besides the hidden states [B, T, D]; `tile` cuts those with
+    a token axis.
     """
 
-    def __init__(self, args, kwargs, B: int, T: int):
-        self.args, self.kwargs, self.B, self.T = args, kwargs, B, T
-        self._gradients = None  # sums of the wanted gradients, during a backward
+    args: tuple
+    kwargs: dict
+    B: int
+    T: int
+    _gradients: list | None = None  # sums of the wanted gradients, during a backward
 
     # Flattened on first use: the common block takes its arguments by name.
     @cached_property

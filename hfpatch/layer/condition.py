@@ -24,7 +24,7 @@ from hfpatch.compat import (
 )
 from hfpatch.context.class_code import as_asked
 from hfpatch.context.classes import CALL, other_forward, package_of, replaced_forward
-from hfpatch.layer.adapted_experts import fused_in
+from hfpatch.layer.adapted_experts import experts_in
 from hfpatch.layer.adapters import look as look_at_adapters
 from hfpatch.layer.places import strange
 from hfpatch.layer.strangers import stranger_in
@@ -52,7 +52,7 @@ class Condition:
         contiguous: whether a module in it takes only contiguous gradients, as some of torchao's.
         mixing: the modules that mix tokens, those that call attention first.
         head_dim: the largest of its attention modules, 0 if they name none.
-        experts: the fused experts inside, and PEFT's wrappers around them (adapted_experts.py).
+        experts: the fused experts inside, and PEFT's wrappers of them (adapted_experts.py).
         hooked: the modules inside that have a hook of accelerate's.
         packed: whether experts of 4 bits are among them.
         block: layer.block.Block, None until used.
@@ -74,7 +74,7 @@ class Condition:
     contiguous: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     head_dim: int = 0
-    experts: tuple[list, list] = ((), ())
+    experts: tuple[dict, list] = ((), ())
     hooked: list[nn.Module] = field(default_factory=list)
     packed: bool = False
     block: object = None
@@ -119,7 +119,7 @@ def _condition_of(layer: nn.Module) -> Condition:
     found.adapter, found.draws = look_at_adapters([layer, *found.inside])
     found.units = fsdp2_units(found.inside)
     found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
-    found.experts, found.packed = fused_in(found.inside), any(map(holds_packed, found.inside))
+    found.experts, found.packed = experts_in(found.inside), any(map(holds_packed, found.inside))
     found.hooked = [m for m in found.inside if engine_hook(m) is not None]
     stranger = stranger_in(layer)
     found.unknown = stranger or _why_unknown(layer, layer._hfpatch_places)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.parts.quantised import dense_of, is_packed, is_written_out
+from hfpatch.parts.quantised import dense_of, holds_packed, is_written_out
 from hfpatch.parts.unread import can_go_without
 
 
@@ -75,7 +75,7 @@ class DequantizedWeights:
 
     def weight_of(self, experts: nn.Module, name: str) -> Tensor:
         """A weight of fused experts, dequantized at most once within a phase."""
-        if not (self.kept and is_packed(experts, name)):
+        if not (self.kept and holds_packed(experts)):
             return getattr(experts, name)
         if (experts, name) not in self.weights:
             self.weights[experts, name] = getattr(experts, name)

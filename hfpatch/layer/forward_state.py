@@ -34,9 +34,7 @@ from hfpatch.compat import (
     modules_in,
     parameters_of,
     put,
-    storage_of,
     switches_of,
-    version,
 )
 
 STANDS_FOR = "_hfpatch_stands_for"
@@ -238,15 +236,15 @@ class ForwardState:
                 found.append(place.table()[place.name] if tensor is None else tensor)
         return found
 
-    def of(self, index: int, now: Tensor) -> Tensor:
+    def of(self, index: int, now: Tensor, count: int, storage: int | None) -> Tensor:
         """The tensor that forward used in a place; now: the current one. RuntimeError if forward's
-        tensor was written to since.
+        tensor was written to since: it has this version and storage.
         """
-        tensor, storage, count = self.tensors[index], self.storages[index], self.counts[index]
+        tensor = self.tensors[index]
         if tensor is None:
             return now
-        replaced = storage is not None and storage_of(tensor) != storage
-        if replaced or count not in (None, version(tensor)):
+        replaced = self.storages[index] not in (None, storage)
+        if replaced or self.counts[index] not in (None, count):
             place = self.found.places[index]
             what = f"{type(place.module).__name__}.{place.name}"
             raise edited(what, REPLACED if replaced else "modified in place")
@@ -331,11 +329,12 @@ class AsInForward:
         return self.then.unchanged()
 
     def _put_back(self) -> None:
-        for index, place in enumerate(self.then.found.places):
+        rows = zip(self.then.found.places, *marks_of(self.then.tensors), strict=True)
+        for index, (place, count, storage) in enumerate(rows):
             table = place.table()
             # a parameter may be a buffer now, which this then hides
             now = table.get(place.name)
-            original = self.then.of(index, now)
+            original = self.then.of(index, now, count, storage)
             trained = self.then.trained[index]
             tensor = self._of(trained, original) if trained or original.requires_grad else original
             if tensor is not now:

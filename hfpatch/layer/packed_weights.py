@@ -4,7 +4,7 @@ The tensors lie one after another in the block, each aligned. At rest the layer'
 views of it. A quantised weight takes its scales, codes and bitsandbytes' state along.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -112,20 +112,23 @@ class _Piece:
 
 
 class Packed:
-    """A layer's frozen tensors in one host block. Tensors shared with layers packed before lie in
-    those layers' blocks.
+    """A layer's frozen tensors in one host block.
 
-    nbytes: its size in a slot; requests: the pieces that fill a slot (Transfers.fetch).
+    nbytes: its size; saved: the block, None without such tensors.
+
+    Raises:
+        ValueError: a tensor is among `others`, those of the layers packed before.
     """
 
-    def __init__(self, layer: nn.Module, transfers: Transfers, others: list["Packed"]):
+    def __init__(self, layer: nn.Module, transfers: Transfers, others: set[int]):
         self.kind, self.pieces, self.nbytes, starts = type(layer).__name__, [], 0, {}
-        theirs = {id(piece.tensor): (piece, other.saved) for other in others for piece in other.own}
-        shared = []
         for holder, name, tensor in _travelling(layer):
-            if id(tensor) in theirs:
-                shared.append(theirs[id(tensor)])
-                continue
+            if id(tensor) in others:
+                raise ValueError(
+                    "hfpatch: expected each weight that waits on the host in one layer alone, a "
+                    f"{self.kind} came whose {name} is another layer's too; "
+                    'pass Checkpointing(frozen_weights="gpu").'
+                )
             if not isinstance(tensor, nn.Parameter):
                 # All layers may share a table of levels: this layer gets its own alias.
                 tensor = tensor.detach()
@@ -141,19 +144,13 @@ class Packed:
             if starts.setdefault(known, self.nbytes) == self.nbytes:
                 self.nbytes += _aligned(nbytes)
             self.pieces.append(_Piece(tensor, starts[known], nbytes, strides))
-        self.tables, self.requests, self.saved = noted(layer), [], None
-        self.own, self.host_bytes = list(self.pieces), self.nbytes
+        self.tables, self.saved = noted(layer), None
         if self.nbytes:
             self._to_host(transfers)
-        for piece, saved in shared:
-            self.requests.append((saved, piece.start, piece.start + piece.nbytes, None))
-            self.pieces.append(replace(piece, start=self.nbytes))
-            self.nbytes += _aligned(piece.nbytes)
 
     def _to_host(self, transfers: Transfers) -> None:
         block = transfers.pool.take(self.nbytes)
         self.saved = Saved((1, self.nbytes), torch.uint8, block=block, row_bytes=1, resident=False)
-        self.requests.append((self.saved, 0, self.nbytes, None))
         block, device = self.saved.block.thing.bytes, transfers.device
         with torch.no_grad():
             for piece in self.pieces:
@@ -164,10 +161,6 @@ class Packed:
             not_for_deepspeed(piece.tensor, True)
         for piece in self.pieces:  # in a second loop: two names may be one tensor's
             piece.storage = storage_of(piece.tensor)
-
-    def blocks(self) -> set[int]:
-        """Ids of the blocks that its tensors lie in."""
-        return {id(saved) for saved, *_ in self.requests}
 
     def trained_by_now(self) -> str | None:
         """The name of a parameter that was frozen and is trained now, or None."""

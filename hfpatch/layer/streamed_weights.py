@@ -55,7 +55,7 @@ class StreamedWeights:
     @torch.inference_mode(False)
     def pack(self, layers, device: torch.device) -> None:
         """Moves the frozen weights of these layers to host memory, once. ValueError if an engine or
-        several ranks hold them, or if one is trained by now.
+        several ranks hold them, if one is trained by now, or if two layers have it.
         """
         if self.transfers is not None and self.transfers.on_device != device:
             self.close()  # the model is on another device now
@@ -71,16 +71,7 @@ class StreamedWeights:
                 if same(packed.tables, noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
-                # Also layers that borrow one of its tensors, or lent it one that has moved since.
-                blocks, own = packed.blocks(), id(packed.saved)
-                for index, other in list(self.packed.items()):
-                    theirs = other.blocks()
-                    if (
-                        other is packed
-                        or own in theirs
-                        or (blocks & theirs and other.given_others())
-                    ):
-                        del self.packed[index]
+                del self.packed[layer._hfpatch_index]
             flat = any(map(is_view_of_flat, layer.parameters()))
             if flat or is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
@@ -91,14 +82,13 @@ class StreamedWeights:
             if self.transfers is None:
                 self.transfers = Transfers(device, "host")
                 self.ring = Ring(self.transfers)
-            self.packed[layer._hfpatch_index] = Packed(
-                layer, self.transfers, list(self.packed.values())
-            )
+            others = {id(piece.tensor) for p in self.packed.values() for piece in p.pieces}
+            self.packed[layer._hfpatch_index] = Packed(layer, self.transfers, others)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(packed.host_bytes for packed in self.packed.values())
+        return sum(packed.nbytes for packed in self.packed.values())
 
     @property
     def slot_bytes(self) -> int:
@@ -228,7 +218,8 @@ class StreamedWeights:
             if len(self.tickets) == WEIGHT_SLOTS:
                 self.tickets.pop(next(iter(self.tickets))).done()
             free = self.ring.free
-            ticket = self.transfers.fetch(packed.requests, free.popleft(), free)
+            request = (packed.saved, 0, packed.nbytes, None)
+            ticket = self.transfers.fetch([request], free.popleft(), free)
         self.tickets[index] = ticket
         return ticket
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import backward_from, collecting, modules_in, values_for_now
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
-from hfpatch.layer import adapted_experts
+from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
@@ -23,7 +23,6 @@ from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import SharedKeys, left_by
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.parts import experts
 from hfpatch.parts.keeping import keeping
 from hfpatch.parts.unread import able, add_up, idle
 
@@ -164,30 +163,23 @@ class Traced:
             weight_of = getattr if written is None else written.weight_of
             dense = {} if written is None else {"dense_of": written.dense_of}
             dense |= {"weight_of": weight_of, "adding": adding, "filled": self.random}
-            found = idle(self._able(names), device, **dense) if names else []
+            # found once while the layer has the same modules and tensors
+            places = None if known is None else known.places
+            can_skip = {} if places is None else places.can_skip
+            if names and names not in can_skip:
+                can_skip[names] = able(self.layer, names)
+            found = idle(can_skip[names], device, **dense) if names else []
             found += [] if written is None else written.forwards(found)
             found += add_up(self.layer, found, device, adding) if adding else []
-            taken = {id(m) for m, _ in found}
-            fused, wrappers = (
-                known.experts if known else adapted_experts.fused_in(modules_in(self.layer))
-            )
-            if fused:
-                mine = [m for m in fused if id(m) not in taken]
-                found += experts.pairs(mine, adding=adding, weight_of=weight_of)
-                found += adapted_experts.pairs(wrappers)
+            layouts, chains = known.experts if known else experts_in(modules_in(self.layer))
+            if layouts:
+                settings = {"weight_of": weight_of, "adding": adding}
+                found += experts_forwards(layouts, chains, dict(found), **settings)
             self.found[key] = rows = []
             for module, forward in found:
                 rows.append((module.__dict__, "forward", forward))
         rows = self.found[key]
         return values_for_now(rows) if rows else nullcontext()
-
-    def _able(self, names: tuple[str, ...]) -> list:
-        """parts.unread.able, found once while the layer has the same modules and tensors."""
-        places = None if self.condition is None else self.condition.places
-        known = {} if places is None else places.can_skip
-        if names not in known:
-            known[names] = able(self.layer, names)
-        return known[names]
 
     def post(
         self,

@@ -26,6 +26,7 @@ from hfpatch.compat import (
     own_loss,
     set_own_loss,
     step_under_ulysses,
+    values_for_now,
     watched_by_user,
 )
 from hfpatch.context.classes import KeepsSignature, as_made, is_mixed, whose
@@ -203,19 +204,13 @@ class FusedCausalLM(KeepsSignature):
         # On a CPU the op counts the labels itself.
         labels_in = lambda target: (target[..., first:] != ignore).sum()  # noqa: E731
         count = ToHost(labels_in, target) if target.is_cuda else None
-        holder, name = vars(self.get_submodule(self._hfpatch_holder)), self._hfpatch_head_name
-        before = holder.get(name)  # set by an outer forward whose hook calls this one
-        try:
-            holder[name] = Head(self._hfpatch_head())
-            with (
-                having(target=(self, target, shifted is None, count)),
-                self._read_where_labelled(target, first, ignore, kwargs),
-            ):
-                out = self._hfpatch_stock({**kwargs, "return_dict": True})
-        finally:
-            holder[name] = before
-            if before is None:
-                del holder[name]
+        holder, head = vars(self.get_submodule(self._hfpatch_holder)), Head(self._hfpatch_head())
+        with (
+            values_for_now([(holder, self._hfpatch_head_name, head)]),
+            having(target=(self, target, shifted is None, count)),
+            self._read_where_labelled(target, first, ignore, kwargs),
+        ):
+            out = self._hfpatch_stock({**kwargs, "return_dict": True})
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         if isinstance(out.get("logits"), Logits):
@@ -305,6 +300,9 @@ class FusedCausalLM(KeepsSignature):
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
         _, target, shift, count = current.target
+        path = self._hfpatch_norm_path
+        stack = None if path is None else self.get_submodule(path.rpartition(".")[0])
+        runtime = getattr(stack, "_hfpatch_runtime", None)
         loss = logits.cross_entropy(
             target.to(logits.hidden.device),
             shift=shift,
@@ -312,16 +310,9 @@ class FusedCausalLM(KeepsSignature):
             num_items=num_items_in_batch,
             num_valid=count and count.number(),
             inplace_hidden=self._hidden_is_ours(kwargs),
-            workspace_bytes=self._workspace(),
+            workspace_bytes=LOSS_WORKSPACE if runtime is None else runtime.loss_bytes,
         )
         return as_stock(loss)
-
-    def _workspace(self) -> int:
-        """Bytes the loss may use beyond its gradients, from the policy of the model's layers."""
-        path = self._hfpatch_norm_path
-        stack = None if path is None else self.get_submodule(path.rpartition(".")[0])
-        runtime = getattr(stack, "_hfpatch_runtime", None)
-        return LOSS_WORKSPACE if runtime is None else runtime.loss_bytes
 
     def _hidden_is_ours(self, kwargs) -> bool:
         """Whether nothing else can hold the normed hidden states, so their gradient may overwrite

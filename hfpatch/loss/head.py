@@ -8,12 +8,10 @@ tensor parallelism the function gets this rank's rows.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hfpatch.compat import (
-    Snapshot,
     hooked_forward,
     hooks_on_all,
     in_fsdp2,
@@ -96,56 +94,15 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     return None
 
 
-def not_its_own_loss(model: nn.Module) -> str | None:
-    """None where the model's loss is transformers' causal one, else a phrase that names it."""
-    own = own_loss(model)
-    if own is not None:
-        return None if own is ForCausalLMLoss else "the model has a loss function of its own"
-    kind = getattr(model, "loss_type", None)
-    if LOSS_MAPPING.get(kind or "ForCausalLM", ForCausalLMLoss) is not ForCausalLMLoss:
-        return f"its loss is {kind}"
-    return None
-
-
-@dataclass(slots=True)
-class _Found:
-    """A cached answer of why_whole_logits, valid while the head's snapshot and `beside` hold.
-
-    beside: the other inputs of the answer.
-    """
-
-    snapshot: Snapshot
-    beside: tuple
-    reason: str | None
-
-    def __reduce__(self):  # a copy of the model runs the check itself
-        return type(None), ()
-
-
 def why_whole_logits(model: nn.Module, head: nn.Module) -> str | None:
-    """Why this model's loss runs through whole logits, or None where it is fused.
-
-    The check runs again only after the head or the loss changed.
-    """
-    if torch.compiler.is_compiling():
-        return not_its_own_loss(model) or why_not_fused(head)
-    linear = linear_of(head)
-    weight = parameters_of(linear).get("weight")
-    beside = (
-        linear,
-        type(linear).__call__,
-        vars(linear).get(hooked_forward(linear)),
-        type(weight),
-        getattr(weight, "placements", None),
-        own_loss(model),
-        LOSS_MAPPING.get(getattr(model, "loss_type", None)),
-        *hooks_on_all(),
-    )
-    found = vars(model).get("_hfpatch_found_head")
-    if found is None or found.beside != beside or not found.snapshot.holds(head):
-        reason = not_its_own_loss(model) or why_not_fused(head)
-        found = vars(model)["_hfpatch_found_head"] = _Found(Snapshot(head), beside, reason)
-    return found.reason
+    """Why this model's loss runs through whole logits, or None where it is fused: the loss is
+    transformers' causal one, and a call of the head can compute it."""
+    own, kind = own_loss(model), getattr(model, "loss_type", None) or "ForCausalLM"
+    if own is not None and own is not ForCausalLMLoss:
+        return "the model has a loss function of its own"
+    if own is None and LOSS_MAPPING.get(kind, ForCausalLMLoss) is not ForCausalLMLoss:
+        return f"its loss is {kind}"
+    return why_not_fused(head)
 
 
 def rows_of(head: nn.Module) -> int:
@@ -195,14 +152,6 @@ class Call:
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
             options = {**options, "shard": shard}
         return self.function(hidden, weight, *self.args, bias=bias, **options)
-
-
-def call_under_way(head: nn.Module) -> Call | None:
-    """The Call that currently replaces the head's forward, for hooks on the head; None while the
-    head computes logits."""
-    inner = linear_of(head)
-    found = vars(inner).get(hooked_forward(inner))
-    return found if isinstance(found, Call) else None
 
 
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):

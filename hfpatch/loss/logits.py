@@ -30,9 +30,6 @@ class Logits:
     outer: float | None = None
     words: int | None = None
 
-    def _with(self, **changes) -> "Logits":
-        return replace(self, **changes)
-
     @property
     def shape(self) -> torch.Size:
         words = rows_of(self.owner._hfpatch_head()) if self.words is None else self.words
@@ -42,8 +39,8 @@ class Logits:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             return self.real() * factor
         if self.outer is None:
-            return self._with(inner=self.inner * factor)
-        return self._with(outer=self.outer * factor)
+            return replace(self, inner=self.inner * factor)
+        return replace(self, outer=self.outer * factor)
 
     def __mul__(self, factor):
         return self._scaled(factor)
@@ -56,7 +53,7 @@ class Logits:
         return self.real() / divisor
 
     def tanh(self):
-        return self._with(outer=1.0) if self.outer is None else self.real().tanh()
+        return replace(self, outer=1.0) if self.outer is None else self.real().tanh()
 
     def float(self):
         return self  # the loss is computed in float32 for any dtype of the logits
@@ -97,7 +94,7 @@ class Logits:
             if words.stop is None or words.stop >= self.shape[-1]:
                 return self
             if words.stop > 0 and not has_rows_of_it(linear_of(self.owner._hfpatch_head())):
-                return self._with(words=words.stop)
+                return replace(self, words=words.stop)
         return self.real()[index]
 
     @classmethod

@@ -4,7 +4,6 @@ Each file has the plain-torch version, the op, its fake and its autograd.
 """
 
 from hfpatch.ops._linear_ce_shards import VocabShard
-from hfpatch.ops.cross_entropy import cross_entropy
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy
 from hfpatch.ops.linear_log_prob import linear_log_prob
 from hfpatch.ops.rms_norm import add_rms_norm, rms_norm
@@ -14,7 +13,6 @@ from hfpatch.ops.swiglu import swiglu
 __all__ = [
     "VocabShard",
     "add_rms_norm",
-    "cross_entropy",
     "linear_cross_entropy",
     "linear_log_prob",
     "rms_norm",

@@ -5,14 +5,14 @@ returns nothing, so it allocates nothing. (The plain path upcasts a tile of at m
 or one row, at a time.)
 
 For a row with logits x, u = tanh(inner * x) (or x), z = outer * u, y the label, e the label
-smoothing, w_j the weight of class j (1 without class weights), p_j = exp(z_j - lse):
+smoothing, p_j = exp(z_j - lse):
     lse  = log sum_j exp(z_j)               best = the first largest u
-    loss = (1 - e) w_y (lse - z_y) + e/V sum_j w_j (lse - z_j) + z_loss * lse^2
+    loss = (1 - e) (lse - z_y) + e/V sum_j (lse - z_j) + z_loss * lse^2
     entropy = - sum_j p_j log p_j           mean = 1/V sum_j z_j           square = sum_j p_j^2
 and the gradient of any combination of these is
-    dz_j = p_j (P + H (log p_j + entropy) + Q p_j) - Y [j = y] - U w_j,     dx_j = dz_j * dz/dx
-with six factors a row: for a loss that enters the total with factor s, Y = s (1 - e) w_y, U = s
-e/V, P = Y + U sum_j w_j + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss,
+    dz_j = p_j (P + H (log p_j + entropy) + Q p_j) - Y [j = y] - U,     dx_j = dz_j * dz/dx
+with six factors a row: for a loss that enters the total with factor s, Y = s (1 - e), U = s e/V,
+P = s + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss,
 lse and the others 0, best -1 and an exactly zero gradient.
 
 lse is kept as two numbers: the largest u, and log L with L = sum_j exp(z_j - largest z). For large
@@ -50,6 +50,17 @@ def whole_lse(lse_2N: Tensor, outer: float) -> Tensor:
     return outer * lse_2N[0] + lse_2N[1]
 
 
+def loss_factors(
+    dloss_C: Tensor, lse_2C: Tensor, outer: float, smoothing: float, z_loss: float, vocab_size: int
+) -> Tensor:
+    """The factors rows_KC of `cross_entropy_chunk_bwd_`, from the upstream gradient of each loss."""
+    p_C = dloss_C + dloss_C * (2.0 * z_loss * whole_lse(lse_2C, outer))
+    factors = [lse_2C[0], p_C * lse_2C[1].neg().exp(), dloss_C * (1.0 - smoothing)]
+    if smoothing:
+        factors.append(dloss_C * (smoothing / vocab_size))
+    return torch.stack(factors)
+
+
 def _below(u_RV: Tensor, top_R: Tensor, outer: float) -> Tensor:
     """z minus the largest z of its row. Overwrites u_RV."""
     u_RV.sub_(top_R.unsqueeze(1))
@@ -62,7 +73,6 @@ def _gradient_(
     labels_R1: Tensor,
     keep_R: Tensor,
     rows_KR: Tensor,
-    class_weight_V: Tensor | None,
     inner: float,
     outer: float,
 ) -> None:
@@ -83,8 +93,7 @@ def _gradient_(
     else:
         d_RV = below_RV.exp_().mul_(p_R1)
     if others:
-        weight = 1.0 if class_weight_V is None else class_weight_V.to(d_RV.dtype)
-        d_RV.sub_(others[0] * weight)
+        d_RV.sub_(others[0])
     d_RV.scatter_add_(1, labels_R1, -y_R1)
     if slope_RV is not None:
         d_RV.mul_(slope_RV)
@@ -97,7 +106,6 @@ def cross_entropy_chunk_plain_(
     logits_CV: Tensor,
     labels_C: Tensor,
     scale: Tensor,
-    class_weight_V: Tensor | None,
     loss_C: Tensor,
     lse_2C: Tensor,
     best_C: Tensor | None,
@@ -111,23 +119,15 @@ def cross_entropy_chunk_plain_(
 ) -> None:
     """`hfpatch::cross_entropy_chunk_` in plain torch, in float32 (float64 for float64 logits)."""
     vocab_size = logits_CV.shape[1]
-    w_V = None if class_weight_V is None else class_weight_V.to(loss_C.dtype)
     for rows, u_RV, keep_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):
         top_R = u_RV.amax(1)
         top_R.masked_fill_(top_R.isinf(), 0.0)  # a row of -inf has an lse of -inf
         log_R = _below(u_RV.clone(), top_R, outer).exp_().sum(1).log_()
         lse_R = outer * top_R + log_R
-        share_R = keep_R.to(loss_C.dtype).mul_(1.0 - smoothing)
-        if w_V is not None:
-            share_R *= w_V[labels_R1.squeeze(1)]
-        uniform = smoothing / vocab_size
-        loss_R = (
-            share_R * (outer * (top_R - u_RV.gather(1, labels_R1).squeeze(1)) + log_R)
-            + z_loss * lse_R.square()
-        )
+        nll_R = outer * (top_R - u_RV.gather(1, labels_R1).squeeze(1)) + log_R
+        loss_R = (1.0 - smoothing) * nll_R + z_loss * lse_R.square()
         if smoothing:
-            u_sum_R, w_sum = (u_RV.sum(1), vocab_size) if w_V is None else (u_RV @ w_V, w_V.sum())
-            loss_R += uniform * (w_sum * lse_R - outer * u_sum_R)
+            loss_R += smoothing * (lse_R - outer * u_RV.mean(1))
         loss_C[rows] = loss_R.masked_fill_(~keep_R, 0.0)
         for out_C, value_R in zip(lse_2C, (top_R, log_R)):
             out_C[rows] = value_R.masked_fill(~keep_R, 0.0)
@@ -135,15 +135,11 @@ def cross_entropy_chunk_plain_(
             best_C[rows] = u_RV.argmax(1).to(best_C.dtype).masked_fill_(~keep_R, -1)
         if stats_3C is not None:
             _stats_(u_RV, top_R, outer, keep_R, stats_3C[:, rows])
-        if grad:
-            y_R = scale * share_R
-            factors = [top_R, y_R + 2.0 * scale * z_loss * lse_R, y_R]
-            if smoothing:
-                factors[1] += scale * uniform * w_sum
-                factors.append((scale * uniform).expand_as(lse_R))
-            factors[1] *= log_R.neg().exp_()
-            rows_KR = torch.stack(factors)
-            _gradient_(logits_CV[rows], u_RV, labels_R1, keep_R, rows_KR, w_V, inner, outer)
+    if grad:
+        rows_KC = loss_factors(
+            scale.expand_as(loss_C), lse_2C, outer, smoothing, z_loss, vocab_size
+        )
+        cross_entropy_chunk_bwd_plain_(logits_CV, labels_C, rows_KC, ignore_index, inner, outer)
 
 
 def _stats_(u_RV: Tensor, top_R: Tensor, outer: float, keep_R: Tensor, out_3R: Tensor) -> None:
@@ -165,16 +161,13 @@ def cross_entropy_chunk_bwd_plain_(
     logits_CV: Tensor,
     labels_C: Tensor,
     rows_KC: Tensor,
-    class_weight_V: Tensor | None,
     ignore_index: int,
     inner: float,
     outer: float,
 ) -> None:
     """`hfpatch::cross_entropy_chunk_bwd_` in plain torch."""
     for rows, u_RV, keep_R, labels_R1 in _tiles(logits_CV, labels_C, ignore_index, inner):
-        _gradient_(
-            logits_CV[rows], u_RV, labels_R1, keep_R, rows_KC[:, rows], class_weight_V, inner, outer
-        )
+        _gradient_(logits_CV[rows], u_RV, labels_R1, keep_R, rows_KC[:, rows], inner, outer)
 
 
 def _chunk(logits_CV, *args) -> None:
@@ -185,12 +178,10 @@ def _chunk(logits_CV, *args) -> None:
 
 
 def _chunk_bwd(logits_CV, *args) -> None:
+    run = cross_entropy_chunk_bwd_plain_
     if use_kernel(logits_CV):
-        from hfpatch.kernels.cross_entropy import cross_entropy_bwd
-
-        cross_entropy_bwd(logits_CV, logits_CV, *args)
-    else:
-        cross_entropy_chunk_bwd_plain_(logits_CV, *args)
+        from hfpatch.kernels.cross_entropy import cross_entropy_bwd as run
+    run(logits_CV, *args)
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:
@@ -211,19 +202,17 @@ def _no_output(*args) -> None:
 # With `grad` the logits become their gradient. inner 0 means no soft cap; scale is a 0-d tensor on
 # the device. stats has one row each for entropy, mean and square.
 cross_entropy_chunk_ = define(
-    "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor? class_weight, "
-    "Tensor(b!) loss,"
-    " Tensor(c!) lse, Tensor(d!)? best, Tensor(e!)? stats, int ignore_index, float smoothing, "
-    "float inner, float outer,"
-    " float z_loss, bool grad) -> ()",
+    "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor(b!) loss, "
+    "Tensor(c!) lse, Tensor(d!)? best, Tensor(e!)? stats, int ignore_index, float smoothing, "
+    "float inner, float outer, float z_loss, bool grad) -> ()",
     _chunk,
     _no_output,
 )
 # rows: [K, C] in the wide dtype, a column per row of logits: largest u, P, Y (K = 3), U (K = 4),
 # then entropy, H, Q (K = 7).
 cross_entropy_chunk_bwd_ = define(
-    "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, Tensor? class_weight,"
-    " int ignore_index, float inner, float outer) -> ()",
+    "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, int ignore_index, "
+    "float inner, float outer) -> ()",
     _chunk_bwd,
     _no_output,
 )

@@ -17,29 +17,54 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return shifted
 
 
-def check_loss(
+def check(
     op: str,
-    rows: Tensor,
-    vocab_size: int,
+    hidden: Tensor,
+    weight: Tensor,
     labels: Tensor,
+    bias: Tensor | None,
+    shard,
     shift: bool,
     *,
     softcap: float | None,
     scale: float = 1.0,
     temperature: float = 1.0,
     num_valid: int | None = None,
-    class_weight: Tensor | None = None,
     reduction: str = "none",
     num_items: int | Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> None:
-    """Checks the labels of rows [..., D or V], one integer each, and the options of a loss."""
-    wanted, came = tuple(rows.shape[:-1]), tuple(labels.shape)
-    weights = None if class_weight is None else tuple(class_weight.shape)
-    inf = float("inf")
+) -> torch.dtype:
+    """Checks the inputs of a head, its labels and the options of a loss.
+
+    Args:
+        op: the name for messages.
+        hidden, weight, bias: [..., D], [V, D] (this rank's rows with a shard), [V].
+        labels: [...].
+        shard: a VocabShard or None.
+
+    Returns:
+        The dtype of the logits that F.linear would return under the current autocast.
+    """
+    V, b = tuple(weight.shape[:1]), weight if bias is None else bias
+    dtypes = hidden.dtype, weight.dtype, b.dtype
+    wanted, came, inf = tuple(hidden.shape[:-1]), tuple(labels.shape), float("inf")
+    floating = hidden.is_floating_point() and weight.is_floating_point() and b.is_floating_point()
+    cast = None if torch.float64 in dtypes[:2] else autocast_dtype(hidden.device.type)
     refuse(
         op,
+        (weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:],
+         "hidden [..., D] and weight [V, D], {} and {} came; check the head",
+         tuple(hidden.shape), tuple(weight.shape)),
+        (bias is not None and bias.shape != V,
+         "a bias of shape {}, {} came; check the head", V, tuple(b.shape)),
+        (not floating,
+         "floating-point hidden, weight and bias, {}, {} and {} came; dequantise first", *dtypes),
+        (shard is not None and V != (shard.stop - shard.start,),
+         "this rank's rows of weight, {} came; split the vocabulary as torch.chunk does", V),
+        (cast is None and not hidden.dtype == weight.dtype == b.dtype,
+         "hidden, weight and bias of one dtype, {}, {} and {} came; cast them or use "
+         "torch.autocast", *dtypes),
         (came != wanted, "labels of shape {}, {} came; give one label for each row", wanted, came),
         (labels.dtype not in (torch.int64, torch.int32),
          "int64 or int32 labels, {} came; class probabilities need "
@@ -60,43 +85,5 @@ def check_loss(
         (not 0.0 <= label_smoothing <= 1.0,
          "label_smoothing in [0, 1], {} came; 0 turns it off", label_smoothing),
         (not z_loss >= 0.0, "z_loss >= 0, {} came; 0 turns it off", z_loss),
-        (weights not in (None, (vocab_size,)),
-         "class_weight of shape {}, {} came; give one weight a word", (vocab_size,), weights),
-        (class_weight is not None and class_weight.requires_grad,
-         "class_weight without a gradient, requires_grad=True came; detach it"),
-    )  # fmt: skip
-
-
-def check_head(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, shard) -> torch.dtype:
-    """Checks the inputs of a head.
-
-    Args:
-        op: the name for messages.
-        hidden, weight, bias: [..., D], [V, D] (this rank's rows with a shard), [V].
-        shard: a VocabShard or None.
-
-    Returns:
-        The dtype of the logits that F.linear would return under the current autocast.
-    """
-    V, b = tuple(weight.shape[:1]), weight if bias is None else bias
-    dtypes = hidden.dtype, weight.dtype, b.dtype
-    floating = hidden.is_floating_point() and weight.is_floating_point() and b.is_floating_point()
-    cast = autocast_dtype(hidden.device.type)
-    if torch.float64 in dtypes[:2]:
-        cast = None
-    refuse(
-        op,
-        (weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:],
-         "hidden [..., D] and weight [V, D], {} and {} came; check the head",
-         tuple(hidden.shape), tuple(weight.shape)),
-        (bias is not None and bias.shape != V,
-         "a bias of shape {}, {} came; check the head", V, tuple(b.shape)),
-        (not floating,
-         "floating-point hidden, weight and bias, {}, {} and {} came; dequantise first", *dtypes),
-        (shard is not None and V != (shard.stop - shard.start,),
-         "this rank's rows of weight, {} came; split the vocabulary as torch.chunk does", V),
-        (cast is None and not hidden.dtype == weight.dtype == b.dtype,
-         "hidden, weight and bias of one dtype, {}, {} and {} came; cast them or use "
-         "torch.autocast", *dtypes),
     )  # fmt: skip
     return cast or hidden.dtype

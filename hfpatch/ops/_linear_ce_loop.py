@@ -23,22 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hfpatch.budget.cuts import LOSS_BYTES_PER_TOKEN, chunk_bounds
 from hfpatch.compat import assert_async, is_fake
 from hfpatch.ops._library import wide_dtype
-from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_, whole_lse
+from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
 from hfpatch.ops._linear_ce_shards import VocabShard
-from hfpatch.ops._linear_ce_sizes import (
-    BYTES_PER_TOKEN,
-    ROWS_OF_A_PASS,
-    STATS_BYTES_PER_TOKEN,
-    chunk_bounds,
-    processors_of,
-    rows_that_fill,
-)
 from hfpatch.ops._linear_ce_weight import WeightGrad
 from hfpatch.ops._wide_sums import on_cuda, sums_in_matmul
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # dX, dW, dbias
+# More workspace bytes per token for entropy and related values: three numbers, twice, and the
+# backward's factors.
+STATS_BYTES_PER_TOKEN = 56
 
 
 class Options(NamedTuple):
@@ -55,7 +51,6 @@ class Options(NamedTuple):
     z_loss: float
     vocab_size: int
     dtype: torch.dtype
-    reduction: str = "none"
     num_valid: int | None = None
     workspace_bytes: int = 0
     shard: VocabShard | None = None
@@ -64,16 +59,15 @@ class Options(NamedTuple):
 class Forward(NamedTuple):
     """The result of forward_pass. best_N and stats_3N are empty if not requested."""
 
-    total: Tensor  # scale * sum of token_loss
+    total: Tensor  # sum of token_loss / total_by
     token_loss_N: Tensor
     lse_2N: Tensor  # in two numbers, see `whole_lse`
     best_N: Tensor  # int32, -1 where ignored
     stats_3N: Tensor  # entropy, mean logit, sum of squared probabilities
-    scale: Tensor
     grads: Grads  # of total
 
 
-def check_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
+def _check_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Checks that every label is ignore_index or in [0, vocab_size).
 
     Raises:
@@ -131,7 +125,7 @@ def _chunks(
     needs: tuple[bool, bool, bool],
     upcast: bool,
     stats: bool,
-) -> list[tuple[int, int]]:
+) -> tuple[tuple[int, int], ...]:
     """[start, end) of the chunks of kept tokens that the workspace holds.
 
     width: columns of the logits' buffer. upcast: whether dW upcasts its operands. stats: whether
@@ -145,15 +139,9 @@ def _chunks(
     row_bytes = max(1, width) * dtype.itemsize
     row_bytes += hidden_size * copies * (1 + needs[0]) * dtype.itemsize
     row_bytes += hidden_size * upcast * wide.itemsize
-    token_bytes = BYTES_PER_TOKEN + stats * STATS_BYTES_PER_TOKEN
+    token_bytes = LOSS_BYTES_PER_TOKEN + stats * STATS_BYTES_PER_TOKEN
     room = opts.workspace_bytes - tokens * token_bytes - upcast * (opts.workspace_bytes // 16)
-    # Ranks that share the vocabulary may have different devices.
-    processors = processors_of(hidden_ND) if shard is None and needs[0] else None
-
-    def best(size):
-        return rows_that_fill(size, count, hidden_size, processors, needs[1] * ROWS_OF_A_PASS)
-
-    return chunk_bounds(count, row_bytes, room, best if processors else None)
+    return chunk_bounds(count, row_bytes, room)
 
 
 def sweep(
@@ -241,32 +229,12 @@ def _write_product(
         dx_ND[where] = logits_CV @ weight_VD
 
 
-def divisor(
-    labels_N: Tensor,
-    class_weight_V: Tensor | None,
-    num_items: int | Tensor | None,
-    opts: Options,
-    device: torch.device,
-) -> Tensor:
-    """The divisor of the sum of the token losses: a scalar on the device, not differentiable."""
-    wide = wide_dtype(opts.dtype)
-    if isinstance(num_items, Tensor):
-        return num_items.detach().to(device=device, dtype=wide, non_blocking=True).reshape(())
-    if num_items is not None or opts.reduction != "mean":
-        return torch.full((), 1 if num_items is None else num_items, dtype=wide, device=device)
-    if class_weight_V is None:
-        return (labels_N != opts.ignore_index).sum().to(wide)
-    safe_N = labels_N.clamp(0, class_weight_V.shape[0] - 1)
-    return class_weight_V[safe_N].masked_fill_(labels_N == opts.ignore_index, 0.0).sum()
-
-
 def forward_pass(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
     labels_N: Tensor,
-    class_weight_V: Tensor | None,
-    num_items: int | Tensor | None,
+    total_by: Tensor,
     opts: Options,
     needs: tuple[bool, bool, bool] = (False,) * 3,
     *,
@@ -277,16 +245,15 @@ def forward_pass(
     """The loss and other outputs from logits computed once.
 
     Args:
-        hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, num_items, opts: as in
-            linear_cross_entropy.
+        hidden_ND, weight_VD, bias_V, labels_N, opts: as in linear_cross_entropy.
+        total_by: the divisor of the sum of the losses, a scalar on the device.
         needs: which of hidden, weight and bias get a gradient of the total now.
         best: also find the word with the largest logit.
         stats: also compute entropy, mean logit and the sum of squared probabilities.
         overwrite: write dX over hidden_ND.
     """
-    check_labels(labels_N, opts.vocab_size, opts.ignore_index)
+    _check_labels(labels_N, opts.vocab_size, opts.ignore_index)
     device, wide, tokens = hidden_ND.device, wide_dtype(opts.dtype), labels_N.numel()
-    total_by = divisor(labels_N, class_weight_V, num_items, opts, device)
     scale, grad = total_by.reciprocal(), any(needs)
 
     order, _ = kept = kept_tokens(labels_N, opts)
@@ -308,38 +275,16 @@ def forward_pass(
             best_M[start:end] if best else None, stats_3M[:, start:end] if stats else None,
         )  # fmt: skip
         if opts.shard is not None:
-            return opts.shard.chunk_(*head, *row, opts, loss_factors if grad else None)
+            return opts.shard.chunk_(*head, *row, opts, grad)
         options = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, grad
-        cross_entropy_chunk_(*head, class_weight_V, *row, *options)
+        cross_entropy_chunk_(*head, *row, *options)
 
     grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, stats)
     if order is not None:
         for out, values in zip(outputs, written):
             if out.numel():
                 out.index_copy_(-1, order, values)
-    return Forward(loss_N.sum() / total_by, loss_N, lse_2N, best_N, stats_3N, scale, grads)
-
-
-def share(lse_2N: Tensor) -> Tensor:
-    """The largest probability of each token. A word's probability is this times exp(z - largest
-    z)."""
-    return lse_2N[1].neg().exp_()
-
-
-def loss_factors(
-    dloss_N: Tensor, labels_N: Tensor, lse_2N: Tensor, class_weight_V: Tensor | None, opts: Options
-) -> Tensor:
-    """The factors rows_KN of backward_pass, from the upstream gradient of each token's loss."""
-    vocab_size = opts.vocab_size
-    y_N = dloss_N * (1.0 - opts.smoothing)
-    if class_weight_V is not None:
-        y_N = y_N * class_weight_V[labels_N.clamp(0, vocab_size - 1)]
-    p_N = y_N + dloss_N * (2.0 * opts.z_loss * whole_lse(lse_2N, opts.outer))
-    if not opts.smoothing:
-        return torch.stack([lse_2N[0], p_N * share(lse_2N), y_N])
-    u_N = dloss_N * (opts.smoothing / vocab_size)
-    p_N = p_N + u_N * (vocab_size if class_weight_V is None else class_weight_V.sum())
-    return torch.stack([lse_2N[0], p_N * share(lse_2N), y_N, u_N])
+    return Forward(loss_N.sum() / total_by, loss_N, lse_2N, best_N, stats_3N, grads)
 
 
 def backward_pass(
@@ -347,7 +292,6 @@ def backward_pass(
     weight_VD: Tensor,
     bias_V: Tensor | None,
     labels_N: Tensor,
-    class_weight_V: Tensor | None,
     rows_KN: Tensor,
     opts: Options,
     needs: tuple[bool, bool, bool],
@@ -365,9 +309,8 @@ def backward_pass(
         labels_C, rows_KC = labels_M[start:end], rows_KM[:, start:end]
         if opts.shard is not None:
             return opts.shard.chunk_bwd_(logits_CV, labels_C, rows_KC, opts)
-        cross_entropy_chunk_bwd_(
-            logits_CV, labels_C, rows_KC, class_weight_V, opts.ignore_index, opts.inner, opts.outer
-        )
+        options = opts.ignore_index, opts.inner, opts.outer
+        cross_entropy_chunk_bwd_(logits_CV, labels_C, rows_KC, *options)
 
     stats = rows_KN.shape[0] > 4
     return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, stats)

@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hfpatch.ops._library import wide_dtype
-from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_, whole_lse
+from hfpatch.ops._linear_ce_chunk import (
+    cross_entropy_chunk_,
+    cross_entropy_chunk_bwd_,
+    loss_factors,
+    whole_lse,
+)
 
 IGNORED = -1  # in place of the caller's ignore_index, which may be a valid column of this part
 
@@ -54,17 +59,17 @@ class VocabShard:
         return local_C.masked_fill_(~keep_C, IGNORED), here_C & keep_C
 
     def chunk_(
-        self, logits_Cv, labels_C, scale, loss_C, lse_2C, best_C, stats_3C, opts, factors
+        self, logits_Cv, labels_C, scale, loss_C, lse_2C, best_C, stats_3C, opts, grad: bool
     ) -> None:
-        """`cross_entropy_chunk_` over all ranks, without smoothing or class weights.
+        """`cross_entropy_chunk_` over all ranks, without smoothing.
 
-        factors: loss_factors where the logits are to become their gradient, else None.
+        grad: whether the logits become their gradient.
         """
         v, (top_C, log_C), inner, outer = logits_Cv.shape[1], lse_2C, opts.inner, opts.outer
         local_C, here_C = self._local(labels_C, opts.ignore_index)
         keep_C, ruled_out = local_C != IGNORED, float("-inf")
         if v:
-            row = logits_Cv, local_C, scale, None, loss_C, lse_2C, best_C, stats_3C
+            row = logits_Cv, local_C, scale, loss_C, lse_2C, best_C, stats_3C
             cross_entropy_chunk_(*row, IGNORED, 0.0, inner, outer, 0.0, False)
             u_C = logits_Cv.gather(1, local_C.clamp(min=0).long().unsqueeze(1)).squeeze(1)
             u_C = u_C.to(loss_C.dtype)
@@ -88,8 +93,9 @@ class VocabShard:
             self._best_(logits_Cv, keep_C, best_C, inner)
         if stats_3C is not None:
             self._stats_(log_share_C, keep_C, stats_3C, v)
-        if factors is not None:
-            rows_KC = factors(scale.expand_as(lse_C), labels_C, lse_2C, None, opts)
+        if grad:
+            dloss_C = scale.expand_as(lse_C)
+            rows_KC = loss_factors(dloss_C, lse_2C, outer, 0.0, opts.z_loss, self.size)
             self.chunk_bwd_(logits_Cv, labels_C, rows_KC, opts)
 
     def _best_(self, logits_Cv: Tensor, keep_C: Tensor, best_C: Tensor, inner: float) -> None:
@@ -129,4 +135,4 @@ class VocabShard:
         local_C, here_C = self._local(labels_C, opts.ignore_index)
         rows_KC = rows_KC.clone()
         rows_KC[2].masked_fill_(~here_C, 0.0)  # Y, where another rank has the label
-        cross_entropy_chunk_bwd_(logits_Cv, local_C, rows_KC, None, IGNORED, opts.inner, opts.outer)
+        cross_entropy_chunk_bwd_(logits_Cv, local_C, rows_KC, IGNORED, opts.inner, opts.outer)

@@ -1,7 +1,7 @@
 """The gradient of a head's weight, summed over chunks of tokens.
 
-With one chunk, it is one matmul in the weight's dtype. With several, it is a float32 sum, rounded
-once at the end. On CUDA the matmul adds to the sum in its epilogue; elsewhere the operands are
+With one chunk of the weight's dtype, it is one matmul. Otherwise it is a float32 sum, rounded once
+at the end. On CUDA the matmul adds to the sum in its epilogue; elsewhere the operands are
 upcast a slice at a time. The sum is held as two slabs of half the vocabulary each. The first slab
 has exactly the bytes of the rounded dW, so rounded rows overwrite float32 rows that were already
 read, and the second slab is freed. The sum and the rounded dW never exist side by side.
@@ -20,10 +20,10 @@ class WeightGrad:
     """dW = sum over chunks of d_logits^T hidden."""
 
     def __init__(self, weight_VD: Tensor, dtype: torch.dtype, chunks: int, scratch_bytes: int):
-        self.weight, self.single, self.scratch_bytes = weight_VD, chunks == 1, scratch_bytes
+        self.weight, self.scratch_bytes = weight_VD, scratch_bytes
         self.empty = True
         (vocab_size, hidden_size), wide = weight_VD.shape, wide_dtype(dtype)
-        self.direct = self.single or wide == weight_VD.dtype
+        self.direct = weight_VD.dtype == wide or (chunks == 1 and weight_VD.dtype == dtype)
         half = 0 if self.direct else vocab_size // 2
         out_dtype = weight_VD.dtype if self.direct else wide
         first_RD = weight_VD.new_empty(vocab_size - half, hidden_size, dtype=out_dtype)
@@ -44,9 +44,6 @@ class WeightGrad:
                     torch.mm(d_logits_CR.t(), hidden_CD, out=out_RD)
                 else:
                     out_RD.addmm_(d_logits_CR.t(), hidden_CD)
-            elif self.single and wide_dtype(out_RD.dtype) != out_RD.dtype:
-                # Autocast to one 16-bit dtype, with weights of the other.
-                out_RD.copy_(torch.mm(d_logits_CR.t(), hidden_CD))
             elif sums_in_matmul(out_RD, d_logits_CR.dtype):
                 into(out_RD, d_logits_CR.t(), hidden_CD, self.empty)
             else:
@@ -75,8 +72,6 @@ class WeightGrad:
         (first_RD, second_RD), dtype = self.slabs, self.weight.dtype
         self.slabs = []
         vocab_size, hidden_size = self.weight.shape
-        if dtype.itemsize * 2 != first_RD.element_size():
-            return torch.cat([first_RD, second_RD]).to(dtype)
         flat = first_RD.view(dtype).view(-1)[: vocab_size * hidden_size]
         out_VD = flat.view(vocab_size, hidden_size)
         step = max(1, self.scratch_bytes // max(1, hidden_size * dtype.itemsize))

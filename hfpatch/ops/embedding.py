@@ -8,16 +8,20 @@ N tokens, V vocabulary, D hidden.
 """
 
 import torch
-from torch import Tensor
 
 SLICE_BYTES = 128 << 20  # float32 partials of one slice
 
 
-class _Embedding(torch.autograd.Function):
+class Embedding(torch.autograd.Function):
+    """weight[ids]: apply(ids [...], weight [V, D], padding_idx) -> [..., D]. It has one derivative.
+
+    padding_idx: a row whose gradient is zero, or None.
+    """
+
     @staticmethod
     def forward(ctx, ids, weight_VD, padding_idx):
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.padding_idx = weight_VD.shape[0], padding_idx
+        ctx.rows, ctx.padding_idx = weight_VD.shape[0], -1 if padding_idx is None else padding_idx
         return torch.nn.functional.embedding(ids, weight_VD)
 
     @staticmethod
@@ -42,20 +46,3 @@ class _Embedding(torch.autograd.Function):
                 dy[..., part].contiguous(), ids, ctx.rows, ctx.padding_idx, False
             )
         return None, dw_VD, None
-
-
-def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """weight[ids].
-
-    Args:
-        ids: [...], int.
-        weight: [V, D].
-        padding_idx: a row whose gradient is zero, or None.
-
-    Returns:
-        [..., D].
-
-    Raises:
-        RuntimeError: for a second derivative.
-    """
-    return _Embedding.apply(ids, weight, -1 if padding_idx is None else padding_idx)

@@ -13,6 +13,7 @@ offs_E[-1], where grouped matmuls write nothing, and `inverse_NK` has -1 for it.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,23 +40,30 @@ class Layout:
     interleaved: bool = False
     transposed: bool = False
 
+    @cached_property
+    def kind(self) -> tuple:
+        """The last arguments of EXPERT_ACT."""
+        return self.activation, self.alpha, self.limit, self.interleaved
+
+    def views(self, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights as [E, out, in]."""
+        return (w1.transpose(1, 2), w2.transpose(1, 2)) if self.transposed else (w1, w2)
+
 
 # --- products by expert ---------------------------------------------------------------------------
 
 
-def _aligned(x: Tensor) -> bool:
-    """Whether a grouped matmul accepts these strides: one is 1, the others whole 16 bytes."""
-    strides = sorted(x.stride())
-    return strides[0] == 1 and not any(s * x.element_size() % 16 for s in strides[1:])
-
-
-def _in_groups(a: Tensor, b: Tensor) -> bool:
-    """Whether one grouped matmul can run all experts. If not (CPU, float64, odd widths), a loop
-    runs them."""
-    able = a.dtype in KERNEL_DTYPES and grouped_mm() is not None and _aligned(a)
-    if not (able and _aligned(b)):
-        return False
-    return is_fake(a) or a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0)
+def _grouped(a: Tensor, b: Tensor):
+    """torch's grouped matmul, where one can run all experts. If not (CPU, float64, odd widths), a
+    loop runs them."""
+    fast = is_fake(a) or a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0)
+    if not fast or a.dtype not in KERNEL_DTYPES:
+        return None
+    for x in (a, b):  # of the strides one is 1, the others are whole 16 bytes
+        inner, *outer = sorted(x.stride())
+        if inner != 1 or any(s * x.element_size() % 16 for s in outer):
+            return None
+    return grouped_mm()
 
 
 def _parts(offs_E: Tensor):
@@ -66,8 +74,9 @@ def _parts(offs_E: Tensor):
 
 def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
     """[S, O]: each row times its expert's matrix."""
-    if _in_groups(x_SI, w_EIO):
-        return grouped_mm()(x_SI, w_EIO, offs=offs_E)
+    grouped = _grouped(x_SI, w_EIO)
+    if grouped is not None:
+        return grouped(x_SI, w_EIO, offs=offs_E)
     y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
     for e, a, b in _parts(offs_E):
         torch.mm(x_SI[a:b], w_EIO[e], out=y_SO[a:b])
@@ -76,8 +85,9 @@ def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
 
 def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
     """[E, M, N]: a^T b over the rows of each expert, zero for an expert without rows."""
-    if _in_groups(a_SM.t(), b_SN):
-        return grouped_mm()(a_SM.t(), b_SN, offs=offs_E)
+    grouped = _grouped(a_SM.t(), b_SN)
+    if grouped is not None:
+        return grouped(a_SM.t(), b_SN, offs=offs_E)
     return torch.stack([a_SM[a:b].t() @ b_SN[a:b] for _, a, b in _parts(offs_E)])
 
 
@@ -110,10 +120,6 @@ def _gate_up(gu, bias, ids, interleaved):
     if bias is not None:
         gu = gu + bias.to(gu.dtype)[ids.clamp(max=bias.shape[0] - 1)]
     return (gu[:, ::2], gu[:, 1::2]) if interleaved else gu.chunk(2, dim=-1)
-
-
-def _joined(gate, up, interleaved):
-    return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), -1)
 
 
 def _acted(gate, up, activation, alpha, limit):
@@ -159,7 +165,9 @@ def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved,
         dgate = dact * (mid + 1) * (s + alpha * low * s * (1 - s)) * (gate <= limit)
         dup = dact * low * s * (up.abs() <= limit)
     a = (act * w_S1).to(gu.dtype) if need_a else gu.new_empty(0)
-    return _joined(dgate, dup, interleaved).to(gu.dtype), a, dw
+    both = (dgate, dup)
+    dgu = torch.stack(both, -1).flatten(1) if interleaved else torch.cat(both, -1)
+    return dgu.to(gu.dtype), a, dw
 
 
 # dgu [S, 2F], the activation times w [S, F] if need_a, and dw [S] in the wide dtype.
@@ -217,22 +225,22 @@ def _routed(ids_NK: Tensor, w_NK: Tensor, b2_ED: Tensor) -> Tensor:
     return found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))[:, :E]
 
 
-def _up(x, w_EOI, adapter, offs):
-    """x W^T, and x A^T with an adapter; both [S, ...]."""
+def _up(x, w_EOI, A, B, offs):
+    """x W^T + x A^T B^T, and x A^T; both [S, ...]. Without an adapter A is None."""
     y = product(x, w_EOI.transpose(1, 2), offs)
-    if adapter is None:
+    if A is None:
         return y, None
-    low = product(x, adapter[0].transpose(1, 2), offs)
-    return y.add_(product(low, adapter[1].transpose(1, 2), offs)), low
+    low = product(x, A.transpose(1, 2), offs)
+    return y.add_(product(low, B.transpose(1, 2), offs)), low
 
 
-def _down(dy, w_EOI, adapter, offs):
+def _down(dy, w_EOI, A, B, offs):
     """The gradients of x, and of x A^T with an adapter."""
     dx = product(dy, w_EOI, offs)
-    if adapter is None:
+    if A is None:
         return dx, None
-    dlow = product(dy, adapter[1], offs)
-    return dx.add_(product(dlow, adapter[0], offs)), dlow
+    dlow = product(dy, B, offs)
+    return dx.add_(product(dlow, A, offs)), dlow
 
 
 class _Experts(torch.autograd.Function):
@@ -242,11 +250,11 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, w, ids, w1, w2, b1, b2, a1, z1, a2, z2, layout, adds, value):
         ids_S, perm, inverse, offs = _sorted(ids, w1.shape[0])
         token, w_S = perm // ids.shape[1], w.flatten()[perm]
-        one, two = _views(layout, w1, w2)
+        one, two = layout.views(w1, w2)
         xs = x[token]
-        gu, low = _up(xs, one, None if a1 is None else (a1, z1), offs)
-        ctx.layout, ctx.adds = layout, adds
-        keep_x = any(ctx.needs_input_grad[i] for i in (3, 7, 8))
+        gu, low = _up(xs, one, a1, z1, offs)
+        ctx.layout, ctx.adds, need = layout, adds, ctx.needs_input_grad
+        keep_x = need[3] or need[7] or need[8]
         ctx.save_for_backward(
             w, ids, ids_S, w_S, token, inverse, offs, xs if keep_x else None, gu, low,
             w1, w2, b1, b2, a1, z1, a2, z2,
@@ -254,25 +262,22 @@ class _Experts(torch.autograd.Function):
         if value is not None:
             return x.new_full((x.shape[1],), value).expand(x.shape)
         del xs
-        a = EXPERT_ACT(gu, w_S, b1, ids_S, *_kind(layout))
+        a = EXPERT_ACT(gu, w_S, b1, ids_S, *layout.kind)
         del gu
-        y, _ = _up(a, two, None if a2 is None else (a2, z2), offs)
+        y, _ = _up(a, two, a2, z2, offs)
         y = EXPERT_COMBINE(y, inverse)
         return y if b2 is None else y.addmm_(_routed(ids, w, b2), b2)
 
     @staticmethod
     def backward(ctx, dy):
-        w, ids, ids_S, w_S, token, inverse, offs, xs, gu, low1, w1, w2, b1, b2, *lora = (
-            ctx.saved_tensors
-        )
-        a1, z1, a2, z2 = lora
-        need, grads = ctx.needs_input_grad, [None] * 14
+        w, ids, ids_S, w_S, token, inverse, offs, xs, gu, low1, *weights = ctx.saved_tensors
+        w1, w2, b1, b2, a1, z1, a2, z2 = weights
+        need, layout, grads = ctx.needs_input_grad, ctx.layout, [None] * 14
         train1, train2 = need[7] or need[8], need[9] or need[10]
-        (one, two), layout = _views(ctx.layout, w1, w2), ctx.layout
-        first, second = (None if a is None else (a, z) for a, z in ((a1, z1), (a2, z2)))
+        one, two = layout.views(w1, w2)
         dys = dy[token]
-        da, dlow = _down(dys, two, second, offs)
-        dgu, a, dw_S = EXPERT_ACT_BACK(da, gu, w_S, b1, ids_S, *_kind(layout), need[4] or train2)
+        da, dlow = _down(dys, two, a2, z2, offs)
+        dgu, a, dw_S = EXPERT_ACT_BACK(da, gu, w_S, b1, ids_S, *layout.kind, need[4] or train2)
         del da, gu
         grads[4] = _weight_gradient(need[4], layout, dys, a, offs, ctx.adds[1])
         if train2:
@@ -282,7 +287,7 @@ class _Experts(torch.autograd.Function):
         grads[3] = _weight_gradient(need[3], layout, dgu, xs, offs, ctx.adds[0])
         grads[5] = _sums(dgu, offs) if need[5] else None
         if need[0] or train1:
-            dxs, dlow = _down(dgu, one, first, offs)
+            dxs, dlow = _down(dgu, one, a1, z1, offs)
             grads[0] = EXPERT_COMBINE(dxs, inverse) if need[0] else None
         if train1:
             grads[7], grads[8] = products(dlow, xs, offs), products(dgu, low1, offs)
@@ -295,15 +300,6 @@ class _Experts(torch.autograd.Function):
             grads[1] = dw.to(w.dtype)
         grads[6] = _routed(ids, w, b2).t() @ dy if need[6] else None
         return tuple(grads)
-
-
-def _views(layout: Layout, *weights):
-    """The weights as [E, out, in]."""
-    return [w.transpose(1, 2) if layout.transposed else w for w in weights]
-
-
-def _kind(layout: Layout) -> tuple:
-    return layout.activation, layout.alpha, layout.limit, layout.interleaved
 
 
 def _sums(x_SM: Tensor, offs_E: Tensor) -> Tensor:
@@ -340,11 +336,12 @@ def experts(
     Raises:
         ValueError: the weights' shapes do not fit each other or x.
     """
-    (E, rows, D), second_shape = (tuple(w.shape) for w in _views(layout, w1, w2))
+    one, two = layout.views(w1, w2)
+    E, rows, D = one.shape
     refuse("experts", (
-        second_shape != (E, D, rows // 2) or x_ND.shape[1] != D,
+        two.shape != (E, D, rows // 2) or x_ND.shape[1] != D,
         "experts of one shape, w1 [E,2F,D] and w2 [E,D,F] for x [N,D], {}, {} and {} came; give all "
-        "of them as many columns", (E, rows, D), second_shape, tuple(x_ND.shape),
+        "of them as many columns", tuple(one.shape), tuple(two.shape), tuple(x_ND.shape),
     ))  # fmt: skip
     return _experts(x_ND, w_NK, ids_NK, w1, w2, b1, b2, *first, *second, layout, adds, value)
 
@@ -352,7 +349,7 @@ def experts(
 def experts_ref(x_ND, ids_NK, w_NK, w1, w2, *, layout, b1=None, b2=None) -> Tensor:
     """experts in plain torch, expert by expert, with any number of derivatives."""
     y = torch.zeros_like(x_ND)
-    one, two = _views(layout, w1, w2)
+    one, two = layout.views(w1, w2)
     for e in range(len(w1)):
         token, k = torch.where(ids_NK == e)
         gu = x_ND[token] @ one[e].t() + (0 if b1 is None else b1[e])

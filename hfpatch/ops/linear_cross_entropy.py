@@ -10,8 +10,8 @@ When the gradients are computed:
   in all. The backward multiplies the gradients by the upstream scalar, which costs nothing if it is
   1.
 - reduction="none", or logits in float16: in the backward, from logits computed a second time (four
-  matmuls). With "none" each token has its own upstream gradient. In float16 the upstream gradient
-  carries the GradScaler's factor, without which small gradients would vanish.
+  matmuls), by linear_log_prob. With "none" each token has its own upstream gradient. In float16 the
+  upstream gradient carries the GradScaler's factor, without which small gradients would vanish.
 
 Under torch.compile the op runs outside the graph. Its body is aten calls and in-place ops, so a
 simulator that follows allocations sees every buffer, also over fake tensors.
@@ -24,68 +24,80 @@ from torch import Tensor
 from hfpatch.compat import autocast, is_fake, keeps_graph
 from hfpatch.ops._library import no_second_derivative, one_gradient, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
-from hfpatch.ops._linear_ce_inputs import check_head, check_loss, shift_labels
-from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass, loss_factors
+from hfpatch.ops._linear_ce_inputs import check, shift_labels
+from hfpatch.ops._linear_ce_loop import Options, forward_pass
 from hfpatch.ops._linear_ce_shards import VocabShard
-from hfpatch.ops.cross_entropy import CrossEntropyOutput, cross_entropy_ref
+from hfpatch.ops.linear_log_prob import linear_log_prob
 
 
 def linear_cross_entropy_ref(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **options
-) -> CrossEntropyOutput:
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    shift: bool = False,
+) -> Tensor:
     """linear_cross_entropy in plain torch, from whole logits, with any number of derivatives.
 
     The oracle in float64.
     """
-    return cross_entropy_ref(F.linear(hidden, weight, bias), labels, **options)
+    labels = shift_labels(labels, ignore_index) if shift else labels
+    z = F.linear(hidden, weight, bias)
+    z = z.to(wide_dtype(z.dtype)).reshape(-1, z.shape[-1])
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    labels_N = labels.reshape(-1).long()
+    keep_N = labels_N != ignore_index
+    token_loss_N = F.cross_entropy(
+        z,
+        labels_N,
+        ignore_index=ignore_index,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+    token_loss_N = token_loss_N + z_loss * (z.logsumexp(-1) * keep_N).square()
+    if reduction == "none":
+        return token_loss_N.reshape(labels.shape)
+    if num_items is not None:
+        return token_loss_N.sum() / num_items
+    return token_loss_N.sum() / keep_N.sum() if reduction == "mean" else token_loss_N.sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """settings: (opts, grad, best, inplace_hidden), see linear_cross_entropy.
-
-    grad: whether autograd records. Returns the loss (a scalar, or one per token for
-    reduction="none") and best_N.
-    """
+    """The sum of the token losses over total_by. grad: whether autograd records."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, class_weight_V, num_items, settings):
-        opts, grad, best, inplace_hidden = settings
-        needs = none = (False,) * 3
-        if grad:
-            needs = ctx.needs_input_grad[:3]
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, grad, inplace_hidden):
+        needs = ctx.needs_input_grad[:3] if grad else (False,) * 3
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs = opts, needs
-        # float16 waits for the GradScaler's factor, see the top of this file.
-        ctx.now = any(needs) and opts.reduction != "none" and opts.dtype != torch.float16
         fits = hidden_ND.is_contiguous() and hidden_ND.dtype == opts.dtype
-        inputs = hidden_ND, weight_VD, bias_V, labels_N, class_weight_V
         with autocast(hidden_ND.device.type, enabled=False):
             out = forward_pass(
                 hidden_ND.detach(),
                 weight_VD.detach(),
                 None if bias_V is None else bias_V.detach(),
                 labels_N,
-                class_weight_V,
-                num_items,
+                total_by,
                 opts,
-                needs if ctx.now else none,
-                best=best,
-                overwrite=inplace_hidden and ctx.now and needs[0] and fits,
+                needs,
+                overwrite=inplace_hidden and needs[0] and fits,
             )
-        again = any(needs) and not ctx.now
-        ctx.save_for_backward(*((*inputs, out.lse_2N, out.scale) if again else out.grads))
-        ctx.mark_non_differentiable(out.best_N)
-        return out.token_loss_N if opts.reduction == "none" else out.total, out.best_N
+        ctx.save_for_backward(*out.grads)
+        return out.total
 
     @staticmethod
     @one_gradient
-    def backward(ctx, dloss, _):
+    def backward(ctx, dloss):
         if torch.is_grad_enabled():
             no_second_derivative("linear_cross_entropy")(ctx)
         grads = [None] * 3
-        if dloss is not None and not ctx.now:
-            grads = _backward_again(dloss, *ctx.saved_tensors, ctx.opts, ctx.needs)
-        elif dloss is not None:
+        if dloss is not None:
             keep = keeps_graph()
             one = dloss.device.type == "cpu" and not is_fake(dloss) and bool(dloss == 1.0)
             for i, grad in enumerate(ctx.saved_tensors):
@@ -93,15 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grads[i] = grad.clone() if keep else grad  # another backward may follow
                     if not one:
                         scale_(grads[i], dloss)
-        return *grads, None, None, None, None
-
-
-def _backward_again(dloss, hidden, weight, bias, labels, class_weight, lse, scale, opts, needs):
-    if opts.reduction != "none":
-        dloss = (dloss * scale).to(lse.dtype).expand_as(lse[0])
-    rows = loss_factors(dloss.contiguous(), labels, lse, class_weight, opts)
-    with autocast(hidden.device.type, enabled=False):
-        return backward_pass(hidden, weight, bias, labels, class_weight, rows, opts, needs)
+        return *grads, *[None] * 5
 
 
 # Under torch.compile the loss runs outside the graph: its loop over chunks depends on the labels.
@@ -114,7 +118,6 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
@@ -124,11 +127,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
     workspace_bytes: int = 512 << 20,
-    return_accuracy: bool = False,
-    return_predicted: bool = False,
     inplace_hidden: bool = False,
     shard: VocabShard | None = None,
-) -> Tensor | CrossEntropyOutput:
+) -> Tensor:
     """cross_entropy(hidden @ weight.T + bias, labels), without whole logits.
 
     The values are those of a Linear head followed by transformers' `ForCausalLMLoss`, which takes
@@ -141,8 +142,6 @@ def linear_cross_entropy(
         weight: [V, D].
         labels: [...], int64 or int32, each in [0, V) or ignore_index.
         bias: [V].
-        class_weight: [V], without a gradient; as `weight` of torch.nn.functional.cross_entropy. The
-            mean divides by the weights of the labels.
         ignore_index: the label of tokens that have no loss.
         reduction: "mean" divides the sum of the token losses by the number of labels that are not
             ignored, "sum" returns the sum, "none" a loss per token.
@@ -162,21 +161,19 @@ def linear_cross_entropy(
         workspace_bytes: how much may be allocated beyond the gradients; limits the number of tokens
             whose logits exist at a time. If a 16-bit weight's gradient is summed over several
             chunks, the sum is float32.
-        return_accuracy, return_predicted: return a CrossEntropyOutput with these fields.
         inplace_hidden: the gradient of hidden may overwrite hidden. For a caller that made hidden
             and does not share it, if the op that produced hidden does not need it in its backward
             (autograd raises if it does). Ignored if hidden is a leaf, not contiguous or of another
             dtype than the logits, and for reduction="none".
         shard: hfpatch.ops.VocabShard(group, V), for a vocabulary split over the ranks of a group
-            (tensor parallelism), without label_smoothing and class_weight. weight and bias are then
-            this rank's rows. hidden and labels are the same on every rank, and so are the results
-            and hidden's gradient. Costs two small all-reduces per chunk of logits and one of
-            hidden's gradient.
+            (tensor parallelism), without label_smoothing. weight and bias are then this rank's
+            rows. hidden and labels are the same on every rank, and so are the result and hidden's
+            gradient. Costs two small all-reduces per chunk of logits and one of hidden's gradient.
 
     Returns:
         The loss: a float32 scalar (float64 for float64 inputs), or shaped like labels for
-        reduction="none". A CrossEntropyOutput where return_accuracy or return_predicted is set.
-        Log-probabilities, entropies and lse per token come from linear_log_prob.
+        reduction="none". Log-probabilities, entropies, lse and whether a label has the largest
+        logit come from linear_log_prob, per token.
 
     Raises:
         ValueError: a label out of range (on a GPU a device-side assertion), or shapes, dtypes or
@@ -185,7 +182,7 @@ def linear_cross_entropy(
             linear_cross_entropy_ref.
 
     torch.nn.functional.linear_cross_entropy (torch 2.13) also works in chunks. Prefer it for class
-    probabilities, several label dimensions, or (with options=None) second derivatives and
+    probabilities or weights, several label dimensions, or (with options=None) second derivatives and
     torch.func. It has no num_items, softcap, z_loss or shift, sends ignored tokens through every
     matmul, returns to whole logits for label smoothing, refuses a second backward unless asked, and
     by default sums the gradient of a 16-bit weight in 16 bits on CUDA.
@@ -194,30 +191,38 @@ def linear_cross_entropy(
         loss = linear_cross_entropy(hidden_BTD, head.weight, labels_BT, shift=True)
     """
     op = "linear_cross_entropy"
-    dtype = check_head(op, hidden, weight, bias, shard)
-    vocab_size = weight.shape[0] if shard is None else shard.size
-    check_loss(
-        op, hidden, vocab_size, labels, shift, softcap=softcap, num_valid=num_valid,
-        class_weight=class_weight, reduction=reduction, num_items=num_items,
+    dtype = check(
+        op, hidden, weight, labels, bias, shard, shift,
+        softcap=softcap, num_valid=num_valid, reduction=reduction, num_items=num_items,
         label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
-    weighted = label_smoothing > 0.0 or class_weight is not None
-    message = "no label_smoothing and no class_weight beside a shard, one came; leave it out"
-    refuse(op, (shard is not None and weighted, message))
+    message = "no label_smoothing beside a shard, {} came; leave it out"
+    refuse(op, (shard is not None and label_smoothing > 0.0, message, label_smoothing))
     if shift:
         labels = shift_labels(labels, ignore_index)
-    if class_weight is not None:
-        class_weight = class_weight.to(hidden.device, wide_dtype(dtype)).contiguous()
+    place = {"dtype": wide_dtype(dtype), "device": hidden.device}
+    if isinstance(num_items, Tensor):
+        total_by = num_items.detach().to(**place, non_blocking=True).reshape(())
+    elif num_items is None and reduction == "mean":
+        total_by = (labels != ignore_index).sum().to(**place)
+    else:
+        total_by = torch.full((), 1 if num_items is None else num_items, **place)
+    if reduction == "none" or dtype == torch.float16:
+        out = linear_log_prob(
+            hidden, weight, labels, bias=bias, softcap=softcap, ignore_index=ignore_index,
+            num_valid=num_valid,
+            outputs=("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse"),
+            workspace_bytes=workspace_bytes, inplace_hidden=inplace_hidden, shard=shard,
+        )  # fmt: skip
+        loss = z_loss * out.lse.square() - (1.0 - label_smoothing) * out.log_prob
+        if label_smoothing:
+            loss = loss + label_smoothing * (out.lse - out.mean_logit)
+        return loss if reduction == "none" else loss.sum() / total_by
     opts = Options(
         ignore_index, label_smoothing, 1.0 / softcap if softcap else 0.0, softcap or 1.0, z_loss,
-        vocab_size, dtype, reduction, num_valid, workspace_bytes, shard,
+        weight.shape[0] if shard is None else shard.size, dtype, num_valid, workspace_bytes, shard,
     )  # fmt: skip
-    best, rows = return_accuracy or return_predicted, hidden.reshape(-1, hidden.shape[-1])
-    settings = opts, torch.is_grad_enabled(), best, inplace_hidden and not hidden.is_leaf
-    loss, best_N = _apply(rows, weight, bias, labels.reshape(-1), class_weight, num_items, settings)
-    loss = loss.view(labels.shape) if reduction == "none" else loss
-    if not best:
-        return loss
-    return CrossEntropyOutput.of(
-        loss, best_N, labels, ignore_index, return_accuracy, return_predicted
-    )
+    return _apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), total_by, opts,
+        torch.is_grad_enabled(), inplace_hidden and not hidden.is_leaf,
+    )  # fmt: skip

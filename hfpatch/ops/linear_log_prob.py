@@ -28,8 +28,8 @@ from torch import Tensor
 from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import no_second_derivative, one_gradient, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import whole_lse
-from hfpatch.ops._linear_ce_inputs import check_head, check_loss, shift_labels
-from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass, share
+from hfpatch.ops._linear_ce_inputs import check, shift_labels
+from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass
 from hfpatch.ops._linear_ce_shards import VocabShard
 
 
@@ -88,7 +88,7 @@ def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int)
     backward_pass multiplies them by p / c, where c is the largest p, so P and H contain c, and Q
     contains c^2. An upstream gradient may be None. The gradient of lse is dlse_2N[1].
     """
-    top_N, c_N = lse_2N[0], share(lse_2N)
+    top_N, c_N = lse_2N[0], lse_2N[1].neg().exp()
     y_N = torch.zeros_like(top_N) if dlog_prob_N is None else -dlog_prob_N
     p_N = y_N if dlse_2N is None else y_N + dlse_2N[1]
     if dstats_3N is None or not dstats_3N.numel():
@@ -117,8 +117,7 @@ class _LinearLogProb(torch.autograd.Function):
                 weight_VD.detach(),
                 None if bias_V is None else bias_V.detach(),
                 labels_N,
-                None,
-                None,
+                hidden_ND.new_ones((), dtype=wide_dtype(opts.dtype)),
                 opts,
                 best=best,
                 stats=stats,
@@ -138,7 +137,7 @@ class _LinearLogProb(torch.autograd.Function):
         head = hidden_ND.detach(), weight_VD, bias_V
         overwrite = ctx.private and not keeps_graph()
         with autocast(hidden_ND.device.type, enabled=False):
-            grads = backward_pass(*head, labels_N, None, rows_KN, ctx.opts, ctx.needs, overwrite)
+            grads = backward_pass(*head, labels_N, rows_KN, ctx.opts, ctx.needs, overwrite)
         return *grads, None, None, None, None, None
 
 
@@ -198,12 +197,11 @@ def linear_log_prob(
     known = outputs and set(outputs) <= set(names)
     message = "outputs among {}, {} came; name at least one of them"
     refuse(op, (not known, message, ", ".join(names), outputs))
-    dtype = check_head(op, hidden, weight, bias, shard)
-    vocab_size = weight.shape[0] if shard is None else shard.size
-    check_loss(
-        op, hidden, vocab_size, labels, shift, softcap=softcap, scale=scale,
-        temperature=temperature, num_valid=num_valid,
+    dtype = check(
+        op, hidden, weight, labels, bias, shard, shift,
+        softcap=softcap, scale=scale, temperature=temperature, num_valid=num_valid,
     )  # fmt: skip
+    vocab_size = weight.shape[0] if shard is None else shard.size
     if shift:
         labels = shift_labels(labels, ignore_index)
     inner, outer = scale / softcap if softcap else 0.0, (softcap or scale) / temperature

@@ -34,7 +34,8 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 
 def _rope(q, k, cos, sin, transpose, dtype):
     outs = _rope_fake(q, k, cos, sin, transpose, dtype)
-    if use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0:
+    whole = outs[0].stride(-1) == outs[1].stride(-1) == 1  # false where a head's columns lie apart
+    if whole and use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0:
         from hfpatch.kernels import rope as kernels
 
         kernels.rope((q, k), outs, cos, sin, transpose)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import asks_for_input_gradients, forward_hooks
 from hfpatch.context.current import current
-from hfpatch.ops.embedding import embedding
+from hfpatch.ops.embedding import Embedding
 
 
 class FreeEmbedding:
@@ -38,7 +38,7 @@ class _Sliced:
         trains = torch.is_grad_enabled() and self.weight.requires_grad
         plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
         if trains and plain and not torch.compiler.is_compiling():
-            return embedding(input, self.weight, self.padding_idx)
+            return Embedding.apply(input, self.weight, self.padding_idx)
         return super().forward(input)
 
 

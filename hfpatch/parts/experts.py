@@ -7,8 +7,6 @@ unknown here, and configs that name another backend (deepgemm, sonicmoe, batched
 own function.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -19,15 +17,13 @@ from hfpatch.compat import (
     gate_of,
     hooks_on_all,
     is_fake,
-    is_fused_experts,
     other_hooks,
     register_experts,
 )
-from hfpatch.context.current import current, named_experts, with_experts
+from hfpatch.context.current import experts_as_named, named_experts
 from hfpatch.ops._library import KERNEL_DTYPES
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.swiglu import ACTIVATIONS, _act
-from hfpatch.parts.quantised import is_packed
 
 _known: dict = {}  # (class, settings) of an activation's module -> its name, None where unknown
 _SWIGLU_OF_GPT_OSS = "GptOssExperts._apply_gate"
@@ -45,26 +41,13 @@ def _activation(act: nn.Module) -> str | None:
     return _known[key]
 
 
-def _takes(module: nn.Module, name: str) -> bool:
-    """Whether this weight has one matrix per expert, of a dtype that the matmuls accept."""
-    if is_packed(module, name):  # reading the attribute would dequantise it
-        return True
-    weight = getattr(module, name, None)
-    plain = isinstance(weight, Tensor) and not hasattr(weight, "placements")
-    # torchao's tensors have no grouped matmul
-    plain = plain and (not hasattr(weight, "__tensor_flatten__") or is_fake(weight))
-    return plain and weight.dim() == 3 and weight.dtype in (*KERNEL_DTYPES, torch.float64)
-
-
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout of fused experts, or None where ops/experts.py cannot compute them."""
-    plain = all(_takes(module, name) for name in ("gate_up_proj", "down_proj"))
-    # Older versions of transformers lack these attributes: their experts run by their own forward.
-    told = all(hasattr(module, name) for name in ("has_gate", "is_transposed"))
-    normed = getattr(module, "has_post_expert_norm", False)
-    if not plain or not told or not module.has_gate or normed or hooks_on_all():
-        return None
+    """The layout of fused experts; None where ops/experts.py cannot compute them, and for other
+    modules.
+    """
     gate = gate_of(module)
+    if gate is None or not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return None
     of_gpt_oss = gate.__qualname__ == _SWIGLU_OF_GPT_OSS
     # transformers before 5.10 has no such attribute: only gpt-oss's gate and up alternate.
     together = getattr(module, "is_concatenated", not of_gpt_oss)
@@ -79,61 +62,58 @@ def layout_of(module: nn.Module) -> Layout | None:
     return name and Layout(name, **where)
 
 
-def can_run(module: nn.Module | None) -> bool:
-    """Whether these are fused experts that ops/experts.py can run, without their own forward on the
-    instance."""
-    return (
-        is_fused_experts(module)
-        and "forward" not in vars(module)
-        and named_experts(module.config) in STANDARD_EXPERTS
-        and layout_of(module) is not None
-    )
+def layouts_in(modules) -> dict[nn.Module, Layout]:
+    """The fused experts among these modules that ops/experts.py can run, with their layouts."""
+    return {m: layout for m in modules if (layout := layout_of(m)) is not None}
 
 
-def pairs(mine, **settings) -> list:
-    """(module, forward) pairs of these fused experts.
+def weights_of(module: nn.Module, weight_of=getattr) -> tuple[Tensor, Tensor] | None:
+    """W1 and W2 in a call of these experts; None where they run as their config names them.
 
-    A wrapper of an engine (expert parallelism) stays around them and calls ours inside.
+    Engines gather weights for the call, and the config may name another function than before, so
+    neither can be known earlier.
     """
-    found = [(m, partial(run, m, **settings)) for m in mine if can_run(m)]
-    around = (m for m in mine if "forward" in vars(m))
-    standard = (m for m in around if named_experts(m.config) in STANDARD_EXPERTS)
-    return found + [(m, partial(with_experts, OUR_EXPERTS, m.config, m.forward)) for m in standard]
+    # A config that was copied within a forward names ours.
+    if named_experts(module.config) not in (OUR_EXPERTS, *STANDARD_EXPERTS):
+        return None
+    pair = weight_of(module, "gate_up_proj"), weight_of(module, "down_proj")
+    for w in pair:
+        plain = w.__class__ in (Tensor, nn.Parameter) or is_fake(w)  # no DTensor, none of torchao's
+        if not plain or w.dim() != 3 or w.dtype not in (*KERNEL_DTYPES, torch.float64):
+            return None
+    return pair
 
 
 def run(
     module: nn.Module,
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
-    *, value: float | None = None,
-    adding=None, weight_of=getattr,
+    *, layout: Layout | None = None, value: float | None = None, adding=None, weight_of=getattr,
+    **adapters,
 ) -> Tensor:  # fmt: skip
     """The experts' forward.
 
     Args:
         module: the fused experts.
         hidden_states, top_k_index, top_k_weights: as transformers calls them.
+        layout: from layout_of; None where transformers calls.
         value: see ops.experts.
         adding: see WeightGradients.adding.
         weight_of: (module, name) -> a weight, dequantised where it is quantised.
+        adapters: first and second, see ops.experts.
     """
-    layout = layout_of(module)
-    if layout is None:
-        named, forward = named_experts(module.config), partial(type(module).forward, module)
-        return with_experts(
-            named, module.config, forward, hidden_states, top_k_index, top_k_weights
-        )
-    w1, w2 = weight_of(module, "gate_up_proj"), weight_of(module, "down_proj")
+    if layout is None and not hooks_on_all():
+        layout = layout_of(module)
+    weights = None if layout is None else weights_of(module, weight_of)
+    if weights is None:
+        return experts_as_named(module, hidden_states, top_k_index, top_k_weights)
+    w1, w2 = weights
     biases = {}
     if module.has_bias:
         biases = {"b1": module.gate_up_proj_bias, "b2": module.down_proj_bias}
-    factors = {
-        name: tuple(x.to(w1.dtype) for x in pair) for name, pair in (current.factors or {}).items()
-    }
-    adds = [adding and w.requires_grad and adding(w) or None for w in (w1, w2)]
+    adds = (adding(w1), adding(w2)) if adding else (None, None)
     y = experts(
-        hidden_states.to(w1.dtype), top_k_index, top_k_weights, w1, w2, layout=layout, **biases,
-        first=factors.get("gate_up_proj", (None, None)),
-        second=factors.get("down_proj", (None, None)), adds=tuple(adds), value=value,
+        hidden_states.to(w1.dtype), top_k_index, top_k_weights, w1, w2, layout=layout, adds=adds,
+        value=value, **biases, **adapters,
     )  # fmt: skip
     return y.to(hidden_states.dtype)
 

@@ -84,18 +84,13 @@ def is_written_out(module: nn.Module) -> bool:
     return settled and not getattr(state, "packing_format_for_cpu", False)
 
 
-def is_packed(experts: nn.Module, name: str) -> bool:
-    """Whether bitsandbytes' 4-bit parametrization, and no other one, holds this weight of fused
-    experts."""
-    made = modules_of(experts).get("parametrizations")
-    steps = modules_of(made[name]).values() if made is not None and name in made else ()
-    return [kinds_of(type(s)) & {_PACKED} for s in steps] == [{_PACKED}]
-
-
 def holds_packed(module: nn.Module) -> bool:
-    """Whether these are fused experts with only such weights under parametrizations."""
+    """Whether these are fused experts whose parametrizations are bitsandbytes' of 4 bits alone."""
     made = modules_of(module).get("parametrizations")
-    return made is not None and all(is_packed(module, name) for name in modules_of(made))
+    steps = [] if made is None else [list(one.children()) for one in made.children()]
+    return bool(steps) and all(
+        len(step) == 1 and _PACKED in kinds_of(type(step[0])) for step in steps
+    )
 
 
 def class_of(module: nn.Module) -> type:

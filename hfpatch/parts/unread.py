@@ -134,10 +134,11 @@ def is_unread(x: Tensor) -> bool:
 def can_go_without(module: nn.Module | None) -> bool:
     """Whether this is now a plain Linear with a plain weight, a quantised Linear of a known
     library, or fused experts that run here."""
-    return experts.can_run(module) or (
+    if module is None or "forward" in vars(module):
+        return False
+    return experts.layout_of(module) is not None or (
         isinstance(module, nn.Linear)
         and (type(module).forward is LINEAR or dense_of(module) is not None)
-        and "forward" not in vars(module)
         and not hasattr(module.weight, "placements")
         # torchao's tensors have no mm.
         and (not hasattr(module.weight, "__tensor_flatten__") or is_fake(module.weight))
@@ -158,9 +159,9 @@ def as_found(layer: nn.Module, name: str) -> bool:
     return True
 
 
-def able(layer: nn.Module, names) -> list[tuple[nn.Module, bool]]:
+def able(layer: nn.Module, names) -> list[tuple]:
     """The named modules that can skip their matmul now: (Linear or fused experts, whether it is the
-    base of an adapter).
+    base of an adapter, the experts' layout).
 
     Args:
         layer: the decoder layer.
@@ -172,7 +173,7 @@ def able(layer: nn.Module, names) -> list[tuple[nn.Module, bool]]:
             named = submodule(layer, name)
             module = base_of(named)
             if can_go_without(module):
-                found.append((module, module is not named))
+                found.append((module, module is not named, experts.layout_of(module)))
     return found
 
 
@@ -203,14 +204,14 @@ def idle(
     found = []
     if autocast_dtype(device) is not None:  # autocast casts inside F.linear
         return found
-    for module, of_adapter in able:
-        if isinstance(module, nn.Linear):
+    for module, of_adapter, layout in able:
+        if layout is None:
             dense = None if type(module).forward is LINEAR else dense_of(module)
             fill = filled and not of_adapter
             run = partial(_valueless_forward, module, dense, value, adding, fill)
         else:
             settings = {"value": value, "adding": adding, "weight_of": weight_of}
-            run = partial(experts.run, module, **settings)
+            run = partial(experts.run, module, layout=layout, **settings)
         found.append((module, run))
     return found
 

@@ -7,9 +7,9 @@ import torch
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.policy import Policy, describe
-from hfpatch.lab.clock import clocked
+from hfpatch.lab.clock import ClockFollower, clocked
 from hfpatch.lab.models import text_config_of
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.timeline import Timeline
 from hfpatch.planner.answer import Plan
 from hfpatch.planner.gpus import gpu_row
@@ -67,14 +67,14 @@ def _check(found: Plan, seq_len: int, ranks: int) -> None:
 def clock(
     model, *, seq_len: int, batch: int = 1, gpu="h100", host_ram=None,
     placement: str | None = None, checkpointing="auto",
-    adapters: Adapters | None = None, ranks: int = 1, allocator=None,
+    adapters: Adapters | None = None, ranks: int = 1, follower=ClockFollower,
 ) -> Timeline:  # fmt: skip
     """One planned step on the clock.
 
     Args: as in `hfpatch.plan`, and:
         placement: keeps all weights on the GPU ("gpu8bit", or "adamw", whose optimizer runs too).
         ranks: GPUs that share each row. The plan has FSDP for them, whose gathers the clock omits.
-        allocator: as in lab.clock.clocked.
+        follower: as in lab.clock.clocked.
 
     Returns:
         The Timeline.
@@ -115,7 +115,7 @@ def clock(
         title=title,
         optimizer=clipped_adamw if real else found.seconds["optimizer"],
         ranks=ranks,
-        allocator=allocator,
+        follower=follower,
     )
     timeline.planned, timeline.planned_python = found.step_seconds, found.seconds["python_wait"]
     return timeline

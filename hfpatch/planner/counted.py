@@ -11,7 +11,7 @@ from hfpatch.compat import carries_states
 from hfpatch.decoder.find import find_decoder, list_of_layers
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.adapters import PACKED
-from hfpatch.lab.simulate.rivals import build
+from hfpatch.lab.simulate.implementations import build
 
 
 @dataclass(frozen=True)

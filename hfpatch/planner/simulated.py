@@ -18,7 +18,7 @@ from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.fla import installed
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, UNTILED
 from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled

@@ -1,4 +1,4 @@
-"""Reads the flags of `hfpatch train`, and turns some into what TrainingArguments takes."""
+"""Reads the flags of `hfpatch train`, and turns some into TrainingArguments."""
 
 import math
 import os
@@ -227,7 +227,7 @@ def _use_engine(values: dict, explicit: set[str]):
 
 
 def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
-    """What --checkpointing and --every say. Raises ValueError."""
+    """The settings of --checkpointing and --every. Raises ValueError."""
     return parse_checkpointing(
         model.checkpointing + ([f"every={model.every}"] if model.every else [])
     )

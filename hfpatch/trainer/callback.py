@@ -21,6 +21,7 @@ from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.hardware import gpu_named
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
+from hfpatch.lab.device import matmul_rate
 from hfpatch.lab.stock import UNTILED, flops_of
 from hfpatch.parts.quantised import as_trained
 from hfpatch.planner.placements import Resident
@@ -35,22 +36,28 @@ class Callback(TrainerCallback):
     """Adds `tokens_per_second`, `mfu`, `step_seconds`, `peak_gpu_gib` and `peak_host_gib` to each
     log line of any Trainer.
 
-    tokens_per_second counts the tokens of all ranks. mfu is the share of the GPU's peak that the
-    model's own FLOPs take (recomputation not counted, causal attention counted by half); of a GPU
-    without a published peak the share of a matmul measured at the start; a CPU has none.
-    step_seconds: of the steps since the last line, on average; planned_step_seconds: of the same
-    batches by the step model that `hfpatch plan` asks, in one process of its own on a GPU of its
-    table. peak_gpu_gib is allocated memory, peak_gpu_reserved_gib what the allocator holds,
-    peak_host_gib the process's largest resident set.
+    Columns:
+        tokens_per_second: of all ranks.
+        mfu: the model's own FLOPs (without recomputation, causal attention by half) over the GPU's
+            peak. The peak is published, or a matmul measured at the start. A CPU has no mfu.
+        step_seconds: the mean over the steps since the last line.
+        planned_step_seconds: the same batches by the step model of `hfpatch plan`. Only for one
+            process on a GPU of its table.
+        peak_gpu_gib, peak_gpu_reserved_gib: allocated memory, and memory that the allocator holds.
+        peak_host_gib: the process's largest resident set.
 
-    Warns once where 16-bit weights are the only copy and the optimizer rounds them to the nearest.
-    Where ranks share rows, evaluation does so too, runs under DeepSpeed's Ulysses go on in the
-    middle of an epoch, where its loader raises, and accelerate refuses no layers by their types
-    that passed the probe.
+    Warns once if 16-bit weights are the only copy and the optimizer rounds them to the nearest. If
+    ranks share rows: evaluation shares them too, runs under DeepSpeed's Ulysses resume inside an
+    epoch, and accelerate does not refuse layers that passed the probe.
 
-    apply: call `hfpatch.apply` on the model when Trainer is made, before an engine wraps it; a dict
-    gives its options. attention_share: what packed documents leave of a full row's attention, for
-    mfu, from 0 to 1. Raises ValueError for other values.
+    Args:
+        apply: call `hfpatch.apply` on the model when the Trainer is made, before an engine wraps
+            it. A dict holds its options.
+        attention_share: the share of a full row's attention that packed documents need, 0 to 1, for
+            mfu.
+
+    Raises:
+        ValueError: an argument has another value.
     """
 
     def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
@@ -66,7 +73,7 @@ class Callback(TrainerCallback):
             )
         self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
         self.attention_share = attention_share
-        self.report = None  # what apply said
+        self.report = None  # of apply
         self._applied = lambda: None
         self._hook = self._loader = None
         self._warned, self._last, self._unwrap = False, None, lambda: None
@@ -108,8 +115,7 @@ class Callback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._go_first()
-        # FSDP1 and compile put the model inside another; a model made anew by model_init is nowhere
-        # in it, and may be patched there.
+        # FSDP1 and compile wrap the model. model_init makes another one, which it may have patched.
         known = (module is self._applied() or is_mixed(module) for module in model.modules())
         if self.apply and not any(known):
             raise ValueError(
@@ -124,7 +130,7 @@ class Callback(TrainerCallback):
             self._shape = (
                 None if config is None else as_trained(ModelShape.from_config(config), model)
             )
-        except ValueError:  # a family whose FLOPs have no closed form: the other columns stay
+        except ValueError:  # no closed form of the family's FLOPs; the other columns stay
             self._shape = None
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
@@ -138,7 +144,7 @@ class Callback(TrainerCallback):
             warnings.warn(words, stacklevel=2)
         if type(optimizer).__module__.startswith("torchao.optim") and args.process_index == 0:
             say_compiling(type(optimizer).__name__)
-        # a run that looks for its batch size begins again, and never ended
+        # A run that searches for its batch size begins again without an end.
         self.on_train_end(args, state, control)
         self._loader = kwargs.get("train_dataloader")
         if self._loader is not None:
@@ -156,7 +162,7 @@ class Callback(TrainerCallback):
         self._start(state)
 
     def _explain_memory(self, args, model):
-        """Memory that runs out in a step of this Trainer teaches the next start of the run."""
+        """Wraps training_step: an out-of-memory error is explained, and kept for the next start."""
         from transformers import Trainer
 
         trainer = _caller(Trainer)
@@ -196,7 +202,7 @@ class Callback(TrainerCallback):
                 )
 
     def on_evaluate(self, args, state, control, **kwargs):
-        # Evaluation is no training time; its logs come first, so nothing is lost.
+        # Evaluation is no training time. The log line of earlier steps came before it.
         self._start(state)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -231,21 +237,21 @@ class Callback(TrainerCallback):
         self._shapes, self._steps = Counter(), state.global_step
 
     def _go_first(self):
-        """Ahead of the reporting callbacks, so that TensorBoard and W&B get our columns too.
+        """Moves this callback before the reporters, so that TensorBoard and W&B get its columns.
 
-        Trainer puts its reporters before a user's callbacks and hands no callback the list they
-        stand in; the frame that calls us is the one place to find it. Where it is not found, the
-        columns reach the progress bar and the log history alone.
+        Trainer puts reporters before a user's callbacks. Only the frame that calls us holds the
+        list of callbacks. If it is not found, only the progress bar and the log history get the
+        columns.
         """
         handler = _caller(CallbackHandler)
         if handler is not None:
-            # A new list: the old one is being walked through.
+            # A new list, because a loop runs over the old one.
             handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
 
 
 def _with_config(model):
-    """The model of transformers that another library's module holds, as sentence-transformers'
-    does; else the module.
+    """The model of transformers inside another library's module (sentence-transformers), else the
+    module.
     """
     if hasattr(getattr(model, "config", None), "model_type"):
         return model
@@ -254,32 +260,30 @@ def _with_config(model):
 
 
 def _parallelism(args):
-    """accelerate's ParallelismConfig, from the script or from `accelerate launch`; None where there
-    is none.
-    """
+    """accelerate's ParallelismConfig, of the script or of `accelerate launch`; None without one."""
     return getattr(args, "parallelism_config", None) or parallelism_config()
 
 
 def _sharing(args) -> int:
-    """Ranks that have a part each of a row."""
+    """The number of ranks that share a row."""
     sizes = vars(_parallelism(args) or object).get
     return max(sizes("sp_size") or 1, sizes("cp_size") or 1)
 
 
 def _caller(kind: type):
-    """The nearest object of that class whose method called, or None."""
+    """The nearest object of that class among the callers' `self`, or None."""
     owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
     return next((owner for owner in owners if isinstance(owner, kind)), None)
 
 
-# accelerate's loaders say by a property that their class is the loader's inside.
+# accelerate's loaders have a property __class__, the class of the loader inside.
 _set_class = vars(object)["__class__"].__set__
 
 
 @cache
 def _noting_arrivals(kind: type) -> type:
-    """A loader's class whose batches are noted as they come: the documents of a later one then wait
-    for no earlier step.
+    """A subclass of a loader that marks each batch as ready. Finding the documents of a later batch
+    then waits for no earlier step.
     """
 
     def batches(self):
@@ -291,9 +295,7 @@ def _noting_arrivals(kind: type) -> type:
 
 
 def memory_columns(device) -> dict:
-    """Peak memory in GiB: allocated on the GPU, where there is one, and the process's largest
-    resident set.
-    """
+    """Peak memory in GiB: the largest resident set and, on a GPU, allocated and reserved."""
     scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
     columns = {
         "peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GiB, 3)
@@ -307,12 +309,11 @@ def memory_columns(device) -> dict:
 def model_flops(
     shape: ModelShape, batch: int, tokens: int, attention_share=1.0, trained=1.0
 ) -> float:
-    """FLOPs that forward and backward of a batch need, as the planner counts them (recomputation
-    left out).
+    """FLOPs of forward and backward of a batch, as the planner counts them, without recomputation.
 
-    attention_share: what packed documents leave of a full row's causal attention. trained: share of
-    the weights that get a gradient; a frozen one costs 4 FLOPs a token instead of 6 (a shape with
-    adapters knows that by itself).
+    attention_share: the share of a full row's causal attention that packed documents need. trained:
+    the share of weights with a gradient. A frozen weight takes 4 FLOPs a token in place of 6; a
+    shape with adapters counts that itself.
     """
     flops = flops_of(shape, UNTILED, batch=batch, tokens=tokens)
     return (flops.model - flops.model_attention) * (
@@ -321,8 +322,8 @@ def model_flops(
 
 
 def _planner(model, optimizer):
-    """A function giving the planned seconds of passes at {(B, T): how many} and of the optimizer's
-    steps after them, None where they are not known; None of a model that hfpatch does not run.
+    """A function of ({(B, T): number of passes}, optimizer steps) that returns their planned
+    seconds, or None if they are unknown. None for a model that hfpatch does not run.
     """
     runtime = next(
         (s for m in model.modules() if (s := vars(m).get("_hfpatch_runtime")) is not None), None
@@ -356,16 +357,14 @@ def _compute_dtype(args, model) -> torch.dtype:
 
 
 def published_peak(device_name: str) -> float | None:
-    """The data sheet's dense bf16 FLOP/s of a GPU by its name; None for one that is not in the
-    planner's table.
-    """
+    """The data sheet's dense bf16 FLOP/s of a GPU; None for one outside of the planner's table."""
     row = gpu_named(device_name)
     return row and row.peak_flops
 
 
 def peak_flops(device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of the device: the published dense peak for a known GPU in bf16 or fp16, else the best
-    of eight matmuls; None of a CPU, whose share says nothing.
+    """FLOP/s of the device: the published dense peak of a known GPU in bf16 or fp16, else the rate
+    of a large matmul. None for a CPU.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -374,14 +373,4 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
         known = published_peak(torch.cuda.get_device_name(device))
         if known:
             return known
-    n, wait = (
-        (8192, torch.cuda.synchronize) if device.type == "cuda" else (1024, lambda device: None)
-    )
-    a, best = torch.ones(n, n, device=device, dtype=dtype), float("inf")
-    for _ in range(8):
-        wait(device)
-        begin = time.perf_counter()
-        a @ a
-        wait(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * n**3 / best
+    return matmul_rate(device, False, dtype)

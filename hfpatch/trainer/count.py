@@ -1,4 +1,4 @@
-"""What became of the documents that were read, counted in tokens and told in one line."""
+"""Counts of documents and tokens: read, kept, and left out, as one line of text."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
-"""Which data files the paths name, and the format of each.
+"""Finds the data files of the given paths, and their formats.
 
-A file's name says its format, in letters of any case. A name that says nothing is refused.
+A file's suffix gives its format, in letters of any case. A file without a known suffix is refused.
 """
 
 import bz2

@@ -177,7 +177,7 @@ def _with_labels(tokens: Tokens, documents, pieces, count: Count) -> list[packin
     for piece in pieces:
         document = int(documents[piece.document])
         at = int(tokens.offsets[document]) + piece.start
-        # A piece's first token is never a label: no token of the row stands before it.
+        # A piece's first token is never a label, because no token of its row precedes it.
         labels = int(before_N[at + piece.length] - before_N[at + 1])
         if labels:
             kept.append(packing.Piece(document, piece.start, piece.length))

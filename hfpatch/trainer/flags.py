@@ -35,7 +35,7 @@ def _flag(default, help, *, also: str = "", **more):
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Which model, from where, and what is done to it."""
+    """The model, its origin, and changes to it."""
 
     model: str | None = _flag(
         None,
@@ -123,7 +123,7 @@ class ModelArguments:
 
 @dataclass(frozen=True)
 class DataArguments:
-    """Which data, and how it becomes rows of tokens."""
+    """The data, and how they become rows of tokens."""
 
     data: list[str] = field(
         default_factory=list, metadata={"help": "Files, folders, or one hub data set."}

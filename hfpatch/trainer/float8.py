@@ -14,12 +14,11 @@ _MULTIPLE = 16  # of a product's width, in hardware
 
 
 def convert(model: nn.Module, recipe: str) -> nn.Module:
-    """The same model, its decoder layers' Linears replaced by torchao's for one of
-    planner.placements.FLOAT8_RECIPES, which scale each token alone: layers stay in tiles.
+    """Replaces the decoder layers' Linears by torchao's. Returns the same model.
 
-    Where the device multiplies no float8 (a CPU, a GPU before compute capability 8.9) the products
-    are emulated: the same numbers, slower. Raises ValueError where no layer has a Linear of a width
-    that float8 takes.
+    recipe: one of planner.placements.FLOAT8_RECIPES. They scale each token by itself, so layers
+    stay in tiles. A CPU, or a GPU before compute capability 8.9, emulates the products: the same
+    numbers, slower. Raises ValueError if no layer has a Linear of a width that float8 takes.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,5 +1,6 @@
-"""A lock on an open file that the kernel frees with its process, whatever PID namespace that is in
-(flock, not pids); and locks of torch's builds, which nobody frees.
+"""A lock on an open file, which the kernel frees when its process ends; and locks that killed
+builds of torch's extensions left, which nobody frees. (flock, not pids, so that PID namespaces do
+not matter.)
 """
 
 import os
@@ -13,8 +14,8 @@ except ImportError:  # Windows
 
 
 def try_lock(fd: int, *, wait: bool = False) -> bool | None:
-    """True: the file is ours until fd is closed. False: another process has it. None: this file
-    system has no locks.
+    """True if the file is ours until fd is closed, False if another process holds it, None if this
+    file system has no locks.
     """
     if fcntl is None:
         return None
@@ -31,8 +32,8 @@ BUILD_SECONDS = 600  # no file of an operator takes longer to compile
 
 
 def left_builds() -> list[str]:
-    """Locks that killed builds of torch's C++ extensions (DeepSpeed's operators) left: whoever
-    needs one waits for ever.
+    """Locks that killed builds of torch's C++ extensions (DeepSpeed's operators) left. A process
+    that needs such an extension waits for ever.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{home}/torch_extensions").expanduser()
@@ -40,7 +41,7 @@ def left_builds() -> list[str]:
     for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
         try:
             latest = max(file.stat().st_mtime for file in lock.parent.iterdir())
-        except (OSError, ValueError):  # gone while we look: somebody builds
+        except (OSError, ValueError):  # it vanished, so a build is running
             continue
         if time.time() - latest > BUILD_SECONDS:
             found.append(str(lock))

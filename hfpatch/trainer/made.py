@@ -1,4 +1,4 @@
-"""A tiny model and made data, with which the examples run on a CPU: `--small`."""
+"""A tiny model and made data, for the examples' `--small` on a CPU."""
 
 import json
 import tempfile
@@ -15,7 +15,7 @@ def _sum(n: int) -> tuple[str, str]:
     return f"What is {n} and {n}?", f"It is {2 * n}."
 
 
-# What a line of the file holds, by form; "text" is no JSON.
+# Form of the data -> a line of its file; "text" is no JSON.
 _LINES = {
     "text": lambda ask, answer: f"{ask} {answer}",
     "chat": lambda ask, answer: {

@@ -1,7 +1,7 @@
-"""What the processes of one `hfpatch run` share: its options, and a folder of marks.
+"""The state that the processes of one `hfpatch run` share: its options, and a folder of marks.
 
-The environment carries both to every process, through launchers and shells; the folder ends with
-the run. Standard library only.
+The environment carries both to every process, through launchers and shells. The folder is removed
+at the run's end. Standard library only.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ TRAINED = "trained"
 
 
 def environment(folder: str, options: dict, own: str = TRAINED) -> dict[str, str]:
-    """What the processes of a run find in their environment.
+    """The environment variables of a run's processes.
 
     Args:
         folder: an empty folder, for the marks.
-        options: keyword arguments of `hfpatch.apply` that JSON can write.
-        own: the mark by which this run knows that a process of it trained.
+        options: keyword arguments of `hfpatch.apply`, as JSON can write them.
+        own: the mark that a process of this run leaves when it trains.
     """
     trained = [*settings().get("trained", ()), own]
     hook = str(Path(__file__).parent / "hook")
@@ -32,8 +32,9 @@ def environment(folder: str, options: dict, own: str = TRAINED) -> dict[str, str
 
 
 def settings() -> dict:
-    """{"folder", "options", "trained"} of this process's run, the last also of the runs that it
-    stands in; {} outside of one.
+    """{"folder", "options", "trained"} of this process's run, {} outside of a run.
+
+    trained: the marks of this run and of the runs around it.
     """
     return json.loads(os.environ.get(VARIABLE, "{}"))
 
@@ -50,13 +51,13 @@ def mark(name: str) -> bool:
         Path(folder, name).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # the run has ended, and a process of it goes on
+    except OSError:  # the run has ended, and this process goes on
         pass
     return True
 
 
 def mark_trained() -> None:
-    """Tells the run, and each that it stands in, that this process trains a patched model."""
+    """Tells the run, and each run around it, that this process trains a patched model."""
     for name in settings().get("trained", ()):
         mark(name)
 

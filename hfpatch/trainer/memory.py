@@ -1,8 +1,7 @@
-"""What an out-of-memory error teaches, kept in the run's folder for its next start.
+"""Keeps the lessons of an out-of-memory error in the run's folder, for the run's next start.
 
-Nothing is run again inside a step: half a backward cannot be taken back. The error leaves with the
-measured numbers and the one setting to change, and a run that starts again begins with what this
-one learnt.
+No step runs again, because half a backward cannot be undone. The error gets a sentence with the
+measured numbers and the setting to change, and the next start begins with the lessons.
 """
 
 import json
@@ -17,17 +16,17 @@ from hfpatch.layer.room import SHRINK, Room
 from hfpatch.layer.runtime import LayerRuntime
 
 FILE, GiB = "hfpatch_memory.json", 1 << 30
-ALIKE = ("model", "card", "ranks", "dtype", "batch")  # of entries that a run begins with
+ALIKE = ("model", "card", "ranks", "dtype", "batch")  # a run takes entries that agree in these
 
 
 def runtimes(model) -> list[LayerRuntime]:
-    """hfpatch's of a model, empty where it was not applied."""
+    """The LayerRuntimes of a model, none for a stock one."""
     found = (vars(module).get("_hfpatch_runtime") for module in model.modules())
     return list({id(one): one for one in found if one is not None}.values())
 
 
 def state(room: Room) -> dict:
-    """What a memory budget has learnt; in the midst of a step that ran out, from that step."""
+    """The lessons of a memory budget, including those of a step that ran out just now."""
     most = room.most
     if room.step is not None and room.step[2] is not None:
         most = int(SHRINK * (room.step[2] + reserve(room.step[2])))
@@ -35,14 +34,14 @@ def state(room: Room) -> dict:
 
 
 def load(room: Room, learnt: dict) -> None:
-    """Begins with the more careful of what a budget has and what an earlier run learnt."""
+    """Gives the budget the more careful of its own lessons and an earlier run's."""
     bounds = [n for n in (room.most, learnt["most"]) if n is not None]
     room.most = min(bounds, default=None)
     room.over, room.unused = max(room.over, learnt["over"]), max(room.unused, learnt["unused"])
 
 
 def key(model, args, shape: tuple) -> dict:
-    """What an entry was learnt for. shape: (sequences, tokens) of the batch."""
+    """The key of an entry. shape: (sequences, tokens) of the batch."""
     cuda = torch.device(args.device).type == "cuda"
     return {
         "model": getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -54,7 +53,7 @@ def key(model, args, shape: tuple) -> dict:
 
 
 def read(folder) -> list[dict]:
-    """The entries of a run's folder; none where the file is missing or broken."""
+    """The entries of a run's folder; none if the file is missing or broken."""
     try:
         found = json.loads((Path(folder) / FILE).read_text())
     except (OSError, ValueError):
@@ -63,7 +62,7 @@ def read(folder) -> list[dict]:
 
 
 def begin(model, args) -> None:
-    """Gives budgets what an earlier start of this run learnt."""
+    """Gives the model's budgets the lessons of this run's earlier starts."""
     wanted = key(model, args, (args.per_device_train_batch_size, 1))
     for entry in read(args.output_dir):
         if any(entry.get(name) != wanted[name] for name in ALIKE):
@@ -74,7 +73,7 @@ def begin(model, args) -> None:
 
 
 def write(model, args, shape: tuple, learnt: dict) -> Path:
-    """Keeps an entry in place of one for the same key; the file's path."""
+    """Writes an entry, in place of one with the same key. Returns the file's path."""
     path, own = Path(args.output_dir) / FILE, key(model, args, shape)
     entries = [e for e in read(args.output_dir) if {n: e.get(n) for n in own} != own]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +88,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(model, args, shape: tuple, error: BaseException) -> None:
-    """Writes what a step that ran out of memory taught, and adds a sentence to the error: its text
-    stays first and its only argument, by which others know such errors.
+    """Writes the lessons of a step that ran out of memory, and adds a sentence to the error.
+
+    The error keeps its text first, in its only argument, by which other code recognizes it.
     """
     rooms = [room for one in runtimes(model) for room in one.rooms.values() if room and room.alone]
     room = next((r for r in rooms if r.step is not None and r.step[2] is not None), None)

@@ -1,4 +1,4 @@
-"""What to say of an optimizer before its first step."""
+"""Messages on an optimizer before its first step."""
 
 import os
 import sys
@@ -8,16 +8,16 @@ import torch
 
 from hfpatch.compat import is_sharded_by_zero3
 
-# How optimizers call what keeps small updates in 16-bit weights: torchao, bitsandbytes' kin,
+# Options of optimizers that keep small updates of 16-bit weights: torchao, bitsandbytes' kin,
 # optimi, torchdistX.
 _KEEPS = ("bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
 
 
 def rounded_to_nearest(optimizer) -> str:
-    """What to say where an optimizer rounds updates of 16-bit weights away; "" where it does not.
+    """A warning if the optimizer rounds small updates of 16-bit weights away, else "".
 
-    An update below half the spacing of bf16 (1/512 to 1/256 of the weight) is lost each time it
-    comes. Engines hand their optimizers fp32 copies, and those are what stands in its groups.
+    Rounding to nearest loses each update below half a step of bf16 (1/512 to 1/256 of the weight).
+    Under an engine the optimizer's groups hold fp32 copies, which lose none.
     """
     asked = getattr(optimizer, "defaults", {})
     if any(getattr(optimizer, k, asked.get(k)) for k in _KEEPS):

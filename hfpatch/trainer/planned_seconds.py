@@ -1,4 +1,4 @@
-"""The seconds that the step model has for a run under way."""
+"""Seconds of the step model for a run in progress."""
 
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
@@ -7,11 +7,11 @@ from hfpatch.planner.seconds import run_time
 
 
 def planned_seconds(runtime, B: int, T: int, stays) -> tuple[float, float] | None:
-    """Seconds of a pass at [B, T], both ways, and of the optimizer's step, under the policy that was
-    chosen.
+    """Seconds of a forward and backward at [B, T], and of the optimizer's step, under the policy in
+    use.
 
-    runtime: a model's LayerRuntime; stays: what a placement keeps. None where nobody knows the
-    device's rates, or no closed form describes the model.
+    runtime: a model's LayerRuntime. stays: a budget.seconds.Resident. None without rates of the
+    device or a closed form of the model.
     """
     for (batch, longest, dtype, device, whole, *_), policy in runtime.policies.items():
         room = runtime.rooms.get(device)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.loss.head import call_under_way
+from hfpatch.compat import hooked_forward
+from hfpatch.loss.head import Call, linear_of
 from hfpatch.loss.shared_rows import IGNORE
 from hfpatch.trainer.finite import FiniteTrainer
 
@@ -68,8 +69,9 @@ class PositionTrainer(FiniteTrainer):
             return None
 
     def _ask_head(self, head, args):
-        call = call_under_way(head)
-        if call is None or self._at_BT is None:
+        inner = linear_of(head)
+        call = vars(inner).get(hooked_forward(inner))  # a Call while the head computes a loss
+        if not isinstance(call, Call) or self._at_BT is None:
             return
         self._head_said = True
         labels_BT = call.args[0]

@@ -32,8 +32,8 @@ def source(paths, data, *, split: str | None = None, digest: bool = True, say=pr
         paths: of --data or --eval_data.
         data: the DataArguments.
         split: in place of --data_split.
-        digest: read the files for their fingerprint; without it (streaming) their names make it, and
-            samples of each stand beside it.
+        digest: read the files for their fingerprint. Without it (streaming) their names make the
+            fingerprint, and Source.samples has a digest of samples of each file.
         say: as in data_files.find().
 
     Raises:
@@ -177,7 +177,7 @@ def pad_id(config, tokenizer) -> int:
 
 @dataclass(frozen=True)
 class Datasets:
-    """What Trainer gets, and what the log says of it."""
+    """The datasets of Trainer, and facts for the log."""
 
     train: torch.utils.data.Dataset
     evaluation: dataset.RowDataset | None

@@ -1,4 +1,6 @@
-"""Where a run begins, which run owns its folder, and what a resumed run must share with it."""
+"""Finds the checkpoint to resume from, locks the run's folder, and compares a resumed run's
+settings.
+"""
 
 import json
 from contextlib import contextmanager
@@ -169,10 +171,11 @@ def _same_files(checkpoint: str, before: dict[str, str], now: dict[str, str]) ->
 
 
 def run_record(config, model, data, args, datasets) -> dict:
-    """What a resumed run must share with the one before (model, data, batches, optimizer).
+    """The settings that a resumed run must share with the earlier one: model, data, batches,
+    optimizer.
 
-    Under "may_differ": what takes effect in the resumed run. The optimizer's settings come back
-    with its state, so another value of a flag would be ignored.
+    Those under "may_differ" take effect in the resumed run. The optimizer's settings come back with
+    its state, so another value of a flag would be ignored.
     """
     together = getattr(args.parallelism_config, "non_data_parallel_size", 1)
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps

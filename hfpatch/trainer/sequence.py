@@ -96,8 +96,8 @@ class SharedRows:
 
 
 def in_order(loader, sequence: Sequence) -> SharedRows:
-    """A loader of accelerate's, whose batches the groups of ranks get in the order in which one
-    process would: a step has the same rows with another number of ranks.
+    """accelerate's loader, with batches in the order of a single process. A step then has the same
+    rows with any number of ranks.
     """
     sampler = getattr(loader, "batch_sampler", None)
     if hasattr(sampler, "process_index"):
@@ -138,16 +138,16 @@ def _heads_told(config):
 
 
 def shares_exactly(model) -> bool:
-    """Whether ranks can share the rows of each of its layers, which are as the probe saw them."""
+    """Whether ranks can share rows in all of the model's layers, unchanged since the probe."""
     layers = [m for m in model.modules() if isinstance(m, UntiledLayer)]
-    # A layer that mixes tokens by more than attention says "", which the stack answers for.
+    # A layer with a mixer beside attention gives "", and the stack decides.
     unknown = any(why_not_shared(m._hfpatch_traits, look(m)) for m in layers)
     return not unknown and shares_rows(model)
 
 
 def share_rows(trainer) -> None:
-    """Has a Trainer's ranks share rows: SharedRows in place of DeepSpeed's adapter of the loader,
-    and layers of every type that are exact so, some of which accelerate refuses by their names.
+    """Lets a Trainer's ranks share rows: SharedRows replaces DeepSpeed's adapter of the loader, and
+    accelerate accepts all layers that are exact with shared rows, some of which it refuses by name.
     """
     accelerator = trainer.accelerator
     accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: in_order(

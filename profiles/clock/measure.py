@@ -11,6 +11,7 @@ import csv
 import re
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -179,7 +180,8 @@ SPARE = ("gpu", "tokens", "cap_gib", "expandable", "step_s", "exposed_s", "alloc
 
 def spare(path: Path) -> None:
     """What sources that live on cost on an allocator: caps on the bytes that they may take."""
-    from hfpatch.lab.allocator import Allocator
+    from allocator import Allocator, PlacedClockFollower
+
     from hfpatch.layer.runtime import LayerRuntime
 
     with open(path, "w") as file:
@@ -194,7 +196,8 @@ def spare(path: Path) -> None:
                     lambda self, value: vars(self).update(spare=value),
                 )
                 with mock.patch.object(LayerRuntime, "spare", capped, create=True):
-                    found = clock("llama-3.1-8b", seq_len=32768, gpu="h100", allocator=allocator)
+                    follower = partial(PlacedClockFollower, allocator)
+                    found = clock("llama-3.1-8b", seq_len=32768, gpu="h100", follower=follower)
                 gib = [allocator.peak, allocator.most_reserved, allocator.fragments]
                 numbers = [found.seconds["step"], found.exposed_seconds, *(n / 2**30 for n in gib)]
                 out.writerow(
@@ -204,11 +207,18 @@ def spare(path: Path) -> None:
                 file.flush()
 
 
+# By a word of a slice's name; a slice without one is grey.
+COLOURS = {
+    "before": "#7aa6da", "attention": "#e78c45", "after": "#70c0b1", "whole": "#b9ca4a",
+    "head": "#c397d8", "waits": "#d54e53", "copies": "#999999", "optimizer": "#e7c547",
+}  # fmt: skip
+
+
 def picture(model: str, gpu: str, tokens: int, path: Path) -> None:
     """The step's streams as a PNG, drawn from the trace that Perfetto opens."""
     from matplotlib import pyplot
 
-    from hfpatch.lab.timeline import COLOURS, trace_events
+    from hfpatch.lab.timeline import trace_events
 
     found = clock(model, seq_len=tokens, gpu=gpu)
     events = trace_events(found)

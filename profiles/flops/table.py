@@ -73,7 +73,7 @@ def counted(name: str, tokens: int, aim: str) -> dict:
     the model has where more of them only repeat: a step of all of them takes, that many times over,
     what one period of their pattern adds.
     """
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
     from hfpatch.planner.simulated import depths
 

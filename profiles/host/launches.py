@@ -22,7 +22,7 @@ from hfpatch.cli.support import family_config
 from hfpatch.decoder.small_instance import scaled_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.follow import Follower
-from hfpatch.lab.simulate.rivals import build, config_class, prepare
+from hfpatch.lab.simulate.implementations import build, config_class, prepare
 
 TILE = 8192
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}

@@ -28,7 +28,7 @@ def simulated(name: str, found) -> str:
     """GiB beyond parameters and gradients of a step under the plan's policy, on fake tensors: of
     two segments of layers, since what more there are waits on the host.
     """
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     config = config_of(name)[1] | {"num_hidden_layers": max(3, 2 * found.policy["every"])}

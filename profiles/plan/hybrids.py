@@ -21,7 +21,7 @@ from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli.support import family_config
 from hfpatch.decoder import verdict
 from hfpatch.decoder.find import find_decoder
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}

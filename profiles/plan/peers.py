@@ -39,8 +39,10 @@ PROCESS_BYTES = 4 * GiB  # of the planner, which no peer's host bytes have
 
 
 def count(implementation: str) -> None:
+    from rivals import prepare
+
     from hfpatch.lab.presets import preset_config
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build
     from hfpatch.lab.simulate.simulator import simulate
 
     model = prepare(build(preset_config(MODEL)), implementation)

@@ -10,7 +10,7 @@ row() {  # model, layers, implementation, tokens, policy fields
     shift 4
     option=--policy
     [ "$1" != least ] || option=--checkpointing
-    python -W ignore -m hfpatch.cli.simulate --model "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
+    python -W ignore "$(dirname "$0")/rivals.py" --model "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
         ${1:+"$option" "$@"} --json 2>/dev/null | python -c '
 import json, sys
 from hfpatch.lab.stock import flops_of

@@ -22,7 +22,7 @@ FIELDS = ("tree", "implementation", "tile", "kept", "forward", "backward")
 
 def count(implementation: str, layers: int, policy) -> dict:
     from hfpatch.lab.presets import preset_config
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": layers, "vocab_size": 512}

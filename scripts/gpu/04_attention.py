@@ -18,10 +18,10 @@ from hfpatch.attention.attention import (
     BACKENDS,
     attention_backward,
     attention_forward,
-    attention_ref,
     pick,
 )
 from hfpatch.budget.cuts import heads_per_group
+from hfpatch.lab.float64 import attention_ref
 
 WORDS = """
 Causal attention of Llama-3.1-8B (32 query and 8 KV heads of 128), bf16, one sequence, by the ops

@@ -16,12 +16,13 @@ import common
 import step
 import torch
 from cases import LLAMA_8B, TINY, Error
+from watch import policy_of
 
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.attention.attention import attention_backward, attention_forward
 from hfpatch.lab.checks import batch_of, compared, ways
-from hfpatch.lab.watch import pinned_gib, policy_of
+from hfpatch.lab.watch import pinned_gib
 
 WORDS = """
 cuDNN keeps its plans by q, k and v (up to torch 2.13): a backward of the same q, k, v with another

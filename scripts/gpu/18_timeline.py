@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import step
 import torch
+from watch import policy_of
 
 import hfpatch
 from hfpatch.budget.hardware import gpu_named
@@ -21,9 +22,9 @@ from hfpatch.lab.checks import batch_of
 from hfpatch.lab.clock import DOWN, UP, clocked
 from hfpatch.lab.made import config_of
 from hfpatch.lab.profile.families import copy_wait, family
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.timeline import Timeline, trace_events
-from hfpatch.lab.watch import policy_of, policy_used
+from hfpatch.lab.watch import policy_used
 from hfpatch.planner.gpus import gpu_row
 
 WORDS = """

@@ -38,11 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import common
 import torch
+from watch import GradWatch, HostWatch, owned_bytes, policy_of
 
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.made import config_of, made, made_of
 from hfpatch.lab.recorded import recorded
-from hfpatch.lab.watch import GradWatch, HostWatch, owned_bytes, pinned_gib, policy_of
+from hfpatch.lab.watch import pinned_gib
 
 GiB = common.GiB
 

@@ -66,7 +66,7 @@ def test_bytes_of_a_parameter():
 
 
 def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0.05, itemsize=None):
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     config, adapters, sizes = (

@@ -9,8 +9,8 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.budget.traffic import OUR_EXPERTS
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.follow import Follower
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.kernels_cost import bytes_of
-from hfpatch.lab.simulate.rivals import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
 TOKENS = 8192  # one tile

@@ -163,7 +163,7 @@ def test_free_memory_leaves_little_to_run_again(tokens, goal, gpu):
 
 def counted_traffic(policy, tokens: int, name="llama-3.1-8b", adapters=None, layers=1, **more):
     """Bytes that one layer moves beside matmuls and attention, by phase: of a layer more."""
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     one, two = (
@@ -216,7 +216,7 @@ def test_bytes_of_code_that_is_not_fused_are_those_that_are_counted(model, adapt
 
 def test_transformers_own_bytes_are_those_that_are_counted():
     """Of a layer and of a logit: the difference of one layer, and of one vocabulary, to two."""
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     tokens, shape = 2048, shape_of("llama-3.1-8b")

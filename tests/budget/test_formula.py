@@ -10,7 +10,6 @@ import pytest
 import tiny
 
 from hfpatch.budget.choice import choose
-from hfpatch.budget.cuts import loss_chunk_rows
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS, gpu_named
@@ -56,7 +55,7 @@ POLICIES = (
 
 
 def compare(preset, tokens, batch, policy, layers=LAYERS):
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     config = preset_config(preset) | {"num_hidden_layers": layers}
@@ -117,7 +116,7 @@ def test_layers_of_experts_behind_dense_ones_take_more_beyond_gradients(policy):
     """DeepSeek's first layers are dense: beside the fewest gradients its last ones take the most,
     which is what a second micro-step meets, whose gradients are all there.
     """
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     config = preset_config("deepseek-ai/DeepSeek-V3") | {"num_hidden_layers": 5}
@@ -164,7 +163,7 @@ def least(config, tokens):
 
 
 def simulated_least(config, policy, tokens):
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     return simulate(prepare(build(config), "hfpatch"), 1, tokens, policy=policy)
@@ -287,17 +286,6 @@ def test_llama_8b_at_128k_keeps_its_promise():
     million = step_memory(shape, Policy("host"), batch=1, tokens=1 << 20).beyond
     assert million <= 56 * 1024 * (1 << 20)
     assert step_flops(shape, Policy("host"), **sizes).total == pytest.approx(2.30e16, rel=0.01)
-
-
-def test_loss_chunks_are_those_of_the_op():
-    from hfpatch.ops._linear_ce_sizes import BYTES_PER_TOKEN, chunk_bounds
-
-    for preset in PRESETS:
-        shape = ModelShape.from_config(preset_config(preset))
-        for rows in (1, 500, 2092, 2093, 8192, 131072):
-            room = (512 << 20) - rows * BYTES_PER_TOKEN
-            bounds = chunk_bounds(rows, -(-shape.vocab_size // 8) * 8 * 2, room)
-            assert loss_chunk_rows(shape, rows, 2) == (max(b - a for a, b in bounds), len(bounds))
 
 
 def test_parameters_of_presets():

@@ -6,10 +6,13 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from numerics import assert_close
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hfpatch.cli import bench
 from hfpatch.cli.main import main
+from hfpatch.lab import elementwise
 from hfpatch.lab.presets import preset_config
 
 
@@ -45,29 +48,41 @@ def test_wrong_numbers_are_refused(capsys):
     assert "hfpatch: argument --tokens: a length is tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "name, make", bench.cases(preset_config("llama-tiny"), 9, torch.float32, "cpu")
-)
-def test_both_sides_compute_the_same(name, make):
-    case = make()
-    assert case.op == name
+def made(name, dtype):
+    return bench.case(name, preset_config("llama-tiny"), 9, dtype, torch.device("cpu"))
 
-    def run(function, inputs):
-        outs = function(*inputs)
-        outs = outs if isinstance(outs, tuple) else (outs,)
+
+@pytest.mark.parametrize("name", bench.OPS)
+def test_both_sides_compute_the_same(name):
+    case = made(name, torch.float32)
+
+    def run(function, dtype=torch.float32):
+        wide = [x.detach().to(dtype).requires_grad_() for x in case.inputs]
+        fixed = [x.to(dtype) if x.is_floating_point() else x for x in case.fixed]
+        outs = function(*wide, *fixed)
         total = sum(o.double().square().sum() for o in outs)
-        return [*outs, *torch.autograd.grad(total, inputs)]
+        return [*outs, *torch.autograd.grad(total, wide)]
 
-    sides = [run(case.fused, case.inputs), run(case.stock, case.inputs)]
-    exact = run(case.stock, [x.detach().double().requires_grad_() for x in case.inputs])
+    sides = [run(case.fused), run(case.stock)]
+    if name in elementwise.OPS:
+        exact = run(elementwise.OPS[name].exact, torch.float64)
+    else:
+        exact = run(lambda h, w, y: (F.cross_entropy(F.linear(h, w), y),), torch.float64)
     for i, (got, plain, true) in enumerate(zip(*sides, exact, strict=True)):
         assert_close(got, plain, true, f"{name} {i}")
 
 
+def test_the_stock_rotation_is_transformers():
+    case = made("rope", torch.float32)
+    for ours, theirs in zip(
+        case.stock(*case.inputs, *case.fixed), apply_rotary_pos_emb(*case.inputs, *case.fixed)
+    ):
+        assert torch.equal(ours, theirs)
+
+
 def test_bytes_are_what_the_tensors_weigh():
     sizes = {"rms_norm": (2, 3), "add_rms_norm": (4, 4), "swiglu": (3, 5), "rope": (2, 2)}
-    for name, make in bench.cases(preset_config("llama-tiny"), 9, torch.bfloat16, "cpu"):
-        if name in sizes:
-            case = make()
-            one = sum(x.nbytes for x in case.inputs) if name == "rope" else case.inputs[0].nbytes
-            assert case.bytes == tuple(n * one for n in sizes[name])
+    for name, times in sizes.items():
+        case = made(name, torch.bfloat16)
+        one = sum(x.nbytes for x in case.inputs) if name == "rope" else case.inputs[0].nbytes
+        assert case.bytes == tuple(n * one for n in times)

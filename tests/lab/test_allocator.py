@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hfpatch.budget.policy import Policy
-from hfpatch.lab.allocator import Allocator, MiB, PlacedFollower
 from hfpatch.lab.presets import preset_config
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
+from profiles.clock.allocator import Allocator, MiB, PlacedFollower
 
 
 # Up to 1 MiB a segment of 2, below 10 MiB one of 20, above that its own size in steps of 2 MiB.

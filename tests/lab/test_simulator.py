@@ -17,9 +17,10 @@ from hfpatch.budget.policy import Policy
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import fla, follow, kernels_cost
 from hfpatch.lab.simulate.follow import Follower
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.lab.simulate.simulator import simulate, summarize
+from profiles.plan import rivals
 from tests import tiny
 from tests.lab.real_memory import real_events, real_peak, train_step
 
@@ -83,8 +84,8 @@ def test_reference_figures_of_liger(implementation, expected, host):
     pytest.importorskip("liger_kernel")
     depths = (2, 4) if host else (32,)
     code = (
-        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals "
-        "import *;"
+        "from hfpatch.lab.simulate.simulator import simulate; from profiles.plan.rivals import prepare;"
+        "from hfpatch.lab.simulate.implementations import build;"
         "from hfpatch.lab.presets import *; import json;"
         "run = lambda n: simulate(prepare(build(preset_config('llama-3.1-8b') | "
         "dict(num_hidden_layers=n)),"
@@ -124,8 +125,8 @@ def test_todays_rivals(implementation, forwards):
     ):
         pytest.skip(f"trl {trl.__version__} has no selective checkpointing")
     code = (
-        "from hfpatch.lab.simulate.simulator import simulate; from hfpatch.lab.simulate.rivals "
-        "import *;"
+        "from hfpatch.lab.simulate.simulator import simulate; from profiles.plan.rivals import prepare;"
+        "from hfpatch.lab.simulate.implementations import build;"
         "from hfpatch.lab.presets import *; import json;"
         "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
         f"s = simulate(prepare(build(c), {implementation!r}), 1, 32768);"
@@ -153,7 +154,8 @@ def test_trls_call_of_our_head_takes_what_our_loss_takes():
     if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
         pytest.skip(f"trl {trl.__version__} has no fused head")
     config = preset_config("llama-3.1-8b") | {"num_hidden_layers": 2}
-    found = simulate(prepare(build(config), "trl-hfpatch"), 1, 131072, policy=Policy(tile=8192))
+    model = rivals.prepare(build(config), "trl-hfpatch")
+    found = simulate(model, 1, 131072, policy=Policy(tile=8192))
     assert found.beyond_bytes / GiB <= 5.6
     head = 2 * 131072 * 4096 * 128256
     assert found.flops["matmul"]["backward"] > 3 * head, "projected again in backward"

@@ -15,7 +15,7 @@ from hfpatch.budget.choice import choose
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import config_of
-from hfpatch.lab.simulate.rivals import build
+from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.layer.traced import Traced
 from tests import tiny
@@ -220,6 +220,17 @@ def test_torchao_s_experts_run_as_they_are_named(tiles):
                 weight = nn.Parameter(getattr(module, name).dequantize(), requires_grad=False)
                 setattr(module, name, weight)
     assert_as_good(got, plain, tiny.step(tiny.exact(dense), batch()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_weights_that_our_products_do_not_take_run_by_peft(monkeypatch):
+    """Their factors are never dropped: what the weights are is seen in the call."""
+    stock = adapted("qwen3_moe", BY_NAME)
+    ours = tiny.patched(stock)
+    monkeypatch.setattr("hfpatch.parts.experts.KERNEL_DTYPES", (torch.bfloat16,))
+    got, plain = tiny.step(ours, batch()), tiny.step(stock, batch())
+    assert any("experts" in name for name in got)
+    assert_as_good(got, plain, tiny.step(tiny.exact(stock), batch()))
 
 
 class Strange(nn.Module):

@@ -19,7 +19,7 @@ from hfpatch.budget.policy import Policy
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.layer import policies as session_module
 from hfpatch.layer import room as room_module

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 import hfpatch
 from hfpatch.attention import heads
 from hfpatch.budget.hardware import GPUS
-from hfpatch.layer import packed_weights, policies
+from hfpatch.layer import policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
 from hfpatch.layer.room import Gauge
@@ -380,74 +380,14 @@ def test_heads_by_groups_over_weights_that_come_from_the_host(every, monkeypatch
     assert settled.by_group and settled.frozen_weights == "host"
 
 
-def test_a_weight_of_two_layers_waits_once():
-    model = tiny.llama(num_hidden_layers=3)
-    layers = model.model.layers
-    layers[2].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    model = adapted(model)
-    ours = assert_same_steps(model)
-    first, _, last = (streams(ours).packed[i] for i in range(3))
-    shared = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
-    taken = packed_weights._aligned(shared.numel() * shared.element_size())
-    assert first.host_bytes == first.nbytes == last.nbytes == last.host_bytes + taken
-    with torch.no_grad():  # at rest, as load_state_dict does: both layers see it
-        shared.mul_(2.0)
-        hfpatch.undo(other := copy.deepcopy(ours))
-        assert torch.equal(
-            ours(tiny.ids()).logits, patched(other, frozen_weights="gpu")(tiny.ids()).logits
-        )
-
-
-def test_a_weight_of_two_layers_that_becomes_two():
-    """The later layer is given a parameter of its own while a step is under way: the owner's
-    backward has what its forward had.
-    """
+def test_a_weight_of_two_layers_is_refused():
     model = tiny.llama(num_hidden_layers=3)
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    model = adapted(model)
-    found = []
-    for m in (patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model)):
-        tiny.step(m, tiny.labelled())
-        _, second, last = m.base_model.model.model.layers
-        layer = last.mlp.up_proj.base_layer
-        other = nn.Parameter(layer.weight.detach() / 2, requires_grad=False)
-        second.mlp.register_forward_pre_hook(
-            tiny.OfAnEngine(lambda *_, layer=layer, other=other: setattr(layer, "weight", other))
-        )
-        found.append(tiny.step(m, tiny.labelled()))
-    assert all(torch.equal(value, found[1][n]) for n, value in found[0].items())
-
-
-def test_other_values_of_a_weight_of_two_layers():
-    """Given by its .data before the one that does not own it runs: that has them, and the owner's
-    backward says so.
-    """
-    model = tiny.llama(num_hidden_layers=3)
-    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    model = adapted(model)
-    resident, ours = patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model)
-
-    def halve(m, layers):
-        shared = layers[0].mlp.up_proj.base_layer.weight
-        shared.data = shared.data / 2
-
-    for m in (resident, ours):
-        tiny.step(m, tiny.labelled())
-        stack = m.base_model.model.model
-        whole, stack.layers = stack.layers, stack.layers[1:]
-        halve(m, whole)
-        m.found = m(tiny.ids()).logits
-        stack.layers = whole
-    assert torch.equal(resident.found, ours.found)
-    ours.train()
-    hook = whole[1].mlp.register_forward_pre_hook(
-        tiny.OfAnEngine(lambda module, args: hook.remove() or halve(ours, whole))
-    )
-    loss = ours(**tiny.labelled()).loss
+    ours = patched(adapted(model))
     with pytest.raises(
-        RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"
+        ValueError, match="a LlamaDecoderLayer came whose weight is another layer's"
     ):
-        loss.backward()
+        ours(**tiny.labelled())
 
 
 @pytest.mark.parametrize(

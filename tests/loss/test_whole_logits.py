@@ -17,7 +17,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfpatch
-from hfpatch.loss.causal_model import FusedCausalLM
+from hfpatch import ops
 
 TOKENS, VOCAB = 320, 1009
 
@@ -46,12 +46,19 @@ def stock():
     return AutoModelForCausalLM.from_config(config)
 
 
+def within(workspace_bytes: int, monkeypatch) -> None:
+    """The model's loss has this workspace."""
+    loss = ops.linear_cross_entropy
+    given = lambda *args, **options: loss(*args, **options | {"workspace_bytes": workspace_bytes})  # noqa: E731
+    monkeypatch.setattr(ops, "linear_cross_entropy", given)
+
+
 @pytest.mark.parametrize("patched", [True, False], ids=["ours", "stock"])
 def test_a_qwen3_step_never_holds_whole_logits(patched, stock, tmp_path, monkeypatch):
     """A workspace of 128 rows stands for one that is small beside 131,072 tokens; transformers' own
     step is the control.
     """
-    monkeypatch.setattr(FusedCausalLM, "_workspace", lambda self: 128 * VOCAB * 5)
+    within(128 * VOCAB * 5, monkeypatch)
     model = copy.deepcopy(stock)
     if patched:
         hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=64))
@@ -84,7 +91,7 @@ class Padded(Qwen3ForCausalLM):
 def test_a_heads_padding_is_no_part_of_the_loss(words, stock, monkeypatch):
     """Nor does it make logits: who leaves words out asks for fewer rows of the head."""
     monkeypatch.setattr(Padded, "words", words)
-    monkeypatch.setattr(FusedCausalLM, "_workspace", lambda self: 16 * VOCAB * 5)
+    within(16 * VOCAB * 5, monkeypatch)
     theirs, ours = Padded(stock.config).double(), Padded(stock.config).double()
     theirs.load_state_dict(stock.state_dict())
     ours.load_state_dict(stock.state_dict())

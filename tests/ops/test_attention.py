@@ -13,6 +13,7 @@ from hfpatch.attention import attention as A
 from hfpatch.attention import backends as R
 from hfpatch.attention import efficient, flex
 from hfpatch.budget.cuts import heads_per_group
+from hfpatch.lab.float64 import attention_ref
 from tests.numerics import assert_close
 
 
@@ -30,7 +31,7 @@ def reference(q, k, v, dout, scale, documents, dtype, sinks=None, **pattern):
         for x in (q, k, v, *(() if sinks is None else (sinks,)))
     ]
     sinks = leaves[3] if sinks is not None else None
-    out, lse = A.attention_ref(
+    out, lse = attention_ref(
         *leaves[:3], scale=scale, pattern=A.Pattern(documents, **pattern), sinks_H=sinks
     )
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
@@ -677,7 +678,7 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     )
     for pattern in (A.CAUSAL, A.Pattern(hidden_BT=hidden), documents):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        wanted, _ = A.attention_ref(*leaves, scale=0.1, pattern=pattern)
+        wanted, _ = attention_ref(*leaves, scale=0.1, pattern=pattern)
         expected = torch.autograd.grad(wanted, leaves, dout)
         for backend in ("flash", "cudnn"):
             out, lse, state = A.attention_forward(

@@ -16,7 +16,6 @@ from tests.ops.test_linear_cross_entropy import (
     OPTIONS,
     exact,
     make,
-    options_for,
 )
 
 
@@ -26,7 +25,7 @@ def test_gradcheck(name, workspace):
     *inputs, labels = make((2, 6, 4), 7, torch.float64)
     assert torch.autograd.gradcheck(
         lambda h, w, b: linear_cross_entropy(
-            h, w, labels, bias=b, workspace_bytes=workspace, **options_for(name, 7)
+            h, w, labels, bias=b, workspace_bytes=workspace, **OPTIONS[name]
         ),
         inputs,
     )
@@ -46,12 +45,10 @@ def test_any_subset_requires_grad(which, reduction):
     assert ours.requires_grad == any(which)
     if any(which):
         full = exact(inputs)
-        best = linear_cross_entropy_ref(
-            *full[:2], labels, bias=full[2], reduction=reduction
-        ).loss.sum()
+        best = linear_cross_entropy_ref(*full[:2], labels, bias=full[2], reduction=reduction).sum()
         usual = linear_cross_entropy_ref(
             *inputs[:2], labels, bias=inputs[2], reduction=reduction
-        ).loss.sum()
+        ).sum()
         ours.backward()
         got = [None if t.grad is None else t.grad.clone() for t in inputs]
         for t in inputs:
@@ -90,7 +87,7 @@ def test_second_backward_under_retain_graph(options, overwrite):
 def test_double_backward_is_refused_with_a_sentence(dtype):
     *inputs, labels = make((1, 6, 4), 7, dtype)
     loss = linear_cross_entropy(*inputs[:2], labels)
-    with pytest.raises(RuntimeError, match="hfpatch: linear_cross_entropy has one derivative"):
+    with pytest.raises(RuntimeError, match="hfpatch: linear_(cross_entropy|log_prob) has one"):
         torch.autograd.grad(loss, inputs[0], create_graph=True)
 
 
@@ -168,10 +165,10 @@ def test_opcheck_of_the_small_ops():
 
     labels = torch.tensor([1, -100], device=DEVICE)
     best, stats = labels.int(), float32(3, 2)
-    chunk = (float32(2, 5), labels, float32(), float32(5), float32(2), float32(2, 2), best, stats)
+    chunk = (float32(2, 5), labels, float32(), float32(2), float32(2, 2), best, stats)
     chunk += (-100, 0.0, 0.0, 1.0, 0.0, True)
     opcheck("cross_entropy_chunk_", *chunk)
-    again = (float32(2, 5), labels, float32(7, 2), None, -100, 0.0, 1.0)
+    again = (float32(2, 5), labels, float32(7, 2), -100, 0.0, 1.0)
     opcheck("cross_entropy_chunk_bwd_", *again)
     opcheck("scale_", float32(3), float32())
 
@@ -186,7 +183,7 @@ def test_runs_outside_a_compiled_graph(case):
 
     def step(hidden, weight, bias, labels):
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=case == "autocast"):
-            options = options_for(case, 11) if case in OPTIONS else {}
+            options = OPTIONS.get(case, {})
             loss = linear_cross_entropy(hidden * 2.0, weight, labels, bias=bias, **options)
         return (loss * 3.0).sum()
 
@@ -222,11 +219,8 @@ SHARD = SimpleNamespace(start=0, stop=11, size=11)
         ({"num_valid": -1}, "num_valid"),
         ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"softcap": 0.0}, "softcap"),
-        ({"class_weight": torch.ones(3)}, "class_weight of shape"),
-        ({"class_weight": torch.ones(11, requires_grad=True)}, "without a gradient"),
         ({"z_loss": -1.0}, "z_loss"),
         ({"shard": SHARD, "label_smoothing": 0.1}, "no label_smoothing"),
-        ({"shard": SHARD, "class_weight": torch.ones(11)}, "no class_weight beside a shard"),
         ({"workspace_bytes": 100}, "workspace_bytes"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -251,5 +245,5 @@ def test_ignore_index_may_be_a_word(ignore_index):
     labels[0, ::3] = ignore_index
     ours = linear_cross_entropy(hidden, weight, labels, ignore_index=ignore_index)
     torch.testing.assert_close(
-        ours, linear_cross_entropy_ref(hidden, weight, labels, ignore_index=ignore_index).loss
+        ours, linear_cross_entropy_ref(hidden, weight, labels, ignore_index=ignore_index)
     )

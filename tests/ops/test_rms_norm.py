@@ -109,8 +109,7 @@ def test_rounds_where_the_family_rounds(family, x_dtype, w_dtype):
         )
 
 
-# 5120: masked half of a block; 8192 and 16384: 70B and 405B, whose backward takes the piecewise
-#     kernel past 8192.
+# 5120: masked half of a block; 8192 and 16384: 70B and 405B.
 @pytest.mark.parametrize("width", [5120, 8192, 16384, 12289])
 def test_wide(width):
     x, w = randn(6, width, dtype=BF16), randn(width, dtype=BF16, seed=1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hfpatch
+from hfpatch.compat import OUR_EXPERTS, name_experts
 from hfpatch.ops import experts as op
 from hfpatch.parts import experts
 from tests import tiny
@@ -64,3 +65,25 @@ def test_experts_whose_gate_is_not_known_run_as_they_are_named(calls, monkeypatc
     assert not calls
     for name, value in plain.items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backend_that_is_named_after_apply_runs_from_then_on(calls):
+    stock = families.small_model("qwen3_moe", torch.float32)
+    ours = tiny.patched(stock)
+    exact = tiny.step(tiny.exact(stock), batch())  # by "eager": the others have no float64
+    for name, runs in (("batched_mm", False), ("grouped_mm", True), ("eager", True)):
+        ours.set_experts_implementation(name)
+        stock.set_experts_implementation(name)
+        calls.clear()
+        assert_as_good(tiny.step(ours, batch()), tiny.step(stock, batch()), exact)
+        assert bool(calls) is runs
+
+
+def test_a_config_that_was_copied_within_a_forward_runs_ours(calls):
+    """Its experts do not look for the function that they are."""
+    stock = families.small_model("qwen3_moe", torch.float32)
+    ours = copy.deepcopy(stock)
+    name_experts(ours.config, OUR_EXPERTS)
+    got, plain = tiny.step(ours, batch()), tiny.step(stock, batch())
+    assert calls
+    assert_as_good(got, plain, tiny.step(tiny.exact(stock), batch()))

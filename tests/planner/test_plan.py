@@ -493,7 +493,7 @@ def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatc
 
 
 def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
-    from hfpatch.lab.simulate.rivals import build
+    from hfpatch.lab.simulate.implementations import build
 
     values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 4,
@@ -530,7 +530,7 @@ def test_auto_spends_free_memory_where_no_closed_form_helps(family):
     """Layers of GLM-4.5, and those of a hybrid with all that their mixers make, keep more than
     "least" has them keep, in the bytes that are planned.
     """
-    from hfpatch.lab.simulate.rivals import build, prepare
+    from hfpatch.lab.simulate.implementations import build, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     values = {"model_type": family, **FREE[family]}
@@ -675,7 +675,7 @@ def test_adapters_and_the_longest_sequence_of_a_model_without_closed_forms():
 # of what is beyond gradients.
 @pytest.mark.parametrize("policy", [Policy("host", tile=256), "stock"])
 def test_a_few_layers_tell_all(policy, monkeypatch):
-    from hfpatch.lab.simulate.rivals import build
+    from hfpatch.lab.simulate.implementations import build
     from hfpatch.planner import simulated
     from hfpatch.planner.counted import Counted, Values, layers_of
 
@@ -1079,7 +1079,7 @@ HYBRIDS = {
 def test_a_hybrid_s_plan_is_what_its_whole_length_takes(family):
     """What is told by steps of three to five tiles, beside a simulated step of eight."""
     from hfpatch.decoder.small_instance import scaled_config
-    from hfpatch.lab.simulate.rivals import build, config_class, prepare
+    from hfpatch.lab.simulate.implementations import build, config_class, prepare
     from hfpatch.lab.simulate.simulator import simulate
 
     small = scaled_config(config_class(family)(**HYBRIDS[family]), 4).to_dict()

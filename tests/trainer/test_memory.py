@@ -10,14 +10,14 @@ from transformers import Trainer, TrainingArguments
 
 import hfpatch
 from hfpatch.budget.hardware import GPUS
-from hfpatch.lab.allocator import Allocator, PlacedFollower
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
-from hfpatch.lab.simulate.rivals import build, prepare
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.layer import policies as runtime_module
 from hfpatch.layer.room import Gauge
 from hfpatch.trainer import memory
 from hfpatch.trainer.callback import Callback
+from profiles.clock.allocator import Allocator, PlacedFollower
 from tests.layer.deep import tiny_llama, tokens
 
 pytestmark = pytest.mark.usefixtures("exact_loss")

@@ -1,6 +1,4 @@
-"""The three sentences a report opens with: the peak, who holds it, the change that would lower it
-most.
-"""
+"""The first three sentences of a report: the peak, its largest holder, the best change."""
 
 from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Run, generic, size
 
@@ -10,8 +8,8 @@ APPLY = {
     "activations": "a layer then keeps its input and attention output only, in host memory",
     "checkpoints": "layer inputs then wait in host memory",
 }
-# (category, the part of it that the change removes, the change): 8-bit states leave a quarter of 4
-# bytes, half a tile halves what lives per tile.
+# (category, the share of it that the change removes, the change). 8-bit states take a quarter of 4
+# bytes, half a tile half of the memory per tile.
 CHANGES = (
     (
         "checkpoints",
@@ -37,9 +35,7 @@ LASTING_CHANGES = (
 
 
 def focus(runs: list[Run]) -> Run:
-    """The run a report is about: hfpatch's where it finished, at the longest length; else what
-    finished; else any.
-    """
+    """The run that the report is about: the longest that finished, hfpatch's first; else any."""
     order = sorted(
         runs, key=lambda r: (r.error is None, r.seq_len, r.impl == "hfpatch", r.peak_bytes)
     )
@@ -47,10 +43,9 @@ def focus(runs: list[Run]) -> Run:
 
 
 def best_change(run: Run) -> tuple[str, int]:
-    """(the change that lowers the peak most, by how many bytes at most); ("", 0) where none would.
+    """(the change that lowers the peak most, the most bytes that it saves); ("", 0) without one.
 
-    relief is the peak with a category gone all through the step: another moment's peak may hide
-        behind this one.
+    run.relief bounds the saving: the peak without a category is then at another moment.
     """
     split, changes = run.peak_split, []
 
@@ -61,7 +56,7 @@ def best_change(run: Run) -> tuple[str, int]:
     if run.impl == "hfpatch":
         on_host = run.memory.get("host_peak_bytes") or run.memory.get("pinned_host_peak_bytes")
         for category, part, text in CHANGES:
-            if not (on_host and "offload=" in text):  # what a layer keeps waits there already
+            if not (on_host and "offload=" in text):  # layers already keep tensors there
                 add(category, part, text, category)
     else:
         most = max(APPLY, key=lambda name: split[name])
@@ -77,8 +72,8 @@ def best_change(run: Run) -> tuple[str, int]:
 
 
 def holder(run: Run) -> tuple[str, str, int]:
-    """(module, phase, bytes): who holds most of the peak beyond what lasts, and in which phase it
-    was born.
+    """(module, phase, bytes): the module that holds most of the peak beyond LASTING categories, and
+    the phase in which these blocks were born.
     """
     held: dict = {}
     for row in run.rows:
@@ -92,7 +87,7 @@ def holder(run: Run) -> tuple[str, str, int]:
 
 
 def sentences(runs: list[Run]) -> list[str]:
-    """Three sentences for people. With nothing recorded, what went wrong in one."""
+    """Three sentences for people; one with the error if nothing was recorded."""
     run = focus(runs)
     if not run.peak_bytes:
         return [f"Nothing was recorded: {run.error or 'no run finished'}."]

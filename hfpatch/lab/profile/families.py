@@ -1,11 +1,9 @@
-"""Seconds by kind of kernel, and the time compute stood still while copies ran, from names and
-intervals alone.
-"""
+"""Seconds by kind of kernel, and compute's waits for copies, from names and intervals of events."""
 
 import re
 
-# First match wins. Names: CUDA kernels as cuBLAS, cuDNN, FlashAttention, Triton and ATen call them,
-# and CPU operators.
+# The first match counts. Names are those of CUDA kernels (cuBLAS, cuDNN, FlashAttention, Triton,
+# ATen) and of CPU operators.
 FAMILIES = (
     ("copy host-device", re.compile(r"memcpy (htod|dtoh)", re.I)),
     (
@@ -43,7 +41,7 @@ FAMILIES = (
 
 
 def family(name: str) -> str:
-    """'void cutlass_80_tensorop_...' -> 'matmul'; what matches nothing is 'other'."""
+    """'void cutlass_80_tensorop_...' -> 'matmul'; 'other' without a match."""
     return next((kind for kind, pattern in FAMILIES if pattern.search(name)), "other")
 
 
@@ -70,9 +68,9 @@ def copy_wait(kernels) -> float:
     """Seconds in which the compute stream was idle while another stream copied between host and
     device.
 
-    kernels: (name, stream, start, end) of device events, in seconds. The compute stream is the
-    busiest one that does anything but copy. Idle time with no copy running is the host's fault, not
-    counted here.
+    kernels: (name, stream, start, end) of device events, in seconds. The compute stream is the one
+    with the most work other than copies. Idle time without a copy, when compute waits for the host,
+    does not count.
     """
     busy: dict = {}
     for name, stream, start, end in kernels:

@@ -1,5 +1,5 @@
-"""What `profile` is asked for: one run, checked before any process starts. Imports torch where a
-device is asked for alone.
+"""The options of one run of `profile`, checked before a process starts. Imports torch only to find
+the device.
 """
 
 from dataclasses import dataclass, field
@@ -17,9 +17,10 @@ LEAST = {"seq_len": 2, "batch": 1, "steps": 1, "warmup": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to run. model: a preset, a config.json, a folder or a hub id; checkpointing: what
-    hfpatch.apply takes, in words that JSON can write. ValueError for a value that its field cannot
-    take.
+    """One run. Raises ValueError for a wrong value.
+
+    model: a preset, a config.json, a folder or a hub id. checkpointing: as of hfpatch.apply, in the
+    words of a command line, which JSON can write.
     """
 
     model: str
@@ -70,8 +71,7 @@ class Options:
     def torch_dtype(self):
         import torch
 
-        # CPUs without AMX multiply bfloat16 many times slower; memory is then counted in float32
-        # and said so.
+        # CPUs without AMX multiply bfloat16 many times slower. The report names the dtype.
         name = (
             ("bfloat16" if self.on == "cuda" else "float32") if self.dtype == "auto" else self.dtype
         )
@@ -79,9 +79,7 @@ class Options:
 
 
 def words_of(checkpointing) -> list[str]:
-    """What apply() takes as checkpointing, as the words of a command line; none for "auto". Raises
-    ValueError.
-    """
+    """The value of checkpointing= as a command line's words; none for "auto". Raises ValueError."""
     found = parse_checkpointing(checkpointing)
     return ["off"] if found == "off" else found.words()
 
@@ -89,7 +87,7 @@ def words_of(checkpointing) -> list[str]:
 def check_together(
     impls: list[str], checkpointing: list[str], gradient_checkpointing: bool
 ) -> None:
-    """ValueError for an option that is for none of the implementations that run."""
+    """ValueError for an option that no implementation of this run uses."""
     if checkpointing and "hfpatch" not in impls:
         raise ValueError(
             f"hfpatch: checkpointing is for hfpatch, impl named {', '.join(impls)}; add hfpatch, "

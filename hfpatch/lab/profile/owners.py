@@ -1,11 +1,11 @@
-"""From torch.profiler's events to allocations with owners: module, phase, operator, Python line,
+"""Makes allocations with owners of torch.profiler's events: module, phase, operator, Python line,
 category.
 """
 
 from hfpatch.lab.profile.record import Events, above, is_backward
 from hfpatch.lab.profile.timeline import NOWHERE, Allocation
 
-# Frames that say nothing about who asked for the memory.
+# Frames of plumbing, which say nothing about the owner of memory.
 SKIPPED = (
     "torch/",
     "contextlib.py",
@@ -18,9 +18,7 @@ SKIPPED = (
 
 
 def operator(node) -> str:
-    """The innermost operator around an event: 'aten::mm', 'hfpatch::swiglu', or '' for plain
-    Python.
-    """
+    """The innermost operator around an event, such as 'aten::mm'; '' for plain Python."""
     backward = ""
     for parent in above(node):
         if parent.typed[0].name == "TorchOp":
@@ -35,7 +33,7 @@ def operator(node) -> str:
 
 
 def _maker(node) -> str:
-    """aten::empty is asked for by the operator around it."""
+    """The operator around aten::empty, which called it."""
     for parent in above(node):
         if parent.typed[0].name != "TorchOp":
             break
@@ -47,18 +45,15 @@ def _maker(node) -> str:
 
 
 def line(events: Events, node) -> str:
-    """'transformers/models/llama/modeling_llama.py:64': the innermost frame that is not plumbing,
-    or ''.
+    """The innermost frame that is not plumbing, such as
+    'transformers/models/llama/modeling_llama.py:64', or ''.
 
-    In a backward, where the only frame around is the training loop's, the line of the forward.
+    In a backward, whose only frame is the training loop's, it is the line of the forward.
     """
     for parent in above(node):
         if parent.typed[0].name in ("PyCall", "PyCCall"):
             frame = parent.typed[1].caller
-            if (
-                not frame.file_name.startswith(SKIPPED)
-                and "hfpatch/profiling" not in frame.file_name
-            ):
+            if not frame.file_name.startswith(SKIPPED):
                 return f"{frame.file_name}:{frame.line_number}"
         elif parent.typed[0].name == "TorchOp" and is_backward(parent):
             forward = events.forward_of(node)
@@ -67,14 +62,15 @@ def line(events: Events, node) -> str:
 
 
 def allocations(events: Events, device_type: str, preexisting, marks, head: str = "lm_head"):
-    """Every block of the device's allocator as an Allocation, times in seconds from the first
-    phase, and the phases.
+    """(Allocations of the device's allocator, phases, end), times in seconds from the first phase.
 
-    preexisting: (data_ptr, bytes, category) alive before the recording; marks: (phase name,
-    {data_ptr: category}) taken at the end of a phase: a block alive there with that address is what
-    the mark says it is; a category may be a pair (category, module): only a block older than that
-    module's first call is meant; head: the output projection's module name, whose blocks, and those
-    of the modules that hold it, are the loss's.
+    Args:
+        preexisting: (data_ptr, bytes, category) of blocks alive before the recording.
+        marks: (phase name, {data_ptr: category}). A block with that address at the phase's end has
+            that category. With a pair (category, module), only a block that is older than the
+            module's first call has it.
+        head: the output projection's module name. Its blocks, and those of modules that hold it,
+            belong to the loss.
     """
     zero = (
         events.phases[0][1]
@@ -99,7 +95,7 @@ def allocations(events: Events, device_type: str, preexisting, marks, head: str 
         while checks and node.start_time_ns > checks[0][0]:
             _mark(events, living, checks.pop(0)[1])
         if fields.alloc_size > 0:
-            if fields.ptr in living:  # freed where the profiler did not look
+            if fields.ptr in living:  # the profiler missed that it was freed
                 close(living.pop(fields.ptr), node.start_time_ns)
             living[fields.ptr] = (node, fields.alloc_size, None)
         elif fields.ptr in living:
@@ -128,7 +124,7 @@ def _mark(events, living, pointers):
 
 
 def _owned(events, node, count, category, died, zero, forward_end, head) -> Allocation:
-    """One Allocation: who asked for it, and what it is for."""
+    """One Allocation, with its owner and its category."""
     died_s = None if died is None else (died - zero) / 1e9
     if node is None:
         return Allocation(count, min(0.0, died_s or 0.0), died_s, category, "", "before the step")
@@ -164,7 +160,7 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
 
 
 def holds(head: str, module: str) -> bool:
-    """The head itself, a part of it (an adapter), or what holds it: the causal LM, whose forward
+    """Whether the module is the head, a part of it (an adapter), or the causal LM that holds it and
     calls the loss.
     """
     return module == "" or (head + ".").startswith(module + ".") or module.startswith(head + ".")

@@ -1,13 +1,19 @@
-"""memory.png: the report's first chart for a README, drawn by matplotlib."""
+"""memory.png: memory over one step, drawn by matplotlib."""
 
-from hfpatch.lab.profile.page import COLOURS, ticks
 from hfpatch.lab.profile.report import by_length, columns
 from hfpatch.lab.profile.timeline import CATEGORIES, UNITS, Run, size, unit_of
 
+COLOURS = {
+    "parameters": "#7d8a99", "gradients": "#4a7fc1", "optimizer": "#b5854b",
+    "checkpoints": "#3f9f6b", "activations": "#d8a800", "loss": "#dc4f55",
+    "working set": "#9166d8", "other": "#a79f9a",
+}  # fmt: skip
+
 
 def draw(runs: list[Run], path: str) -> bool:
-    """Writes the picture: a row per length, a panel per run, one memory axis per row. False without
-    matplotlib.
+    """Writes the picture: a row per length, a panel per run, one memory axis per row.
+
+    Returns False without matplotlib, or if no run has a curve.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,7 +50,6 @@ def draw(runs: list[Run], path: str) -> bool:
                           va="bottom",
                           xycoords=("axes fraction", "data"), fontsize=9)  # fmt: skip
             axis.set_ylim(0, top / unit)
-            axis.set_yticks([t / unit for t in ticks(top)])
             axis.set_xlim(min(0, times[0]), max(times[-1], 1e-9))
             axis.set_title(f"{title}, {length:,} tokens", fontsize=10, loc="left")
             axis.set_xlabel("seconds" if run.time_unit == "s" else run.time_unit, fontsize=9)

@@ -1,19 +1,18 @@
-"""What the closed form says of a run, to stand beside what was measured or simulated."""
+"""The closed form's figures for a run, to compare with measured or simulated ones."""
 
 from hfpatch.budget.shape import ModelShape
-from hfpatch.lab.simulate.simulator import runtimes
 from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, memory_of
+from hfpatch.lab.watch import policy_used
 
 # tensors of a parameter's size and type that each optimizer keeps
 STATES = {"adamw": 2, "sgd": 0, "none": 0}
 
 
 def planned(model, options, *, itemsize: int, policy=None) -> dict:
-    """The closed form's peak for this model and these options, in bytes; policy: hfpatch's where
-    its layers tell none.
+    """The closed form's peaks for this model and these options, in bytes.
 
-    Empty for what the closed form does not describe: other layers than Llama's, Liger, layers that
-        did not run tiled.
+    policy: of hfpatch's layers, by default the last one that ran. Returns {} for a run that no
+    closed form describes: an unknown family, Liger, layers that did not run in tiles.
     """
     try:
         shape = ModelShape.from_config(model.config)
@@ -22,18 +21,15 @@ def planned(model, options, *, itemsize: int, policy=None) -> dict:
     if options.impl == "hf":
         policy = STOCK_CHECKPOINTING if options.gradient_checkpointing else STOCK
     elif options.impl == "hfpatch":
-        # What the runtime resolved for the shape that ran last.
-        policy = policy or next(
-            (p for s in runtimes(model) for p in reversed(s.policies.values())), None
-        )
-        policy = "off" if options.checkpointing == ["off"] else policy
+        # By default the policy of the shape that ran last.
+        policy = "off" if options.checkpointing == ["off"] else policy or policy_used(model)
     if policy is None:
         return {}
     memory = memory_of(
         shape, policy, batch=options.batch, tokens=options.seq_len, itemsize=itemsize
     )
     states = STATES[options.optimizer] * memory.parameters
-    # Recorded from the first step on, the states are born when the activations are gone.
+    # In a first step the states are born after the activations are gone.
     late = max(memory.peak, memory.parameters + memory.gradients + states)
     peak = memory.peak + states if options.warmup else late
     return {

@@ -1,10 +1,10 @@
-"""What torch.profiler recorded of a step: markers around modules and phases, and its events by thread.
+"""Records a step with torch.profiler: markers around modules and phases, and its events by thread.
 (owners.py makes allocations of them.)
 
 The profiler's event tree holds every allocation and free of PyTorch's allocators, CPU or CUDA.
-Forward hooks leave a marker around each module's call, so the innermost marker around an allocation
-names its module; in the backward, where no module is called, the autograd node's sequence number
-leads back to the operator of the forward that made it.
+Hooks put a marker around each module's call, so the innermost marker around an allocation names its
+module. The backward calls no module. There the autograd node's sequence number leads to the
+operator of the forward that made the node.
 """
 
 import bisect
@@ -29,8 +29,8 @@ def phase(name: str):
 
 @contextlib.contextmanager
 def module_markers(model: torch.nn.Module):
-    """While open, every module's call is marked with its name, and the addresses of the decoder
-    layers' inputs are noted: yields {data_ptr: ("checkpoints", layer's name)}.
+    """A context that marks every module's call with its name, and collects the addresses of decoder
+    layers' inputs: yields {data_ptr: ("checkpoints", layer's name)}.
     """
     opened = threading.local()
     names = {id(module): name for name, module in model.named_modules()}
@@ -55,8 +55,8 @@ def module_markers(model: torch.nn.Module):
 
 
 def is_layer(name: str, module) -> bool:
-    """A decoder layer in any family, wrapped or patched: a numbered module that holds an attention
-    and an MLP.
+    """Whether this is a decoder layer, wrapped or patched: a numbered module with an attention and
+    an MLP.
     """
     return (
         name.rpartition(".")[2].isdigit()
@@ -67,10 +67,10 @@ def is_layer(name: str, module) -> bool:
 
 @contextlib.contextmanager
 def host_buffers():
-    """While open, notes what the runtime takes as host memory: yields {data_ptr: bytes}.
+    """A context that collects the runtime's host buffers: yields {data_ptr: bytes}.
 
-    On a GPU that memory is outside of PyTorch's allocators; on a CPU it must not be counted as if
-    it were the device's.
+    On a GPU this memory is outside of PyTorch's allocators. On a CPU it must not count as the
+    device's.
     """
     held: dict = {}
     real = device.host_empty
@@ -88,8 +88,8 @@ def host_buffers():
 def kernels(profiler: torch.profiler.profile) -> list:
     """(name, stream, start, end) of the recorded device events, in seconds.
 
-    Not by profiler.events(): that reads the names of Python events too, of which torch 2.13 garbles
-    some (they are then no UTF-8, and reading them raises).
+    profiler.events() would also read the names of Python events. torch 2.13 garbles some of them
+    into bytes that are no UTF-8, and reading these raises.
     """
     return [
         (
@@ -104,15 +104,12 @@ def kernels(profiler: torch.profiler.profile) -> list:
 
 
 class Spans:
-    """Properly nested (start, end, name) of one thread; `at(t)` is the innermost name around t, or
-    None.
-    """
+    """Properly nested (start, end, name) of one thread. at(t): the innermost name at t, or None."""
 
     def __init__(self, spans):
         edges = []
         for start, end, name in spans:
-            # At one instant an end comes before a start; of two starts the longer span is the outer
-            # one.
+            # At one instant an end comes before a start. Of two starts the longer span is outside.
             edges.append((start, 1, -end, name))
             edges.append((end, 0, 0, name))
         edges.sort(key=lambda e: e[:3])
@@ -131,7 +128,7 @@ class Spans:
 
 
 class Events:
-    """The profiler's tree, flattened once: allocations in order of time, operators, markers, by
+    """The profiler's tree, flattened: allocations in order of time, and operators and markers by
     thread.
     """
 
@@ -173,8 +170,8 @@ class Events:
         for found in self.ops.values():
             found.sort(key=lambda n: n.start_time_ns)
         self.spans = {tid: Spans(marks) for tid, marks in self.marks.items()}
-        # torch marks Optimizer.step itself, inside an engine's backward too; ours around it says
-        # the same twice.
+        # torch marks Optimizer.step itself, inside an engine's backward too. Our mark, if there is
+        # one, is around the same step.
         ours = [p for p in self.phases if p[0] == "optimizer"]
         torchs = [("optimizer", *rest) for name, *rest in self.phases if name == "torch optimizer"]
         self.phases = [p for p in self.phases if p[0] in ("forward", "backward")] + (ours or torchs)
@@ -182,7 +179,9 @@ class Events:
         self.main_tid = next((tid for name, _, _, tid in self.phases if name == "forward"), None)
 
     def operator_seconds(self):
-        """(operator, its own seconds) of every call: without the operators that it called."""
+        """(operator, its own seconds) of every call, without the seconds of operators that it
+        calls.
+        """
         for node in self.all_ops:
             if node.name.startswith(("hfpatch.", "Optimizer.")):
                 continue
@@ -196,8 +195,8 @@ class Events:
             yield node.name, max(0, node.duration_time_ns - inner) / 1e9
 
     def forward_of(self, node):
-        """The operator of the forward that made the autograd node around this event, or None
-        outside a backward.
+        """The operator of the forward that made the autograd node around this event; None outside
+        of a backward.
         """
         around = [n for n in above(node) if n.typed[0].name == "TorchOp" and is_backward(n)]
         if not around:
@@ -221,9 +220,7 @@ class Events:
         )
 
     def phase_at(self, t) -> str:
-        """The innermost phase around t: an optimizer step inside an engine's backward is the
-        optimizer's.
-        """
+        """The innermost phase at t, "optimizer" for a step inside an engine's backward."""
         name = ""
         for what, start, end, _ in self.phases:
             if start <= t <= end:
@@ -234,9 +231,7 @@ class Events:
         return any(start <= t <= end for start, end in self.host)
 
     def module_at(self, node) -> str | None:
-        """The module whose call, or whose backward, this event belongs to; None where no module was
-        called.
-        """
+        """The module whose forward or backward this event belongs to, None without one."""
         called = (
             self.spans[node.start_tid].at(node.start_time_ns)
             if node.start_tid in self.spans

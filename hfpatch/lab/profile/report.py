@@ -1,13 +1,11 @@
-"""report.md from a list of Runs: three sentences, then tables, whose rows the page takes too."""
+"""report.md from a list of Runs: three sentences, then tables."""
 
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.timeline import CATEGORIES, LASTING, MEANING, Run, generic, size
 
 
 def columns(runs: list[Run]) -> list[str]:
-    """One heading per run; a simulated one is marked wherever it appears, and one that ran out of
-    memory too.
-    """
+    """One heading per run. It marks simulated runs, and runs that did not finish."""
     marks = {"simulated": " (simulated)"}
     return [
         r.impl + marks.get(r.source, "") + (" (did not finish)" if r.error else "") for r in runs
@@ -32,9 +30,7 @@ def category_table(runs):
 
 
 def module_table(runs):
-    """Rows (module, [text per run]) beyond parameters, gradients and optimizer states, where they
-    differ most first.
-    """
+    """Rows (module, [text per run]) of memory beyond LASTING categories, the largest first."""
     held = []
     for run in runs:
         mine: dict = {}
@@ -54,9 +50,7 @@ def module_table(runs):
 
 
 def tables(runs) -> list:
-    """(title, heading of the first column, rows) of every table over runs of one length that has
-    rows.
-    """
+    """(title, heading of the first column, rows) of each table that has rows, of one length."""
     found = (
         ("At each one's own peak, by category", "category", category_table(runs)),
         ("Beyond parameters, gradients and optimizer, by module", "module", module_table(runs)),
@@ -71,9 +65,7 @@ def _seconds(value):
 
 
 def figure_table(runs):
-    """Rows (figure, [text per run]): speed, the allocator's own counts, host memory, plan against
-    measurement.
-    """
+    """Rows (figure, [text per run]): speed, the allocator's counts, host memory, plan and peak."""
     rows = []
 
     def add(name, values):
@@ -115,9 +107,7 @@ def figure_table(runs):
 
 
 def family_table(runs):
-    """Rows (kernel family, [text per run]) of the recorded step; empty for simulated runs, which
-    run no kernel.
-    """
+    """Rows (kernel family, [text per run]) of the recorded step; none for simulated runs."""
     names = sorted(
         dict.fromkeys(n for r in runs for n in r.families),
         key=lambda n: -max(r.families.get(n, 0) for r in runs),

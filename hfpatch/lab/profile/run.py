@@ -14,7 +14,6 @@ from pathlib import Path
 
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
-from hfpatch.lab.profile.page import html
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
 from hfpatch.lab.profile.worker import PROGRESS
@@ -24,7 +23,7 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Profile:
-    """What `profile` returns: the folder, its Runs, and what could not run and why."""
+    """The result of `profile`: the folder, its Runs, and notes on runs that were not possible."""
 
     folder: Path
     runs: list[Run]
@@ -35,7 +34,7 @@ class Profile:
         return sentences(self.runs)
 
     def __str__(self) -> str:
-        return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.html'}"])
+        return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.md'}"])
 
 
 def profile(
@@ -60,16 +59,24 @@ def profile(
 ) -> Profile:
     """Runs real training steps of each implementation and writes a folder with their report.
 
-    model: a preset, a config.json, a folder or a hub id; weights are random. seq_len in tokens, one
-    or several. steps: one is recorded, the rest timed without the profiler; warmup: steps before
-    the recorded one (0: record the first step, with the birth of the optimizer states in it).
-    dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a name. gradient_checkpointing: of hf and
-    liger; checkpointing: of hfpatch, what hfpatch.apply takes. simulate: follow the step on fake
-    tensors, for what this machine cannot hold; the report says so. One that cannot run here is
-    named in the notes; one that runs out of memory is in the report. Raises ValueError for a bad
-    option, and where no implementation could run at all.
+    An implementation that cannot run here is named in the notes. One that runs out of memory is in
+    the report.
+
+    Args:
+        model: a preset, a config.json, a folder or a hub id. Weights are random.
+        seq_len: in tokens, one length or several.
+        steps: one is recorded, the others are timed without the profiler.
+        warmup: steps before the recorded one. 0 records the first step, in which optimizer states
+            are born.
+        dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a name.
+        gradient_checkpointing: of hf and liger.
+        checkpointing: of hfpatch, as hfpatch.apply takes it.
+        simulate: follow the step on fake tensors, for models that this machine cannot hold.
+
+    Raises:
+        ValueError: an option is wrong, or no implementation can run.
     """
-    # twice would write over its own trace
+    # a second run of one name would overwrite its trace
     names = list(dict.fromkeys(impl.split(",") if isinstance(impl, str) else impl))
     several = isinstance(seq_len, Iterable) and not isinstance(seq_len, str)
     lengths = list(seq_len) if several else [seq_len]
@@ -102,7 +109,7 @@ def profile(
 
 
 def _each_in_process(asked: list[dict], progress) -> tuple[list[Run], list[str]]:
-    """The Runs, and why others could not run here."""
+    """The Runs, and the reasons why others could not run here."""
     runs, notes = [], []
     for options in asked:
         name, length = options["impl"], options["seq_len"]
@@ -115,7 +122,7 @@ def _each_in_process(asked: list[dict], progress) -> tuple[list[Run], list[str]]
 
 
 def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
-    """Runs the worker; (Run, None), or (None, why it could not run here)."""
+    """Runs the worker. Returns (Run, None), or (None, the reason why it could not run here)."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "run.json"
         arguments = [
@@ -149,8 +156,7 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
         said[-1] if said else f"exit code {code}",
     )
     if code == -signal.SIGKILL:
-        # The kernel's out-of-memory killer leaves no message; what ran until then is lost, the fact
-        # is not.
+        # The kernel's out-of-memory killer leaves no message and no result.
         text = "killed by the system, as happens when the machine's memory runs out"
         return Run(
             impl=options["impl"], seq_len=options["seq_len"], batch=options["batch"], error=text
@@ -161,7 +167,7 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
 
 
 def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
-    """Writes report.md, report.html, memory.png and results.json into the folder."""
+    """Writes report.md, memory.png and results.json into the folder."""
     from hfpatch.lab.profile.picture import draw
 
     commit = _commit()
@@ -171,7 +177,6 @@ def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None
             "hfpatch: no memory.png, matplotlib is not installed; pip install hfpatch[report]"
         )
     (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
-    (folder / "report.html").write_text(html(runs, command=command, commit=commit, notes=notes))
     (folder / "results.json").write_text(
         results(runs, command=command, commit=commit, notes=notes) + "\n"
     )

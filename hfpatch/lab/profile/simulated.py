@@ -1,6 +1,4 @@
-"""A simulated step as a Run: the planner's follower ran it on fake tensors, the report is the same
-and says so.
-"""
+"""A simulated step as a Run, so that its report is written as that of a measured one."""
 
 import dataclasses
 from functools import partial
@@ -16,30 +14,19 @@ from hfpatch.lab.profile.planned import planned
 from hfpatch.lab.profile.record import is_layer
 from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
 from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
-from hfpatch.lab.simulate import liger
 from hfpatch.lab.simulate.follow import current, module_calls
-from hfpatch.lab.simulate.rivals import build
+from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
 
 
 def simulated_run(options: Options) -> Run:
-    """One simulated step, bfloat16 unless told otherwise, as on CUDA; the time axis counts
-    allocator events.
-    """
+    """One simulated step, by default in bfloat16. The time axis counts allocator events."""
     dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
     model = build(load_config(options.model).to_dict() | {"use_cache": False}, dtype).train()
     settings = parse_checkpointing(options.checkpointing)
     if settings != "off" and settings.offload == "auto":
         settings = dataclasses.replace(settings, offload="host")
-    if options.impl == "liger":
-        # its own Python, the kernels left out: they need a GPU and allocate nothing
-        liger.apply(model)
-    become(
-        model,
-        "hf" if options.impl == "liger" else options.impl,
-        options.gradient_checkpointing,
-        settings,
-    )
+    become(model, options.impl, options.gradient_checkpointing, settings)
     optimizer = (
         None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
     )
@@ -48,7 +35,7 @@ def simulated_run(options: Options) -> Run:
     layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
 
     def note(module, args):
-        """The blocks that decoder layers are given (by identity: the ledger keeps them alive)."""
+        """Collects the ids of the blocks of layers' inputs; the ledger keeps blocks alive."""
         if (
             id(module) in layers
             and args
@@ -84,10 +71,10 @@ def simulated_run(options: Options) -> Run:
 
 
 def _measured(run: Run, ledger, inputs: set, head: str, root: str) -> Run:
-    """The run with its phases and blocks, from the forward to the last block that a step takes or
-    lets go: what follows is the simulation's own clearing up.
+    """The run with its phases and blocks, from the forward to the step's last birth or death. Later
+    events clear up the simulation.
 
-    inputs: ids of the blocks that layers were given; head, root: as in _owned.
+    inputs: ids of the blocks of layers' inputs; head, root: as in _owned.
     """
     blocks = ledger.blocks
     passing = [
@@ -105,7 +92,7 @@ def _measured(run: Run, ledger, inputs: set, head: str, root: str) -> Run:
 
 
 def _within(a: Allocation, zero: int, end: int) -> Allocation:
-    """The allocation on a time axis that starts at zero; what dies at the end or after outlives
+    """The allocation on a time axis that starts at zero. One that dies at the end or later outlives
     it.
     """
     died = None if a.died is None or a.died >= end else max(0, a.died - zero)
@@ -113,10 +100,9 @@ def _within(a: Allocation, zero: int, end: int) -> Allocation:
 
 
 def _policy(model, options, settings, dtype):
-    """The tiled layers' policy where host memory is as large as it must be: what this machine has
-    free decides nothing.
+    """The tiled layers' policy with as much host memory as it needs, whatever this machine has.
 
-    None for layers that the closed form does not know, which then choose themselves.
+    None for layers without a closed form, which then choose by themselves.
     """
     try:
         shape = ModelShape.from_config(model.config)

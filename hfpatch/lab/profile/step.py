@@ -1,5 +1,4 @@
-"""One measured run: build the model, make it one implementation, train a few steps, record one of
-them.
+"""One measured run: builds the model, applies an implementation, trains a few steps, records one.
 
 Called by worker.py (one process per implementation) and by scripts/profile.py (under an engine, on
 every rank).
@@ -16,37 +15,30 @@ from pathlib import Path
 import torch
 
 from hfpatch.compat import dump_allocations, local_part, record_allocations
+from hfpatch.lab.device import is_out_of_memory, synchronize
+from hfpatch.lab.made import model_of
 from hfpatch.lab.models import config_of
 from hfpatch.lab.profile import record
 from hfpatch.lab.profile.families import by_family, copy_wait
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.owners import allocations
 from hfpatch.lab.profile.timeline import Run, measure, versions
-from hfpatch.lab.simulate.rivals import config_class
+from hfpatch.lab.simulate.implementations import config_class
 
 
 def load_config(name: str):
-    """The configuration of what `hfpatch plan` takes as a model. ValueError where there is none."""
+    """The configuration of a model as `hfpatch plan` takes it. ValueError for an unknown one."""
     values = dict(config_of(name)[1])
     return config_class(values.pop("model_type", None))(**values)
 
 
 def build_model(options: Options) -> torch.nn.Module:
-    """The model with random weights (memory and time do not depend on their values), in training
-    mode.
-    """
-    from transformers import AutoModelForCausalLM
-
+    """The model in training mode, with random weights: memory and time do not depend on values."""
     config = load_config(options.model)
     config.use_cache = False
     if (config.max_position_embeddings or 0) < options.seq_len:
         config.max_position_embeddings = options.seq_len
-    torch.manual_seed(0)
-    with torch.device(options.on):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=options.torch_dtype, attn_implementation="sdpa"
-        )
-    return model.train()
+    return model_of(config, options.on, options.torch_dtype)
 
 
 def become(
@@ -55,19 +47,19 @@ def become(
     gradient_checkpointing: bool = True,
     checkpointing: list[str] | str = "auto",
 ) -> list[str]:
-    """Makes the model one of IMPLEMENTATIONS; returns what apply() said, line by line. Raises
-    ValueError where it cannot run.
+    """Makes the model one of IMPLEMENTATIONS. Returns the lines of apply()'s report. Raises
+    ValueError if the implementation cannot run here.
 
-    gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, what hfpatch.apply takes.
+    gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, as hfpatch.apply takes it.
     """
     if impl == "hfpatch":
         import hfpatch
 
         return str(hfpatch.apply(model, checkpointing=checkpointing)).splitlines()
     if impl == "liger":
-        if next(model.parameters()).device.type == "cpu":
+        if not next(model.parameters()).is_cuda:
             raise ValueError(
-                "hfpatch: Liger's kernels need a GPU, the model is on the CPU; left out of this "
+                "hfpatch: Liger's kernels need a GPU, the model is on none; left out of this "
                 "report."
             )
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -91,7 +83,7 @@ def make_optimizer(parameters, name: str):
 
 
 def make_batch(vocab_size: int, options: Options, device) -> dict:
-    """Random tokens [batch, seq_len] int64, every one a label."""
+    """Random tokens [batch, seq_len] int64, each a label too."""
     ids = torch.randint(0, vocab_size, (options.batch, options.seq_len), device=device)
     return {"input_ids": ids, "labels": ids}
 
@@ -133,11 +125,10 @@ def record_run(
     progress: Callable[[str], None] = lambda text: None,
     main: bool = True,
 ) -> Run:
-    """Warm-up steps, one recorded step, then timed steps; always a Run, its error set where memory
-    ran out.
+    """Warm-up steps, one recorded step, then timed steps. The Run has an error if memory ran out.
 
-    backward: loss -> None, an engine's own (accelerator.backward); main: this rank writes trace and
-        snapshot.
+    backward: loss -> None, an engine's own (accelerator.backward). main: whether this rank writes
+    the trace and the snapshot.
     """
     device = batch["input_ids"].device
     run = _new_run(options, device)
@@ -155,7 +146,7 @@ def record_run(
         with record.module_markers(model) as step.inputs, _recording(profiler):
             recorded = True
             step(marked=True)
-            _synchronize(device)
+            synchronize()
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)
@@ -163,7 +154,7 @@ def record_run(
             progress(f"timed step {i} of {options.steps - 1}")
             start = time.perf_counter()
             step()
-            _synchronize(device)
+            synchronize()
             run.step_seconds.append(time.perf_counter() - start)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -189,8 +180,10 @@ def record_run(
 
 
 class Step:
-    """One training step, in phases. Of a marked one `marks` notes what its gradients and optimizer
-    states are, and `inputs` what its layers were given (record.module_markers).
+    """One training step, in phases.
+
+    marks: addresses of gradients and optimizer states of a marked step, by phase. inputs: those of
+    its layers' inputs (record.module_markers).
     """
 
     def __init__(self, model, optimizer, batch: dict, backward: Callable):
@@ -200,7 +193,7 @@ class Step:
 
     def __call__(self, marked: bool = False) -> None:
         with record.phase("forward"):
-            # the output object is not kept: it would hold the logits through the backward
+            # Keeping the output object would hold the logits through the backward.
             loss = self.model(**self.batch).loss
         if marked:
             self.marks.append(("forward", self.inputs))
@@ -252,20 +245,8 @@ def _read(profiler, run, device, before, marks, head):
         run.families = by_family(events.operator_seconds())
 
 
-def is_out_of_memory(error) -> bool:
-    # The CPU's allocator raises a plain RuntimeError: "DefaultCPUAllocator: can't allocate memory".
-    text = str(error)
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in text or "out of memory" in text
-
-
 def _device_name(device) -> str:
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
-
-
-def _synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _start_history(device):
@@ -292,8 +273,8 @@ def _write_trace(profiler, options, run):
 
 
 def _allocator_figures(device) -> dict:
-    """What the allocator itself says, to hold the followed figures against. Empty on a CPU, which
-    has no such count.
+    """The allocator's own counts, to compare with the followed figures. {} on a CPU, without
+    counts.
     """
     if device.type != "cuda":
         return {}
@@ -319,7 +300,7 @@ def _gradients(model) -> list:
 
 
 def _states(optimizer) -> list:
-    """Optimizer states, and the fp32 copies an engine keeps in its parameter groups."""
+    """Optimizer states, and the fp32 copies that an engine keeps in its parameter groups."""
     inner = getattr(optimizer, "optimizer", optimizer)
     found = [
         v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)
@@ -344,8 +325,7 @@ def _preexisting(model, optimizer, batch, device, held) -> list:
             kinds.setdefault(pointer, category)
     sizes: dict = {}
     for thing in gc.get_objects():
-        # type(), not isinstance(): proxies among all objects of a process warn or raise when asked
-        # for their class.
+        # type(), not isinstance(): proxies among a process's objects warn or raise for __class__.
         if (
             issubclass(type(thing), torch.Tensor)
             and thing.device.type == device.type
@@ -355,8 +335,7 @@ def _preexisting(model, optimizer, batch, device, held) -> list:
             try:
                 pointer = storage.data_ptr()
             except RuntimeError:
-                # a fake or functional tensor that a compiler left: it claims the device and has no
-                # memory
+                # A compiler's fake or functional tensor claims the device and has no memory.
                 continue
             if storage.nbytes() and storage.device.type == device.type:
                 sizes[pointer] = storage.nbytes()
@@ -378,7 +357,7 @@ def head_name(model) -> str:
 
 
 def software() -> dict:
-    """Versions of what the figures depend on."""
+    """Versions that the figures depend on."""
     found = versions(("torch", "triton", "transformers", "liger-kernel", "accelerate", "deepspeed"))
     return {
         name: version for name, version in (found | {"cuda": torch.version.cuda}).items() if version

@@ -1,8 +1,7 @@
-"""What a profile is made of: allocations with a birth and a death, and the Run that a report is
-written from.
+"""The data of a profile: allocations with a birth and a death, and the Run that a report shows.
 
-Measured runs (CPU or GPU) and simulated ones become the same Run, so one writer serves all.
-Standard library only.
+Measured runs (CPU or GPU) and simulated ones are both Runs, so one writer serves all. Standard
+library only.
 """
 
 import bisect
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from hfpatch import __version__
 
 IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
-# Drawn from the bottom up: what lives longest lies lowest.
+# Drawn from the bottom up, the longest-lived category lowest.
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -25,7 +24,7 @@ CATEGORIES = (
     "working set",
     "other",
 )
-LASTING = ("parameters", "gradients", "optimizer")  # what a model needs at any length
+LASTING = ("parameters", "gradients", "optimizer")  # needed at any length
 MEANING = {
     "parameters": "weights and buffers",
     "gradients": "the .grad of every parameter",
@@ -37,14 +36,15 @@ MEANING = {
     "other": "batch, and tensors that were there before the step",
 }
 NOWHERE = "(outside of modules)"  # as a block's module; "" is the model itself
-POINTS = 400  # of a stored curve: enough for a page, small enough for a repository
+POINTS = 400  # of a stored curve: enough for a picture, small enough for a repository
 ROWS = 60  # of the stored peak
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One block: bytes, its life in seconds from the start of the recording (died None: it outlived
-    it), its owner.
+    """One block: bytes, its life in seconds from the start of the recording, and its owner.
+
+    died: None if the block outlives the recording.
     """
 
     bytes: int
@@ -59,9 +59,7 @@ class Allocation:
 
 @dataclass
 class Run:
-    """One implementation at one length. Bytes are bytes, times seconds unless time_unit says
-    otherwise.
-    """
+    """One implementation at one length. Sizes in bytes, times in time_unit."""
 
     impl: str
     seq_len: int
@@ -110,15 +108,14 @@ class Run:
 
 
 def generic(module: str) -> str:
-    """model.layers.17.mlp -> model.layers.*.mlp: layers are alike, and a report is about the
-    kind.
-    """
+    """model.layers.17.mlp -> model.layers.*.mlp, as layers are alike."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
 def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
-    """Fills the curve, the peak, what was alive at it, and each category's relief. end: when the
-    recording stopped.
+    """Fills the run's curve, its peak with the blocks alive then, and each category's relief.
+
+    end: the end of the recording.
     """
     index = {name: i for i, name in enumerate(CATEGORIES)}
     host = [a for a in allocations if a.category == "host"]
@@ -154,8 +151,8 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
 
 
 def _changes(allocations) -> list:
-    """(time, bytes more or fewer, category) of every birth and death. At one instant the deaths
-    come first, as in an allocator that reuses the block.
+    """(time, signed bytes, category) of every birth and death. At one instant deaths come first, as
+    in an allocator that reuses a block.
     """
     died = [(a.died, -a.bytes, a.category) for a in allocations if a.died is not None]
     born = [(a.born, a.bytes, a.category) for a in allocations]
@@ -163,11 +160,11 @@ def _changes(allocations) -> list:
 
 
 def thin(points: list, end: float, borders=()) -> list:
-    """At most about POINTS points of a curve: each slice of time shows its highest level, then its
-    last one.
+    """About POINTS points of a curve at most: each slice of time has its highest level, then its
+    last.
 
-    The highest is held through its slice, so that a peak of one moment stays wide enough to see;
-    borders end a slice.
+    The highest level lasts through its slice, so that a short peak is wide enough to see. Borders
+    end a slice.
     """
     if not points:
         return []
@@ -195,8 +192,8 @@ def thin(points: list, end: float, borders=()) -> list:
 
 
 def grouped(alive: list[Allocation]) -> list:
-    """Rows for what was alive, equal owners of all layers added up, largest first; the tail keeps
-    its category.
+    """Rows of the blocks alive, the largest first. Blocks of all layers with equal owners are one
+    row, and small rows one per category.
     """
     groups: dict = {}
     for a in alive:
@@ -228,7 +225,7 @@ def grouped(alive: list[Allocation]) -> list:
 
 
 def versions(packages) -> dict[str, str | None]:
-    """Of Python, hfpatch and the packages, None of what is not installed."""
+    """Versions of Python, hfpatch and the packages; None for a package that is not installed."""
     found = {"python": platform.python_version(), "hfpatch": __version__}
     for name in packages:
         try:
@@ -242,12 +239,12 @@ UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", 1 << 30: "GiB"}
 
 
 def unit_of(count: float) -> int:
-    """The largest of UNITS that goes into it."""
+    """The largest of UNITS that is no larger than count."""
     return max((unit for unit in UNITS if count >= unit), default=1)
 
 
 def size(count: float, unit: int | None = None) -> str:
-    """1536 -> '1.5 KiB'. Binary units, one or two decimals; unit: an axis's, in place of its own."""
+    """1536 -> '1.5 KiB', with one or two decimals. unit: one of UNITS in place of its own."""
     unit = unit or unit_of(abs(count))
     return (
         f"{count:.0f} B"

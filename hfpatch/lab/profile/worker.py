@@ -1,9 +1,9 @@
 """One implementation in one process: `python -m hfpatch.lab.profile.worker '{"model": ..., "impl":
 ...}' result.json`.
 
-A process of its own, because a patched module, a warm allocator or another's cached memory would
-tint the next figure. Lines on stdout that start with PROGRESS are for the caller's progress bar.
-Exit code 2: it cannot run here.
+Each has its own process, because patched modules, a warm allocator or cached memory would change
+the next figure. Lines on stdout that start with PROGRESS are for the caller's progress bar. Exit
+code 2: the implementation cannot run here.
 """
 
 import json
@@ -35,6 +35,7 @@ def main(argv) -> int:
 
 
 def _run(step, options, progress):
+    from hfpatch.lab.device import is_out_of_memory
     from hfpatch.lab.profile.planned import planned
     from hfpatch.lab.profile.timeline import Run
 
@@ -51,7 +52,7 @@ def _run(step, options, progress):
         optimizer = step.make_optimizer(model.parameters(), options.optimizer)
         batch = step.make_batch(model.config.vocab_size, options, next(model.parameters()).device)
     except RuntimeError as error:
-        if not step.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         text = f"out of memory while the model was built: {str(error).strip().splitlines()[0]}"
         return Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, error=text)

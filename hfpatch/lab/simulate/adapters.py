@@ -1,9 +1,8 @@
-"""Frozen weights of few bits and adapters over them, as their sizes: what a simulation of LoRA and
-QLoRA runs.
+"""LoRA and QLoRA for simulations: PEFT's adapters, over quantised Linears without values.
 
-A packed Linear allocates what bitsandbytes' does on CUDA: of 4 bits a dense copy of the weight for
-the length of a product, forward and backward; of 8 bits the integers of input and product in the
-forward, a dense copy in the backward.
+A packed Linear allocates what bitsandbytes' does on CUDA. With 4 bits: a dense copy of the weight
+for the duration of each product, forward and backward. With 8 bits: integers of input and product
+in the forward, a dense copy in the backward.
 """
 
 import re
@@ -63,7 +62,7 @@ class Packed4bit(_Packed):
         self._buffer("nested", -(-count // (BLOCK * NESTED)), torch.float32)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """A dense copy of the weight, as long as the caller holds it."""
+        """A dense copy of the weight. It lives as long as the caller holds it."""
         scales = self.scales.float()  # alive while the copy is written
         made = scales.new_empty(self.out_features, self.in_features, dtype=dtype)
         if (follower := current()) is not None:
@@ -79,7 +78,7 @@ class Packed8bit(_Packed):
         self._buffer("scales", self.out_features, torch.float32)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """As above."""
+        """A dense copy of the weight."""
         return self.weight.to(dtype)
 
 
@@ -87,8 +86,10 @@ PACKED = {"4bit": Packed4bit, "8bit": Packed8bit}
 
 
 def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
-    """PEFT's model with LoRA over this one, in the dtype that it is computed in or as wide as
-    asked; all else frozen, and packed where asked.
+    """PEFT's model with LoRA over this one. Adapters have the model's dtype, or float32 with an
+    itemsize of 4. The base is frozen, and packed with a base of 4 or 8 bits.
+
+    Raises ValueError where PEFT finds no layer of a target's name.
     """
     import peft
 
@@ -112,7 +113,7 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
     )  # fmt: skip
     try:
         made = peft.get_peft_model(model, settings)
-    except ValueError as error:  # none of such a name, or one whose weight a kernel reads itself
+    except ValueError as error:  # no layer has the name, or a kernel reads its weight itself
         why = re.split(r"[.;] ", str(error))[0]
         raise ValueError(
             f"hfpatch: expected Linear layers that PEFT adapts ({why}), "

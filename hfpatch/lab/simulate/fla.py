@@ -1,6 +1,7 @@
-"""flash-linear-attention's chunked gated delta rule, for fake tensors: what its autograd function
-keeps, makes, moves and multiplies, of the shapes and dtypes that its kernels have (as its
-ops/gated_delta_rule/chunk.py says). Values mean nothing.
+"""flash-linear-attention's chunked gated delta rule for fake tensors.
+
+The autograd function here saves, allocates, moves and multiplies what fla's kernels do, in the same
+shapes and dtypes (read from its ops/gated_delta_rule/chunk.py). Values mean nothing.
 
 B batch, T tokens, H value heads, G key heads, K and V their columns, C tokens a chunk.
 """
@@ -15,13 +16,15 @@ C = 64
 
 
 def installed() -> bool:
-    """Whether transformers finds fla here, and so runs it on a GPU."""
+    """Whether fla is installed; transformers then runs it on a GPU."""
     return importlib.util.find_spec("fla") is not None
 
 
 def _note(products: int, *moved) -> None:
-    """products: multiplications and additions of matmuls; moved: what kernels read or write, each
-    tensor as often as it stands here.
+    """Counts work of kernels that no dispatcher sees.
+
+    products: multiply-adds of matmuls. moved: tensors that kernels read or write, listed once per
+    pass.
     """
     follower = current()
     if follower is not None:
@@ -30,7 +33,7 @@ def _note(products: int, *moved) -> None:
 
 
 def _states(k, v, sums, A):
-    """w and u, each chunk's first state, and new values: made in forward, and again in backward."""
+    """(w, first state of each chunk, new values). Forward makes them, and backward again."""
     B, T, _, K = k.shape
     H, V = v.shape[2:]
     w, u = v.new_empty(B, T, H, K), torch.empty_like(v)
@@ -100,6 +103,6 @@ class _Rule(torch.autograd.Function):
 def gated_delta_rule(
     query, key, value, g, beta, initial_state=None, output_final_state=False, **_
 ):  # fmt: skip
-    """transformers' function of that name as fla runs it, its queries and keys scaled to norm 1."""
+    """transformers' function of that name as fla runs it. fla scales queries and keys to norm 1."""
     out, last = _Rule.apply(query, key, value, g, beta, initial_state)
     return out, last if output_final_state else None

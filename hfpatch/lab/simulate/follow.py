@@ -1,5 +1,4 @@
-"""Follows every storage of a run from birth to death: what was alive when, on the device and on the
-host.
+"""Follows every storage of a run from birth to death, on the device and on the host.
 
 A TorchDispatchMode sees each operation and holds weak references to the storages it makes; the
 storage, not the tensor, is what an allocator hands out, so views, in-place operations, saved
@@ -25,7 +24,7 @@ from hfpatch.ops._library import IMPLEMENTATIONS
 
 aten = torch.ops.aten
 _, FakeTensor, on_fakes, TorchDispatchMode = simulation_parts()
-# Their fakes look at values or at symbols, or give back something that is no tensor.
+# Operations whose fake kernels read values or symbols, or return something other than tensors.
 _BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor,
              aten.index_put_.default,
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
@@ -46,7 +45,7 @@ def _tensors(tree, out):
 
 @cache
 def _is_fresh(func) -> bool:
-    """Whether an operation writes nothing and gives one tensor of its own."""
+    """Whether an operation writes to no argument and returns one tensor with memory of its own."""
     schema = schema_of(func)
     aliased = any(x.alias_info for x in (*schema.arguments, *schema.returns))
     return len(schema.returns) == 1 and not aliased
@@ -61,7 +60,7 @@ def _described(x):
 
 
 def _asked(func, args, kwargs) -> tuple | None:
-    """All that the shape of an operation's fresh result follows from: None where it has none."""
+    """A key that determines the shape of the operation's fresh result, None without one."""
     if not _is_fresh(func):
         return None
     return func, _described(args), _described(tuple(kwargs.items()))
@@ -88,9 +87,10 @@ def _called_by_engine() -> bool:
 
 @contextlib.contextmanager
 def module_calls(before, after=None):
-    """Within, before(module, args) and after(module) run around every module's call, one that
-    raises too (a checkpoint's stop, an out-of-memory error), by global hooks: hooks on the modules
-    themselves would change them.
+    """A context in which before(module, args) and after(module) run around every module's call.
+
+    after runs also if the call raises (a checkpoint's stop, an out-of-memory error). The hooks are
+    global: hooks on the modules would change them.
     """
     hooks = torch.nn.modules.module
     handles = [hooks.register_module_forward_pre_hook(before)]
@@ -109,17 +109,19 @@ _current: list = []
 
 
 def current() -> "Follower | None":
-    """The Follower in whose context this runs, None outside of any."""
+    """The innermost active Follower, None if there is none."""
     return _current[-1] if _current else None
 
 
 class Follower(TorchDispatchMode):
     """Context in which storages are followed. Result in `.ledger`.
 
-    rounding: bytes to which a storage's size is rounded up (512 as on CUDA, 64 for a CPU allocator,
-    1 for none). cuda: charge the scratch memory that CUDA's kernels take, which no operation of
-    this run allocates. shadows: keep real values of small tensors, so that `.item()` and friends
-    work on fake ones. most_operations: ValueError at the one behind them; None: any number.
+    Args:
+        rounding: storage sizes are rounded up to a multiple of these bytes (512 as on CUDA, 64 for
+            a CPU allocator, 1 for none).
+        cuda: charge the scratch memory of CUDA's kernels, which no operation of this run allocates.
+        shadows: real values of small tensors, so that `.item()` works on fake ones.
+        most_operations: a ValueError is raised beyond this number of operations; None for no limit.
     """
 
     def __init__(
@@ -130,18 +132,18 @@ class Follower(TorchDispatchMode):
         self.ledger = Ledger()
         self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
         self.operations, self.most_operations = 0, most_operations
-        # how many operations each one stands for in what is counted (scan.few_blocks)
+        # Counts of an operation are multiplied by this (scan.few_blocks).
         self.times = 1
         self._refs: dict = {}  # id(storage) -> (weak reference, block index)
         self._modules: list = []
-        # autograd sequence numbers at module borders, and the module from there on
+        # Autograd sequence numbers at module borders, and the module that begins at each.
         self._sequence: tuple = ([], [])
         self.phase = "setup"
         self._host = 0
         self._alone: tuple | None = None
         self._calibrating = False
         self._slow: set = set(_BY_VALUE)
-        self._shapes: dict = {}  # what was asked (_asked) -> shape, strides, dtype of the result
+        self._shapes: dict = {}  # key of an operation (_asked) -> shape, strides, dtype
 
     def __enter__(self):
         super().__enter__()
@@ -164,13 +166,13 @@ class Follower(TorchDispatchMode):
     # -- storages ----------------------------------------------------------------------------------
 
     def track(self, tensor: Tensor, op: str = "given", category: str | None = None) -> Block | None:
-        """Notes the tensor's storage if it is new or has changed its size; returns its block."""
+        """Records the tensor's storage if it is new or has a new size. Returns its block."""
         try:
             storage = tensor.untyped_storage()
         except (
             NotImplementedError,
             RuntimeError,
-        ):  # sparse tensors and wrappers have none; their parts have
+        ):  # sparse tensors and wrappers have no storage, their parts have
             return None
         known = self._refs.get(id(storage))
         nbytes = round_up(storage.nbytes(), self.rounding)
@@ -226,7 +228,7 @@ class Follower(TorchDispatchMode):
     # -- where we are ------------------------------------------------------------------------------
 
     def set_phase(self, name: str) -> None:
-        """Names what follows: "forward", "backward", "optimizer"."""
+        """Begins a phase: "forward", "backward" or "optimizer"."""
         self.phase = name
         self.ledger.phases.append((len(self.ledger.events), name))
 
@@ -259,7 +261,7 @@ class Follower(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls):
-        # torch.compile is not traced through here; the wrapper it would add is half our own cost
+        # Nothing is compiled here, and Dynamo's wrapper would add half of our own cost.
         return False
 
     # -- operations --------------------------------------------------------------------------------
@@ -313,18 +315,17 @@ class Follower(TorchDispatchMode):
         return out
 
     def moves(self, tensors: list) -> None:
-        """Counts what a kernel that no dispatcher sees reads or writes: a tensor as often as it
-        stands here.
-        """
+        """Counts the traffic of a kernel that no dispatcher sees, each tensor as often as listed."""
         self._moved(sum(map(kernels_cost.bytes_of, tensors)))
 
     def _moved(self, nbytes: int) -> None:
         self.ledger.traffic[self.phase] += nbytes * self.times
 
     def _fakes(self, func, args, kwargs, inputs):
-        """func on fake tensors. FakeTensorMode looks each call up in a cache that costs more than
-        the call does; operations that stay on the device of their arguments go to their meta
-        kernels directly, as it would.
+        """func on fake tensors.
+
+        FakeTensorMode's cache lookup costs more than the call. Operations whose results are on the
+        device of their arguments call their meta kernels directly, as FakeTensorMode would.
         """
         mode, plain = (
             self.shadows.fake_mode,
@@ -365,11 +366,11 @@ class Follower(TorchDispatchMode):
         return type(out)(map(fake, out)) if isinstance(out, (tuple, list)) else fake(out)
 
     def _note_shape(self, key: tuple, inputs: list, out) -> None:
-        """Notes a lone result that has memory of its own, all of it."""
+        """Remembers the shape of a result that owns its whole storage."""
         if not isinstance(out, Tensor):
             return
         own = out.untyped_storage()
-        if any(own is x.untyped_storage() for x in inputs):  # aten._unsafe_view, whatever it says
+        if any(own is x.untyped_storage() for x in inputs):  # aten._unsafe_view hides its alias
             return
         known = tuple(out.shape), out.stride(), out.dtype
         like = torch.empty_strided(*known[:2], dtype=out.dtype, device="meta")
@@ -377,10 +378,10 @@ class Follower(TorchDispatchMode):
             self._shapes[key] = known
 
     def _accumulates(self, args, kwargs) -> bool:
-        """Whether this addition is autograd adding up gradients, which a bare run does in place.
+        """Whether this addition is autograd's sum of gradients, which a bare run does in place.
 
-        The engine declines to reuse a buffer while any dispatch mode is on, so we do what it would
-        have done: it needs the last reference to the old gradient and to its storage.
+        While a dispatch mode is on, the engine reuses no buffer. Without one it would add in place
+        if it held the last reference to the old gradient and to its storage.
         """
         if kwargs or len(args) != 2 or torch.is_grad_enabled():
             return False
@@ -398,7 +399,7 @@ class Follower(TorchDispatchMode):
         return all(have <= alone for have, alone in zip(found, self._alone))
 
     def _calibrate(self) -> None:
-        """Notes what `_holders` says, seen from here, of a gradient that the engine alone holds."""
+        """Measures `_holders` of a gradient that only the engine holds."""
         self._calibrating = True
         with torch.enable_grad():
             x = torch.ones(2, requires_grad=True)
@@ -424,7 +425,7 @@ class Follower(TorchDispatchMode):
 
 
 def _holders(args) -> tuple[int, int, int]:
-    """How many hold the first argument in Python, in C++, and its storage."""
+    """Reference counts of the first argument: in Python, in C++, and of its storage."""
     return sys.getrefcount(args[0]), *holders(args[0])
 
 

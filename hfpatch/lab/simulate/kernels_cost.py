@@ -1,5 +1,4 @@
-"""What operations cost on a CUDA device beyond their outputs: scratch memory inside kernels, and
-FLOPs.
+"""Costs of operations on a CUDA device beyond their outputs: scratch memory in kernels, and FLOPs.
 
 Sources: PyTorch's csrc of 2.9 to 2.13, aten/src/ATen/native/transformers/cuda (flash attention
 backward: the fp32 dq accumulator, softmax_d, dk, dv of every query head, and copies of out and its
@@ -94,8 +93,8 @@ _ADDING = (aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
 
 
 def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
-    """(count, rows, inner, columns) of mm, addmm, bmm, baddbmm, integer and grouped products, in any
-    out= and dtype forms; None for other operations. Groups are taken to have equal parts.
+    """(count, rows, inner, columns) of a product: mm, addmm, bmm, baddbmm, integer and grouped
+    ones, with out= or a dtype too. None for other operations. Groups count as equal in size.
     """
     packet = func.overloadpacket
     if func is EXPERT_SUMS:
@@ -124,7 +123,7 @@ def matmul_flops(func, args) -> int:
     return round(2 * math.prod(shape)) if shape else 0
 
 
-# What they are given is not read, or is written alone.
+# Operations that write their argument or a tensor like it, and do not read it.
 _WRITE_ALONE = (
     "copy_",
     "zero_",
@@ -140,7 +139,7 @@ _MOVE_NOTHING = ("empty_like", "new_empty", "new_empty_strided", "resize_", "set
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of what an operation reads or writes of it: expanded dimensions once."""
+    """Bytes that an operation reads or writes of a tensor. Expanded dimensions count once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride()):
         count *= size if stride else min(size, 1)
@@ -148,8 +147,9 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def _sum_bytes(func, args, kwargs) -> int:
-    """What a matmul that adds to a sum moves more than one that writes a gradient as wide as its
-    inputs: the sum read, and as much of it as is wider.
+    """Extra bytes of a matmul that adds to a sum: reading the sum, and its extra width.
+
+    The baseline is a matmul that writes a gradient as wide as its inputs.
     """
     if func is EXPERT_SUMS:
         return bytes_of(args[0]) // 2 * (1 if args[4] else 3)
@@ -159,8 +159,8 @@ def _sum_bytes(func, args, kwargs) -> int:
 
 
 def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
-    """Bytes that an operation reads and writes; 0 for attention and matmuls, whose time their FLOPs
-    are, but for wide sums in these, and for views.
+    """Bytes that an operation reads and writes. 0 for views and for attention and matmuls, whose
+    time follows from their FLOPs; wide sums of matmuls count.
     """
     name = func.overloadpacket.__name__
     outputs = outputs or _written(func, args)
@@ -178,8 +178,9 @@ def moved_bytes(func, args, kwargs, inputs: list, outputs: list) -> int:
 
 
 def _written(func, args) -> list:
-    """What an operation without outputs writes to: lists of tensors, of an optimizer. Fused ones
-    would write gradients where those are scaled.
+    """The tensors that an operation without outputs writes: an optimizer's lists.
+
+    Gradients are left out. A fused optimizer writes them only if it scales them.
     """
     schema, found = schema_of(func), []
     for argument, value in zip(schema.arguments, args) if schema.is_mutable else ():
@@ -223,8 +224,8 @@ def scratch_bytes(func, args) -> int:
 
 
 def cpu_scratch_bytes(func, args) -> int:
-    """The same of the CPU's flash attention (native/cpu/FlashAttentionKernel.cpp) in float32: each
-    thread's buffers.
+    """Scratch bytes of the CPU's flash attention in float32: the buffers of all threads
+    (native/cpu/FlashAttentionKernel.cpp).
     """
     name = func.__name__.split(".")[0]
     if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):

@@ -1,4 +1,4 @@
-"""What a Follower (follow.py) writes down: storages, and when each was born and died."""
+"""The record of a Follower (follow.py): storages, with their births and deaths."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,9 +22,7 @@ class Block:
 
 @dataclass
 class Ledger:
-    """What a Follower wrote down: blocks in order of birth, and (block, signed bytes) events in
-    order of time.
-    """
+    """A run's blocks in order of birth, and its events in order of time."""
 
     blocks: list = field(default_factory=list)
     events: list = field(default_factory=list)  # (block index, signed bytes)
@@ -33,7 +31,7 @@ class Ledger:
     # "forward" | "backward" -> FLOPs, causal
     attention_flops: Counter = field(default_factory=Counter)
     attention_calls: Counter = field(default_factory=Counter)  # "forward" | "backward" -> calls
-    # phase -> bytes, but those of matmuls and attention
+    # phase -> bytes moved, without matmuls and attention
     traffic: Counter = field(default_factory=Counter)
 
 

@@ -1,10 +1,11 @@
-"""Loops over tokens or chunks of tokens in transformers' plain code, for fake tensors: the scan of
-Mamba, Falcon-Mamba, Jamba and Zamba, the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrids;
-the loop over queries of Qwen4's indexer; and our own attention in blocks of queries. Where fla is
-installed the gated delta rule is what its kernels take.
+"""Loops over tokens or chunks in plain code, made short for fake tensors.
 
-Each operation of transformers' loops takes a block of them: the same bytes and FLOPs in as few
-operations at a million tokens as at a thousand. Values mean nothing here.
+The loops: the scan of Mamba, Falcon-Mamba, Jamba and Zamba; the gated delta rule of Qwen3-Next,
+Qwen3.5 and OLMo hybrids (fla's kernels if fla is installed); the queries of Qwen4's indexer; our
+own attention in blocks of queries.
+
+In transformers' loops each operation takes a block of tokens or chunks. A million tokens then need
+as few operations as a thousand, with the same bytes and FLOPs. Values mean nothing here.
 
 B batch, H heads, I channels, T tokens, N states a channel, C chunks a block.
 """
@@ -23,7 +24,7 @@ from hfpatch.attention import blocks as _attention_blocks
 from hfpatch.lab.simulate import fla
 
 BLOCKS = 64
-CHUNKS = 8  # a block at least: fewer operations where a row is cut into tiles
+CHUNKS = 8  # at least, in a block: a tile of a row then takes few operations
 
 
 def selective_scan(
@@ -31,7 +32,7 @@ def selective_scan(
     delta_softplus=False,
     return_last_state=False, **_,
 ):  # fmt: skip
-    """transformers' function of that name with blocks for tokens; last state: of the last block."""
+    """transformers' function of that name in blocks of tokens. The last state is the last block's."""
     dtype, T = x_BIT.dtype, x_BIT.shape[2]
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = softplus(dt) if delta_softplus else dt
@@ -53,9 +54,10 @@ def selective_scan(
 
 
 def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int = 64, **kwargs):
-    """`stock`, transformers' function of that name, whose loop over chunks meets blocks of them: it
-    indexes by a slice where it had a number, and the state that it hands on is one a chunk [B, H,
-    C, K, V]. The first state and the last are one [B, H, K, V], as transformers has them, and
+    """`stock`, transformers' function of that name, with a loop over blocks of chunks.
+
+    The loop indexes by slices in place of numbers, and its state has one entry per chunk of a
+    block, [B, H, C, K, V]. The first and the last state are [B, H, K, V] as in transformers, and
     gradients flow from one to the other.
     """
     plain = inspect.unwrap(stock)
@@ -82,7 +84,7 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
     return out, None if last is None else last[:, :, -1].clone()
 
 
-# In transformers' modules; where it has other names, each token or chunk is an operation.
+# By the function's name in transformers' modules. A loop of another name takes each token or chunk.
 _BY_BLOCKS = {
     "mamba_selective_scan": lambda stock: selective_scan,
     "torch_chunk_gated_delta_rule": lambda stock: (
@@ -93,7 +95,7 @@ _BY_BLOCKS = {
 
 @contextlib.contextmanager
 def scans_by_blocks():
-    """Within, transformers' models scan so."""
+    """A context in which transformers' models run these functions in blocks."""
     with contextlib.ExitStack() as stack:
         for file, module in list(sys.modules.items()):
             for name in (
@@ -108,20 +110,22 @@ def scans_by_blocks():
 
 
 def _counted(follower, rows):
-    """Yields what stands in rows of (times, item), each counted so many times."""
+    """Yields the item of each (times, item), and has the follower count its work `times` times."""
     for times, item in rows:
         follower.times = times
         yield item
     follower.times = 1
 
 
-INDEXERS = ("Qwen4ExpTextQSAIndexer",)  # each query of theirs is a loop's turn
+INDEXERS = ("Qwen4ExpTextQSAIndexer",)  # these loop over queries
 
 
 @contextlib.contextmanager
 def few_queries(follower):
-    """Within, transformers' indexers run the query in the middle, which stands for all in what is
-    counted, and the last one, which takes the most bytes and is not counted.
+    """A context in which transformers' indexers run two queries in place of all.
+
+    The middle query is counted as many times as there are queries. The last one, which takes the
+    most bytes, is not counted.
     """
 
     def few(code):
@@ -147,9 +151,11 @@ def few_queries(follower):
 
 @contextlib.contextmanager
 def few_blocks(follower):
-    """Within, attention in blocks (attention/blocks.py) runs those in the middle, which stand for
-    all in what is counted, and the last two, which take the most bytes (of each the next finds
-    something alive) and are not counted.
+    """A context in which attention in blocks (attention/blocks.py) runs a few blocks in place of
+    all.
+
+    The middle blocks are counted for all. The last two, which take the most bytes (each block finds
+    memory of the one before alive), are not counted.
     """
     stock = _attention_blocks._blocks
 

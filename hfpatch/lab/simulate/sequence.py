@@ -1,6 +1,4 @@
-"""One of several ranks that share each row, where there are no others: exchanges give tensors of
-the right sizes.
-"""
+"""A lone rank of several that share each row. Exchanges return tensors of the right sizes."""
 
 import torch
 from torch import Tensor
@@ -9,9 +7,7 @@ from hfpatch.parallel.exchange import Sequence
 
 
 class LoneRank(Sequence):
-    """Rank 0 of `size`, on fake or real tensors; nothing that came from another rank has a
-    meaning.
-    """
+    """Rank 0 of `size`, on fake or real tensors. Values from other ranks mean nothing."""
 
     def __init__(self, size: int):
         self.group, self.zigzag, self.rank, self.size = None, False, 0, size
@@ -30,7 +26,7 @@ class LoneRank(Sequence):
         return into.zero_()
 
     def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
-        """What counts goes on counting."""
+        """Whole rows. Position ids go on counting in the parts of other ranks."""
         return [
             torch.cat([x + r * (x[:, -1:] - x[:, :1] + 1) for r in range(self.size)], 1)
             for x in xs_Bt

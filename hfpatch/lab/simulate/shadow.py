@@ -21,7 +21,7 @@ from hfpatch.compat import (
 )
 
 LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
-# bytes, floating-point ones: scalars, counts, frequencies; and raw bytes, of buffers
+# bytes, floating-point tensors (scalars, counts, frequencies) and raw bytes of buffers
 LARGEST_FLOAT = 1 << 20
 
 aten = torch.ops.aten
@@ -40,16 +40,14 @@ FakeTensor = simulation_parts()[1]
 
 
 class Shadows:
-    """The real storages that stand behind fake ones. fake_mode: the FakeTensorMode the fakes belong
-    to.
-    """
+    """The real storages behind fake ones. fake_mode: the FakeTensorMode of the fakes."""
 
     def __init__(self, fake_mode):
         self.fake_mode = fake_mode
         self._real: dict = {}  # id(fake storage) -> (weak reference, real storage)
 
     def put(self, fake: Tensor, real: Tensor) -> None:
-        """Stands real (same shape, dtype) behind fake. The fake must own its whole storage."""
+        """Puts a copy of real (same shape, dtype) behind fake, which must own its whole storage."""
         storage = fake.untyped_storage()
         key = id(storage)
         with real_tensors():
@@ -59,8 +57,8 @@ class Shadows:
                                copy.untyped_storage())  # fmt: skip
 
     def get(self, fake: Tensor):
-        """The real tensor behind fake, sharing memory with every other view of it; None where
-        values are unknown.
+        """The real tensor behind fake, which shares memory with the other views of its storage.
+        None if the values are unknown.
         """
         if not isinstance(fake, FakeTensor):
             return fake  # a constant made from Python numbers
@@ -90,8 +88,8 @@ class Shadows:
         return tree
 
     def answer(self, func, args, kwargs):
-        """(True, value) for an operation whose result, or its shape, depends on values; else
-        (False, None).
+        """(True, value) for an operation whose result or result's shape depends on known values,
+        else (False, None).
         """
         by_mask = func is aten.index.Tensor and any(
             i is not None and i.dtype == torch.bool for i in args[1]
@@ -184,7 +182,7 @@ def _fake(tensor: Tensor, shadows: Shadows) -> Tensor:
 
 @contextmanager
 def fake_weights(model: nn.Module, shadows: Shadows):
-    """Within, fake parameters and buffers stand in the place of a model's own."""
+    """A context in which the model has fake parameters and buffers in place of its own."""
     tables = [
         table for module in model.modules() for table in (parameters_of(module), buffers_of(module))
     ]

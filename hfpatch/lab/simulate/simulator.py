@@ -1,13 +1,11 @@
-"""Runs a real training step of the real model object on fake tensors, and says what memory it would
-take.
+"""Runs a training step of a real model object on fake tensors, and returns the memory it takes.
 
     python -m hfpatch.cli.simulate --model llama-3.1-8b --impl hfpatch --seq-len 131072 --json
 
-Nothing is modelled here but what a CUDA kernel allocates inside itself (kernels_cost.py): the
-Python that runs is the model's own, patched or stock, and follow.py writes down each storage's
-life. An 8B model at 131,072 tokens takes seconds and a few hundred MiB on a laptop. transformers
-and Liger are changed process-wide while a step runs: one measurement a process where figures of
-several implementations are wanted.
+The Python that runs is the model's own, patched or stock, and follow.py records each storage's
+life. Only the memory that a CUDA kernel allocates inside itself is modelled (kernels_cost.py). An
+8B model at 131,072 tokens takes seconds and a few hundred MiB on a laptop. transformers is changed
+process-wide while a step runs.
 """
 
 import contextlib
@@ -30,6 +28,7 @@ from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
+from hfpatch.lab.watch import runtimes
 from hfpatch.layer import route
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
@@ -42,12 +41,15 @@ from hfpatch.store import device
 class Simulation:
     """The memory of one simulated run. Sizes in bytes.
 
-    peak_bytes: the highest total on the device, with parameters and gradients; `categories` and
-    `modules` split what was alive then. beyond_bytes: that total less the parameters and gradients
-    alive at that moment; most_beyond_bytes: the highest such difference at any moment, which is
-    what counts where gradients leave the device as they come. host_peak_bytes: of the memory the
-    runtime takes, none of files'. whole: why layers of a patched model run whole, and how many.
-    rows: layers that take whole rows beside their attention.
+    Attributes:
+        peak_bytes: the highest total on the device, with parameters and gradients. `categories` and
+            `modules` split the blocks alive then.
+        beyond_bytes: that total without the parameters and gradients alive then.
+        most_beyond_bytes: the highest such difference at any moment. It counts if gradients leave
+            the device as they come.
+        host_peak_bytes: host memory of the runtime, without files.
+        whole: reasons why layers of a patched model run whole -> number of layers.
+        rows: layers with a mixer, other than attention, that takes whole rows.
     """
 
     peak_bytes: int
@@ -72,7 +74,7 @@ class Simulation:
 
 
 def summarize(ledger: Ledger) -> Simulation:
-    """Finds the highest total and what was alive at it."""
+    """Finds the highest total and the blocks alive at it."""
     device = host = host_top = beyond = most_beyond = 0
     top, top_at, phase, top_phase = -1, 0, "setup", "setup"
     phase_peaks, begun = {}, dict(ledger.phases)
@@ -123,8 +125,9 @@ def summarize(ledger: Ledger) -> Simulation:
 
 @contextlib.contextmanager
 def _transformers_as_if_real():
-    """transformers builds a full T x T mask for fake tensors, taking them for a graph being
-    traced.
+    """A context in which transformers takes fake tensors for real ones.
+
+    It takes them for a graph being traced otherwise, and builds a full T x T mask.
     """
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
@@ -135,8 +138,10 @@ def _transformers_as_if_real():
 
 @contextlib.contextmanager
 def _young_garbage():
-    """Within, garbage is sought among what is made within, and gone at the end: not among all that
-    was imported, which takes longer than many a step.
+    """A context in which the garbage collector looks only at objects made inside, and runs at the
+    end.
+
+    A look at all imported modules takes longer than many a step.
     """
     ours = not gc.get_freeze_count()
     if ours:
@@ -151,7 +156,7 @@ def _young_garbage():
 
 @contextlib.contextmanager
 def _host_buffers(follower: Follower):
-    """What the runtime allocates through host_empty is host memory."""
+    """A context in which allocations of the runtime by host_empty count as host memory."""
     real = device.host_empty
 
     def host_empty(*args, **kwargs):
@@ -163,9 +168,7 @@ def _host_buffers(follower: Follower):
 
 
 def _on_cuda(supported):
-    """ops.attention.supported as a GPU answers it: layers that have no kernel there run whole here
-    too.
-    """
+    """attention.supported as a GPU answers it. Layers without a kernel there run whole here too."""
     return lambda head_dim, dtype, device, *pattern: supported(
         head_dim, dtype, torch.device("cuda"), *pattern
     )
@@ -173,26 +176,26 @@ def _on_cuda(supported):
 
 @contextlib.contextmanager
 def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None):
-    """hfpatch follows the policy, where one is given, and takes its CUDA paths as far as they
-    differ in memory.
+    """A context in which hfpatch follows the policy, if there is one, and its CUDA paths as far as
+    these differ in memory.
 
-    Host blocks and rings of a real run do not enter the simulation, nor fake ones a later real run.
+    Host blocks and rings of a real run do not enter the simulation, nor the reverse.
     """
     with contextlib.ExitStack() as stack:
         if cuda:
             stack.enter_context(_wide_sums.as_on_cuda())
-            # of tiled layers, and of those that run whole
+            # These serve tiled layers and whole ones.
             for user in (heads, exchange, attending):
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
             for user in (attention, route, attending):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
             stack.enter_context(
                 mock.patch.object(attention, "has_flash", lambda *_: True)
-            )  # whatever is in this machine
+            )  # whatever this machine has
             stack.enter_context(mock.patch.object(attention, "why_not_efficient", lambda *_: None))
             if no_flex:
                 stack.enter_context(mock.patch.object(attention, "why_no_flex", lambda *_: no_flex))
-            else:  # its plain code, all that is here, holds all scores; its kernels less than flash's
+            else:  # flex's plain code holds all scores, its kernels hold less than flash's
                 stack.enter_context(mock.patch.object(attention, "_by_flex", lambda *_: False))
         for found in runtimes(model):
             found.close()
@@ -213,7 +216,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
-    """Why layers of a patched model run whole, and how many, as they decide it here."""
+    """Reasons why layers of a patched model run whole here -> number of layers."""
     found = Counter()
     for module in _layers(model):
         pattern, known = attention.Pattern(softcap=module._hfpatch_traits.softcap), look(module)
@@ -223,16 +226,8 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     return dict(found)
 
 
-def runtimes(model: nn.Module) -> list[LayerRuntime]:
-    """hfpatch's of a patched model: one where it has one stack of layers."""
-    held = (value for m in model.modules() for value in vars(m).values())
-    return list({id(value): value for value in held if isinstance(value, LayerRuntime)}.values())
-
-
 def _weights_to_host(model: nn.Module, follower: Follower) -> None:
-    """Frozen weights that wait on the host are there when the step begins, and their slots are on
-    the device.
-    """
+    """Puts streamed frozen weights on the host before the step, and their slots on the device."""
     for weights in (runtime.weights for runtime in runtimes(model) if runtime.weights.on):
         weights.pack(_layers(model), torch.device("cpu"))
         weights.make_slots()
@@ -244,7 +239,7 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
 
 
 def _modules_named(model: nn.Module, follower: Follower):
-    """A context that tells the follower which module runs."""
+    """A context in which the follower knows the module that runs."""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
 
     def enter(module, args):
@@ -260,8 +255,8 @@ def _modules_named(model: nn.Module, follower: Follower):
 
 @contextlib.contextmanager
 def following(model: nn.Module, follower: Follower):
-    """Follows what runs inside: the model's parameters and buffers are its "parameters", their
-    .grad "gradients".
+    """A context that is followed. The model's parameters and buffers have the category
+    "parameters", each .grad "gradients".
     """
 
     def accumulated(parameter):
@@ -328,16 +323,18 @@ def simulate(
 ) -> Simulation:
     """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
 
-    model: patched or not, on any device ("meta" is best: it needs no memory); its parameters are
-    replaced while the steps run and put back afterwards. optimizer: a function from parameters to a
-    torch optimizer, stepped each step. ids, labels: [batch, seq_len] int64, real values; any tokens,
-    all of which count, where they are None. inputs: more real tensors for the model's forward. cuda: charge the
-    scratch memory of CUDA's kernels; rounding: of each storage, in bytes. policy: what hfpatch's
-    tiled layers keep, where the model is patched and "auto" should not decide by this machine.
-    Files are not written: blocks of the host stand for them. ranks: that share each row of a
-    patched model; seq_len is what this one has of it. no_flex: why flex_attention does not serve on
-    the device that is meant, None where it does. most_operations: ValueError once the steps take
-    more. follower: makes the Follower, or one of a class of its own, from the settings of one.
+    Args:
+        model: patched or not, on any device ("meta" needs no memory). Its parameters are replaced
+            while the steps run, and put back afterwards.
+        optimizer: a function from parameters to a torch optimizer, which each step steps. ids,
+        labels: [batch, seq_len] int64, real values. By default random tokens, each a label. inputs:
+        more real tensors for the model's forward. rounding, cuda, most_operations: as of Follower.
+        policy: of a patched model's tiled layers; by default they choose by this machine. No file
+        is
+            written: host blocks stand in.
+        ranks: that share each row of a patched model. seq_len is this rank's part.
+        no_flex: why flex_attention does not serve on the device to simulate, None if it does.
+        follower: makes the Follower from its settings.
     """
     files = policy is not None and policy.offload == "disk"
     policy = replace(policy, offload="host") if files else policy

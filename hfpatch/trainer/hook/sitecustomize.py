@@ -13,15 +13,13 @@ WATCHED = ("transformers.trainer", "accelerate.accelerator")
 
 
 class Watch:
-    """A finder of sys.meta_path: the other finders' spec of a watched module, handed to `then` once
-    it ran.
-    """
+    """A finder of sys.meta_path that calls `then` with each watched module right after it ran."""
 
     def __init__(self, watched, then):
         self.watched, self.then = watched, then
 
     def find_spec(self, name, path=None, target=None):
-        """The other finders' spec of a watched module, its loader changed; None of any other."""
+        """The other finders' spec of a watched module, with a changed loader; None for others."""
         if name not in self.watched:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]

@@ -1,4 +1,4 @@
-"""Plugins for other trainers, one file a trainer, and the one thing that they share."""
+"""Plugins for other trainers, one file a trainer, and the function that they share."""
 
 import sys
 
@@ -24,9 +24,7 @@ def apply_tiled(model, options: dict) -> Report:
 
 
 def expect_tiles(model, report: Report) -> None:
-    """ValueError where no layer was swapped: a plugin that changes nothing is no training with
-    hfpatch.
-    """
+    """ValueError if no layer was swapped: the training would be stock."""
     if report.count("checkpointing"):
         return
     name, reason = type(model).__name__, dict(report.skipped).get("checkpointing", "none there")

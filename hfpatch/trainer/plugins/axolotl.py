@@ -17,8 +17,8 @@ from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.trainer.callback import Callback
 from hfpatch.trainer.plugins import apply_tiled
 
-# Axolotl's own ways to do what hfpatch does: two of them on one module would be one too many.
-# Axolotl turns these on for LoRA where the YAML says nothing of any of them.
+# Settings by which Axolotl replaces what hfpatch replaces. Axolotl turns LORA_KERNELS on for LoRA
+# if the YAML names none of them.
 LORA_KERNELS = "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"
 RIVALS = (
     "liger_rope", "liger_rms_norm", "liger_layer_norm", "liger_swiglu", "liger_glu_activation",
@@ -79,12 +79,12 @@ class Options(BaseModel):
 
 
 def _settings(value: str | Fields) -> Checkpointing | str:
-    """What `apply` takes of a word or a block. Raises ValueError for a value out of range."""
+    """The value for `apply` of a word or a block. Raises ValueError for a value out of range."""
     return parse_checkpointing(value) if isinstance(value, str) else value.made()
 
 
 class Arguments(BaseModel):
-    """What the plugin adds to Axolotl's config."""
+    """The plugin's part of Axolotl's config."""
 
     hfpatch: Options | None = None
 
@@ -97,9 +97,7 @@ class HFPatchPlugin(BasePlugin):
         return f"{__name__}.Arguments"
 
     def register(self, cfg) -> None:
-        """Sees the YAML before it is checked: Axolotl turns on its LoRA kernels where none is
-        given.
-        """
+        """Turns Axolotl's LoRA kernels off, before it checks the YAML, if the YAML names none."""
         if all(cfg.get(name) is None for name in LORA_KERNELS):
             cfg[LORA_KERNELS[0]] = False
 
@@ -112,7 +110,7 @@ class HFPatchPlugin(BasePlugin):
     def post_model_load(self, cfg, model) -> None:
         """Patches the model. Raises ValueError where that changes no layer."""
         given = cfg.get("hfpatch") or {}
-        # Axolotl's config after its check holds plain dicts, with None for what was left out.
+        # Axolotl's checked config holds plain dicts, with None for missing options.
         options = {name: value for name, value in dict(given).items() if value is not None}
         apply_tiled(model, Options(**options).for_apply())
 

@@ -11,15 +11,15 @@ from hfpatch.trainer.plugins import expect_tiles
 
 
 class SwiftCallback(Callback):
-    """hfpatch.Callback(apply=True) as ms-swift makes its callbacks: before the Trainer that it
-    hands them has a model, whose `on_init_end` then patches it.
+    """hfpatch.Callback(apply=True). ms-swift makes callbacks before its Trainer has a model, which
+    `on_init_end` then patches.
     """
 
     def __init__(self, args, trainer):
         super().__init__(apply=True)
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        """Patches the model. Raises ValueError where that changes no layer."""
+        """Patches the model. Raises ValueError if that changes no layer."""
         super().on_init_end(args, state, control, model=model, **kwargs)
         expect_tiles(model, self.report)
 

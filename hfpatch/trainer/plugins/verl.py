@@ -3,10 +3,10 @@
     actor_rollout_ref.model.external_lib=hfpatch.trainer.plugins.verl
     actor_rollout_ref.model.use_fused_kernels=True
 
-verl imports this file in each worker: by the model's `external_lib`, which also turns it on for
-that model, or as the entry point `hfpatch` of its group `verl.plugins`, which
-VERL_USE_EXTERNAL_PLUGINS=hfpatch turns on for all models. An installed hfpatch alone changes no
-training. The file imports nothing of verl: it waits until verl's registry of engines is there.
+verl imports this file in each worker in one of two ways: as the model's `external_lib`, for that
+model, or as the entry point `hfpatch` of the group `verl.plugins`, for all models under
+VERL_USE_EXTERNAL_PLUGINS=hfpatch. Without either an installed hfpatch changes no training. The file
+imports nothing of verl, and waits until verl imports its registry of engines.
 """
 
 import functools
@@ -17,12 +17,12 @@ from hfpatch.trainer.hook.sitecustomize import Watch
 
 REGISTRY = "verl.workers.engine.base"
 POLICIES = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"
-# verl's own ways to do what hfpatch does, in its model's config.
+# Settings of verl's model config that replace what hfpatch replaces.
 RIVALS = "use_liger", "enable_activation_offload"
 
 
 def asked(model_config) -> bool:
-    """Whether this model, or all models of this process, shall train with hfpatch."""
+    """Whether this model, or every model of this process, is to train with hfpatch."""
     named = getattr(model_config, "external_lib", None) or ()
     named = [named] if isinstance(named, str) else list(named)
     named += [name.strip() for policy in POLICIES for name in os.environ.get(policy, "").split(",")]
@@ -30,7 +30,7 @@ def asked(model_config) -> bool:
 
 
 def _patch(module) -> None:
-    """Each engine that verl makes from now on patches its model before FSDP2 shards it."""
+    """Makes each later engine of verl patch its model before FSDP2 shards it."""
     registry = module.EngineRegistry
     new = registry.new.__func__
 
@@ -49,7 +49,7 @@ def _patch(module) -> None:
 
 
 def _refuse(engine, backend: str) -> None:
-    """ValueError for settings under which the training would be another one, or stock."""
+    """ValueError for settings under which the training would differ, or be stock."""
     from hfpatch.compat import VERL_SHARDS
 
     if backend != "fsdp2" or not hasattr(engine, VERL_SHARDS):
@@ -74,7 +74,7 @@ def _refuse(engine, backend: str) -> None:
 
 
 def _shard(engine, build, module):
-    """verl's own sharding, of a module that runs in tiles and scores without logits."""
+    """Patches the module, gives it a forward without logits, and calls verl's own sharding."""
     from hfpatch.decoder.find import find_decoder
     from hfpatch.trainer import marks
     from hfpatch.trainer.plugins import apply_tiled
@@ -89,13 +89,11 @@ def _shard(engine, build, module):
 
 
 def _scores(causal, *, input_ids, temperature=1.0, shift_labels=None, return_dict=True, **kwargs):
-    """What verl's fused forward returns: log-probabilities and entropies of the next tokens.
+    """verl's fused forward: log-probabilities and entropies of the next tokens.
 
     Args:
-        causal: the patched model.
-        input_ids: [B, T].
-        shift_labels: the token after each one, [B, T]; where it is None, verl's own rule: the rows
-            rolled by one.
+        causal: the patched model. input_ids: [B, T]. shift_labels: the token after each one, [B,
+        T]. By default, as in verl, the rows rolled by one.
 
     Returns:
         verl's CausalLMOutputForPPO; log_probs and entropy are float32 [B, T].

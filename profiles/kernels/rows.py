@@ -1,4 +1,4 @@
-"""Which kernels lab/targets.py compiles: each row calls a launcher with tensors on the meta device,
+"""Which kernels targets.py compiles: each row calls a launcher with tensors on the meta device,
 at a real shape.
 
 A new kernel adds its rows to ROWS.
@@ -180,7 +180,6 @@ def _cross_entropy_rows():
     kinds = (
         ("", (0.0, 1.0), 0.0, 0.0, 3),
         (" smoothing softcap z", SOFTCAP, 0.1, 1e-4, 4),
-        (" weights", SOFTCAP, 0.1, 1e-4, 4),
     )
     fwd, bwd = cross_entropy.cross_entropy_fwd, cross_entropy.cross_entropy_bwd
     lse, best = meta(2, 4096, dtype=FP32), meta(4096, dtype=I32)
@@ -188,12 +187,11 @@ def _cross_entropy_rows():
         VOCABULARIES, (BF16, FP16, FP32), kinds
     ):
         x, y, scalar, row, *labels, short = _logits(V, dtype)
-        b, weight = best if kind else None, meta(V, dtype=FP32) if kind == " weights" else None
-        rest = weight, row, lse, b, None, -100, smoothing, *z, z_loss
+        rest = row, lse, best if kind else None, None, -100, smoothing, *z, z_loss
         for grad, name in ((True, "loss+grad"), (False, "loss")):
             call = partial(fwd, x, y, scalar, *rest, grad)
             yield Row(f"{name}{kind}", *labels, call, short and grad)
-        call = partial(bwd, x, x, y, meta(K, 4096, dtype=FP32), weight, -100, *z)
+        call = partial(bwd, x, y, meta(K, 4096, dtype=FP32), -100, *z)
         yield Row(f"loss bwd{kind}", *labels, call, short)
 
 
@@ -203,9 +201,9 @@ def _log_prob_rows():
     kinds = ("", (0.0, 1.0)), (" softcap", SOFTCAP)
     for V, dtype, (kind, z) in product(VOCABULARIES, (BF16, FP16, FP32), kinds):
         x, y, scalar, row, *labels, short = _logits(V, dtype)
-        rest = None, row, lse, best, stats, -100, 0.0, *z, 0.0, False
+        rest = row, lse, best, stats, -100, 0.0, *z, 0.0, False
         yield Row(f"log prob{kind}", *labels, partial(fwd, x, y, scalar, *rest), short)
-        call = partial(bwd, x, x, y, meta(7, 4096, dtype=FP32), None, -100, *z)
+        call = partial(bwd, x, y, meta(7, 4096, dtype=FP32), -100, *z)
         yield Row(f"log prob bwd{kind}", *labels, call, short)
 
 

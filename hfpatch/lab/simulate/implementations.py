@@ -1,19 +1,14 @@
-"""The implementations that a simulation can compare: transformers as it is, TRL's and Liger's
-recipes, ALST's, hfpatch.
-
-TRL and Liger change transformers process-wide: one of them a process.
+"""The implementations that a simulation runs: transformers as it is, with its own checkpointing,
+and hfpatch. (profiles/plan/rivals.py adds Liger's and TRL's.)
 """
 
 import torch
 
 from hfpatch.budget.limits import check_sizes
 from hfpatch.compat import run_scans_plainly
-from hfpatch.lab.simulate import liger, trl
 from hfpatch.lab.simulate.adapters import adapted
 
-IMPLEMENTATIONS = ("hf", "hf-ckpt", "hf-ckpt-chunked", "liger", "liger-off", "liger-tiled-offload",
-                   *trl.IMPLEMENTATIONS, "hfpatch",
-                   "hfpatch-off")  # fmt: skip
+IMPLEMENTATIONS = ("hf", "hf-ckpt", "hfpatch", "hfpatch-off")
 
 
 def config_class(kind):
@@ -30,8 +25,13 @@ def config_class(kind):
 
 
 def build(config: dict, dtype=torch.bfloat16, adapters=None):
-    """A causal language model, or one of images and text, of a config.json's values on the meta
-    device: shapes without memory. adapters: a memory.adapters.Adapters, LoRA over it.
+    """A causal language model, or one of images and text, on the meta device: shapes, no memory.
+
+    Args:
+        config: the values of a config.json.
+        adapters: a budget.adapters.Adapters, for LoRA over the model.
+
+    Raises ValueError for values that make no such model.
     """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -51,7 +51,7 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
             f"hfpatch: expected a model that writes text one token after another, {kind!r} came; "
             "pass the config.json of one."
         )
-    # a list: one a layer
+    # A list has one value per layer.
     check_sizes(lambda name: None if isinstance(values.get(name), list) else values.get(name))
     try:
         made = AutoConfig.for_model(kind, **values)
@@ -63,12 +63,12 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
         with torch.device("meta"):
             try:
                 model = auto.from_config(made, dtype=dtype, attn_implementation="sdpa")
-            except ValueError:  # families whose attention sdpa cannot do (sinks): their own
+            except ValueError:  # sdpa cannot compute the family's attention (sinks)
                 model = auto.from_config(made, dtype=dtype, attn_implementation="eager")
         run_scans_plainly(model)
-        # on the meta device transformers 5.0 leaves that to those who load weights
+        # transformers 5.0 leaves tying to the loading of weights on the meta device.
         model.tie_weights()
-    except Exception as error:  # what a family's classes make of junk has a class of its own each
+    except Exception as error:  # each family raises its own class for junk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
             f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file."
@@ -82,16 +82,15 @@ def prepare(model, implementation: str):
         import hfpatch
 
         hfpatch.apply(model, checkpointing="off" if implementation == "hfpatch-off" else "auto")
-    elif implementation in trl.IMPLEMENTATIONS:
-        trl.apply(model, implementation)
-    elif implementation.startswith("liger"):
-        liger.apply(model, tiled=implementation == "liger-tiled-offload")
-    if implementation in ("hf-ckpt", "hf-ckpt-chunked", "liger"):
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
-    if implementation == "hf-ckpt-chunked":
-        liger.apply(model, loss_only=True)
+    elif implementation == "hf-ckpt":
+        enable_checkpointing(model)
     return model
+
+
+def enable_checkpointing(model) -> None:
+    """Turns on transformers' own checkpointing, not reentrant. Version 5.23 renamed the method."""
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})

@@ -1,9 +1,10 @@
-"""Liger Kernel as a comparison that needs no GPU: its own Python, its Triton kernels replaced by
-nothing.
+"""Liger's and TRL's training steps on fake tensors, as comparisons that need no GPU.
 
-A Triton kernel writes into what torch allocated and allocates nothing itself, so on fake tensors
-leaving the launch out changes no figure. Liger rebinds names in transformers' modules: use a
-process for this and nothing else.
+    python profiles/plan/rivals.py --impl liger-tiled-offload --seq-len 8192    # as hfpatch simulate
+
+The Python code is their own. A Triton kernel writes into what torch allocated and allocates nothing
+itself, so on fake tensors leaving the launch out changes no figure. Both rebind names in
+transformers' modules: use a process for one implementation and nothing else.
 """
 
 import ast
@@ -14,7 +15,35 @@ import textwrap
 import torch
 from torch import nn
 
+from hfpatch.cli import simulate
+from hfpatch.cli.failures import Parser, guarded
+from hfpatch.lab.simulate import implementations
 from hfpatch.lab.simulate.follow import current
+from hfpatch.lab.simulate.implementations import enable_checkpointing
+
+LIGER = ("liger", "liger-off", "liger-tiled-offload", "hf-ckpt-chunked")
+TRL = ("trl-offload", "trl-selective", "trl-hfpatch", "liger-selective")
+IMPLEMENTATIONS = (*implementations.IMPLEMENTATIONS, *LIGER, *TRL)
+
+
+def prepare(model: nn.Module, implementation: str) -> nn.Module:
+    """Turns the stock model into one of IMPLEMENTATIONS, in place."""
+    if implementation in implementations.IMPLEMENTATIONS:
+        return implementations.prepare(model, implementation)
+    if implementation in TRL:
+        apply_trl(model, implementation)
+        return model
+    if implementation in ("liger", "hf-ckpt-chunked"):
+        enable_checkpointing(model)
+    apply_liger(
+        model,
+        tiled=implementation == "liger-tiled-offload",
+        loss_only=implementation == "hf-ckpt-chunked",
+    )
+    return model
+
+
+# -- Liger -----------------------------------------------------------------------------------------
 
 
 class _NoKernel:
@@ -82,7 +111,7 @@ def _drop_kernels() -> None:
                 setattr(module, attribute, _NoKernel(value))
 
 
-def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> nn.Module:
+def apply_liger(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> None:
     """Liger's kernels on a Llama model. tiled: its TiledMLP too, with layer inputs checkpointed
     into host memory.
 
@@ -109,7 +138,6 @@ def apply(model: nn.Module, *, tiled: bool = False, loss_only: bool = False) -> 
         _offload_inputs(model)
     _head_as_on_cuda()
     _drop_kernels()
-    return model
 
 
 def _head_as_on_cuda() -> None:
@@ -135,11 +163,7 @@ def _offload_inputs(model: nn.Module) -> None:
     """Non-reentrant checkpointing under saved-tensor hooks that copy layer inputs to host memory:
     the ALST recipe.
     """
-    checkpointing = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )
-    checkpointing({"use_reentrant": False})
+    enable_checkpointing(model)
     body = model.model
     forward = body.forward
 
@@ -167,3 +191,63 @@ def _to_device(tensor):
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().clone()
+
+
+# -- TRL -------------------------------------------------------------------------------------------
+
+
+def apply_trl(model: nn.Module, implementation: str) -> None:
+    """Turns a stock model into one of TRL, in place: checkpoints in host memory with TRL's fused
+    head, the same with its selective checkpointing, its call of the head on a model that hfpatch
+    has patched, or Liger's kernels and head with selective checkpointing.
+
+    Raises ImportError where trl is not installed, or too old for it.
+    """
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+
+        if implementation.endswith("selective"):
+            from trl.models import enable_selective_activation_checkpointing
+    except ImportError as error:
+        raise ImportError(
+            f"hfpatch: the comparison needs a newer trl ({error}); pip install -U trl."
+        ) from error
+    if implementation == "liger-selective":
+        apply_liger(model)
+    else:
+        if implementation == "trl-hfpatch":
+            import hfpatch
+
+            hfpatch.apply(model)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        forward = model.forward
+        model.forward = lambda *args, **kwargs: forward(*args, fused_lm_head=True, **kwargs)
+    if implementation == "trl-hfpatch":
+        return
+    if implementation.endswith("selective"):
+        enable_selective_activation_checkpointing(model)
+    _enable_offload(model)
+
+
+def _enable_offload(model: nn.Module) -> None:
+    """transformers' checkpointing with offload=True; what its hooks keep is host memory to the
+    follower.
+    """
+    import transformers.modeling_utils as theirs
+
+    # a machine without an accelerator pins nothing
+    theirs.save_on_cpu = lambda **kwargs: offloading()
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if not getattr(enable, "_is_sac_wrapped", False):
+        enable = model.activation_checkpointing_enable
+    enable({"use_reentrant": False}, offload=True)
+
+
+def main(argv) -> int:
+    parser = Parser(prog="rivals.py", description=__doc__.splitlines()[0])
+    simulate.add_arguments(parser, IMPLEMENTATIONS)
+    return simulate.main(parser.parse_args(argv), prepare)
+
+
+if __name__ == "__main__":
+    raise SystemExit(guarded(main, sys.argv[1:]))

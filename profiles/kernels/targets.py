@@ -1,6 +1,6 @@
-"""Cross-compilation of every kernel without a GPU: `python -m hfpatch.lab.targets`.
+"""Cross-compilation of every kernel without a GPU: `python profiles/kernels/targets.py`.
 
-Each row (kernel_rows.py) calls a launcher with tensors on the meta device. The start of the kernel
+Each row (rows.py) calls a launcher with tensors on the meta device. The start of the kernel
 is intercepted and compiled for each target, so the table describes exactly the arguments, tiles and
 warps that a GPU gets. Registers, stack (spilled registers; 0 means none) and shared memory are read
 from the compiled binary."""
@@ -18,17 +18,17 @@ from typing import NamedTuple
 
 import torch
 import triton
+from rows import NAMES, ROWS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from hfpatch.kernels._launch import warps_for
-from hfpatch.lab.kernel_rows import NAMES, ROWS
 
 # A100; L4, L40S, RTX 4090; H100, H200; B200; RTX 5090; MI300.
 TARGETS = {f"sm_{sm}": GPUTarget("cuda", sm, 32) for sm in (80, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
-TABLE = Path(__file__).parents[2] / "profiles" / "kernels" / "table.csv"
+TABLE = Path(__file__).with_name("table.csv")
 COLUMNS = (
     "kernel",
     "variant",
@@ -161,9 +161,7 @@ def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m hfpatch.lab.targets", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="targets.py", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=TABLE, help="the CSV to write")
     parser.add_argument(
         "--target", nargs="+", choices=TARGETS, default=tuple(TARGETS), help="what to compile for"

@@ -16,6 +16,7 @@ from itertools import count
 
 import torch
 
+from hfpatch.lab.clock import ClockDevice, ClockFollower
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.ledger import ROUNDING, round_up
 
@@ -198,3 +199,11 @@ class Placed:
 
 class PlacedFollower(Placed, Follower):
     """Follows storages, and places them."""
+
+
+class PlacedClockFollower(Placed, ClockFollower):
+    """Also places storages, each in the pool of the stream that makes it."""
+
+    def __init__(self, allocator, clock: ClockDevice, **settings):
+        super().__init__(allocator, clock, **settings)
+        self.stream = lambda: id(clock.current())
