@@ -47,9 +47,7 @@ def host_blocks(
         sizes[rows * hidden] += again
         saved += again
         columns = [s.q_size, s.kv_size, s.v_size, s.out_size]
-        columns += [s.out_size] * bool(
-            policy.again or not policy.save_attention or policy.every > 1
-        )
+        columns += [s.out_size] * bool(policy.again or not policy.save_attention)
         for column in columns:
             sizes[rows * column // groups * computed] += groups
     parts = groups if policy.stream_attention or policy.by_group or pieces else 1
