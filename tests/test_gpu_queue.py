@@ -30,13 +30,13 @@ import slot  # noqa: E402
 import step  # noqa: E402
 
 import hfpatch  # noqa: E402
+from hfpatch.budget import hardware  # noqa: E402
 from hfpatch.budget.adapters import Adapters  # noqa: E402
 from hfpatch.budget.policy import Policy  # noqa: E402
 from hfpatch.budget.shape import ModelShape  # noqa: E402
 from hfpatch.lab.first_step import first_step  # noqa: E402
 from hfpatch.lab.presets import preset_config  # noqa: E402
 from hfpatch.lab.stock import STOCK_CHECKPOINTING, flops_of, memory_of  # noqa: E402
-from hfpatch.planner.gpus import gpu_row  # noqa: E402
 from hfpatch.planner.placements import Resident  # noqa: E402
 from hfpatch.planner.seconds import run_time  # noqa: E402
 from hfpatch.store.device import CudaDevice  # noqa: E402
@@ -539,7 +539,7 @@ def test_a_slots_steps_end_in_time_by_the_plans_arithmetic(monkeypatch, tmp_path
     """On an H100: what an entry starts, at the closed form's seconds, ends before the slot stops
     it.
     """
-    gpu, spent = gpu_row("h100"), []
+    gpu, spent = hardware.gpu_row("h100"), []
 
     def price(sheet, cases, **environment):
         total = START

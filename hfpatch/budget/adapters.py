@@ -9,6 +9,7 @@ BLOCK, NESTED = 64, 256
 # Bytes of one weight of a quantised Linear: codes and scales as bitsandbytes stores them. None: the
 # model's dtype.
 BASES = {"bf16": None, "8bit": 1.0, "4bit": 0.5 + 1 / BLOCK + 4 / (BLOCK * NESTED)}
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,20 @@ class Adapters:
                 "them."
             )
         object.__setattr__(self, "targets", tuple(self.targets))  # a list has no hash
+
+    @classmethod
+    def of(cls, rank: int, base: str = "bf16", targets=ALL_LINEAR) -> "Adapters":
+        """From flags. targets: "all-linear", or names in a list or with commas. ValueError without
+        a name.
+        """
+        names = targets.split(",") if isinstance(targets, str) else list(targets)
+        named = tuple(n.strip() for n in names if n.strip())
+        if not named:
+            raise ValueError(
+                f"hfpatch: expected names of Linear layers to adapt, {targets!r} came; write "
+                f"{ALL_LINEAR}."
+            )
+        return cls(rank, base, () if names == [ALL_LINEAR] else named)
 
     def chosen(self, linears: dict) -> dict:
         """The Linear layers among these, {name: (columns in, columns out)}, that get an adapter."""

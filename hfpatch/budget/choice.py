@@ -96,6 +96,17 @@ def reserve(nbytes: int) -> int:
     return max(RESERVE_LEAST, int(RESERVE_SHARE * nbytes))
 
 
+def best_interval(num_layers: int, checkpoint_bytes: float, recompute_bytes: float) -> int:
+    """The layers per checkpoint that keep the fewest bytes.
+
+    With one checkpoint of u bytes for every a layers, memory holds n / a checkpoints and one
+    segment of a layers that runs again, v bytes each: n / a * u + a * v is least at
+    a = sqrt(n * u / v).
+    """
+    best = round(math.sqrt(num_layers * checkpoint_bytes / recompute_bytes))
+    return max(1, min(num_layers, best))
+
+
 class Search:
     """The policies that settings allow for one batch shape. Each is priced once.
 
@@ -125,8 +136,7 @@ class Search:
         self.rows = batch * tokens
         self.price, self.memory = cache(self.price), cache(self.memory)
         self.best, self.least = cache(self.best), cache(self.least)
-        # A larger workspace takes fewer bytes where one chunk holds all logits.
-        self.losses = sorted(loss_workspaces(shape, self.rows, itemsize), key=self._of_loss)
+        self.losses = self._losses()
         ladder = {"batch": batch, "tokens": tokens, "able": able, "loss_bytes": self.losses[0]}
         self.candidates = policies(settings, shape, **ladder)
 
@@ -149,10 +159,15 @@ class Search:
         time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
         return replace(option, seconds=time.total, wait=time.copy_wait)
 
-    def _of_loss(self, workspace: int) -> tuple[int, int]:
-        """A sorting key: the loss's bytes, then the larger workspace."""
-        memory, _ = self.memory(Policy("gpu", loss_bytes=workspace))
-        return memory.moments[0].beyond, -workspace
+    def _losses(self) -> tuple[int, ...]:
+        """Workspaces of the loss to try: the one with the fewest bytes, then faster ones."""
+        itemsize = self.sizes["itemsize"]
+        tried = loss_workspaces(self.shape, self.rows, itemsize)
+        priced = [self.price(Policy("gpu", loss_bytes=nbytes)) for nbytes in tried]
+        taken = lambda o: self.memory(o.policy)[0].moments[0].beyond  # noqa: E731
+        first = min(priced, key=lambda o: (taken(o), -o.policy.loss_bytes))
+        faster = [o for o in priced if o.seconds < first.seconds]
+        return tuple(o.policy.loss_bytes for o in (first, *faster))
 
     def plains(self) -> tuple[int, int]:
         """The fewest and the most layers that may keep everything."""
@@ -221,24 +236,40 @@ class Search:
 
         A policy that keeps more is unchanged: rungs that keep less are tried too.
         """
-        most = self.shape.num_layers - policy.plain - 1
-        saves = policy.save_attention and policy.every == 1 and policy.offload == "host"
-        if policy.keep or not saves or self.settings.save_attention != "auto" or most < 1:
+        if policy.keep or not self._may_run_again(policy):
             return policy
 
         def lacks(again: int) -> bool:
             return not budget.admits_host(self.memory(replace(policy, again=again))[1])
 
+        most = self.shape.num_layers - policy.plain - 1
         if not lacks(0) or lacks(most):
             return replace(policy, again=0)
         return replace(policy, again=_last(lacks, 0, most) + 1)
 
+    def _may_run_again(self, policy: Policy) -> bool:
+        """Whether some layers may compute again what the others keep for speed."""
+        asked = self.settings.keep if policy.keep else self.settings.save_attention
+        keeps = policy.keep or policy.save_attention
+        several = self.shape.num_layers - policy.plain > 1
+        where = policy.every == 1 and policy.offload == "host"
+        return bool(asked == "auto" and keeps and where and several)
+
     def _refined(self, options: list[Option], budget: Budget) -> list[Option]:
-        """The options with larger loss workspaces."""
-        larger = (
-            replace(o.policy, loss_bytes=n, again=0) for o in options for n in self.losses[1:]
-        )
-        return self._fitting(larger, budget)
+        """The options with larger loss workspaces, and the options that wait for copies with more
+        layers that keep less."""
+        found = [
+            self._most_plain(replace(o.policy, loss_bytes=nbytes, again=0), budget)
+            for o in options
+            for nbytes in self.losses[1:]
+        ]
+        more = [option for option in found if option]
+        for one in [*options, *more]:
+            if one.wait and self._may_run_again(one.policy):
+                layers = range(one.policy.again + 1, self.shape.num_layers - one.policy.plain)
+                tried = (self.price(replace(one.policy, again=again)) for again in layers)
+                more += [option for option in tried if budget.admits(option)]
+        return more
 
     def _cautious(self, budget: Budget) -> Option | None:
         """The option if the device's free bytes are unknown: nothing is kept for speed alone, and
@@ -337,8 +368,8 @@ def decide(
 
 
 def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
-    # n / every inputs are kept and `every` layers run again at a time: fewest at the square root
-    least = round(math.sqrt(search.shape.num_layers))
+    u = search.rows * search.shape.hidden_size * search.sizes["itemsize"]
+    least = best_interval(search.shape.num_layers, u, u)
     nothing = {"save_attention": False, "stream_attention": False, "by_group": False, "keep": ()}
     fewer = replace(found.policy, every=least, **nothing)
     saved = found.host - search.price(fewer).host
@@ -348,3 +379,21 @@ def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
         f"Checkpointing(save_attention=False, every={least}) saves {saved / GiB:.1f} GiB, "
         "a directory as offload saves all."
     )
+
+
+def frontier(search: Search, budget: Budget, *, points: int = 8) -> list[Option]:
+    """Options from the least device memory to the fastest step, each faster than all before it.
+
+    points: the number of device memory sizes to try, both ends included.
+    """
+    ends = [search.least(budget), search.best(budget)]
+    if ends[1] is None:
+        return ends[:1]
+    low, high = (o.device + reserve(o.device) for o in ends)
+    rooms = (low + (high - low) * i // (points - 1) for i in range(1, points - 1))
+    found = [ends[0], *(search.best(replace(budget, device=room)) for room in rooms), ends[1]]
+    kept: list[Option] = []
+    for option in sorted((o for o in found if o), key=lambda o: (o.device, o.seconds)):
+        if not kept or option.seconds < kept[-1].seconds:
+            kept.append(option)
+    return kept

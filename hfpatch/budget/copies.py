@@ -1,7 +1,8 @@
 """Bytes that a step copies between host and device, and the seconds of copies that nothing hides.
 
-A pass's copies hide behind the work of that pass. A layer also waits for its own first tiles, and
-for files. `hfpatch profile --clock` shows copies one by one (lab/clock.py). Standard library only.
+A pass's copies hide behind the work of that pass, and behind layers as far as memory has room for
+the copies' sources. `hfpatch profile --clock` shows the same copy by copy (lab/clock.py). Standard
+library only.
 """
 
 from dataclasses import dataclass
@@ -47,25 +48,6 @@ class Step:
         layers = self.shape.num_layers
         return layers - min(self.policy.plain, layers)
 
-    @property
-    def qkv(self) -> float:
-        """Seconds of one layer's projections before attention, forward."""
-        return 2 * self.rows * self.shape.qkv_weights / self.gpu.matmul_flops
-
-    @property
-    def attend(self) -> float:
-        """Seconds of an average layer's attention, forward."""
-        attention = self.flops.model_attention / 3 / self.gpu.attention_forward
-        return attention / self.shape.num_layers
-
-    @property
-    def products(self) -> float:
-        """Seconds of an average layer's matmuls, forward."""
-        shape = self.shape
-        weights = shape.qkv_weights + shape.o_weights
-        weights += shape.over(shape.mlp_weights) / shape.num_layers
-        return 2 * self.rows * weights / self.gpu.matmul_flops
-
 
 def link_bytes(
     memory: StepMemory,
@@ -85,11 +67,12 @@ def link_bytes(
         return 0, 0
     rows, n = batch * tokens * itemsize, shape.num_layers - min(policy.plain, shape.num_layers)
     inputs = -(-n // policy.every) * rows * shape.hidden_size
-    kept = n * rows * sum(kept_columns(shape, name) for name in policy.keep)
+    keeping = n - min(policy.keeps_less, n)
+    kept = keeping * rows * sum(kept_columns(shape, name) for name in policy.keep)
     single = tiles(batch, tokens, policy.tile)[0] == 1
     one = 0 if single or not policy.offload_dx else rows * shape.hidden_size
     attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
-    saved = n - min(policy.again, n) if policy.save_attention and policy.every == 1 else 0
+    saved = n - min(policy.attends_again, n) if policy.save_attention and policy.every == 1 else 0
     again = attended if saved < n else 0
     x, lse = rows * shape.hidden_size, 4 * batch * tokens * shape.num_heads
     # Host buffers that one running layer uses, and the buffers of a segment that runs again.
@@ -100,6 +83,7 @@ def link_bytes(
     # Each phase that reads x fetches it; a kept sum after attention is read in place of x.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
     back = passes * inputs + kept + outputs
+    back += (0 if single else 3 - passes) * (n - keeping) * rows * shape.hidden_size
     if policy.stream_attention and not single:
         # Attention outputs come once for the tiles and once for the groups of heads, lse once.
         back += outputs - saved * lse
@@ -135,8 +119,8 @@ def weight_bytes(shape: ModelShape, policy: Policy, itemsize: int = 2) -> tuple[
 def passes_wait(
     gpu: Gpu, flops: Flops, total: float, fore: float, up: tuple, down: tuple,
     files: tuple = (0, 0), gathers: int = 0,
-) -> float:  # fmt: skip
-    """Seconds by which copies exceed the work that hides them.
+) -> tuple[float, float, float]:  # fmt: skip
+    """(seconds by which copies exceed the work that hides them, that work in forward, in backward).
 
     Forward is a third of the model's FLOPs, recomputation excluded. The copies of a pass hide
     behind the work of that pass; the link's two directions run at once.
@@ -157,98 +141,140 @@ def passes_wait(
     on_link = map(max if gpu.peer else add, on_link, peers)
     copies = map(max, on_link, on_disk)
     waits = (max(0.0, copy - work) for copy, work in zip(copies, passes))
-    return sum(waits)
+    return sum(waits), *passes
 
 
-def layers_wait(step: Step, fore: float, to_host: int) -> float:
-    """Seconds for which layers wait for their own copies.
+def behind_layers(
+    step: Step, layers: float, fore: float, copies: tuple[float, float], rates: tuple[float, float]
+) -> tuple[float, float]:
+    """Seconds of the checkpoints' copies, forward and backward, that layers do not hide. n tiled
+    layers come first, p plain ones behind them.
 
-    fore: of a layer's forward outside matmuls and attention. to_host: bytes of all layers.
+    A layer's copies may continue during later layers as far as memory has room for their sources.
+    In backward a layer's tensors are fetched one layer ahead, except q, k and v, which the layer
+    itself fetches: if attention runs again, nothing hides them. The head hides nothing.
+
+    Args:
+        layers: seconds of all layers, both passes.
+        fore: seconds of their forward outside matmuls and attention.
+        copies, rates: seconds and bytes/s, to the host and back.
     """
-    policy, rate = step.policy, step.gpu.link_rate
-    if not to_host:
-        return 0.0
-    tile = step.rows * step.itemsize // step.count
-    inside = sum(kept_columns(step.shape, name) for name in policy.keep if name != "qkv")
-    if policy.offload == "disk":
-        return files_wait(step, fore, to_host) + _ends_wait(step, tile, inside)
-    # The head hides no copies to the host.
-    forward = step.products + step.attend + fore
-    wait = max(0.0, to_host / rate - step.shape.num_layers * forward)
-    if inside:
-        # Each layer's last saves, as far as memory has no room for these sources during the next.
+    gpu, flops, policy, shape, rows = step.gpu, step.flops, step.policy, step.shape, step.rows
+    L, n, p = shape.num_layers, step.tiled_layers, min(policy.plain, shape.num_layers)
+    (to_host, to_gpu), (up, down), count = rates, copies, step.count
+    products = L * (shape.qkv_weights + shape.o_weights) + shape.over(shape.mlp_weights)
+    products *= 2 * rows / gpu.matmul_flops
+    attention = flops.model_attention / 3
+    forward = (products + attention / gpu.attention_forward + fore) / L
+    trained = 1 if shape.adapters else 2
+    plain = (trained * products + 2.5 * attention / gpu.attention_backward) / L
+    alone, less = policy.every == 1, min(policy.keeps_less, n)
+    tile, columns = rows * step.itemsize / count, {k: kept_columns(shape, k) for k in policy.keep}
+    inside = alone * sum(n for name, n in columns.items() if name != "qkv")
+    kept = alone * (n - less) * sum(columns.values()) * tile * count
+    # for the layers that keep less, which are the last tiled ones
+    own_up, own_down = (less * max(0.0, s - kept / r) / n for s, r in zip(copies, rates))
+    work = (layers - L * forward - p * plain) * (n - less) / max(n, 1)
+    behind = down - own_down - work - (plain if p > 1 else 0)
+    waits = [0.0]
+    if inside or up > n * forward:
         sizes = {"batch": step.batch, "tokens": step.tokens, "itemsize": step.itemsize}
-        spare = spare_bytes(step.memory, step.shape, policy, **sizes)[step.tiled_layers - 1]
-        wait += step.tiled_layers * max(0, tile * inside - spare) / rate
-    if policy.save_attention and policy.every == 1 and step.count > 1:
-        wait += first_tiles_wait(step, fore)
-    return wait + _ends_wait(step, tile, inside)
-
-
-def _ends_wait(step: Step, tile: int, inside: int) -> float:
-    """Seconds in which nothing runs: the last layer's saves inside its last tile, the fetch of that
-    layer's first tile, or the fetch of the input from which a segment runs again.
-
-    tile: bytes of a column. inside: columns saved inside tiles.
-    """
-    policy, shape = step.policy, step.shape
-    writes = reads = step.gpu.link_rate
+        spares = spare_bytes(step.memory, shape, policy, **sizes)
+        # Waits at the end of the last tiled layer and of each plain one; at the end of the last
+        # layer that keeps all of `keep`; and for each layer's last saves, if their sources may not
+        # live on during the next layer.
+        waits += [up - (n + k) * forward - spares[n + k] / to_host for k in range(p + 1)]
+        waits += [up - own_up - (n - less) * forward - spares[n - 1] / to_host] * (less > 0)
+        waits += [(n - less) * max(0, tile * inside - spares[n - 1]) / to_host]
     if policy.offload == "disk":
-        writes, reads = (min(rate, n) for rate, n in zip((writes, reads), step.gpu.disk_rates))
-    saves = tile * inside * (policy.plain == 0) / writes
-    segments = _segments(policy, step.tiled_layers)
-    if segments and policy.offload == "host":
-        return saves + segments * tile * step.count * shape.hidden_size / reads
-    outs = shape.out_size * (policy.save_attention and policy.every == 1)
-    return saves + tile * (shape.hidden_size + outs + inside) * (policy.plain < 2) / reads
+        attend = attention / gpu.attention_forward / L
+        held_up, starved = files_wait(step, up, forward, attend, rates)
+        waits.append(held_up)
+        behind = max(behind, starved)
+    if alone and "qkv" in policy.keep and not policy.save_attention:
+        # With several tiles the first tile's tensors may be on the link before q, k and v.
+        waited = count * columns["qkv"] + (count > 1) * (
+            inside + shape.hidden_size * ("mid" not in policy.keep)
+        )
+        behind = max(behind, (n - less) * tile * waited / to_gpu)
+    if alone and policy.offload == "host" and policy.save_attention and count > 1:
+        behind = max(behind, first_tiles_wait(step, trained, products / L, fore / L, to_gpu))
+    # Nothing runs during the last layer's saves inside its last tile, during the fetch of that
+    # layer's first tile, or during the fetch of the input from which a segment runs again.
+    begins = _segments(policy, n) * (policy.offload == "host")
+    last = 0 if less else inside
+    first = shape.hidden_size + alone * policy.save_attention * shape.out_size + last
+    return (
+        max(waits) + tile * last * (p == 0) / to_host,
+        max(0.0, behind)
+        + tile * (first * (p < 2) * (not begins) + begins * count * shape.hidden_size) / to_gpu,
+    )
 
 
-def first_tiles_wait(step: Step, fore: float) -> float:
+def first_tiles_wait(
+    step: Step, trained: int, products: float, fore: float, to_gpu: float
+) -> float:
     """Seconds for which layers of several tiles wait for kept tiles as their backward begins. These
     are fetched while the last two tiles of the previous layer's backward leave the ring, so
-    attention hides none of them. fore: as in layers_wait.
+    attention hides none of them.
+
+    Args:
+        trained: matmuls of a matmul's backward.
+        products, fore: seconds of a layer's forward, in matmuls and outside them.
+        to_gpu: bytes/s.
     """
     policy, shape, count = step.policy, step.shape, step.count
-    trained = 1 if shape.adapters else 2  # matmuls of a matmul's backward
     ahead = max(0, RING_SLOTS - count)  # tiles with a slot while attention runs
-    leaving = (RING_SLOTS - 1 - ahead) * (1 + trained) * step.qkv / count
-    run = (trained * (step.products - step.qkv) + fore) / count
-    tile = step.rows * step.itemsize / count / step.gpu.link_rate
-    columns = sum(kept_columns(shape, name) for name in policy.keep if name != "qkv")
-    columns += shape.out_size + shape.hidden_size * ("mid" not in policy.keep)
-    # q, k and v are fetched behind the tiles for which the ring has slots
-    between = kept_columns(shape, "qkv") * ("qkv" in policy.keep and count > RING_SLOTS)
-    last = ((count - ahead) * columns + count * between) * tile - leaving - (count - 1) * run
-    wait = max(0.0, last, 0 if ahead else columns * tile - leaving)
-    return (step.tiled_layers - min(policy.again, step.tiled_layers)) * wait
+    qkv = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
+    leaving = (RING_SLOTS - 1 - ahead) * (1 + trained) * qkv / count
+    run = (trained * (products - qkv) + fore) / count
+    tile = step.rows * step.itemsize / count / to_gpu
+
+    def wait(keep: tuple) -> float:
+        columns = sum(kept_columns(shape, name) for name in keep if name != "qkv")
+        columns += shape.out_size + shape.hidden_size * ("mid" not in keep)
+        # q, k and v are fetched behind the tiles for which the ring has slots
+        between = kept_columns(shape, "qkv") * ("qkv" in keep and count > RING_SLOTS)
+        last = ((count - ahead) * columns + count * between) * tile - leaving - (count - 1) * run
+        return max(0.0, last, 0 if ahead else columns * tile - leaving)
+
+    n = step.tiled_layers
+    less, again = min(policy.keeps_less, n), min(policy.attends_again, n)
+    return (n - less - again) * wait(policy.keep) + less * wait(())
 
 
-def files_wait(step: Step, fore: float, to_host: int) -> float:
-    """Seconds by which files hold the host up in forward, and for which the short passes of
-    backward wait for reading.
+def files_wait(
+    step: Step, up: float, forward: float, attend: float, rates: tuple[float, float]
+) -> tuple[float, float]:
+    """(seconds by which files hold the host up in forward, seconds for which the short passes of
+    backward wait for reading).
 
     A layer's writes are issued behind its compute, where the host waits for a free buffer: when the
     next layer begins, at most all buffers are left to write. What attention makes is complete late,
     and the disk may have written all before it. Values kept inside tiles are issued tile by tile,
     in front of the next tile's compute. With several tiles, the last pass of a layer and the first
     of the next one read their inputs faster than a disk does; the ring's slots and the buffers read
-    ahead. fore, to_host: as in layers_wait.
+    ahead.
+
+    Args:
+        up: seconds of writing.
+        forward, attend: seconds of a layer and of its attention.
+        rates: bytes/s, written and read.
     """
-    policy, shape, gpu, n = step.policy, step.shape, step.gpu, step.tiled_layers
-    writes, reads = (min(gpu.link_rate, rate) for rate in gpu.disk_rates)
-    attend, forward = step.attend, step.products + step.attend + fore
-    again, buffers = "qkv" not in policy.keep, BUFFERS * PIECE / writes
-    x, qkv = step.rows * step.itemsize * shape.hidden_size, step.qkv
+    policy, shape, n = step.policy, step.shape, step.tiled_layers
+    again, buffers = "qkv" not in policy.keep, BUFFERS * PIECE / rates[0]
+    x = step.rows * step.itemsize * shape.hidden_size
+    qkv = 2 * step.rows * shape.qkv_weights / step.gpu.matmul_flops
     if policy.every == 1 and any(name != "qkv" for name in policy.keep):
         beyond = sum(max(0.0, run - buffers) for run in (attend, forward - attend))
     else:  # the disk idles until q, k and v are there, and until attention's outputs are
         early = 0 if again else step.rows * step.itemsize * kept_columns(shape, "qkv")
-        idle = [qkv - x / writes] * (not again)
-        idle += [qkv + attend - (x + early) / writes] * policy.save_attention
+        idle = [qkv - x / rates[0]] * (not again)
+        idle += [qkv + attend - (x + early) / rates[0]] * policy.save_attention
         beyond = max([0.0, *(s - buffers for s in idle)]) * (policy.every == 1)
-    held_up = max(0.0, to_host / writes + n * (beyond - forward))
+    held_up = up + n * (beyond - forward)
     if step.count == 1:
-        return held_up
+        return held_up, 0.0
     ahead = RING_SLOTS * x // step.count + (BUFFERS - RESERVE) * PIECE
     work = (again + (2 if shape.adapters else 3)) * qkv
-    return held_up + max(0.0, n * (((1 + again) * x - ahead) / reads - work))
+    return held_up, n * (((1 + again) * x - ahead) / rates[1] - work)

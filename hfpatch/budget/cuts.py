@@ -72,8 +72,10 @@ def loss_workspaces(shape: ModelShape, rows: int, s: int) -> tuple[int, ...]:
     """
     row_bytes = -(-shape.vocab_size // 8) * 8 * s
     logits = max(2 * shape.vocab_size * shape.hidden_size, LOSS_ROWS * row_bytes)
-    least = min(LOSS_WORKSPACE, logits + rows * LOSS_BYTES_PER_TOKEN)
-    return tuple(dict.fromkeys((least, LOSS_WORKSPACE, LOSS_WORKSPACE_FREE)))
+    found = [min(LOSS_WORKSPACE, logits + rows * LOSS_BYTES_PER_TOKEN)]
+    while found[-1] * 4 < LOSS_WORKSPACE:
+        found.append(4 * found[-1])
+    return tuple(dict.fromkeys([*found, LOSS_WORKSPACE, 2 * LOSS_WORKSPACE, LOSS_WORKSPACE_FREE]))
 
 
 def loss_chunk_rows(

@@ -85,13 +85,17 @@ def step_flops(shape: ModelShape, policy: Policy, *, batch: int, tokens: int) ->
         )
     tiled = n - min(policy.plain, n)
     single = tiles(batch, tokens, policy.tile)[0] == 1
-    again = shape.over(lambda i: recomputed_weights(shape, policy.keep, i, single=single), 0, tiled)
+    keeping = tiled - min(policy.keeps_less, tiled)
+    again = sum(
+        shape.over(lambda i, k=keep: recomputed_weights(shape, k, i, single=single), *layers)
+        for keep, layers in ((policy.keep, (0, keeping)), ((), (keeping, tiled)))
+    )
     if policy.every > 1:
         skipped = tiled - -(-tiled // policy.every)
         again += skipped * (layers / n)
     saves = policy.save_attention and policy.every == 1
     forwards = once
-    forwards += attention(tiled - min(policy.again, tiled) if saves else 0, tiled)
+    forwards += attention(tiled - min(policy.attends_again, tiled) if saves else 0, tiled)
     # Kernels need values as wide as queries: the narrower values of latent attention are padded.
     padded = (
         filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))

@@ -14,18 +14,30 @@ GiB = 1 << 30
 # matmuls reach in a training step, and the tokens that a row of attention costs beyond its own.
 MATMUL_SHARE = 0.61
 ATTENTION_RAMP = 450
+# Error of the step model: 16 of the 19 published steps that fitted no constant are within it
+# (profiles/rates).
+SECONDS_ERROR = 0.14
 # A large copy on the device reaches about 0.9 of the data sheet's memory bandwidth (assumed).
 MEMORY_SHARE = 0.90
 # A pinned copy reaches about 0.8 of the link's nominal rate.
 LINK_SHARE = 0.80
+# Driver, CUDA context, cuBLAS workspaces and kernels, before a tensor exists. Assumed.
+CONTEXT_BYTES = 1 * GiB
 # Collectives of cards without links to each other pass through host memory: NCCL counts 10 GB/s
 # between the sockets of a machine with eight RTX 4090 (its topology log, nccl-tests issue 307).
 SOCKET_RATE = 10e9
+# Host memory bandwidth that one process reaches in a fused Adam step, bytes/s. Assumed: half a
+# 12-channel DDR5 socket.
+HOST_BYTES_PER_SECOND = 200e9
 # Registering host memory with the driver, page faults included, bytes/s of one process. Assumed.
 PIN_BYTES_PER_SECOND = 3 * GiB
 # Files of the disk tier, bytes/s of the machine: the maker's sequential rates of one PCIe 4.0 x4
 # drive (Samsung PM9A3, U.2).
 DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
+DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
+
+
+FLOAT8_GPUS = ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "mi300x")
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,12 @@ class Gpu:
         return self.bandwidth if self.measured else MEMORY_SHARE * self.bandwidth
 
     @property
+    def data_sheet_flops(self) -> float:
+        """The peak that MFU refers to: the data sheet's, also for a measured card of the table."""
+        known = gpu_named(self.name) if self.measured else None
+        return (known or self).peak_flops
+
+    @property
     def link_rate(self) -> float:
         """Bytes/s of pinned copies in one direction, for plans."""
         return self.link if self.measured else LINK_SHARE * self.link
@@ -85,6 +103,11 @@ class Gpu:
     def disk_rates(self) -> tuple[float, float]:
         """Bytes/s at which files are (written, read), for plans: this GPU's share."""
         return DISK_WRITES / self.sharing, DISK_READS / self.sharing
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory left for tensors."""
+        return self.memory_bytes - CONTEXT_BYTES
 
 
 _A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
@@ -125,6 +148,28 @@ GPUS = {
     )
     for name, gib, tera, tb, link, fwd, bwd, processors, peer, source in _ROWS
 }  # fmt: skip
+_ALIASES = {
+    "a100": "a100-80gb",
+    "h100-80gb": "h100",
+    "h100-sxm": "h100",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+}
+
+
+def gpu_row(name: str) -> Gpu:
+    """The row called name, in any case, with or without spaces and dashes.
+
+    Raises:
+        ValueError: no such row; the message lists all names.
+    """
+    plain = str(name).lower().replace(" ", "").replace("_", "-")
+    for candidate in (plain, _ALIASES.get(plain, ""), plain.replace("-", "")):
+        if candidate in GPUS:
+            return GPUS[candidate]
+    raise ValueError(
+        f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them."
+    )
 
 
 def gpu_named(device_name: str) -> Gpu | None:

@@ -20,7 +20,8 @@ def host_blocks(
     ranks: int = 1,
     pieces: bool = False,
 ) -> Counter:
-    """The host blocks of one step: {bytes: count}.
+    """The host blocks of one step: {bytes: count}. Their sum is the host memory of
+    formula.step_memory.
 
     Args:
         layers: the number of checkpointed layers, if not the shape's.
@@ -41,20 +42,21 @@ def host_blocks(
         sizes[rows * hidden] += 1
     groups = head_groups(batch, tokens, shape, policy.wide)
     saved = policy.save_attention and policy.every == 1
-    saved *= tiled - min(policy.again, tiled)
+    saved *= tiled - min(policy.attends_again, tiled)
     if policy.by_group:
         again = max(0, min(policy.every, tiled) - 1)  # layers of the segment that runs again
         sizes[rows * hidden] += again
         saved += again
         columns = [s.q_size, s.kv_size, s.v_size, s.out_size]
-        columns += [s.out_size] * bool(policy.again or not policy.save_attention)
+        columns += [s.out_size] * bool(policy.attends_again or not policy.save_attention)
         for column in columns:
             sizes[rows * column // groups * computed] += groups
     parts = groups if policy.stream_attention or policy.by_group or pieces else 1
     sizes[rows * s.out_size // parts * computed] += saved * parts
     sizes[rows * s.num_heads // parts * max(4, computed)] += saved * parts
     if policy.every == 1:
-        _add_kept(sizes, shape, policy, tiled, [batch * (b - a) for a, b in bounds], itemsize,
+        keeping = tiled - min(policy.keeps_less, tiled)
+        _add_kept(sizes, shape, policy, keeping, [batch * (b - a) for a, b in bounds], itemsize,
                   computed)  # fmt: skip
     return +sizes
 

@@ -20,7 +20,6 @@ from hfpatch.budget.policy import (
 from hfpatch.budget.shape import ModelShape
 
 TILES = (1024, 2048, 4096, 8192, 16384)
-INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # layers per checkpoint
 # Up to this tile, 4-bit weights may be dequantised once for all tiles of a phase.
 DENSE_TILE = 2048
 
@@ -94,7 +93,7 @@ class _Ladder:
         if every != "auto":
             intervals = [every]
         elif not rung.save_attention and save is not True:
-            intervals = [k for k in INTERVALS if k <= self.shape.num_layers]
+            intervals = _intervals(self.shape.num_layers)
         else:
             intervals = [1]
         if save != "auto":
@@ -141,6 +140,14 @@ class _Ladder:
     def _several(self, policy: Policy) -> bool:
         """Whether a layer runs in more than one tile."""
         return tiles(self.batch, self.tokens, policy.tile)[0] > 1
+
+
+def _intervals(num_layers: int) -> list[int]:
+    """Layers per checkpoint to try: all numbers up to 8, then a quarter more each time."""
+    found = [1]
+    while found[-1] < num_layers:
+        found.append(min(num_layers, max(found[-1] + 1, found[-1] * 5 // 4)))
+    return found
 
 
 def unplanned(

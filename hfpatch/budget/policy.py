@@ -325,8 +325,8 @@ class Policy:
         keep: names in KEEPABLE that the other layers keep in addition to x, out and lse.
         by_group: while a layer runs, its q, k, v, attention outputs and their gradients wait with
             its checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
-        again: how many of the last tiled layers keep no attention outputs and run attention again,
-            although save_attention is set.
+        again: how many of the last tiled layers compute again the tensors that others keep for
+            speed: they keep nothing of `keep` or, if that is empty, no attention outputs.
         frozen_weights: the place of frozen weights, "gpu" or "host"; from the host each layer's
             weights come one layer ahead of use.
         dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not per tile.
@@ -355,9 +355,20 @@ class Policy:
     chain: int = 0
 
     def of_layer(self, index: int, num_layers: int) -> "Policy":
-        """The policy of one tiled layer."""
-        saves = self.save_attention and index < num_layers - self.plain - self.again
-        return replace(self, again=0, save_attention=saves)
+        """The policy of one tiled layer: a layer that runs `again` keeps less."""
+        less = {"keep": ()} if self.keep else {"save_attention": False}
+        full = index < num_layers - self.plain - self.again
+        return replace(self, again=0, **({} if full else less))
+
+    @property
+    def attends_again(self) -> int:
+        """The number of layers that run attention again although save_attention is set."""
+        return 0 if self.keep else self.again
+
+    @property
+    def keeps_less(self) -> int:
+        """The number of layers that keep nothing of `keep`."""
+        return self.again if self.keep else 0
 
 
 _NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
@@ -374,8 +385,10 @@ def describe(policy: Policy, num_layers: int | None = None) -> str:
     if plain != num_layers:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
         some = f" in all but {policy.again}" if policy.again else ""
-        kept += ["attention" + some] if policy.save_attention and policy.every == 1 else []
+        whole = some * (not policy.keep)
+        kept += ["attention" + whole] if policy.save_attention and policy.every == 1 else []
         kept += [_NAMES[name] for name in policy.keep]
+        kept[-1] += some * bool(policy.keep)
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"

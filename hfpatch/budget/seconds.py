@@ -7,7 +7,7 @@ device. Standard library only.
 
 from dataclasses import dataclass
 
-from hfpatch.budget.copies import Step, layers_wait, link_bytes, passes_wait, weight_bytes
+from hfpatch.budget.copies import Step, behind_layers, link_bytes, passes_wait, weight_bytes
 from hfpatch.budget.cuts import head_groups, loss_chunk_rows
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import ModelShape, StepMemory
@@ -24,6 +24,11 @@ SUM_BYTES, SUM_BYTES_ONCE = 6, 2
 # a launch waits for its last block. List scheduling wastes at most one block a launch (Graham,
 # 1969); half a block is assumed.
 BLOCK_ROWS, TAIL_SHARE = 128, 0.5
+# Python's time, forward and backward together: for a tiled layer, for each of its tiles, and for a
+# layer that keeps everything. Timed on a CPU over small tensors (the last rows of profiles/host).
+# The device waits for Python where its own work is shorter.
+HOST_SECONDS_PER_LAYER, HOST_SECONDS_PER_TILE, HOST_SECONDS_PLAIN = 0.92e-3, 0.66e-3, 0.94e-3
+FORWARD_SHARE = 0.3  # forward's part of Python's time for a tile, from the same rows
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class StepTime:
     sums: float32 sums of weight gradients over tiles.
     loss: passes over the logits.
     copy_wait: the part of the host copies and of an engine's gathers that computing does not hide.
+    python_wait: waiting for Python to issue the work.
     """
 
     matmul: float
@@ -45,6 +51,7 @@ class StepTime:
     sums: float
     loss: float
     copy_wait: float
+    python_wait: float
 
     @property
     def total(self) -> float:
@@ -91,8 +98,9 @@ def step_time(
     matmul, attend = work_seconds(gpu, flops)
     waits = tails(gpu, shape, policy, batch, tokens)
     total = matmul + attend + fore + back + sums + loss + waits
-    wait, moved = _copies(step, link, gathers, total, fore)
-    return StepTime(matmul, attend, waits, fore + back, sums, loss, wait), moved
+    wait, computing, moved = _copies(step, link, gathers, total, fore, loss)
+    python = _python_wait(step, computing + wait)
+    return StepTime(matmul, attend, waits, fore + back, sums, loss, wait, python), moved
 
 
 def _elementwise(step: Step) -> tuple[float, float]:
@@ -126,11 +134,13 @@ def _loss(step: Step) -> float:
     return (logits + wide) / step.gpu.memory_rate
 
 
-def _copies(step: Step, link: int, gathers: int, total: float, fore: float) -> tuple[float, int]:
-    """(seconds of copies that nothing hides, bytes over the host link).
+def _copies(
+    step: Step, link: int, gathers: int, total: float, fore: float, loss: float
+) -> tuple[float, float, int]:
+    """(seconds of copies that nothing hides, seconds of computing, bytes over the host link).
 
-    link, gathers: as in step_time. total: seconds of all computing. fore: of forward outside
-    matmuls and attention.
+    link, gathers: as in step_time. total: seconds of all computing. fore: of forward outside matmuls and attention. loss: of the
+    passes over logits.
     """
     gpu, shape, policy = step.gpu, step.shape, step.policy
     # An engine that keeps weights on the host sends them to the device in both passes, and
@@ -142,6 +152,22 @@ def _copies(step: Step, link: int, gathers: int, total: float, fore: float) -> t
     first, second = weight_bytes(shape, policy, step.itemsize)
     up, down = (to_host, third), (third + first, to_gpu + third + second)
     files = (to_host, to_gpu) if on_disk else (0, 0)
-    wait = passes_wait(gpu, step.flops, total, fore, up, down, files, gathers)
-    wait = max(wait, layers_wait(step, fore / shape.num_layers, to_host))
-    return wait, to_host + to_gpu + first + second
+    wait, *passes = passes_wait(gpu, step.flops, total, fore, up, down, files, gathers)
+    if step.tiled_layers and to_host:
+        rates = (gpu.link_rate,) * 2
+        if on_disk:
+            rates = tuple(map(min, rates, gpu.disk_rates))
+        head = 6 * step.rows * shape.vocab_size * shape.hidden_size / gpu.matmul_flops + loss
+        copies = to_host / rates[0], to_gpu / rates[1]
+        wait = max(wait, sum(behind_layers(step, total - head, fore, copies, rates)))
+    return wait, sum(passes), to_host + to_gpu + first + second
+
+
+def _python_wait(step: Step, hidden: float) -> float:
+    """Seconds in which the device waits for Python. hidden: seconds in which Python is ahead."""
+    n = step.tiled_layers
+    # the layers of segments run forward once more
+    again = n - -(-n // step.policy.every) if n else 0
+    each = HOST_SECONDS_PER_LAYER + step.count * HOST_SECONDS_PER_TILE
+    python = (n + FORWARD_SHARE * again) * each
+    return max(0.0, python + (step.shape.num_layers - n) * HOST_SECONDS_PLAIN - hidden)

@@ -5,7 +5,6 @@ their checkpoints. Standard library only; sizes.py explains the names of sizes.
 from dataclasses import dataclass, replace
 
 from hfpatch.budget.cuts import head_groups, tiles
-from hfpatch.budget.host_blocks import host_blocks
 from hfpatch.budget.moments import (
     Moment,
     embedding_moments,
@@ -40,8 +39,9 @@ class TiledStep:
         save: attention outputs are kept.
         off: checkpoints leave the device.
         stream: attention outputs come back by group of heads.
+        full: layers before those that run `again`.
         unsaved: layers that run attention again.
-        kept_out: layers that keep attention outputs.
+        kept_out, keeping: layers that keep attention outputs, and layers that keep `keep`.
         grads: of q, k and v in attention's backward.
         ring: buffers of fetched tiles.
     """
@@ -56,7 +56,8 @@ class TiledStep:
         self.off = policy.offload != "gpu"
         self.stream = policy.stream_attention and self.save and self.off
         self.groups = head_groups(z.batch, z.tokens, shape, policy.wide)
-        self.unsaved = min(policy.again, n) if self.save else n
+        self.full, self.keeping = n - min(policy.again, n), n - min(policy.keeps_less, n)
+        self.unsaved = min(policy.attends_again, n) if self.save else n
         self.kept_out = n - self.unsaved
         self.kept_inside = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
         self.offload_dx = policy.offload_dx and self.off and not self.single
@@ -67,7 +68,9 @@ class TiledStep:
         # the attention outputs, whole on the device
         self.fetched = z.out if self.save and self.off and not self.stream else 0
         self.stored = (
-            -(-n // policy.every) * z.u + self.kept_out * (z.out + z.lse) + n * self.kept_inside
+            -(-n // policy.every) * z.u
+            + self.kept_out * (z.out + z.lse)
+            + self.keeping * self.kept_inside
         )
         self.on_device = 0 if self.off else self.stored
         self.scratch, self.grads = self._attention()
@@ -99,11 +102,14 @@ class TiledStep:
     @property
     def host(self) -> int:
         """Bytes of pinned host memory, or of files."""
-        if not self.off or not self.n:
+        z, policy, n, passing = self.z, self.policy, self.n, 0
+        if not self.off or not n:
             return 0
-        z = self.z
-        blocks = host_blocks(z.shape, self.policy, batch=z.batch, tokens=z.tokens, itemsize=z.s)
-        return sum(nbytes * count for nbytes, count in blocks.items())
+        if policy.by_group:
+            again = z.out if self.unsaved else 0
+            inside = (min(policy.every, n) - 1) * (z.u + z.out + z.lse)
+            passing = z.q + z.kv + z.out + again + inside
+        return self.stored + passing + (z.u if self.offload_dx else 0)
 
     def moments(self) -> list[Moment]:
         """All moments of the step."""
@@ -146,12 +152,11 @@ class TiledStep:
                 self, "last layer", n - 1, after, self.on_device, saved=saved, ahead=ahead
             )
             moments += layer.moments()
-        first = n - min(self.policy.again, n)
-        if 0 < first < n:
+        if 0 < self.full < n:
             here = z.head_gradient + z.body
-            here -= shape.over(shape.trained_of, 0, first + 1) * z.g
+            here -= shape.over(shape.trained_of, 0, self.full + 1) * z.g
             saved = self.save and not self.unsaved
-            layer = _Layer(self, "again", first, here, self.on_device, saved=saved)
+            layer = _Layer(self, "again", self.full, here, self.on_device, saved=saved)
             moments += layer.moments()
         return moments
 
@@ -210,7 +215,7 @@ class _Layer:
 
     def __post_init__(self):
         step, z, policy = self.step, self.step.z, self.step.policy
-        self.keep = policy.keep
+        self.keep = policy.keep if self.index < step.keeping else ()
         self.inner = inner_bytes(z, self.index, step.t)
         self.sparse = z.shape.is_sparse(self.index)
         # with x on the device nothing is fetched

@@ -93,15 +93,17 @@ def elementwise(
     groups: the number of groups of KV heads in attention's backward.
     """
     tiled = shape.num_layers - min(policy.plain, shape.num_layers)
+    less = min(policy.keeps_less, tiled)
     fore, back = (shape.over(lambda i, k=k: layer_passes(shape, i)[k]) for k in (0, 1))
-    back += shape.over(lambda i: passes_again(shape, i, policy.keep, several), 0, tiled)
+    for kept, layers in ((policy.keep, (0, tiled - less)), ((), (tiled - less, tiled))):
+        back += shape.over(lambda i, k=kept: passes_again(shape, i, k, several), *layers)
     if several:
         # Each tile's q, k and v are copied into whole buffers, and their gradients out of such
         # buffers; y, dx and dout are copied tile by tile too.
         whole = shape.q_size + shape.kv_size + shape.v_size
         fore += tiled * 2 * (whole + shape.hidden_size)
         back += tiled * 2 * (2 * whole + shape.hidden_size + shape.out_size)
-        back -= tiled * 2 * whole * ("qkv" in policy.keep)  # computed once
+        back -= (tiled - less) * 2 * whole * ("qkv" in policy.keep)  # computed once
     elif groups > 1:  # each group's part of out and dout is copied out of the whole
         back += tiled * 4 * shape.out_size
     own = [shape.over(lambda i, k=k: unfused_passes(shape, i)[k]) for k in (0, 1)]

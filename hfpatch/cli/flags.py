@@ -1,9 +1,9 @@
 """Flags that mean the same in every command: checkpointing of decoder layers, and adapters."""
 
-from hfpatch.budget.adapters import BASES, Adapters
+from hfpatch.budget.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.budget.limits import parse_word
 from hfpatch.budget.policy import CHECKPOINTING
-from hfpatch.planner.limits import ALL_LINEAR, flag, parse_adapters
+from hfpatch.planner.limits import flag
 
 
 def add_checkpointing(add, more: str = "") -> None:
@@ -52,7 +52,7 @@ def adapters_of(args) -> Adapters | None:
     """The Adapters of --lora-r and its companions, or None. ValueError for a companion without
     --lora-r."""
     if args.lora_r:
-        return parse_adapters(args.lora_r, args.base, args.lora_target)
+        return Adapters.of(args.lora_r, args.base, args.lora_target)
     if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):
         raise ValueError(
             "hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16."

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from hfpatch.budget.choice import HOST_SHARE, reserve
 from hfpatch.budget.formula import GiB, ModelShape
-from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.hardware import FLOAT8_GPUS, Gpu, gpu_row
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
 from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING
-from hfpatch.planner.gpus import FLOAT8_GPUS, data_sheet_flops, gpu_row, usable_bytes
 from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.placements import FLOAT8_RECIPES, Resident, float8_bytes, resident
 from hfpatch.planner.towers import Tower, tower_in_front
@@ -32,7 +31,7 @@ class Plan:
         policy: the resolved Policy as a dict, or one word if layers run whole.
         split: gpu_bytes["activations"] by checkpoints, layer, loss and workspace, at the moment of
             the peak.
-        first_step: the extra seconds of the first step (lab/first_step.py).
+        first_step: the extra seconds of the first step (budget/seconds.py).
         frontier: the steps that more or less GPU memory allows (evaluate.frontier_of).
         longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked, and of
             the longest sequences with fewer layers' inputs kept.
@@ -162,16 +161,15 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
     on_host = 0 if run.on_disk else memory.host
     host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
-    usable = usable_bytes(run.gpu)
-    fits = peak <= usable and (host_usable is None or host_peak <= host_usable)
+    fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
     return Plan(
         model=run.name, gpu=run.gpu.name, gpus=run.gpus, batch=run.batch,
         seq_len=run.seq_len * run.ranks,
         placement=placement,
-        fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=usable, gpu_bytes=parts,
+        fits=fits, gpu_peak_bytes=peak, gpu_usable_bytes=run.gpu.usable_bytes, gpu_bytes=parts,
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=step_seconds,
         tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
-        mfu=model_flops / step_seconds / data_sheet_flops(run.gpu),
+        mfu=model_flops / step_seconds / run.gpu.data_sheet_flops,
         policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
         suggestions=[], moment=moment.name,
         split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},

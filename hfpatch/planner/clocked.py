@@ -5,14 +5,13 @@ plan's policy.
 import torch
 
 from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.hardware import Gpu, gpu_row
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.lab.clock import ClockFollower, clocked
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.timeline import Timeline
 from hfpatch.planner.answer import Plan
-from hfpatch.planner.gpus import gpu_row
 from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
 

@@ -2,13 +2,14 @@
 and the longest sequence that fits.
 
 Bytes come from budget/formula.py, which chooses the layers' policy at run time too. Seconds come
-from seconds.py. No torch.
+from budget/seconds.py. No torch.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 
-from hfpatch.budget.choice import HOST_SHARE, RESERVE_SHARE, Budget, Option, Search, reserve
+from hfpatch.budget.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
+from hfpatch.budget.hardware import DISK, SECONDS_ERROR
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.lab.first_step import first_step
 from hfpatch.lab.stock import flops_of, memory_of
@@ -22,7 +23,6 @@ from hfpatch.planner.answer import (
     assembled,
     stays_of,
 )
-from hfpatch.planner.gpus import DISK, SECONDS_ERROR, usable_bytes
 from hfpatch.planner.placements import candidates, placement_named
 from hfpatch.planner.seconds import run_time
 
@@ -50,7 +50,7 @@ def free_bytes(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
         asked = run.batch, run.checkpointing, bool(run.shape.adapters)
         held, on_host = run.tower.held(*asked), run.gpus * run.tower.host(*asked)
     kept = stays.parameters + stays.optimizer + own + held
-    gpu = usable_bytes(run.gpu) - (1 + RESERVE_SHARE) * kept
+    gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * kept
     host = (
         None
         if run.host is None
@@ -87,24 +87,6 @@ def _policy(run: Run, placement: str, stays):
         return search.decide(
             replace(budget, host=None)
         ).policy, "the host cannot hold the checkpoints"
-
-
-def frontier(search: Search, budget: Budget, *, points: int = 8) -> list[Option]:
-    """Options from the least device memory to the fastest step, each faster than all before it.
-
-    points: the number of device memory sizes to try, both ends included.
-    """
-    ends = [search.least(budget), search.best(budget)]
-    if ends[1] is None:
-        return ends[:1]
-    low, high = (o.device + reserve(o.device) for o in ends)
-    rooms = (low + (high - low) * i // (points - 1) for i in range(1, points - 1))
-    found = [ends[0], *(search.best(replace(budget, device=room)) for room in rooms), ends[1]]
-    kept: list[Option] = []
-    for option in sorted((o for o in found if o), key=lambda o: (o.device, o.seconds)):
-        if not kept or option.seconds < kept[-1].seconds:
-            kept.append(option)
-    return kept
 
 
 def frontier_of(run: Run, placement: str) -> list[dict]:
@@ -200,7 +182,7 @@ def _why(run: Run, policy) -> str:
         where = {"gpu": "the GPU has room for", "disk": "the least time goes with"}
         where = where.get(policy.offload, "the host has room for")
         reasons.append(f"{where} one layer's input in {policy.every}")
-    elif policy.save_attention and policy.again:
+    elif policy.save_attention and policy.attends_again:
         layers = f"{policy.again} layer{'s' * (policy.again > 1)}"
         limit = "as many as are written in time" if run.on_disk else "as far as they fit"
         reasons.append(f"attention outputs too {limit}, in {layers} its forward runs again")

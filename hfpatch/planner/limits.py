@@ -4,7 +4,6 @@ import argparse
 import math
 from collections.abc import Mapping
 
-from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.limits import beyond, parse_length, range_words
 
 # flag: (least, most); None is no limit. A limit in brackets is excluded.
@@ -62,9 +61,6 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 
 
-ALL_LINEAR = "all-linear"
-
-
 def parse_bytes(text) -> int:
     """Bytes from "256GiB" or "64 GB"; a number that is no text is bytes. ValueError for anything
     else.
@@ -104,17 +100,3 @@ def flag(parse):
             raise argparse.ArgumentTypeError(str(error).removeprefix("hfpatch: ")) from error
 
     return read
-
-
-def parse_adapters(rank: int, base: str = "bf16", targets=ALL_LINEAR) -> Adapters:
-    """The Adapters of flags. targets: "all-linear", or names in a list or with commas. ValueError
-    without a name.
-    """
-    names = targets.split(",") if isinstance(targets, str) else list(targets)
-    named = tuple(n.strip() for n in names if n.strip())
-    if not named:
-        raise ValueError(
-            f"hfpatch: expected names of Linear layers to adapt, {targets!r} came; write "
-            f"{ALL_LINEAR}."
-        )
-    return Adapters(rank, base, () if names == [ALL_LINEAR] else named)

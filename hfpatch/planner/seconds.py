@@ -5,13 +5,12 @@ between GPUs; of transformers' own layers; of a simulated step. Standard library
 from dataclasses import dataclass
 
 from hfpatch.budget.copies import passes_wait
-from hfpatch.budget.cuts import tiles
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import ModelShape, StepMemory
-from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.hardware import HOST_BYTES_PER_SECOND, Gpu
 from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.seconds import StepTime, step_time, tails, work_seconds
+from hfpatch.budget.seconds import HOST_SECONDS_PLAIN, StepTime, step_time, tails, work_seconds
 from hfpatch.budget.sequence import filled_up, rounds_for
 from hfpatch.lab.stock import (
     STOCK_CHECKPOINTING,
@@ -22,27 +21,17 @@ from hfpatch.lab.stock import (
 )
 from hfpatch.planner.placements import Resident
 
-# Python's time, forward and backward together: for a tiled layer, for each of its tiles, and for a
-# layer that keeps everything. Timed on a CPU over small tensors (the last rows of profiles/host).
-HOST_SECONDS_PER_LAYER, HOST_SECONDS_PER_TILE, HOST_SECONDS_PLAIN = 0.92e-3, 0.66e-3, 0.94e-3
-FORWARD_SHARE = 0.3  # forward's part of Python's time for a tile, from the same rows
-# Host memory bandwidth that one process reaches in a fused Adam step, bytes/s. Assumed: half a
-# 12-channel DDR5 socket.
-HOST_BYTES_PER_SECOND = 200e9
-
 
 @dataclass(frozen=True)
 class RunTime(StepTime):
     """Seconds of one step on one GPU, of a whole run.
 
-    python_wait: waiting for Python to issue the work.
     optimizer: gradient norm, clipping and the optimizer's step.
     exchange: of heads between ranks that share rows: the part that attention does not hide, and
         the passes over memory that pack it. With an engine also the first layer's gather and the
         last layer's gradients, which nothing can hide.
     """
 
-    python_wait: float = 0.0
     optimizer: float = 0.0
     exchange: float = 0.0
 
@@ -53,30 +42,18 @@ def run_time(
 ) -> tuple[RunTime, int]:  # fmt: skip
     """(the step's seconds, its bytes over the host link). policy: as in lab/stock.py."""
     sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
-    real = policy if isinstance(policy, Policy) else untiled(shape)
+    # stream_attention means short memory: no exchange runs during another round's attention.
+    streams = isinstance(policy, Policy) and policy.stream_attention
     if policy in STOCKS:
         again = policy == STOCK_CHECKPOINTING
         time, moved = _stock_time(gpu, flops, again, shape, stays, **sizes), 0
     else:
+        policy = policy if isinstance(policy, Policy) else untiled(shape)
         engine = {"link": stays.link, "gathers": stays.gathers}
-        time, moved = step_time(gpu, flops, memory, real, shape, **sizes, **engine)
+        time, moved = step_time(gpu, flops, memory, policy, shape, **sizes, **engine)
     optimizer = optimizer_seconds(gpu, memory, stays)
-    # stream_attention means short memory: no exchange runs during another round's attention.
-    hidden = 0.0 if real.stream_attention else time.attention
-    exchange = _exchange(gpu, shape, flops, stays, hidden, **sizes)
-    python = max(0.0, python_seconds(shape, real, batch, tokens) - time.total)
-    return RunTime(**vars(time), python_wait=python, optimizer=optimizer, exchange=exchange), (
-        moved + stays.link
-    )
-
-
-def python_seconds(shape: ModelShape, policy: Policy, batch: int, tokens: int) -> float:
-    """Python's seconds to issue a step. The device waits where its own work is shorter."""
-    n = shape.num_layers - min(policy.plain, shape.num_layers)
-    # the layers of segments run forward once more
-    again = n - -(-n // policy.every)
-    each = HOST_SECONDS_PER_LAYER + tiles(batch, tokens, policy.tile)[0] * HOST_SECONDS_PER_TILE
-    return (n + FORWARD_SHARE * again) * each + (shape.num_layers - n) * HOST_SECONDS_PLAIN
+    exchange = _exchange(gpu, shape, flops, stays, 0.0 if streams else time.attention, **sizes)
+    return RunTime(**vars(time), optimizer=optimizer, exchange=exchange), moved + stays.link
 
 
 def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays: Resident) -> float:
@@ -108,8 +85,9 @@ def _stock_time(
     waits = tails(gpu, shape, whole, batch, tokens)
     total = matmul + attend + fore + back + loss + waits
     copies = (0, third), (third, third)
-    wait = passes_wait(gpu, flops, total, fore, *copies, gathers=stays.gathers)
-    return StepTime(matmul, attend, waits, fore + back, 0.0, loss, wait)
+    wait, *passes = passes_wait(gpu, flops, total, fore, *copies, gathers=stays.gathers)
+    python = max(0.0, shape.num_layers * HOST_SECONDS_PLAIN - sum(passes) - wait)
+    return StepTime(matmul, attend, waits, fore + back, 0.0, loss, wait, python)
 
 
 def counted_time(
@@ -136,7 +114,7 @@ def counted_time(
     up, down = (memory.host, third), (third, memory.host + third)
     files = (memory.host, memory.host) if on_disk else (0, 0)
     total = matmul + attend + fore + back + waits
-    wait = passes_wait(gpu, flops, total, fore, up, down, files, stays.gathers)
+    wait, *_ = passes_wait(gpu, flops, total, fore, up, down, files, stays.gathers)
     optimizer = optimizer_seconds(gpu, memory, stays)
     return RunTime(matmul, attend, waits, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
 

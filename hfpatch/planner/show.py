@@ -2,10 +2,9 @@
 picture.
 """
 
-from hfpatch.budget.hardware import GiB
+from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.budget.sequence import FLOAT32_ANGLES
-from hfpatch.planner.gpus import SECONDS_ERROR
 from hfpatch.planner.placements import placement_named
 
 # Names of the parts of GPU memory in the lines of a plan and in a picture's legend.

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.choice import choose
 from hfpatch.budget.families import FAMILIES
 from hfpatch.budget.formula import GiB, ModelShape
@@ -11,7 +12,6 @@ from hfpatch.budget.free import host_free
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, memory_of
-from hfpatch.planner.limits import parse_adapters
 from hfpatch.planner.machine import gpu_limit, host_limit
 from hfpatch.trainer.arguments import checkpointing_of
 
@@ -56,9 +56,7 @@ def _adapted(shape: ModelShape, model) -> ModelShape:
     """The shape with the adapters of the flags, where its closed form knows their layers."""
     base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
     try:
-        return replace(
-            shape, adapters=parse_adapters(model.lora_r, base, model.lora_target_modules)
-        )
+        return replace(shape, adapters=Adapters.of(model.lora_r, base, model.lora_target_modules))
     except ValueError:  # names in the form of PEFT, experts
         return shape
 

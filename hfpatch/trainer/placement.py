@@ -124,11 +124,10 @@ def fitting(
     Raises:
         ValueError: none fits; the sentence says what each needs.
     """
-    from hfpatch.budget.hardware import GPUS
+    from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS
     from hfpatch.budget.shape import UnknownFamily
     from hfpatch.planner.answer import make_run
     from hfpatch.planner.evaluate import evaluate, placements
-    from hfpatch.planner.gpus import CONTEXT_BYTES
     from hfpatch.planner.placements import FLOAT8_RECIPES
 
     # Only memory matters here, not the speed of the GPU in this row. gpu_free has no CUDA context

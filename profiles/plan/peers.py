@@ -79,13 +79,13 @@ def seconds(row: dict, gpu: str) -> float | None:
     from hfpatch.budget.choice import reserve
     from hfpatch.budget.flops import Flops, step_flops
     from hfpatch.budget.formula import Moment, StepMemory
+    from hfpatch.budget.hardware import gpu_row
     from hfpatch.budget.pace import paced
     from hfpatch.budget.policy import Policy
     from hfpatch.budget.seconds import tails
     from hfpatch.budget.shape import ModelShape
     from hfpatch.lab.presets import preset_config
     from hfpatch.lab.stock import untiled
-    from hfpatch.planner.gpus import gpu_row, usable_bytes
     from hfpatch.planner.limits import parse_bytes
     from hfpatch.planner.placements import resident
     from hfpatch.planner.seconds import counted_time
@@ -93,7 +93,7 @@ def seconds(row: dict, gpu: str) -> float | None:
     gpu, shape = gpu_row(gpu), ModelShape.from_config(preset_config(MODEL))
     stays = resident(PLACEMENT, shape, 1, "stock")
     peak = row["peak_gib"] * GiB + stays.optimizer
-    if peak + reserve(peak) > usable_bytes(gpu) or row["host_gib"] * GiB > 0.9 * parse_bytes(HOST):
+    if peak + reserve(peak) > gpu.usable_bytes or row["host_gib"] * GiB > 0.9 * parse_bytes(HOST):
         return None
     least = step_flops(shape, untiled(shape), batch=1, tokens=int(row["tokens"]))
     once = least.attention_forward

@@ -17,7 +17,7 @@ import torch
 from watch import policy_of
 
 import hfpatch
-from hfpatch.budget.hardware import gpu_named
+from hfpatch.budget.hardware import gpu_named, gpu_row
 from hfpatch.lab.checks import batch_of
 from hfpatch.lab.clock import DOWN, UP, clocked
 from hfpatch.lab.made import config_of
@@ -25,7 +25,6 @@ from hfpatch.lab.profile.families import copy_wait, family
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.timeline import Timeline, trace_events
 from hfpatch.lab.watch import policy_used
-from hfpatch.planner.gpus import gpu_row
 
 WORDS = """
 A warm step of Llama-3.1-8B's widths under torch's profiler, and the same model and policy on the

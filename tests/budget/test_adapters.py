@@ -20,7 +20,6 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.presets import preset_config
 from hfpatch.parts.quantised import as_trained
 from hfpatch.planner.answer import PROCESS_BYTES
-from hfpatch.planner.limits import parse_adapters
 from hfpatch.planner.placements import resident
 from hfpatch.planner.plan import plan
 from tests.budget.test_shape import MORE, TINY, built
@@ -61,7 +60,7 @@ def test_bytes_of_a_parameter():
     packed = shape_of(config, Adapters(16, "4bit"))
     assert packed.trained_parameters == 41_943_040  # as PEFT prints for r=16 on all linear layers
     assert packed.parameter_bytes() / 2**30 == pytest.approx(5.39, abs=0.01)
-    some = shape_of(config, parse_adapters(16, "bf16", "q_proj, v_proj"))
+    some = shape_of(config, Adapters.of(16, "bf16", "q_proj, v_proj"))
     assert some.trained_parameters == 32 * 16 * (4096 + 4096 + 4096 + 1024)
 
 

@@ -13,19 +13,20 @@ from hfpatch.budget.flops import attended, step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
-from hfpatch.budget.seconds import SUM_BYTES, SUM_BYTES_ONCE, tails
-from hfpatch.budget.shape import ModelShape
-from hfpatch.budget.traffic import elementwise, layer_passes
-from hfpatch.lab.presets import preset_config
-from hfpatch.lab.stock import STOCK_FACTOR, STOCK_LOGIT_BYTES, UNTILED, flops_of
-from hfpatch.planner.placements import Resident
-from hfpatch.planner.seconds import (
+from hfpatch.budget.seconds import (
     FORWARD_SHARE,
     HOST_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_TILE,
     HOST_SECONDS_PLAIN,
-    run_time,
+    SUM_BYTES,
+    SUM_BYTES_ONCE,
+    step_time,
+    tails,
 )
+from hfpatch.budget.shape import ModelShape
+from hfpatch.budget.traffic import elementwise, layer_passes
+from hfpatch.lab.presets import preset_config
+from hfpatch.lab.stock import STOCK_FACTOR, STOCK_LOGIT_BYTES, UNTILED, flops_of
 
 
 def shape_of(name, **change):
@@ -72,6 +73,20 @@ def test_attention_again_costs_what_those_layers_see():
         )
     saved = [tails(GPUS["a100-80gb"], gemma, Policy(plain=n), **sizes) for n in (0, 1, 2)]
     assert (saved[0] - saved[1]) / (saved[1] - saved[2]) == pytest.approx(131072 / 1024)
+
+
+def test_layers_that_keep_less_run_what_others_keep():
+    """Between all layers with `keep` and none, by as many parts as there are layers; attention runs
+    once.
+    """
+    shape, sizes = shape_of("llama-3.1-8b"), {"batch": 1, "tokens": 8192}
+    kept = Policy(tile=2048, keep=("qkv", "gate_up"), plain=4)
+    every, seven, none = (
+        step_flops(shape, policy, **sizes)
+        for policy in (kept, replace(kept, again=7), replace(kept, keep=()))
+    )
+    assert (seven.matmul - every.matmul) / (none.matmul - every.matmul) == pytest.approx(7 / 28)
+    assert seven.attention_forward == every.attention_forward == none.attention_forward
 
 
 def test_experts_count_where_a_token_goes():
@@ -259,13 +274,12 @@ def test_the_hosts_seconds_are_those_that_were_timed():
     #     for it.
     shape, sizes = shape_of("llama-tiny"), {"batch": 1, "tokens": 256}
     waits = [
-        run_time(
+        step_time(
             GPUS["h100"],
             step_flops(shape, p, **sizes),
             step_memory(shape, p, **sizes),
             p,
             shape,
-            Resident(),
             **sizes,
         )[0].total
         for p in (Policy("gpu", save_attention=False), Policy("gpu", 2, False))

@@ -22,7 +22,9 @@ from hfpatch.budget.choice import (
     SAME,
     Budget,
     Search,
+    best_interval,
     choose,
+    frontier,
     reserve,
 )
 from hfpatch.budget.copies import link_bytes
@@ -40,11 +42,10 @@ from hfpatch.budget.policy import (
     time_tile,
 )
 from hfpatch.lab.presets import preset_config
-from hfpatch.planner.evaluate import frontier
 from hfpatch.planner.machine import gpu_limit, host_limit
 
 GiB = 2**30
-LOSSES = (512 << 20, 2 << 30)
+LOSSES = (512 << 20, 1 << 30, 2 << 30)  # of every model; a small one has smaller ones too
 LLAMA_8B = ModelShape.from_config(preset_config("llama-3.1-8b"))
 
 
@@ -239,7 +240,7 @@ def every_policy(shape, batch, tokens, coarse=False):
             "loss_bytes": loss,
         }
         agains = range(0, max(1, n - plain), max(1, n // 3) if coarse else 1)
-        for again in agains if save and not keep and every == 1 and place == "host" else (0,):
+        for again in agains if save and every == 1 and place == "host" else (0,):
             yield Policy(place, every, save, stream, tile, plain, keep, again=again, **fields)
 
 
@@ -348,6 +349,17 @@ def test_no_policy_that_fits_is_faster_of_real_depth(seed, model):
     )
 
 
+def test_layers_keep_less_where_the_link_is_slower_than_they_are():
+    """gate and up of 39 of Gemma's layers take the link longer than the layers take."""
+    shape = ModelShape.from_config(preset_config("google/gemma-3-12b"))
+    search = Search(Checkpointing(), shape, batch=1, tokens=4096, gpu=GPUS["h100"])
+    found = search.best(search.budget(10 * GiB, 500 * GiB))
+    all_of_them = search.price(dataclasses.replace(found.policy, again=0))
+    assert found.policy.keep == ("gate_up",) and 0 < found.policy.again < 20
+    assert found.wait < 0.005 * found.seconds and all_of_them.wait > 0.03 * all_of_them.seconds
+    assert found.seconds < 0.98 * all_of_them.seconds
+
+
 def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
     gemma = ModelShape.from_config(preset_config("google/gemma-3-12b"))
     sizes = {"batch": 1, "tokens": 8192, "gpu_free": 70 * GiB, "host_free": 200 * GiB}
@@ -443,7 +455,7 @@ def test_the_smallest_workspace_of_the_loss_follows_the_model():
     tiny = ModelShape.from_config(preset_config("llama-tiny") | QUICKSTART)
     for rows in (8192, 1 << 20):
         least, *larger = loss_workspaces(tiny, rows, 4)
-        assert tuple(larger) == LOSSES or least == LOSSES[0]
+        assert tuple(larger[-3:]) == LOSSES or least == LOSSES[0]
         assert loss_chunk_rows(tiny, rows, 4, least)[0] >= 512
     assert loss_workspaces(tiny, 8192, 4)[0] < 20 << 20
 
@@ -483,6 +495,17 @@ def test_frontier_goes_from_the_least_memory_to_the_fastest():
     assert all(a.device < b.device and a.seconds > b.seconds for a, b in pairwise(points))
     assert points[0].device <= 1.02 * search.least(budget).device
     assert points[-1].seconds <= SAME * search.best(budget).seconds
+
+
+@pytest.mark.parametrize(
+    "n, u, v", [(32, 1.0, 1.0), (32, 1.0, 4.0), (80, 1.0, 7.3), (2, 1.0, 9.0), (1, 5.0, 1.0)]
+)
+def test_best_interval_keeps_the_fewest_bytes(n, u, v):
+    def kept(interval):
+        return n / interval * u + interval * v
+
+    best = min(range(1, n + 1), key=kept)
+    assert kept(best_interval(n, u, v)) <= kept(best) * 1.05
 
 
 # One token more than 16 to 128 tiles hold, a few less, a batch, the parts that ranks share: the

@@ -136,9 +136,31 @@ def test_nothing_hides_q_k_v_where_attention_runs_again(more):
     config |= {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
     policy = Policy("host", **{"tile": 4096, "keep": ("qkv", "mid"), "plain": 2} | more)
     policy = dataclasses.replace(policy, save_attention=False)
-    patched, gpu = prepare(build(config), "hfpatch"), GPUS["a100-80gb"]
-    found = lab.clocked(patched, gpu, policy, batch=1, seq_len=4096)
+    gpu, shape = GPUS["a100-80gb"], ModelShape.from_config(config)
+    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=4096)
+    assert planned_step(gpu, shape, policy, 4096).copy_wait == pytest.approx(
+        found.exposed_seconds, abs=0.005 * found.seconds["step"]
+    )
     assert found.exposed_seconds > 0.01 * found.seconds["step"]
+
+
+def test_layers_that_keep_less_hide_what_others_copy():
+    """A link that takes longer for what a layer keeps than the layer itself: once the last tiled
+    ones keep less, the copies of those before end beside them.
+    """
+    config, tokens = CONFIG | {"num_hidden_layers": 12}, 4096
+    policy = Policy("host", tile=tokens, keep=("gate_up",), plain=2)
+    gpu, shape = dataclasses.replace(GPUS["h100"], link=52e9), ModelShape.from_config(config)
+    patched, found = prepare(build(config), "hfpatch"), {}
+    for again in (0, 6):
+        policy = dataclasses.replace(policy, again=again)
+        found[again] = lab.clocked(patched, gpu, policy, batch=1, seq_len=tokens)
+        planned = planned_step(gpu, shape, policy, tokens)
+        step = found[again].seconds["step"]
+        assert planned.copy_wait == pytest.approx(found[again].exposed_seconds, abs=0.035 * step)
+        assert step == pytest.approx(planned.total - planned.optimizer, rel=0.035)
+    assert exposed(found[0], "forward") > 0.3 and exposed(found[6], "forward") < 0.05
+    assert found[6].seconds["step"] < 0.9 * found[0].seconds["step"]
 
 
 @pytest.mark.parametrize("every, tile", [(2, TOKENS), (4, TOKENS), (3, 2048)])

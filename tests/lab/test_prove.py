@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hfpatch.budget.hardware import gpu_row
 from hfpatch.cli.main import main
 from hfpatch.lab import checks, full_card
 from hfpatch.lab import prove as module
@@ -17,7 +18,6 @@ from hfpatch.lab.checks import Check
 from hfpatch.lab.elementwise import OPS, Op
 from hfpatch.lab.prove import Proof, check_row, page, row
 from hfpatch.lab.stock import UNTILED, memory_of
-from hfpatch.planner.gpus import gpu_row
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPLAINS_ITSELF = {"hfpatch_prove", "seconds", "way", "preset", "tokens", "dtype"}

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hfpatch.budget.hardware import GPUS
-from hfpatch.planner.gpus import SECONDS_ERROR
+from hfpatch.budget.hardware import GPUS, SECONDS_ERROR
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/benchmarks/index.md").read_text()

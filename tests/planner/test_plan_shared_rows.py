@@ -7,11 +7,10 @@ import tiny
 
 import hfpatch
 from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE
+from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as command
 from hfpatch.lab.models import resolve
-from hfpatch.planner.gpus import gpu_row
 from hfpatch.planner.placements import resident
 from hfpatch.planner.seconds import sent_bytes
 

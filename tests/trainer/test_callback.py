@@ -18,12 +18,11 @@ from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.seconds import step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.context.classes import is_mixed
 from hfpatch.lab.stock import UNTILED, flops_of
 from hfpatch.layer import policies as session_module
-from hfpatch.planner.placements import Resident
-from hfpatch.planner.seconds import run_time
 from hfpatch.trainer.callback import (
     Callback,
     memory_columns,
@@ -82,9 +81,7 @@ def test_planned_seconds_stand_beside_those_that_were_measured(tmp_path, monkeyp
     (policy,) = session.policies.values()
     sizes, shape = {"batch": 2, "tokens": 16}, session.shape
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes, itemsize=4)
-    stays = Resident()
-    time, _ = run_time(GPUS["h100"], *taken, policy, shape, stays, **sizes, itemsize=4)
-    once = time.total - time.optimizer
+    once = step_time(GPUS["h100"], *taken, policy, shape, **sizes, itemsize=4)[0].total
     assert once > 3e-3  # of it the host's 1.6 ms a layer are nearly all
     assert [entry["planned_step_seconds"] for entry in lines] == pytest.approx(
         [2 * once] * 3, abs=2e-4

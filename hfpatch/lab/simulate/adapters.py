@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from hfpatch.budget.adapters import BLOCK, NESTED, Adapters
+from hfpatch.budget.adapters import ALL_LINEAR, BLOCK, NESTED, Adapters
 from hfpatch.compat import int8_product
 from hfpatch.lab.simulate.follow import current
 
@@ -106,7 +106,7 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
             if linear is not head:
                 setattr(parent, name, packed(linear))
     of_experts = [n for n in adapters.targets if n.startswith("experts.")]
-    targets = [n for n in adapters.targets if n not in of_experts] or "all-linear"
+    targets = [n for n in adapters.targets if n not in of_experts] or ALL_LINEAR
     settings = peft.LoraConfig(
         r=adapters.rank, target_modules=targets, target_parameters=of_experts or None,
         task_type="CAUSAL_LM",
@@ -117,7 +117,7 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
         why = re.split(r"[.;] ", str(error))[0]
         raise ValueError(
             f"hfpatch: expected Linear layers that PEFT adapts ({why}), "
-            f"{', '.join(adapters.targets) or 'all-linear'} came; name others with --lora-target."
+            f"{', '.join(adapters.targets) or ALL_LINEAR} came; name others with --lora-target."
         ) from error
     for parameter in made.parameters():
         if parameter.requires_grad:
