@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hfpatch.attention.attention import deterministic_scratch
 from hfpatch.budget import free as memory
 from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST, Budget, decide
-from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.formula import ModelShape, spare_bytes, step_memory
 from hfpatch.budget.hardware import Gpu, at_place, place_of
 from hfpatch.budget.host_blocks import host_blocks
@@ -233,12 +231,7 @@ class Policies:
         """Chooses a policy. group: the tensor-parallel ranks of each layer, which must choose
         alike.
         """
-        B, device = x_BTD.shape[0], x_BTD.device
-        policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
-        known = self.shape is not None and not whole
-        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and known:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._refuse_large_splits(*x_BTD.shape[:2], processors, memory.gpu_free(device))
+        policy = self._resolve(x_BTD.shape[0], T, x_BTD, whole, able, is_sharded(layer), group)
         if policy.every > 1 and is_sharded(layer):
             raise ValueError(
                 f"hfpatch: every={policy.every} runs several layers at once, which parameters "
@@ -342,27 +335,6 @@ class Policies:
         if self.sequence is None:
             return self.shape
         return dataclasses.replace(self.shape, ranks=self.sequence.size)
-
-    def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
-        """Raises ValueError, before the step, if a deterministic attention backward would run out
-        of memory: its scratch is large at long lengths.
-        """
-        s = self.shape
-        heads = s.num_heads // head_groups(B, T, self._shared())
-        if self.sequence is None:
-            scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
-        else:
-            ranks = self.sequence.size
-            scratch = deterministic_scratch(B, T * ranks, heads // ranks, s.head_dim, processors)
-        activations = 6 * B * T * s.hidden_size * 2
-        if scratch + activations > free:
-            raise ValueError(
-                f"hfpatch: expected {(scratch + activations) / 2**30:.1f} GiB for a layer's "
-                f"deterministic backward at {T} tokens "
-                f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are "
-                "free; "
-                "call torch.use_deterministic_algorithms(False) or shorten the sequence."
-            )
 
     def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
         """Creates the transfers of a policy, and reserves host memory for a step."""

@@ -645,21 +645,6 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
         model(ids, labels=ids)
 
 
-def test_deterministic_backward_is_planned_for_or_refused():
-    from hfpatch.attention.attention import deterministic_scratch
-
-    # One KV head's four query heads at 131,072 tokens on 132 multiprocessors: 33 splits of 256 MiB.
-    assert deterministic_scratch(1, 131072, 4, 128, 132) == 33 * 256 * 2**20
-    model = tiny_llama()
-    hfpatch.apply(model)
-    session = model.model._hfpatch_runtime
-    session._refuse_large_splits(1, 4096, 132, 80 << 30)
-    with pytest.raises(
-        ValueError, match="deterministic backward at 131072 tokens.*use_deterministic_algorithms"
-    ):
-        session._refuse_large_splits(1, 131072, 132, 1 << 20)
-
-
 @pytest.mark.parametrize("offload", ["gpu", "host", "disk"])
 def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
     """stream_attention: the attention outputs come back group by group; several groups, as at long
