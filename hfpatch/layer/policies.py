@@ -4,8 +4,6 @@ free as its first step begins, and again if a step shows less memory, or more.
 
 import dataclasses
 import sys
-import time
-import weakref
 from functools import partial
 
 import torch
@@ -93,8 +91,6 @@ class Policies:
         self.opened: set[tuple] = set()
         self.loss_bytes, self.spare, self.sequence = LOSS_WORKSPACE, 0, None
         self.owner, self.learned, self.exchange = lambda: None, Learned(), None
-        # seconds; began is None once the first step has ended
-        self.began, self.pinning = time.monotonic(), 0.0
         self._spares: dict[tuple, tuple] = {}  # keys as in `planned`; of each layer (spare_bytes)
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self._last_index = 0  # of the layer that last requested a policy
@@ -198,11 +194,8 @@ class Policies:
             self.rooms[device] = None
             if not metered(device):
                 return None
-            owner, me = self.owner, weakref.ref(self)
-            ended = lambda: me() and me()._first_step_ended()  # noqa: E731
-            self.rooms[device] = Room(
-                Gauge(device), lambda: owner() and owner().parameters(), ended
-            )
+            owner = self.owner
+            self.rooms[device] = Room(Gauge(device), lambda: owner() and owner().parameters())
         return self.rooms[device]
 
     def _look_back(self, room: Room) -> None:
@@ -216,14 +209,6 @@ class Policies:
             say(f"{learnt}: layers keep less from now on.")
         grown = self.learned.grow(room, self.checkpointing, self.n_layers, self.planned)
         self.policies = {k: p for k, p in self.policies.items() if k[:2] != grown}
-
-    def _first_step_ended(self) -> None:
-        if self.began is not None:
-            took, self.began = time.monotonic() - self.began, None
-            say(
-                f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of "
-                "them to pin host memory."
-            )
 
     def _chosen(
         self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group
@@ -360,6 +345,4 @@ class Policies:
         most = self._host_free()
         if most is not None:
             most = min(int(HOST_SHARE * most), PINNED_MOST if policy.keep else most)
-        began = time.monotonic()
         transfers.pool.reserve(sizes, most)
-        self.pinning += time.monotonic() - began
