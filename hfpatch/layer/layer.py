@@ -276,7 +276,7 @@ class TiledLayer(UntiledLayer):
             if traits.mixers and batch is not None and batch.apart is not None:
                 arguments = Arguments(args, kwargs, *sizes)
                 apart = documents_apart(
-                    self, traits.mixers, arguments, self._hfpatch_configs, batch, traits.paired
+                    self, traits.mixers, arguments, self._hfpatch_configs, batch
                 )
             with runtime.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)

@@ -93,12 +93,8 @@ class Traced:
 
     # -- one run of a part -------------------------------------------------------------------------
     def _answered(self, role):
-        names = self.traits.mixers
-        return (
-            standing_in(self.layer, names, role.mixer, self.traits.paired)
-            if names
-            else nullcontext()
-        )
+        mixers = self.traits.mixers
+        return standing_in(self.layer, mixers, role.mixer) if mixers else nullcontext()
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)
