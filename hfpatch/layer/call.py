@@ -161,7 +161,7 @@ class LayerCall(Kept):
         try:
             qkv = self.before(enumerate(self.cut(x_BTD)))
             if alone and "qkv" in self.keep:
-                self.qkv = [self.save(p) for p in qkv]  # attention hides these copies
+                self.qkv = [*map(self.queue.transfers.save, qkv)]  # attention hides these copies
             outs, lses = self.attend(qkv, now=where == "again")
             # Detached below: later layers must not hold a graph of this call.
             left = [qkv[i] for i in self.parts.places] if self.parts.places else ()
