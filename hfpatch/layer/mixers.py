@@ -50,7 +50,6 @@ class Mixer:
         configs, batch: as for context.current.our_attention.
         bounds: where documents start and end in the flattened B*T tokens; None if every row is one
             document.
-        kept: the input and output of each document, with their graph, until backward.
         time: the layer.time_tiles.TimeTiles if the mixer runs in tiles through time, else None.
     """
 
@@ -63,7 +62,6 @@ class Mixer:
     configs: tuple
     batch: Batch | None
     bounds: tuple | None = None
-    kept: list | None = None
     time: "object | None" = None
 
     def documents(self, T: int) -> list[tuple[slice, int, int]]:
@@ -117,17 +115,11 @@ class Mixer:
     def _run(self, args: tuple, kwargs: dict):
         return self.module(*args, **kwargs)
 
-    def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
-        """The output [B, T, D]. keep: builds the graph and keeps it for a backward that follows
-        soon."""
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """The output [B, T, D]."""
         if self._in_time(x_BTD.shape[1]):
             return self.time.forward(self, x_BTD)
-        outs = [
-            self._graph(x_BTD, *piece) if keep else (None, self.call(x_BTD, *piece))
-            for piece in self.documents(x_BTD.shape[1])
-        ]
-        self.kept = outs if keep else None
-        outs = [out.detach() if keep else out for _, out in outs]
+        outs = [self.call(x_BTD, *piece) for piece in self.documents(x_BTD.shape[1])]
         if self.bounds is None:
             return outs[0]
         T, found, rows = x_BTD.shape[1], [], []
@@ -149,11 +141,10 @@ class Mixer:
         """
         if self._in_time(x_BTD.shape[1]):
             return self.time.backward(self, x_BTD, dout_BTD, into)
-        for i, (rows, a, b) in enumerate(self.documents(x_BTD.shape[1])):
-            x, out = self.kept[i] if self.kept else self._graph(x_BTD, rows, a, b)
+        for rows, a, b in self.documents(x_BTD.shape[1]):
+            x, out = self._graph(x_BTD, rows, a, b)
             torch.autograd.backward(out, dout_BTD[rows, a:b])
             into[rows, a:b] = x.grad
-        self.kept = None
 
 
 @contextmanager
