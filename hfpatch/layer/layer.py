@@ -23,7 +23,6 @@ from hfpatch.context.current import (
     current,
     not_exchanged,
     our_attention,
-    standard,
     unnamed,
 )
 from hfpatch.context.documents import refuse_packed
@@ -169,12 +168,12 @@ class TiledLayer(UntiledLayer):
             return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
-        """The Request of this call. The stack has looked at the layer's condition already, unless
-        the caller is not the stack.
+        """The Request of this call. The stack has looked at the layer's condition already. A layer
+        that something else calls looks itself, and has no batch: it runs whole.
         """
         condition, x, cache = self._hfpatch_condition, given, None
         if condition is None or batch is None and not current.declined:
-            condition, batch = look(self), self._by_hand(given, batch, kwargs)
+            condition = look(self)
         if batch is not None and given.dim() == 4:
             self._hfpatch_streams = streams_of(given, batch.B, batch.t)
             x = joined(given, self._hfpatch_streams)
@@ -193,18 +192,6 @@ class TiledLayer(UntiledLayer):
             kwargs.get(SHARED_KEYS),
             cache,
         )
-
-    def _by_hand(self, given: Tensor, batch: Batch | None, kwargs) -> Batch | None:
-        """The batch of a call from outside the stack. Without a mask, every row is one causal
-        sequence.
-        """
-        if batch is not None or current.declined:
-            return batch
-        if kwargs.get("attention_mask") is not None or given.dim() != 3:
-            return None
-        known = {standard(c) for c in self._hfpatch_configs} <= {"sdpa", "flash"}
-        alone = known and self._sequence(None) is None
-        return Batch(*given.shape[:2], given.device) if alone else None
 
     def _refuse(self, r: Request) -> None:
         """ValueError for rows that ranks cannot share in this layer, or for documents of one row

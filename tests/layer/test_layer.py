@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hfpatch
 from hfpatch.attention import heads as heads_module
 from hfpatch.budget.policy import KEEPABLE
+from hfpatch.context.current import our_attention
+from hfpatch.context.masks import Batch
 from hfpatch.layer import backward as backward_module
 from hfpatch.layer import function as tiled_module
 from tests.families import small_model
@@ -366,6 +368,22 @@ def test_parameter_hooks_fire_once_on_the_final_gradient(tile):
     assert len(fired) == 1 and torch.equal(fired[0], w.grad)
 
 
+def test_a_layer_that_something_else_than_its_stack_calls_runs_whole():
+    stock, model = pair()
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
+    lengths, found = [], []
+    model.model.layers[0].mlp.register_forward_pre_hook(
+        OfAnEngine(lambda m, args: lengths.append(args[0].shape[1]))
+    )
+    for m in (stock, model):
+        x = m.model.embed_tokens(tokens())
+        places = m.model.rotary_emb(x, torch.arange(37)[None])
+        m.model.layers[0](x, position_embeddings=places).square().sum().backward()
+        found.append(gradients(m))
+    size = max(g.abs().max().item() for g in found[0].values() if g is not None)
+    assert largest_difference(*found) < BUDGET * size and set(lengths) == {37}
+
+
 def test_incoming_gradient_is_overwritten_only_where_private(monkeypatch):
     """A skip connection around a layer, retain_grad, a hook that keeps the gradient, and a gradient
     owned by the caller.
@@ -382,12 +400,13 @@ def test_incoming_gradient_is_overwritten_only_where_private(monkeypatch):
         x = m.model.embed_tokens(tokens())
         places = m.model.rotary_emb(x, torch.arange(37)[None])
         layers = m.model.layers
-        y0 = layers[0](x, position_embeddings=places)
-        y1 = layers[1](y0, position_embeddings=places)
-        y1.retain_grad()
-        y1.register_hook(lambda g: kept.__setitem__("hook", g))
-        y2 = layers[2](y1, position_embeddings=places) + y0
-        z = layers[0](y2, position_embeddings=places)
+        with our_attention((), Batch(*x.shape[:2], x.device)):  # as the stack describes it
+            y0 = layers[0](x, position_embeddings=places)
+            y1 = layers[1](y0, position_embeddings=places)
+            y1.retain_grad()
+            y1.register_hook(lambda g: kept.__setitem__("hook", g))
+            y2 = layers[2](y1, position_embeddings=places) + y0
+            z = layers[0](y2, position_embeddings=places)
         kept["y1"] = y1
         upstream = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(9))
         kept["upstream"], kept["copy"] = upstream, upstream.clone()
