@@ -100,9 +100,9 @@ def _mixes(module: nn.Module) -> bool:
     return bool((together - alone).norm() > torch.finfo(weight.dtype).eps ** 0.5 * alone.norm())
 
 
-def _inside(layer: nn.Module, known=None):
+def _inside(layer: nn.Module, known: set[type]):
     """(name, class, forward) of the modules in a layer. A module's own submodules follow if its
-    class is in `known` (None: any).
+    class is in `known`.
 
     Modules that run their library's code are left out if they replace a Linear (quantised) or are
     adapters, which layer.adapters checks. A Linear with buffers or submodules is listed: it may
@@ -119,7 +119,7 @@ def _inside(layer: nn.Module, known=None):
         code, under = kind.forward, modules_of(module) if plain is type(module) else {}
         # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
         as_made = forward is GONE or home_of(forward) == "transformers"
-        theirs = as_made and code is not None and home_of(code) in (package, *LIBRARIES)
+        theirs = as_made and home_of(code) in (package, *LIBRARIES)
         if kind in _DECLARED and not _mixes(module):
             continue
         if package == "peft" or adapter:
@@ -130,7 +130,7 @@ def _inside(layer: nn.Module, known=None):
                 todo.append((name if base else f"{name}.{inner}", m, not base))
         elif not (theirs and (is_quantised(module) or _projects(module, code))):
             yield name, kind, forward
-            if known is None or kind in known:
+            if kind in known:
                 todo += [(f"{name}.{inner}", m, False) for inner, m in under.items()]
 
 
@@ -153,7 +153,8 @@ def places_in(layer: nn.Module) -> frozenset[tuple[str, type]]:
     """(name without numbers, class) of the modules in a layer that run known code."""
     home = package_of(layer)
     found = ((_NUMBERS.sub("", name), MADE_FROM[type(m)]) for name, m in layer.named_modules())
-    return frozenset((n, k) for n, k in found if k.forward is LINEAR or _runs_known(k, home))
+    runs_known = lambda kind: _is_known(kind, home) and _is_known(kind.forward, home)  # noqa: E731
+    return frozenset((n, k) for n, k in found if k.forward is LINEAR or runs_known(k))
 
 
 def stranger_in(layer: nn.Module, known: frozenset[tuple[str, type]]) -> str | None:
@@ -176,11 +177,6 @@ def stranger_in(layer: nn.Module, known: frozenset[tuple[str, type]]) -> str | N
     if kind in _DECLARED:
         said = f"a {kind.__qualname__}, which is declared token-wise and mixes tokens"
     return f"{name}: {said}"
-
-
-def _runs_known(kind: type, home: str) -> bool:
-    # A class from torch.jit has no forward.
-    return _is_known(kind, home) and (kind.forward is None or _is_known(kind.forward, home))
 
 
 def _is_known(code, home: str) -> bool:
