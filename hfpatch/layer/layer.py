@@ -154,8 +154,13 @@ class TiledLayer(UntiledLayer):
         # not clear the state of another thread's running backward as if it were left over.
         with runtime.turn if batch is None and not current.declined else nullcontext():
             request = self._request(hidden_states, batch, args, kwargs)
-            if request.sequence is not None or self._hfpatch_traits.reason == OTHER_MIXER:
-                self._refuse(request)
+            traits = self._hfpatch_traits
+            if request.sequence is not None:
+                # If such a layer then runs whole after all, its own forward raises.
+                timed = batch is not None and bool(traits.mixers) and traits.all_timed
+                self._refuse_parts(kwargs, batch, request.condition, timed)
+            if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
+                refuse_packed(type(self))
             way = route(request)
             if isinstance(way, Tiled):
                 return self._in_tiles(request, way.policy)
@@ -192,19 +197,6 @@ class TiledLayer(UntiledLayer):
             kwargs.get(SHARED_KEYS),
             cache,
         )
-
-    def _refuse(self, r: Request) -> None:
-        """ValueError for rows that ranks cannot share in this layer, or for documents of one row
-        that it cannot isolate.
-        """
-        if r.sequence is not None:
-            # If such a layer then runs whole after all, its own forward raises.
-            traits = self._hfpatch_traits
-            timed = r.batch is not None and bool(traits.mixers) and traits.all_timed
-            self._refuse_parts(r.kwargs, r.batch, r.condition, timed)
-        mixes = self._hfpatch_traits.reason == OTHER_MIXER
-        if mixes and r.batch is not None and r.batch.apart is not None:
-            refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
         runtime, lists, units = self._hfpatch_runtime, collected_now(), r.condition.units
