@@ -190,15 +190,14 @@ def _with_mixers(
     (None: the mixers were not identified)."""
     if found is None:
         return LayerTraits(reason=OTHER_MIXER, looked=True)
-    mixers, paired = found
     names = {id(m): n for n, m in layer.named_modules()}
-    known = LayerTraits(tuple(names[id(m)] for m in attention), mixers, paired, looked=True)
+    known = LayerTraits(tuple(names[id(m)] for m in attention), found, looked=True)
     count = _Counting()
     with (
         torch.no_grad(),
         our_attention(configs, batch),
         asking(count),
-        standing_in(layer, mixers, count.mixer, paired),
+        standing_in(layer, found, count.mixer),
     ):
         out = run(x_BTD)
     if isinstance(out, tuple) and any(

@@ -130,7 +130,7 @@ def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple
         parts = ask.pre(x, 0, tokens)
     if not name:
         return LayerAsMixer.of(ask), x
-    at = traits.mixers.index(name)
+    at = list(traits.mixers).index(name)
     return ask.mixers[at], parts[3 * len(traits.attention) + at].detach()
 
 

@@ -29,10 +29,9 @@ from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
-from hfpatch.layer.places import places_in
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import hands_on_keys
-from hfpatch.layer.strangers import is_token_wise
+from hfpatch.layer.strangers import is_token_wise, places_in
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 
 # Allowed difference, relative to a gradient's norm. Norms, rotations and routers compute in float32
@@ -63,7 +62,7 @@ class Verdict:
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
         across: in the unpatched stack, documents of one row see each other.
-        places: all modules in the small instance's layers (places.places_in).
+        places: all known modules in the small instance's layers (strangers.places_in).
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]

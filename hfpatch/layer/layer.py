@@ -23,7 +23,6 @@ from hfpatch.context.current import (
     current,
     not_exchanged,
     our_attention,
-    standard,
     unnamed,
 )
 from hfpatch.context.documents import refuse_packed
@@ -155,8 +154,13 @@ class TiledLayer(UntiledLayer):
         # not clear the state of another thread's running backward as if it were left over.
         with runtime.turn if batch is None and not current.declined else nullcontext():
             request = self._request(hidden_states, batch, args, kwargs)
-            if request.sequence is not None or self._hfpatch_traits.reason == OTHER_MIXER:
-                self._refuse(request)
+            traits = self._hfpatch_traits
+            if request.sequence is not None:
+                # If such a layer then runs whole after all, its own forward raises.
+                timed = batch is not None and bool(traits.mixers) and traits.all_timed
+                self._refuse_parts(kwargs, batch, request.condition, timed)
+            if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
+                refuse_packed(type(self))
             way = route(request)
             if isinstance(way, Tiled):
                 return self._in_tiles(request, way.policy)
@@ -169,12 +173,12 @@ class TiledLayer(UntiledLayer):
             return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
-        """The Request of this call. The stack has looked at the layer's condition already, unless
-        the caller is not the stack.
+        """The Request of this call. The stack has looked at the layer's condition already. A layer
+        that something else calls looks itself, and has no batch: it runs whole.
         """
         condition, x, cache = self._hfpatch_condition, given, None
         if condition is None or batch is None and not current.declined:
-            condition, batch = look(self), self._by_hand(given, batch, kwargs)
+            condition = look(self)
         if batch is not None and given.dim() == 4:
             self._hfpatch_streams = streams_of(given, batch.B, batch.t)
             x = joined(given, self._hfpatch_streams)
@@ -193,31 +197,6 @@ class TiledLayer(UntiledLayer):
             kwargs.get(SHARED_KEYS),
             cache,
         )
-
-    def _by_hand(self, given: Tensor, batch: Batch | None, kwargs) -> Batch | None:
-        """The batch of a call from outside the stack. Without a mask, every row is one causal
-        sequence.
-        """
-        if batch is not None or current.declined:
-            return batch
-        if kwargs.get("attention_mask") is not None or given.dim() != 3:
-            return None
-        known = {standard(c) for c in self._hfpatch_configs} <= {"sdpa", "flash"}
-        alone = known and self._sequence(None) is None
-        return Batch(*given.shape[:2], given.device) if alone else None
-
-    def _refuse(self, r: Request) -> None:
-        """ValueError for rows that ranks cannot share in this layer, or for documents of one row
-        that it cannot isolate.
-        """
-        if r.sequence is not None:
-            # If such a layer then runs whole after all, its own forward raises.
-            traits = self._hfpatch_traits
-            timed = r.batch is not None and bool(traits.mixers) and traits.all_timed
-            self._refuse_parts(r.kwargs, r.batch, r.condition, timed)
-        mixes = self._hfpatch_traits.reason == OTHER_MIXER
-        if mixes and r.batch is not None and r.batch.apart is not None:
-            refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
         runtime, lists, units = self._hfpatch_runtime, collected_now(), r.condition.units
@@ -276,7 +255,7 @@ class TiledLayer(UntiledLayer):
             if traits.mixers and batch is not None and batch.apart is not None:
                 arguments = Arguments(args, kwargs, *sizes)
                 apart = documents_apart(
-                    self, traits.mixers, arguments, self._hfpatch_configs, batch, traits.paired
+                    self, traits.mixers, arguments, self._hfpatch_configs, batch
                 )
             with runtime.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)

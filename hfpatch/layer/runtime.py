@@ -3,7 +3,6 @@
 """
 
 import copy
-import time
 import weakref
 
 import torch
@@ -75,12 +74,11 @@ class LayerRuntime(Policies, Chain):
         """Moves the frozen weights of all layers in `owner` to host memory, if they are not there
         yet.
         """
-        began, before = time.monotonic(), self.weights.host_bytes
+        before = self.weights.host_bytes
         with self.weights.lock:
             self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
             self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
-            self.pinning += time.monotonic() - began
             host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
             say(
                 f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB "

@@ -158,8 +158,12 @@ class Transfers:
 
     # -- to the tier -------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
-        """Starts the copy of x [B, T, ...]; x itself stays alive until settle()."""
+        """Starts the copy of x [B, T, ...]; x itself stays alive until settle(). On the device a view
+        is copied, so that it keeps no other memory alive.
+        """
         if self.tier == "gpu":
+            part = x.untyped_storage().nbytes() > x.numel() * x.element_size()
+            x = x.clone() if part else x
             return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
         saved = self.room(x.shape, x.dtype)
         self.put(saved, 0, x)

@@ -26,34 +26,26 @@ def named(model, name: str, monkeypatch, function):
     return model
 
 
-def gradients(model, by_hand: bool) -> list:
+def gradients(model) -> list:
     ids = tiny.ids()
-    if by_hand:
-        x = model.model.embed_tokens(ids)
-        positions = torch.arange(ids.shape[1])[None]
-        angles = model.model.rotary_emb(x, positions)
-        y = model.model.layers[0](x, position_embeddings=angles, position_ids=positions)
-        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
-    else:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["model", "layer"])
 @pytest.mark.parametrize(
     "name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2@main"]
 )
-def test_every_flash_attention_is_ours_to_run(name, by_hand, monkeypatch):
+def test_every_flash_attention_is_ours_to_run(name, monkeypatch):
     """Theirs would raise here: where flash_attn is missing transformers takes a kernel of the hub,
     under its repository's name.
     """
     model = tiny.llama(dtype=torch.float64)
     plain = copy.deepcopy(model)
     hfpatch.apply(plain, checkpointing=TILED)
-    wanted = gradients(plain, by_hand)
+    wanted = gradients(plain)
     ours = named(model, name, monkeypatch, flash_attention_forward)
     hfpatch.apply(ours, checkpointing=TILED)
-    for got, want in zip(gradients(ours, by_hand), wanted, strict=True):
+    for got, want in zip(gradients(ours), wanted, strict=True):
         assert torch.equal(got, want)
 
 
@@ -67,7 +59,7 @@ def test_another_librarys_attention_is_told_of(monkeypatch, capsys):
     model = named(tiny.llama(), "theirs", monkeypatch, theirs)
     hfpatch.apply(model, checkpointing=TILED)
     for _ in range(2):
-        gradients(model, False)
+        gradients(model)
     said = (
         "the layers of LlamaModel run whole, their inputs offloaded: its attention is another "
         "library's (theirs)."

@@ -168,7 +168,7 @@ def test_a_layer_given_a_module_after_apply_runs_whole(capsys):
         tiny.assert_equal_in_double(ours, stock, tiny.labelled())
         whole = [bool(look(m).reason) for m in ours.model.layers[:2]]
         assert whole == [step == 1, True]
-    assert "run whole, their inputs offloaded: mlp.down_proj is a " in capsys.readouterr().err
+    assert "run whole, their inputs offloaded: mlp.down_proj: a " in capsys.readouterr().err
 
 
 def _less_their_mean(forward):

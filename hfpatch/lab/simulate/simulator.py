@@ -234,7 +234,8 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
         for slot in weights.ring.slots:
             follower.track(slot.bytes, category="parameters")
         with follower.host():
-            for tensor in weights.at_rest():
+            pieces = [piece for packed in weights.packed.values() for piece in packed.pieces]
+            for tensor in (piece.tensor for piece in pieces):
                 follower.track(tensor, category="parameters")
 
 
