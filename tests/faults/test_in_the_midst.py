@@ -3,11 +3,7 @@ runs a model, a fork.
 """
 
 import contextlib
-import os
-import signal
 import sys
-import threading
-import warnings
 
 import pytest
 import tiny
@@ -162,55 +158,3 @@ def test_a_model_in_the_midst_of_a_tile_is_refused():
     with asking.asking(object()), pytest.raises(RuntimeError, match="set a flag"):
         ours(tiny.ids())
     assert asking.current.role is None
-
-
-# --- forks ----------------------------------------------------------------------------------------
-
-
-def in_a_child(run) -> int:
-    """Status of a forked process that runs this and has half a minute."""
-    with warnings.catch_warnings():
-        # of Python 3.12, where there are other threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)
-        status = 1
-        try:
-            # OpenMP's others are the parent's: a stock model would wait for them too
-            torch.set_num_threads(1)
-            run()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_forked_process_waits_for_no_thread_of_its_parent(tier, tmp_path):
-    """Neither for one in the midst of a layer, or of naming our attention, nor for those that write
-    a disk's files.
-    """
-    where = str(tmp_path) if tier == "disk" else tier
-    ours = tiny.patched(
-        tiny.llama(), checkpointing=hfpatch.Checkpointing(offload=where, tile=8, plain=0)
-    )
-    wanted = gradients_of(ours)
-    held, done = threading.Event(), threading.Event()
-
-    def holds():
-        with ours.model._hfpatch_runtime.turn:
-            held.set()
-            done.wait()
-
-    thread = threading.Thread(target=holds)
-    thread.start()
-    held.wait()
-    try:
-        assert in_a_child(lambda: assert_same(gradients_of(ours), wanted)) == 0
-    finally:
-        done.set()
-        thread.join()
-    assert_same(gradients_of(ours), wanted)
