@@ -35,8 +35,8 @@ class StackTraits:
 
     Attributes:
         ours: the stack may use hfpatch's attention and masks.
-        mixers: some layers have mixers, modules other than attention that mix tokens.
-        across: in transformers' own layers, those mixers let documents of one row see each other.
+        mixers: some layers have mixers, modules other than attention that mix tokens. In
+            transformers' own layers those let documents of one row see each other.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row (decoder/unpadded.py).
         timed: every mixer of the stack runs in tiles through time.
@@ -44,7 +44,6 @@ class StackTraits:
 
     ours: bool = True
     mixers: bool = False
-    across: bool = False
     apart: bool = True
     unpads: bool = False
     timed: bool = False
@@ -250,7 +249,7 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     """
     if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind)
-    stock_mixers = traits.across and not given.tiled
+    stock_mixers = traits.mixers and not given.tiled
     if stock_mixers and given.offsets is None and not given.seq_idx and given.packed:
         refuse_packed(
             given.kind,
@@ -296,7 +295,7 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
     """
     # The caller's own mask limits attention alone; mixers do not read it.
     of_scores = given.own and not given.covers_the_cache
-    if (traits.across or not of_scores) and given.packed:
+    if (traits.mixers or not of_scores) and given.packed:
         raise ValueError(
             "hfpatch: expected one document a row where a KV cache is kept, position_ids that "
             "restart came; pass use_cache=False, which isolates the documents."
@@ -336,7 +335,7 @@ def _without_our_attention(given: Given, traits: StackTraits, changes: dict) -> 
 
 def _refuse_documents_across(given: Given, traits: StackTraits) -> None:
     """ValueError where transformers' layers run and their mixers would mix documents."""
-    if traits.across and given.packed:
+    if traits.mixers and given.packed:
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
 
 

@@ -38,7 +38,7 @@ from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
 
 _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
@@ -107,7 +107,7 @@ def why_not_shared(traits: LayerTraits, condition: Condition) -> str | None:
     if not traits.looked or condition.unknown:
         return condition.unknown or traits.reason
     mixes = traits.mixers and not traits.attends
-    return "" if mixes or traits.reason in (OTHER_MIXER, BY_PLACE) else None
+    return "" if mixes or traits.reason == OTHER_MIXER else None
 
 
 def _run_directly(function, *args, **kwargs):

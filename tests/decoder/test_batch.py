@@ -64,7 +64,7 @@ REFUSED = {
     ),
     "layers that mix documents": ({"positions": TWO}, {"apart": False}, "one document a row"),
     "mixers of transformers' layers": (
-        {"positions": TWO, "tiled": False}, {"mixers": True, "across": True}, "pass seq_idx"
+        {"positions": TWO, "tiled": False}, {"mixers": True}, "pass seq_idx"
     ),
     "a padded, packed row that transformers would mix": (
         {"positions": TWO, "rows_mask": torch.tensor([[0] + [1] * (T - 1)] * B)},
