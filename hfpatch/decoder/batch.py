@@ -18,14 +18,12 @@ from hfpatch.context.current import current, named, not_exchanged, standard
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
-    refuse_parts,
     refuse_shared_mixers,
     refuse_short_parts,
     refuse_uneven_rows,
     require_positions,
     sequence_now,
     whole_rows,
-    why_not_exchanged,
 )
 
 
@@ -59,6 +57,8 @@ class Given:
         tokens: ids [B, T] or embeddings [B, T, D] of this rank.
         B, T: rows, and tokens of a whole row.
         trains: the stack is in training mode and gradients are enabled.
+        reruns: transformers' own checkpointing runs the layers again in backward, when the config
+            no longer names our attention.
         mask: attention_mask, of any kind.
         rows_mask: the mask if its shape is [B, T], else None.
         own: the caller passed a mask of another kind.
@@ -82,6 +82,7 @@ class Given:
     T: int
     training: bool = False
     trains: bool = False
+    reruns: bool = False
     mask: object = None
     rows_mask: Tensor | None = None
     own: bool = False
@@ -155,8 +156,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
-    # Under its own checkpointing transformers makes no cache.
-    uncached = training and getattr(stack, "gradient_checkpointing", False)
+    checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
         tiled=stack._hfpatch_runtime is not None,
@@ -166,6 +166,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         T=T,
         training=training,
         trains=training and torch.is_grad_enabled(),
+        reruns=checkpoints and stack._hfpatch_runtime is None,
         mask=mask,
         rows_mask=mask if visible else None,
         own=mask is not None and not visible,
@@ -175,7 +176,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         use_cache=kwargs.get("use_cache"),
         cache=kwargs.get(cached_as),
         cache_name=cached_as,
-        makes_cache=bool(getattr(config, "use_cache", False)) and not uncached,
+        # Under its own checkpointing transformers makes no cache.
+        makes_cache=bool(getattr(config, "use_cache", False)) and not checkpoints,
         uncached=current.uncached,
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
         encoder=kwargs.get("encoder_hidden_states") is not None,
@@ -271,7 +273,7 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         refuse_short_parts(given.T // given.sequence.size)
     if shared and (came := _not_exchanged(given, traits)):
         raise not_exchanged(came)
-    if not traits.ours:
+    if not traits.ours or given.reruns:
         return _without_our_attention(given, traits, changes)
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
@@ -307,8 +309,6 @@ def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes
     name = standard(config)
     # Only eager attention returns its probabilities.
     ours = name == "eager" if given.weights else name is not None
-    if given.sequence is not None and (not ours or why_not_exchanged(config, given.training)):
-        return Decision(None, changes | shared_without(config, batch))
     why = "a mask that is made outside of it" if given.own else None
     # An encoder's states have masks and lengths of their own.
     why = why or ("they attend to an encoder's states" if given.encoder else None)
@@ -350,22 +350,14 @@ def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
         return "attention that is not causal"
     if given.encoder:
         return "attention to an encoder's states"
-    return (
-        "an attention mask of the caller's own"
-        if given.own
-        else "output_attentions"
-        if given.weights
-        else None
-    )
-
-
-def shared_without(config, batch: Batch) -> dict:
-    """The arguments to replace where an engine's attention runs on shared rows. ValueError if that
-    attention is not exact."""
-    refuse_parts(config, batch)
-    # From this rank's positions or hidden tokens transformers would make a [t, t] mask, which does
-    # not describe whole rows.
-    return {"attention_mask": torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)}
+    if given.own:
+        return "an attention mask of the caller's own"
+    if given.weights:
+        return "output_attentions"
+    if given.reruns:
+        return "transformers' own checkpointing"
+    dropout = getattr(given.config.get_text_config(), "attention_dropout", 0.0)
+    return "attention dropout" if given.training and dropout else None
 
 
 def cached_tokens(cache) -> int | None:

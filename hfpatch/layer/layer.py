@@ -27,8 +27,8 @@ from hfpatch.context.current import (
     unnamed,
 )
 from hfpatch.context.documents import refuse_packed
-from hfpatch.context.masks import Batch, Mask
-from hfpatch.context.ranks import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
+from hfpatch.context.masks import Batch
+from hfpatch.context.ranks import refuse_shared_mixers, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
 from hfpatch.layer.function import parts_of, tiled_layer
@@ -72,17 +72,12 @@ class UntiledLayer:
             (s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None
         )
 
-    def _refuse_parts(
-        self, kwargs, batch: Batch | None, condition: Condition, timed: bool = False
-    ) -> None:
+    def _refuse_parts(self, batch: Batch | None, condition: Condition, timed: bool = False) -> None:
         """ValueError if tokens of different ranks may have to meet outside the attention that these
         ranks exchange. timed: the mixers would pass their states from rank to rank.
         """
         if batch is None and not current.declined:  # the caller is not the stack
-            if isinstance(kwargs.get("attention_mask"), Mask):
-                raise not_exchanged("a layer that runs again after its model's forward")
-            for config in self._hfpatch_configs:
-                refuse_unless_by_engine(config)
+            raise not_exchanged("a layer that runs outside of its model's forward")
         why = why_not_shared(self._hfpatch_traits, condition)
         if why is not None and not (why == "" and timed):
             refuse_shared_mixers(type(self), why or None)
@@ -93,7 +88,7 @@ class UntiledLayer:
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if not torch.compiler.is_compiling() and current.role is None:
             if self._sequence(current.batch) is not None:
-                self._refuse_parts(kwargs, current.batch, look(self))
+                self._refuse_parts(current.batch, look(self))
             if unnamed(self._hfpatch_configs):
                 with our_attention(self._hfpatch_configs, current.batch):
                     return super().forward(hidden_states, *args, **kwargs)
@@ -214,7 +209,7 @@ class TiledLayer(UntiledLayer):
             # If such a layer then runs whole after all, its own forward raises.
             traits = self._hfpatch_traits
             timed = r.batch is not None and bool(traits.mixers) and traits.all_timed
-            self._refuse_parts(r.kwargs, r.batch, r.condition, timed)
+            self._refuse_parts(r.batch, r.condition, timed)
         mixes = self._hfpatch_traits.reason == OTHER_MIXER
         if mixes and r.batch is not None and r.batch.apart is not None:
             refuse_packed(type(self))
