@@ -8,6 +8,7 @@ import sys
 
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,7 +20,8 @@ from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.ops._library import one_gradient
 from hfpatch.parallel.exchange import ExchangedAttention
 
-# The name in a compiled graph. No mask function is registered under it, so no mask is built.
+# transformers' own sdpa in a compiled graph. No mask function is registered under this name, so no
+# mask is built.
 CAUSAL_NAME = "hfpatch_causal"
 
 
@@ -222,14 +224,6 @@ def _whole_mask(asked: Asked) -> Tensor | None:
     return mask
 
 
-def causal_attention(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
-    """torch's own attention, with each row as one causal sequence: ([B, T, H, E], None)."""
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
 def _torchs_own(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
@@ -244,5 +238,5 @@ def _torchs_own(
 
 ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own
 ALL_ATTENTION_FUNCTIONS.register(str(NAME), attention)  # a graph accepts only str itself as a key
-ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, causal_attention)
+ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, sdpa_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(str(NAME), mask)
