@@ -7,18 +7,16 @@ block, and which Linears' values no gradient reads.
                 layer/block.py in place of the layer's forward, and without a Linear's value
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from hfpatch.compat import pytree
+from hfpatch.compat import buffers_of, pytree, version
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import Asked, NotStopped, asking, our_attention
 from hfpatch.context.masks import Batch
-from hfpatch.decoder.state import state_apart
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
@@ -57,18 +55,6 @@ class _Counting:
         return torch.full_like(x, self.value)
 
 
-class _NoDropout(TorchFunctionMode):
-    """A mode in which dropout returns its input, so that two runs are comparable."""
-
-    DROPOUTS = (F.dropout, F.dropout1d, F.alpha_dropout)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in self.DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
-
-
 class _Captured(Exception):
     pass
 
@@ -99,13 +85,34 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple:
     return forward, joined(x.detach(), streams), args, of_its_own(kwargs), batch
 
 
-def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
-    """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens.
+@contextmanager
+def buffers_apart(layer: nn.Module):
+    """A context in which the layer writes to copies of its buffers.
 
-    Random state and buffers are restored.
+    Yields a function that returns the names of the buffers that were written to.
     """
+    own = [(name, buffers_of(m), dict(buffers_of(m))) for name, m in layer.named_modules()]
+    for _, buffers, before in own:
+        buffers.update({n: b if b is None else b.detach().clone() for n, b in before.items()})
+    copied = [dict(buffers) for _, buffers, _ in own]
+
+    def written():
+        for (name, buffers, _), copies in zip(own, copied):
+            for n, b in copies.items():
+                if buffers.get(n) is not b or b is not None and version(b):
+                    yield f"{name}.{n}".lstrip(".")
+
+    try:
+        yield written
+    finally:
+        for _, buffers, before in own:
+            buffers.update(before)
+
+
+def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
+    """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens."""
     forward, *call, batch = captured(stack, layer)
-    with torch.random.fork_rng([]), _NoDropout(), state_apart(layer) as written:
+    with buffers_apart(layer) as written:
         try:
             answers = _asked(layer, forward, *call, (stack.config,), batch)
         except Exception as error:  # a family's own code

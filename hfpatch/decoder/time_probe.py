@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from hfpatch.compat import state_argument
 from hfpatch.context.current import our_attention
 from hfpatch.decoder import probe
-from hfpatch.decoder.state import state_apart
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
@@ -75,7 +74,7 @@ def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
     if argument is None:
         return "it takes no states"
     try:
-        with state_apart(layer), torch.enable_grad(), torch.random.fork_rng([]):
+        with probe.buffers_apart(layer), torch.enable_grad():
             return _compared(stack, layer, traits, name, argument, chunk_of(module))
     except Exception as error:  # a family's own code
         said = " ".join(str(error).split())[:80]
