@@ -1,11 +1,11 @@
 """The verdict on a decoder: the traits of each kind of layer, and which of them may be tiled.
 
 A scaled-down instance (decoder/small_instance.py) runs stock and tiled, forward and backward, on a
-plain, a packed and a masked batch. A kind of layer whose gradients differ beyond rounding is not
-tiled, and the report says so.
+plain, a packed and a masked batch. Where gradients differ beyond rounding, no layer is tiled, and
+the report says so.
 
     small stack -> probe each kind of layer (decoder/probe.py) -> compare with transformers
-    -> tiled, or some kinds whole, or all whole, or transformers' attention, or left alone
+    -> tiled, or all whole, or transformers' attention, or left alone
 """
 
 import copy
@@ -171,34 +171,23 @@ def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
 
 
 def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
-    """The first of these that agrees with transformers: all kinds tiled; only the kinds tiled that
-    agree; all layers whole with our attention; all layers whole with transformers' attention. If
-    none agrees, the layers stay unpatched."""
+    """The first of these that agrees with transformers: all kinds of layers tiled; all whole with
+    our attention; all whole with transformers' attention. If none does, the layers stay unpatched.
+
+    Of a kind that runs whole since gradients differ, nobody knows what in it mixes tokens.
+    """
     difference = expected.differs(Verdict(asked))
     if difference is None:
         return Verdict(asked)
-    answers = dict(asked)
-    for kind, answer in asked.items():
-        if len(asked) > 1 and not answer.reason:
-            others = {
-                k: a if k == kind else replace(a, reason=a.reason or "not now")
-                for k, a in asked.items()
-            }
-            answers[kind] = _run_whole(answer, expected.differs(Verdict(others)))
-    whole = {kind: _run_whole(answer, difference) for kind, answer in answers.items()}
-    for found in (Verdict(answers), Verdict(whole), Verdict(whole, ours=False)):
+    whole = {
+        kind: answer if answer.reason else replace(answer, reason=difference, looked=False)
+        for kind, answer in asked.items()
+    }
+    for found in (Verdict(whole), Verdict(whole, ours=False)):
         difference = expected.differs(found)
         if difference is None:
             return found
     return Verdict(whole, ours=False, alone=f"run again, {difference}")
-
-
-def _run_whole(answer: LayerTraits, difference: str | None) -> LayerTraits:
-    """The traits of a kind of layer that differs from transformers in tiles. What in it mixes
-    tokens, or reads their places, is then not known.
-    """
-    known = answer.reason or difference is None
-    return answer if known else replace(answer, reason=difference, looked=False)
 
 
 def _in_double(stack: nn.Module) -> nn.Module:
