@@ -271,10 +271,11 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         if not (traits.timed and given.tiled):
             refuse_shared_mixers(given.kind)
         refuse_short_parts(given.T // given.sequence.size)
-    if shared and (came := _not_exchanged(given, traits)):
-        raise not_exchanged(came)
-    if not traits.ours or given.reruns:
-        return _without_our_attention(given, traits, changes)
+    why = _why_not_ours(given, traits)
+    if why is not None:
+        if shared:
+            raise not_exchanged(why)
+        return _by_transformers(given, traits, why, changes)
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
     batch = Batch(
@@ -288,7 +289,7 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         given.sequence,
     )
     batch.cached, batch.weights = cached, given.weights
-    return _with_our_attention(given, traits, batch, changes)
+    return Decision(batch, changes)
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
@@ -304,60 +305,41 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
         )
 
 
-def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes: dict) -> Decision:
-    config = given.config
-    name = standard(config)
-    # Only eager attention returns its probabilities.
-    ours = name == "eager" if given.weights else name is not None
-    why = "a mask that is made outside of it" if given.own else None
-    # An encoder's states have masks and lengths of their own.
-    why = why or ("they attend to an encoder's states" if given.encoder else None)
-    if name is None and why is None:
-        why = f"its attention is another library's ({named(config)})"
-    if why or not ours or not getattr(config, "is_causal", True):
-        told = (
-            why and f"the layers of {given.kind.__name__} run whole, their inputs offloaded: {why}."
-        )
-        _refuse_documents_across(given, traits)
-        return Decision(None, changes, told if given.tiled and given.trains else None)
-    return Decision(batch, changes)
+def _why_not_ours(given: Given, traits: StackTraits) -> str | None:
+    """What keeps hfpatch's attention from running in this forward, as a noun for messages, or None.
+    Where ranks share rows, it returns no probabilities and has no dropout.
+    """
+    name, shared = standard(given.config), given.sequence is not None
+    if not traits.ours:
+        return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
+    if name is None:
+        return f"attention of another library ({named(given.config)})"
+    if not getattr(given.config, "is_causal", True):
+        return "attention that is not causal"
+    if given.encoder:
+        return "attention to an encoder's states"  # they have masks and lengths of their own
+    if given.own:
+        return "an attention mask of the caller's own"
+    if given.weights and (shared or name != "eager"):
+        return "output_attentions"
+    if given.reruns:
+        return "transformers' own checkpointing"
+    dropout = shared and getattr(given.config.get_text_config(), "attention_dropout", 0.0)
+    return "attention dropout" if given.training and dropout else None
 
 
-def _without_our_attention(given: Given, traits: StackTraits, changes: dict) -> Decision:
+def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> Decision:
+    """The forward with transformers' attention. ValueError where documents would see each other."""
     if given.rows_mask is not None and given.packed:
         # Given a mask, transformers does not look for documents.
         changes["attention_mask"] = None
         if not bool(given.rows_mask.all()):
             refuse_packed(given.kind, "do not pack rows that are padded too")
-    _refuse_documents_across(given, traits)
-    return Decision(None, changes)
-
-
-def _refuse_documents_across(given: Given, traits: StackTraits) -> None:
-    """ValueError where transformers' layers run and their mixers would mix documents."""
     if traits.mixers and given.packed:
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
-
-
-def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
-    """The first feature of a forward over shared rows that the exchange of attention between ranks
-    does not support, as a noun for messages; None if there is no such feature."""
-    if not traits.ours:
-        return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
-    if standard(given.config) is None:
-        return f"attention from elsewhere ({named(given.config)})"
-    if not getattr(given.config, "is_causal", True):
-        return "attention that is not causal"
-    if given.encoder:
-        return "attention to an encoder's states"
-    if given.own:
-        return "an attention mask of the caller's own"
-    if given.weights:
-        return "output_attentions"
-    if given.reruns:
-        return "transformers' own checkpointing"
-    dropout = getattr(given.config.get_text_config(), "attention_dropout", 0.0)
-    return "attention dropout" if given.training and dropout else None
+    line = f"the layers of {given.kind.__name__} run whole, their inputs offloaded: {why}."
+    # The report tells of a stack that cannot have hfpatch's attention.
+    return Decision(None, changes, line if traits.ours and given.tiled and given.trains else None)
 
 
 def cached_tokens(cache) -> int | None:
