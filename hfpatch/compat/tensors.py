@@ -123,17 +123,11 @@ def storage_of(x: Tensor) -> int | None:
         return None
 
 
-def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether both are views of one storage. A simulated tensor has no address."""
-    try:
-        return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-    except AttributeError:
-        return a is b or a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
-
-
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether both start at the same address."""
-    return same_storage(a, b) and a.storage_offset() == b.storage_offset()
+    """Whether both start at the same address. Where unknown, only a tensor and itself do."""
+    at = storage_of(a)
+    views = at is not None and at == storage_of(b)
+    return a is b or views and a.storage_offset() == b.storage_offset()
 
 
 # --- the dispatcher -------------------------------------------------------------------------------
