@@ -26,8 +26,8 @@ from hfpatch.context.current import (
     unnamed,
 )
 from hfpatch.context.documents import refuse_packed
-from hfpatch.context.masks import Batch, Mask
-from hfpatch.context.ranks import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
+from hfpatch.context.masks import Batch
+from hfpatch.context.ranks import refuse_shared_mixers, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
 from hfpatch.layer.function import parts_of, tiled_layer
@@ -37,7 +37,7 @@ from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
 
 _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
@@ -71,17 +71,12 @@ class UntiledLayer:
             (s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None
         )
 
-    def _refuse_parts(
-        self, kwargs, batch: Batch | None, condition: Condition, timed: bool = False
-    ) -> None:
+    def _refuse_parts(self, batch: Batch | None, condition: Condition, timed: bool = False) -> None:
         """ValueError if tokens of different ranks may have to meet outside the attention that these
         ranks exchange. timed: the mixers would pass their states from rank to rank.
         """
         if batch is None and not current.declined:  # the caller is not the stack
-            if isinstance(kwargs.get("attention_mask"), Mask):
-                raise not_exchanged("a layer that runs again after its model's forward")
-            for config in self._hfpatch_configs:
-                refuse_unless_by_engine(config)
+            raise not_exchanged("a layer that runs outside of its model's forward")
         why = why_not_shared(self._hfpatch_traits, condition)
         if why is not None and not (why == "" and timed):
             refuse_shared_mixers(type(self), why or None)
@@ -92,7 +87,7 @@ class UntiledLayer:
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if not torch.compiler.is_compiling() and current.role is None:
             if self._sequence(current.batch) is not None:
-                self._refuse_parts(kwargs, current.batch, look(self))
+                self._refuse_parts(current.batch, look(self))
             if unnamed(self._hfpatch_configs):
                 with our_attention(self._hfpatch_configs, current.batch):
                     return super().forward(hidden_states, *args, **kwargs)
@@ -106,7 +101,7 @@ def why_not_shared(traits: LayerTraits, condition: Condition) -> str | None:
     if not traits.looked or condition.unknown:
         return condition.unknown or traits.reason
     mixes = traits.mixers and not traits.attends
-    return "" if mixes or traits.reason in (OTHER_MIXER, BY_PLACE) else None
+    return "" if mixes or traits.reason == OTHER_MIXER else None
 
 
 def _run_directly(function, *args, **kwargs):
@@ -158,7 +153,7 @@ class TiledLayer(UntiledLayer):
             if request.sequence is not None:
                 # If such a layer then runs whole after all, its own forward raises.
                 timed = batch is not None and bool(traits.mixers) and traits.all_timed
-                self._refuse_parts(kwargs, batch, request.condition, timed)
+                self._refuse_parts(batch, request.condition, timed)
             if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
                 refuse_packed(type(self))
             way = route(request)

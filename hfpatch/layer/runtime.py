@@ -11,7 +11,7 @@ from torch import nn
 from hfpatch.budget import free as memory
 from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import Turn, not_for_deepspeed, told_of_forks
+from hfpatch.compat import Turn, not_for_deepspeed
 from hfpatch.layer import policies
 from hfpatch.layer.chain import Chain
 from hfpatch.layer.policies import Policies
@@ -43,11 +43,6 @@ class LayerRuntime(Policies, Chain):
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
-        told_of_forks(self)
-
-    def _at_fork_reinit(self) -> None:
-        """After a fork: copies in flight and file threads belong to the parent."""
-        self.queues.clear()
 
     def __deepcopy__(self, memo):
         made = LayerRuntime(

@@ -10,6 +10,7 @@ layers in tiles may be differentiated: they leave no graph behind.
 Adapters and trained parameters stay on the device, as do embeddings and head.
 """
 
+import threading
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 from hfpatch.budget.formula import WEIGHT_SLOTS
 from hfpatch.compat import (
     is_view_of_flat,
-    lock,
     not_for_deepspeed,
 )
 from hfpatch.layer.forward_state import REPLACED, edited, is_sharded
@@ -49,7 +49,7 @@ class StreamedWeights:
         # any other all slots are copied anew, so that edits to weights at rest count.
         self.prefetched: int | None = None
         # one thread at a time uses slots and moves parameters, for as long as a layer runs
-        self.lock = lock()
+        self.lock = threading.RLock()
 
     # -- putting them on the host ------------------------------------------------------------------
     @torch.inference_mode(False)

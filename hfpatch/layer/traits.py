@@ -7,7 +7,6 @@ from torch import nn
 from hfpatch.context.class_code import rope_of
 
 OTHER_MIXER = "it mixes tokens by something else than attention"
-BY_PLACE = "what it makes of a token depends on where that stands in its input"
 
 
 @dataclass(frozen=True)

@@ -376,18 +376,11 @@ class FetchQueue(Ring):
             self.pending.popleft()
 
     def is_for(self, owner) -> bool:
-        """Whether fetches for `owner` are queued. Fetches for other layers are dropped.
-
-        Another layer was promised this turn if one pass interleaves graphs that two threads made.
+        """Whether fetches for `owner` are queued. All are dropped if another layer was promised this
+        turn: one pass interleaves graphs that two threads made.
         """
-        for one, _ in (*self.under_way, *self.pending):
-            if one is not owner:
-                self.under_way, self.pending = (
-                    deque(item for item in queue if item[0] is owner)
-                    for queue in (self.under_way, self.pending)
-                )
-                self._fill()
-                break
+        if any(one is not owner for one, _ in (*self.under_way, *self.pending)):
+            self.reset()
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:

@@ -3,6 +3,8 @@ told of.
 """
 
 import copy
+import sys
+from functools import partial
 
 import pytest
 import tiny
@@ -61,7 +63,29 @@ def test_another_librarys_attention_is_told_of(monkeypatch, capsys):
     for _ in range(2):
         gradients(model)
     said = (
-        "the layers of LlamaModel run whole, their inputs offloaded: its attention is another "
-        "library's (theirs)."
+        "the layers of LlamaModel run whole, their inputs offloaded: attention of another library "
+        "(theirs)."
     )
     assert capsys.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_caps_and_sinks_beside_a_mask_function_of_ones_own(family, monkeypatch):
+    """Layers with such a mask run whole, in the family's own eager attention."""
+    from families import small_model
+
+    stock = small_model(family)
+    stock.set_attn_implementation("eager")
+    for module in stock.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = 1.0  # so that it shows
+    ours, batch = tiny.patched(stock), {"input_ids": torch.arange(3, 51).view(2, 24)}
+    file = sys.modules[type(stock).__module__]
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        make, seen = getattr(file, name), lambda b, h, q, kv: (kv < 3) | (q - kv < 2)
+        monkeypatch.setattr(file, name, partial(make, and_mask_function=seen))
+    batch["labels"] = batch["input_ids"]
+    got, wanted = tiny.step(ours, batch), tiny.step(stock, batch)
+    for name, gradient in wanted.items():
+        # what a family computes in float32
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-3), name
