@@ -12,8 +12,6 @@ from hfpatch.layer.condition import look
 from hfpatch.layer.freeze_base import widened
 from hfpatch.report import Report
 
-_DYNAMIC = "torch.ao.nn.quantized.dynamic"  # Linear layers that find the range of each input
-
 
 def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:
     """Adds the swapped modules to the report, by class, and the reasons of the others."""
@@ -33,7 +31,7 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
 def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> None:
     """Adds the layers' notes to the report."""
     stack, layers, notes = decoder.stack, decoder.layers, report.notes
-    whole = Counter(reason for layer in layers if (reason := look(layer).reason))
+    whole = Counter(reason for layer in layers if (reason := look(layer).now))
     for reason, n in whole.items():
         notes.append(
             f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}."
@@ -56,22 +54,9 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
             "so residual stream and host memory are twice as large "
             "(prepare_model_for_kbit_training): call hfpatch.freeze_base(model) in its place."
         )
-    ranged = [n for n, m in stack.named_modules() if type(m).__module__.startswith(_DYNAMIC)]
-    if ranged:
-        notes.append(
-            f"{len(ranged)} modules ({ranged[0]}, ...) quantise what they are given by its range, "
-            "which is each tile's own: values differ from those of whole sequences by a step of "
-            "that quantisation; tile as long as the sequence for the same."
-        )
     if shape is not None and not whole and not shape.whole_because:
         itemsize = next(stack.parameters()).element_size()
         notes.append(_memory_note(stack.config, shape, settings, itemsize))
-    dropout = getattr(stack.config, "attention_dropout", 0.0)
-    if dropout:
-        notes.append(
-            f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
-            "of tile by tile."
-        )
 
 
 def _mixer_notes(layers, answers) -> list[str]:

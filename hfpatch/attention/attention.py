@@ -18,7 +18,6 @@ from hfpatch.attention.backends import (
     BACKENDS,
     HALF,
     WIDEST_HEAD,
-    deterministic_scratch,  # noqa: F401 (for callers, as pick)
     has_flash,
     pick,  # noqa: F401 (for callers of both directions)
 )

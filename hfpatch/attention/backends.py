@@ -263,16 +263,3 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
         trial_peaks[device] = torch.cuda.max_memory_allocated(device)
         return "flash"  # for now; the next call tries again
     return found.fastest(many_lengths=len(met) > FEW_LENGTHS)
-
-
-def deterministic_scratch(
-    batch: int, tokens: int, group_heads: int, head_dim: int, multiprocessors: int
-) -> int:
-    """Scratch bytes of FA2's deterministic backward for one group: a float32 dq for each split.
-
-    It splits the keys over as many blocks as fill the device (FlashAttention-2's num_splits), each
-    with its own dq.
-    """
-    splits = max(1, -(-multiprocessors // (batch * group_heads)))
-    rows = -(-tokens // 128) * 128
-    return splits * batch * rows * group_heads * head_dim * 4

@@ -76,7 +76,7 @@ class Attention:
         return joined
 
     def forward(
-        self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
+        self, asked: list, mixers: list, parts: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs every call and mixer.
 
@@ -85,7 +85,6 @@ class Attention:
             mixers: the layer's mixers.
             parts: q [B, T, H, E], k and v [B, T, K, E] of each call, then each mixer's input
                 [B, T, D]. May be head_groups.Grouped in place of tensors.
-            keep: whether `backward` follows, with only other tiles in between.
 
         Returns:
             outs: out [B, T, H, E] of every call or, if `apart`, [B, T, G, E] of every group, then
@@ -120,12 +119,12 @@ class Attention:
                 outs.append(whole[0])
                 lses.append(whole[1])
                 self.states.append(state)
-        return outs + self.mixed(parts, keep) if mixers else outs, lses
+        return outs + self.mixed(parts) if mixers else outs, lses
 
-    def mixed(self, parts, keep: bool) -> list[Tensor]:
+    def mixed(self, parts) -> list[Tensor]:
         """The mixers' outputs."""
         given = parts[3 * len(self.heads) :]
-        return [mixer.forward(x, keep) for mixer, x in zip(self.mixers, given)]
+        return [mixer.forward(x) for mixer, x in zip(self.mixers, given)]
 
     def backward(self, parts, douts, outs, lses, into) -> list:
         """Writes dq, dk, dv of every call and dx of every mixer into the list `into`.

@@ -6,8 +6,6 @@ from traceback import walk_stack
 
 from torch import Tensor, nn
 
-from hfpatch.compat.models import attention_of, name_attention, names_attention
-
 
 def engine_hook(module: nn.Module):
     """accelerate's hook on a module, or None."""
@@ -30,10 +28,6 @@ def forward_before_wrapping(module: nn.Module):
 def drop_wrapped_forward(module: nn.Module) -> None:
     """Removes the wrapper of `forward_before_wrapping`."""
     del module.forward, module._original_forward
-
-
-# The method by which verl's FSDP2 engine shards its model. The plugin refuses an engine without it.
-VERL_SHARDS = "_build_fsdp_module"
 
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard."
@@ -132,12 +126,6 @@ def gather_as_one(layer: nn.Module, wanted: bool) -> None:
         layer._z3_leaf = True
     else:
         vars(layer).pop("_z3_leaf", None)
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """The rank's own part: FSDP2's local tensor, DeepSpeed's partition, or the tensor itself."""
-    parameter = getattr(parameter, "ds_tensor", parameter)
-    return getattr(parameter, "_local_tensor", parameter)
 
 
 def not_for_ddp(model: nn.Module, names=None) -> None:
@@ -283,63 +271,6 @@ def evaluated_by_trainer() -> bool | None:
         ):
             return frame.f_locals.get("num_items_in_batch") is not None
     return None
-
-
-@contextmanager
-def unless_shared(shares):
-    """A context in which accelerate, for a model with shares(model), neither refuses layer types
-    nor removes masks from attention."""
-    module = sys.modules.get("accelerate.accelerator")
-    names = "_attach_context_parallel_hooks", "_refuse_recurrent_layers_under_sequence_parallelism"
-    theirs = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    for name, look in theirs.items():
-        setattr(module, name, lambda model, look=look: None if shares(model) else look(model))
-    try:
-        yield
-    finally:
-        for name, look in theirs.items():
-            setattr(module, name, look)
-
-
-def deals_for_any_attention(trainer, shares) -> None:
-    """Makes transformers' Trainer deal out rows by context parallelism to a model with
-    shares(model), whatever attention its config names. Trainer itself does so for sdpa only."""
-    deal = getattr(trainer, "_prepare_context_parallel_inputs", None)
-    if deal is None:
-        return
-
-    def dealing(model, inputs):
-        config = getattr(model, "config", None)
-        named = names_attention(config) and attention_of(config)  # DeepSpeed's engine has a dict
-        if named in (False, "sdpa") or not shares(model):
-            return deal(model, inputs)
-        before = name_attention(config, "sdpa")
-        try:
-            return deal(model, inputs)
-        finally:
-            name_attention(config, before)
-
-    trainer._prepare_context_parallel_inputs = dealing
-
-
-def skips_by_itself(kind: type) -> None:
-    """Makes Trainer call `skipping(n)` on loaders of this kind when it resumes in the middle of an
-    epoch."""
-    from transformers import trainer
-
-    before = getattr(trainer, "skip_first_batches", None)
-    if before is None or hasattr(before, "_hfpatch"):
-        return
-
-    def skip_first_batches(loader, num_batches=0):
-        return (
-            loader.skipping(num_batches)
-            if isinstance(loader, kind)
-            else before(loader, num_batches)
-        )
-
-    skip_first_batches._hfpatch = True
-    trainer.skip_first_batches = skip_first_batches
 
 
 def step_under_ulysses():

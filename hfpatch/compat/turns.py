@@ -1,36 +1,8 @@
 """One model, one thread at a time."""
 
-import os
 import threading
-import weakref
 
 WAIT_SECONDS = 1800.0
-
-_told: weakref.WeakSet = weakref.WeakSet()
-
-
-def told_of_forks(thing):
-    """Registers thing: its `_at_fork_reinit` (locks have one) runs in a forked process. Returns it.
-
-    A forked process has no other threads, so locks that they held and work that they queued are
-    lost.
-    """
-    _told.add(thing)
-    return thing
-
-
-def lock():
-    """A reentrant lock, which is free after a fork."""
-    return told_of_forks(threading.RLock())
-
-
-def _forked() -> None:
-    for thing in _told:
-        getattr(thing, "_at_fork_reinit", int)()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 class Turn:
@@ -41,7 +13,7 @@ class Turn:
     """
 
     def __init__(self):
-        self.lock = lock()
+        self.lock = threading.RLock()
 
     def __deepcopy__(self, memo):
         return Turn()
@@ -65,4 +37,4 @@ class Turn:
         self.lock.release()
 
 
-__all__ = ["Turn", "lock", "told_of_forks"]
+__all__ = ["Turn"]

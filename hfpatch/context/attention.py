@@ -8,6 +8,7 @@ import sys
 
 import torch
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,7 +20,8 @@ from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.ops._library import one_gradient
 from hfpatch.parallel.exchange import ExchangedAttention
 
-# The name in a compiled graph. No mask function is registered under it, so no mask is built.
+# transformers' own sdpa in a compiled graph. No mask function is registered under this name, so no
+# mask is built.
 CAUSAL_NAME = "hfpatch_causal"
 
 
@@ -67,7 +69,6 @@ def attention(
 
     The mask holds the window, as in transformers' own eager and sdpa functions.
     """
-    extra = {name: x for name, x in {"softcap": softcap, "s_aux": s_aux}.items() if x is not None}
     if attention_mask is None and current.batch is not None and current.batch.sequence is not None:
         # accelerate's hooks drop masks; before 1.15 they drop masks of windows too
         if not attends_to_all_before(getattr(module, "config", None)):
@@ -80,17 +81,7 @@ def attention(
         else scaling, softcap, s_aux,
         dropout if module.training else 0.0, _told(module, kwargs),
     )  # fmt: skip
-    if current.role is None and current.batch is not None and (current.batch.weights or asked.told):
-        function = _own_eager(module)  # families differ in whether weights include sinks
-        if function is None:
-            return _eager(asked)
-        mask = _whole_mask(asked)
-        if mask is not None and mask.dtype == torch.bool:
-            mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
-        return function(
-            module, query, key, value, mask, scaling=asked.scale, dropout=dropout, **kwargs, **extra
-        )
-    return (_whole(asked) if current.role is None else current.role(asked)), None
+    return _whole(asked, kwargs) if current.role is None else (current.role(asked), None)
 
 
 def _own_eager(module):
@@ -150,43 +141,69 @@ class _Exchanged(torch.autograd.Function):
         return *grads, *dsinks, None, None
 
 
-def _whole(asked: Asked) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE))
-    cast = autocast_dtype(q.device.type)
-    if cast is not None and q.dtype != torch.float64:
-        q, k, v = (x.to(cast) for x in (q, k, v))
-    sequence, reason = current.batch and current.batch.sequence, asked.why_not_tiled()
-    if sequence is not None:
+def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+    """(out, probabilities or None) of whole rows. kwargs: the other arguments of the call."""
+    batch, reason = current.batch, asked.why_not_tiled()
+    scaled = asked.softcap is not None or asked.sinks_H is not None
+    if batch is not None and batch.sequence is not None:
         if reason:
             raise not_exchanged(reason)
-        return _Exchanged.apply(q, k, v, asked.sinks_H, asked.call(), sequence)
-    if reason is None:
-        pattern = asked.pattern()
-        unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
-        backend = "blocks" if unsupported else pick(q, k)
-        return _Attention.apply(
-            q, k, v, asked.sinks_H, {"scale": asked.scale, "pattern": pattern}, backend
+        return _Exchanged.apply(*_cast(asked), asked.sinks_H, asked.call(), batch.sequence), None
+    if batch is not None and batch.weights or asked.told or reason and scaled:
+        return _by_family(asked, kwargs)
+    if reason is not None:
+        return _plain(asked), None
+    q, k, v = _cast(asked)
+    pattern = asked.pattern()
+    unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
+    backend = "blocks" if unsupported else pick(q, k)
+    how = {"scale": asked.scale, "pattern": pattern}
+    return _Attention.apply(q, k, v, asked.sinks_H, how, backend), None
+
+
+def _cast(asked: Asked) -> list[Tensor]:
+    """q, k and v as [B, T, H, E], in autocast's dtype."""
+    qkv = [x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)]
+    cast = autocast_dtype(qkv[0].device.type)
+    plain = cast is None or qkv[0].dtype == torch.float64
+    return qkv if plain else [x.to(cast) for x in qkv]
+
+
+def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
+    """(out, probabilities [B, H, T, T]) of the family's own eager attention. Families differ in
+    what else they take, and in whether their probabilities include sinks.
+    """
+    eager, mask, q = _own_eager(asked.module), _whole_mask(asked), asked.q_BHTE
+    if eager is None:
+        raise NotImplementedError(
+            "hfpatch: expected an eager attention beside the attention of "
+            f"{type(asked.module).__name__}, none came; call hfpatch.undo(model)."
         )
-    return _plain(asked)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = q.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(q.dtype).min)
+    given = {"softcap": asked.softcap, "s_aux": asked.sinks_H}
+    kwargs = kwargs | {name: x for name, x in given.items() if x is not None}
+    return eager(
+        asked.module, q, asked.k_BKTE, asked.v_BKTE, mask, scaling=asked.scale,
+        dropout=asked.dropout, **kwargs,
+    )  # fmt: skip
 
 
 def _plain(asked: Asked) -> Tensor:
     """Attention with a dense mask or dropout, computed as transformers' own functions do."""
     q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
     mask, causal = _mask_and_causal(asked)
-    if asked.softcap is None and asked.sinks_H is None:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            asked.dropout,
-            causal and mask is None,
-            scale=asked.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.transpose(1, 2).contiguous()
-    return _eager(asked)[0]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        mask,
+        asked.dropout,
+        causal and mask is None,
+        scale=asked.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2).contiguous()
 
 
 def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
@@ -207,37 +224,6 @@ def _whole_mask(asked: Asked) -> Tensor | None:
     return mask
 
 
-def _eager(asked: Asked) -> tuple[Tensor, Tensor]:
-    """(out, probabilities [B, H, T, T]) with all scores at once, as in transformers' eager
-    functions.
-    """
-    q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * asked.scale
-    if asked.softcap is not None:
-        scores = asked.softcap * torch.tanh(scores / asked.softcap)
-    mask = _whole_mask(asked)
-    if mask is not None:
-        least = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
-    if asked.sinks_H is not None:
-        scores = torch.cat(
-            [scores, asked.sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1
-        )
-    p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    p = torch.nn.functional.dropout(p[..., : k.shape[2]], asked.dropout)
-    return (p @ v).transpose(1, 2).contiguous(), p
-
-
-def causal_attention(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
-    """torch's own attention, with each row as one causal sequence: ([B, T, H, E], None)."""
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2).contiguous(), None
-
-
 def _torchs_own(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
@@ -252,5 +238,5 @@ def _torchs_own(
 
 ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own
 ALL_ATTENTION_FUNCTIONS.register(str(NAME), attention)  # a graph accepts only str itself as a key
-ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, causal_attention)
+ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, sdpa_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(str(NAME), mask)

@@ -10,14 +10,13 @@ import copyreg
 import inspect
 import sys
 import types
-from contextlib import nullcontext
 from functools import cache, partial, wraps
 
 import torch
 from torch import nn
 
 from hfpatch.compat import MADE_FROM, Turn, members_of, record_outputs_like, values_for_now
-from hfpatch.context.current import in_the_midst, on_its_own
+from hfpatch.context.current import refuse_in_the_midst
 
 
 def _rebuild(part: type, base: type):
@@ -215,7 +214,8 @@ class KeepsSignature:
                 return base.forward(self, *args, **kwargs)
             if torch.compiler.is_compiling():
                 return self._hfpatch_forward(args, kwargs)
-            with self._hfpatch_turn, on_its_own() if in_the_midst() else nullcontext():
+            refuse_in_the_midst()
+            with self._hfpatch_turn:
                 return self._hfpatch_forward(args, kwargs)
 
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -207,33 +207,15 @@ def having(**values):
         here.update(before)
 
 
-def in_the_midst() -> bool:
-    """Whether this thread runs a patched decoder's forward or a layer's backward."""
-    return current.batch is not None or current.declined or current.role is not None
-
-
-@contextmanager
-def on_its_own():
-    """A context for a forward that a hook or a signal's handler calls within another forward: it
-    sees none of the outer forward's state.
-
-    Raises:
-        RuntimeError: within a tile, while the layer's modules have other forwards.
+def refuse_in_the_midst() -> None:
+    """Raises RuntimeError where this thread runs a patched decoder's forward or a layer's backward.
+    A forward that a hook or a signal's handler calls there would meet the outer one's state.
     """
-    if current.role is not None:
+    if current.batch is not None or current.declined or current.role is not None:
         raise RuntimeError(
-            "hfpatch: expected no other forward in the midst of a layer's tile, one came (from a "
-            "signal's handler?); have the "
-            "handler set a flag, and run the model between steps."
+            "hfpatch: expected no forward in the midst of a patched model's own, one came (from a "
+            "hook, or a signal's handler?); set a flag there, and run the model between steps."
         )
-    before, sequence = dict(vars(current)), current.sequence
-    vars(current).clear()
-    current.sequence = sequence
-    try:
-        yield
-    finally:
-        vars(current).clear()
-        vars(current).update(before)
 
 
 def asks_for_hidden_states(model, kwargs) -> bool:

@@ -81,17 +81,6 @@ def _document_starts(
     return starts_BT[:, 1:] & visible_BT[:, 1:]
 
 
-def restarts(position_ids: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether the positions [B, T] of the visible tokens restart: whether a row holds more than one
-    document.
-    """
-    given = [position_ids] if attention_mask is None else [position_ids, attention_mask]
-    starts = lambda positions, mask=None: _document_starts(  # noqa: E731
-        positions, None if mask is None else mask.bool(), True
-    )
-    return bool(ToHost(lambda *x: starts(*x).any(), *given).number())
-
-
 def shown(mask, B: int, T: int, past: int) -> Tensor | None:
     """[B, T] of bool: which of the T tokens behind `past` ones a 4D mask, or a dict of masks, lets
     see themselves.
@@ -119,7 +108,13 @@ def packs(
     """
     if cu_seq_lens is not None:
         return cu_seq_lens.numel() > B + 1
-    return position_ids is not None and restarts(position_ids.expand(B, -1), attention_mask)
+    if position_ids is None:
+        return False
+    given = [position_ids.expand(B, -1)] + ([] if attention_mask is None else [attention_mask])
+    starts = lambda positions, mask=None: _document_starts(  # noqa: E731
+        positions, None if mask is None else mask.bool(), True
+    )
+    return bool(ToHost(lambda *x: starts(*x).any(), *given).number())
 
 
 def refuse_packed(kind: type, advice: str = "do not pack"):

@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers import masking_utils
 
 from hfpatch.attention.attention import Pattern
-from hfpatch.compat import is_fake, lock, pytree, real_tensors
+from hfpatch.compat import is_fake, pytree, real_tensors
 from hfpatch.context.documents import Rows, find_rows
 
 SAMPLES = 4096  # (query, key) pairs near the diagonal, and as many at random, to test a closure on
 _kinds: dict = {}  # structure of a closure -> its kind
-_asking = lock()
 
 
 class Batch:
@@ -340,21 +339,20 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
     except (TypeError, ValueError):  # an unhashable value, an empty cell
         return None
     has_tensor, simulated = bool(tensors), any(map(is_fake, tensors))
-    with _asking:
-        try:
-            with (
-                real_tensors() if simulated or not has_tensor else nullcontext(),
-                torch.device("cpu"),
-            ):
-                function, device = (
-                    (_unpadded(function), torch.device("cpu")) if simulated else (function, device)
-                )
-                kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
-        except (RuntimeError, IndexError, TypeError, ValueError):
-            kind = None
-        if has_tensor and (kind is None or kind[0] != "chunk"):
-            # A tensor's values may change with the batch, so the kind is not cached. The tensor of
-            # a chunk's closure is the left padding, which find_rows counts too.
-            return None
-        _kinds[key] = kind
+    try:
+        with (
+            real_tensors() if simulated or not has_tensor else nullcontext(),
+            torch.device("cpu"),
+        ):
+            function, device = (
+                (_unpadded(function), torch.device("cpu")) if simulated else (function, device)
+            )
+            kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        kind = None
+    if has_tensor and (kind is None or kind[0] != "chunk"):
+        # A tensor's values may change with the batch, so the kind is not cached. The tensor of
+        # a chunk's closure is the left padding, which find_rows counts too.
+        return None
+    _kinds[key] = kind
     return kind

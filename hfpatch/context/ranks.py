@@ -15,7 +15,6 @@ from hfpatch.compat import (
     ulysses_group,
 )
 from hfpatch.context.current import current, having, named, not_exchanged
-from hfpatch.context.masks import Batch
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.store.device import ToHost
 
@@ -124,12 +123,6 @@ def sharded(sequence: Sequence | None | bool):
     it is False.
     """
     return having(sequence=sequence)
-
-
-def why_not_exchanged(config, training: bool) -> str | None:
-    """The reason why our attention cannot run over shared rows, in a few words, or None."""
-    dropout = getattr(config.get_text_config(), "attention_dropout", 0.0)
-    return "attention dropout" if training and dropout else None
 
 
 def items_of_a_mean_over_rows(
@@ -281,41 +274,6 @@ def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tenso
     given = [x.expand(B, -1) for x in shards if x is not None]
     whole = iter(sequence.whole(*(x.long() for x in given)) if given else ())
     return [None if x is None else next(whole).to(x.dtype) for x in shards]
-
-
-def refuse_unless_by_engine(config) -> None:
-    """Raises ValueError if ranks share rows and no engine replaced transformers' attention by a
-    function that exchanges tokens.
-    """
-    name = named(config)
-    by_engine = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or name == "sdpa" and context_parallel()
-    if current.sequence or not by_engine:
-        raise not_exchanged(f"{name} attention, which no engine exchanges,")
-
-
-def refuse_parts(config, batch: Batch) -> None:
-    """Raises ValueError for shared rows that transformers' own attention, as engines replace it,
-    would read wrongly.
-
-    The engines' attention takes whole rows and drops masks. Only flash attention reads documents
-    and windows from other arguments.
-    """
-    refuse_unless_by_engine(config)
-    name, (mask, *_) = named(config), batch.said
-    documents = batch.rows().documents if mask is None else batch.apart
-    if documents is not None and "flash" not in name:
-        raise ValueError(
-            f"hfpatch: expected one document a row where sequence parallelism runs {name} itself, "
-            "restarting position_ids came; "
-            'pass sp_attn_implementation="flash_attention_2", which isolates documents, or do not '
-            "pack."
-        )
-    if mask is not None:
-        hidden = ~mask.bool()
-        if bool((hidden[:, :-1] & (~hidden).flip(1).cumsum(1).flip(1)[:, 1:].bool()).any()):
-            raise not_exchanged("a masked token before visible ones")
-    if "flash" not in name and not attends_to_all_before(config):
-        raise not_exchanged("a window or chunks in attention of transformers' own")
 
 
 def attends_to_all_before(config) -> bool:

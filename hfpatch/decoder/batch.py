@@ -18,14 +18,12 @@ from hfpatch.context.current import current, named, not_exchanged, standard
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
-    refuse_parts,
     refuse_shared_mixers,
     refuse_short_parts,
     refuse_uneven_rows,
     require_positions,
     sequence_now,
     whole_rows,
-    why_not_exchanged,
 )
 
 
@@ -35,8 +33,8 @@ class StackTraits:
 
     Attributes:
         ours: the stack may use hfpatch's attention and masks.
-        mixers: some layers have mixers, modules other than attention that mix tokens.
-        across: in transformers' own layers, those mixers let documents of one row see each other.
+        mixers: some layers have mixers, modules other than attention that mix tokens. In
+            transformers' own layers those let documents of one row see each other.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row (decoder/unpadded.py).
         timed: every mixer of the stack runs in tiles through time.
@@ -44,7 +42,6 @@ class StackTraits:
 
     ours: bool = True
     mixers: bool = False
-    across: bool = False
     apart: bool = True
     unpads: bool = False
     timed: bool = False
@@ -60,6 +57,8 @@ class Given:
         tokens: ids [B, T] or embeddings [B, T, D] of this rank.
         B, T: rows, and tokens of a whole row.
         trains: the stack is in training mode and gradients are enabled.
+        reruns: transformers' own checkpointing runs the layers again in backward, when the config
+            no longer names our attention.
         mask: attention_mask, of any kind.
         rows_mask: the mask if its shape is [B, T], else None.
         own: the caller passed a mask of another kind.
@@ -83,6 +82,7 @@ class Given:
     T: int
     training: bool = False
     trains: bool = False
+    reruns: bool = False
     mask: object = None
     rows_mask: Tensor | None = None
     own: bool = False
@@ -156,8 +156,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
-    # Under its own checkpointing transformers makes no cache.
-    uncached = training and getattr(stack, "gradient_checkpointing", False)
+    checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
         tiled=stack._hfpatch_runtime is not None,
@@ -167,6 +166,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         T=T,
         training=training,
         trains=training and torch.is_grad_enabled(),
+        reruns=checkpoints and stack._hfpatch_runtime is None,
         mask=mask,
         rows_mask=mask if visible else None,
         own=mask is not None and not visible,
@@ -176,7 +176,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         use_cache=kwargs.get("use_cache"),
         cache=kwargs.get(cached_as),
         cache_name=cached_as,
-        makes_cache=bool(getattr(config, "use_cache", False)) and not uncached,
+        # Under its own checkpointing transformers makes no cache.
+        makes_cache=bool(getattr(config, "use_cache", False)) and not checkpoints,
         uncached=current.uncached,
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
         encoder=kwargs.get("encoder_hidden_states") is not None,
@@ -250,7 +251,7 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     """
     if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind)
-    stock_mixers = traits.across and not given.tiled
+    stock_mixers = traits.mixers and not given.tiled
     if stock_mixers and given.offsets is None and not given.seq_idx and given.packed:
         refuse_packed(
             given.kind,
@@ -270,10 +271,11 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         if not (traits.timed and given.tiled):
             refuse_shared_mixers(given.kind)
         refuse_short_parts(given.T // given.sequence.size)
-    if shared and (came := _not_exchanged(given, traits)):
-        raise not_exchanged(came)
-    if not traits.ours:
-        return _without_our_attention(given, traits, changes)
+    why = _why_not_ours(given, traits)
+    if why is not None:
+        if shared:
+            raise not_exchanged(why)
+        return _by_transformers(given, traits, why, changes)
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
     batch = Batch(
@@ -287,7 +289,7 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         given.sequence,
     )
     batch.cached, batch.weights = cached, given.weights
-    return _with_our_attention(given, traits, batch, changes)
+    return Decision(batch, changes)
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
@@ -296,77 +298,48 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
     """
     # The caller's own mask limits attention alone; mixers do not read it.
     of_scores = given.own and not given.covers_the_cache
-    if (traits.across or not of_scores) and given.packed:
+    if (traits.mixers or not of_scores) and given.packed:
         raise ValueError(
             "hfpatch: expected one document a row where a KV cache is kept, position_ids that "
             "restart came; pass use_cache=False, which isolates the documents."
         )
 
 
-def _with_our_attention(given: Given, traits: StackTraits, batch: Batch, changes: dict) -> Decision:
-    config = given.config
-    name = standard(config)
-    # Only eager attention returns its probabilities.
-    ours = name == "eager" if given.weights else name is not None
-    if given.sequence is not None and (not ours or why_not_exchanged(config, given.training)):
-        return Decision(None, changes | shared_without(config, batch))
-    why = "a mask that is made outside of it" if given.own else None
-    # An encoder's states have masks and lengths of their own.
-    why = why or ("they attend to an encoder's states" if given.encoder else None)
-    if name is None and why is None:
-        why = f"its attention is another library's ({named(config)})"
-    if why or not ours or not getattr(config, "is_causal", True):
-        told = (
-            why and f"the layers of {given.kind.__name__} run whole, their inputs offloaded: {why}."
-        )
-        _refuse_documents_across(given, traits)
-        return Decision(None, changes, told if given.tiled and given.trains else None)
-    return Decision(batch, changes)
+def _why_not_ours(given: Given, traits: StackTraits) -> str | None:
+    """What keeps hfpatch's attention from running in this forward, as a noun for messages, or None.
+    Where ranks share rows, it returns no probabilities and has no dropout.
+    """
+    name, shared = standard(given.config), given.sequence is not None
+    if not traits.ours:
+        return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
+    if name is None:
+        return f"attention of another library ({named(given.config)})"
+    if not getattr(given.config, "is_causal", True):
+        return "attention that is not causal"
+    if given.encoder:
+        return "attention to an encoder's states"  # they have masks and lengths of their own
+    if given.own:
+        return "an attention mask of the caller's own"
+    if given.weights and (shared or name != "eager"):
+        return "output_attentions"
+    if given.reruns:
+        return "transformers' own checkpointing"
+    dropout = shared and getattr(given.config.get_text_config(), "attention_dropout", 0.0)
+    return "attention dropout" if given.training and dropout else None
 
 
-def _without_our_attention(given: Given, traits: StackTraits, changes: dict) -> Decision:
+def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> Decision:
+    """The forward with transformers' attention. ValueError where documents would see each other."""
     if given.rows_mask is not None and given.packed:
         # Given a mask, transformers does not look for documents.
         changes["attention_mask"] = None
         if not bool(given.rows_mask.all()):
             refuse_packed(given.kind, "do not pack rows that are padded too")
-    _refuse_documents_across(given, traits)
-    return Decision(None, changes)
-
-
-def _refuse_documents_across(given: Given, traits: StackTraits) -> None:
-    """ValueError where transformers' layers run and their mixers would mix documents."""
-    if traits.across and given.packed:
+    if traits.mixers and given.packed:
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
-
-
-def _not_exchanged(given: Given, traits: StackTraits) -> str | None:
-    """The first feature of a forward over shared rows that the exchange of attention between ranks
-    does not support, as a noun for messages; None if there is no such feature."""
-    if not traits.ours:
-        return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
-    if standard(given.config) is None:
-        return f"attention from elsewhere ({named(given.config)})"
-    if not getattr(given.config, "is_causal", True):
-        return "attention that is not causal"
-    if given.encoder:
-        return "attention to an encoder's states"
-    return (
-        "an attention mask of the caller's own"
-        if given.own
-        else "output_attentions"
-        if given.weights
-        else None
-    )
-
-
-def shared_without(config, batch: Batch) -> dict:
-    """The arguments to replace where an engine's attention runs on shared rows. ValueError if that
-    attention is not exact."""
-    refuse_parts(config, batch)
-    # From this rank's positions or hidden tokens transformers would make a [t, t] mask, which does
-    # not describe whole rows.
-    return {"attention_mask": torch.ones(batch.B, batch.t, dtype=torch.bool, device=batch.device)}
+    line = f"the layers of {given.kind.__name__} run whole, their inputs offloaded: {why}."
+    # The report tells of a stack that cannot have hfpatch's attention.
+    return Decision(None, changes, line if traits.ours and given.tiled and given.trains else None)
 
 
 def cached_tokens(cache) -> int | None:

@@ -3,34 +3,29 @@ block, and which Linears' values no gradient reads.
 
     captured    records the arguments with which the stack calls the layer
     _asked      finds the modules that mix tokens: attention, and mixers (layer/mixers.py)
-    _Probe      runs the layer's `pre` and `post`. Compares their values one token at a time with
-                those of several tokens. Compares gradients bit for bit: with layer/block.py in
-                place of the layer's forward, and without a Linear's value
+    _Probe      runs the layer's `pre` and `post`. Compares gradients bit for bit: with
+                layer/block.py in place of the layer's forward, and without a Linear's value
 """
 
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from hfpatch.compat import autocast_dtype, pytree
+from hfpatch.compat import buffers_of, pytree, version
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import Asked, NotStopped, asking, our_attention
-from hfpatch.context.masks import Batch, Mask
-from hfpatch.decoder.state import state_apart
+from hfpatch.context.masks import Batch
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits, looks_like_a_block
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits, looks_like_a_block
 from hfpatch.parts.unread import able, can_go_without, idle
 
 TOKENS = 12
-FEW = 4
 MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to single tokens"
 
 
@@ -60,25 +55,13 @@ class _Counting:
         return torch.full_like(x, self.value)
 
 
-class _NoDropout(TorchFunctionMode):
-    """A mode in which dropout returns its input, so that two runs are comparable."""
-
-    DROPOUTS = (F.dropout, F.dropout1d, F.alpha_dropout)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in self.DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
-
-
 class _Captured(Exception):
     pass
 
 
-def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[tuple, dict, Batch]:
-    """(args, kwargs, batch): the arguments with which the stack calls this layer, and the batch
-    that their mask describes."""
+def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple:
+    """The stack's call of this layer: (the layer's forward, hidden states [1, tokens, D], other
+    arguments, keyword arguments, the batch that their mask describes)."""
     ids = torch.arange(tokens)[None] % stack.config.vocab_size
     batch = Batch(1, tokens, ids.device)
     found = {}
@@ -96,26 +79,42 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple[
         pass
     finally:
         handle.remove()
-    return *found["call"], batch
+    (x, *args), kwargs = found["call"]
+    streams = streams_of(x, 1, tokens)
+    forward = by_rows(type(layer).forward.__get__(layer), streams)
+    return forward, joined(x.detach(), streams), args, of_its_own(kwargs), batch
+
+
+@contextmanager
+def buffers_apart(layer: nn.Module):
+    """A context in which the layer writes to copies of its buffers.
+
+    Yields a function that returns the names of the buffers that were written to.
+    """
+    own = [(name, buffers_of(m), dict(buffers_of(m))) for name, m in layer.named_modules()]
+    for _, buffers, before in own:
+        buffers.update({n: b if b is None else b.detach().clone() for n, b in before.items()})
+    copied = [dict(buffers) for _, buffers, _ in own]
+
+    def written():
+        for (name, buffers, _), copies in zip(own, copied):
+            for n, b in copies.items():
+                if buffers.get(n) is not b or b is not None and version(b):
+                    yield f"{name}.{n}".lstrip(".")
+
+    try:
+        yield written
+    finally:
+        for _, buffers, before in own:
+            buffers.update(before)
 
 
 def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
-    """The LayerTraits of a small stack's layer."""
-    (x, *args), kwargs, batch = captured(stack, layer)
-    streams = streams_of(x, batch.B, batch.T)
-    forward = by_rows(type(layer).forward.__get__(layer), streams)
-    return ask_layer(layer, forward, joined(x, streams), args, kwargs, (stack.config,), batch)
-
-
-def ask_layer(layer, forward, x_BTD: Tensor, args, kwargs, configs, batch) -> LayerTraits:
-    """The LayerTraits of one layer, from runs of `forward` (the layer's own) on a few tokens.
-
-    Random state and buffers are restored.
-    """
-    rng = torch.random.fork_rng([x_BTD.device] if x_BTD.device.type == "cuda" else [])
-    with rng, _NoDropout(), state_apart(layer) as written:
+    """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens."""
+    forward, *call, batch = captured(stack, layer)
+    with buffers_apart(layer) as written:
         try:
-            answers = _asked(layer, forward, x_BTD.detach(), args, kwargs, configs, batch)
+            answers = _asked(layer, forward, *call, (stack.config,), batch)
         except Exception as error:  # a family's own code
             answers = LayerTraits(reason=_said(error))
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
@@ -132,10 +131,7 @@ def _said(error: Exception) -> str:
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
-    row, kwargs = partial(_first_row, B=x_BTD.shape[0], T=x_BTD.shape[1]), of_its_own(kwargs)
-    x_BTD, (args, kwargs) = x_BTD[:1], pytree().tree_map(row, (args, kwargs))
     count = _Counting(0.0)
-
     run = lambda x: forward(x, *args, **of_its_own(kwargs))  # noqa: E731
     with torch.no_grad(), our_attention(configs, batch), asking(count):
         run(x_BTD)
@@ -177,8 +173,7 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
         if answers.reason is not None:
             return first
     try:
-        probed = _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, answers)
-        return replace(answers, reason=BY_PLACE) if probed.by_place() else probed.answers()
+        return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, answers).answers()
     except Exception as error:  # a family's own code
         return replace(answers, reason=_said(error))
 
@@ -190,15 +185,14 @@ def _with_mixers(
     (None: the mixers were not identified)."""
     if found is None:
         return LayerTraits(reason=OTHER_MIXER, looked=True)
-    mixers, paired = found
     names = {id(m): n for n, m in layer.named_modules()}
-    known = LayerTraits(tuple(names[id(m)] for m in attention), mixers, paired, looked=True)
+    known = LayerTraits(tuple(names[id(m)] for m in attention), found, looked=True)
     count = _Counting()
     with (
         torch.no_grad(),
         our_attention(configs, batch),
         asking(count),
-        standing_in(layer, mixers, count.mixer, paired),
+        standing_in(layer, found, count.mixer),
     ):
         out = run(x_BTD)
     if isinstance(out, tuple) and any(
@@ -212,12 +206,6 @@ def _with_mixers(
     if not count.independent:
         return replace(known, reason="what mixes its tokens takes one from the other")
     return replace(known, softcap=count.softcap)
-
-
-def _first_row(x, B: int, T: int):
-    if isinstance(x, Mask):  # it describes the whole batch; the probe runs a few of its tokens
-        return x if x.batch.t < T else x.part(slice(0, 1), 0, T)
-    return x[:1] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[0] == B > 1 else x
 
 
 def _far(x):
@@ -271,39 +259,6 @@ class _Probe:
         return self._gradients(
             lambda x: (self._ask(**known).pre(x, 0, self.T, unread=True), self.dparts, [])
         )
-
-    def by_place(self) -> bool:
-        """Whether the values of a token depend on its place in the layer's input.
-
-        Runs the first FEW tokens one by one and together. More than one token must differ: rounding
-        may send a single token to another expert.
-        """
-
-        def parts(bounds):
-            found = []
-            for a, b in bounds:
-                x, outs, ask = self.x[:, a:b], [out[:, a:b] for out in self.outs], self._ask()
-                found.append(ask.pre(x, a, b) + ask.post(x, outs, a, b))
-            return [
-                torch.cat(tiles, 1).unsqueeze(2).flatten(2).to(self.x.dtype)
-                for tiles in zip(*found)
-            ]
-
-        with torch.no_grad():
-            pairs = zip(parts([(0, FEW)]), parts([(i, i + 1) for i in range(FEW)]))
-            # Norms and routers compute in float32 even in a float64 model. Matmuls have less
-            # precision under autocast and in TF32.
-            device = self.x.device.type
-            steps = [torch.finfo(torch.float32).eps, 2**-10 if device == "cuda" else 0.0]
-            steps += [
-                torch.finfo(dtype).eps
-                for dtype in (self.x.dtype, autocast_dtype(device))
-                if dtype is not None
-            ]
-            other = [
-                ~((a - b).norm(dim=-1) <= max(steps) ** 0.5 * a.norm(dim=-1)) for a, b in pairs
-            ]
-        return int(torch.stack(other).any(0).sum()) > 1
 
     def answers(self) -> LayerTraits:
         with torch.enable_grad():

@@ -30,7 +30,6 @@ from hfpatch.context.current import (
     our_attention,
     standard,
 )
-from hfpatch.context.documents import packs
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
     attends_to_all_before,
@@ -47,7 +46,6 @@ from hfpatch.decoder.batch import (
     decide,
     read_batch,
     share_rows,
-    shared_without,
     without_unread_cache,
 )
 from hfpatch.decoder.find import list_of_layers
@@ -139,8 +137,6 @@ class OurAttention(KeepsSignature):
                 batch.even = even
         if batch is None:
             return self._hfpatch_declined(kwargs)
-        if runtime is None and self.training and getattr(self, "gradient_checkpointing", False):
-            return self._hfpatch_checkpointed(batch, kwargs)
         if runtime is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in runtime.warned:
             if narrow(self):
                 runtime.tell(_ADVICE)
@@ -205,22 +201,6 @@ class OurAttention(KeepsSignature):
                 f"hfpatch: expected torch.autograd's own backward, {came} came; "
                 "call hfpatch.undo(model) before it, or torch.autograd.grad in its place."
             )
-
-    def _hfpatch_checkpointed(self, batch: Batch, kwargs):
-        """The forward under transformers' own checkpointing. Backward runs the layers again after
-        this forward, when the config no longer names our attention.
-        """
-        if batch.sequence is not None:
-            kwargs.update(shared_without(self.config, batch))
-            return self._hfpatch_declined(kwargs)
-        rows, positions = batch.rows(), kwargs.get("position_ids")
-        if rows.documents is not None and rows.hidden_BT is None and positions is not None:
-            # Given a mask, transformers would not look for documents. Without one, padding before a
-            # row attends to itself.
-            mask = kwargs["attention_mask"]
-            if rows.blind_BT is None or packs(batch.B, positions, mask, None):
-                kwargs["attention_mask"] = None
-        return self._hfpatch_stock(kwargs)
 
     def _hfpatch_whole_layers(self) -> int:
         """A hash of which layers run whole in training; 0 outside training."""

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from hfpatch.compat import state_argument
 from hfpatch.context.current import our_attention
 from hfpatch.decoder import probe
-from hfpatch.decoder.state import state_apart
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.mixers import Mixer
-from hfpatch.layer.residual_streams import by_rows, joined, streams_of
-from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.timed import LayerAsMixer
 from hfpatch.layer.traced import Traced
@@ -77,7 +74,7 @@ def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
     if argument is None:
         return "it takes no states"
     try:
-        with state_apart(layer), torch.enable_grad(), torch.random.fork_rng([]):
+        with probe.buffers_apart(layer), torch.enable_grad():
             return _compared(stack, layer, traits, name, argument, chunk_of(module))
     except Exception as error:  # a family's own code
         said = " ".join(str(error).split())[:80]
@@ -121,16 +118,14 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
 
 def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple[Mixer, Tensor]:
     """The mixer's call in a row of `tokens` tokens, and the mixer's input."""
-    (x, *args), kwargs, batch = probe.captured(stack, layer, tokens)
-    streams, arguments = streams_of(x, 1, tokens), Arguments(args, of_its_own(kwargs), 1, tokens)
-    forward = by_rows(type(layer).forward.__get__(layer), streams)
+    forward, x, args, kwargs, batch = probe.captured(stack, layer, tokens)
+    arguments = Arguments(args, kwargs, 1, tokens)
     ask = Traced(layer, arguments, traits, (stack.config,), batch, forward=forward)
-    x = joined(x.detach(), streams)
     with torch.no_grad(), our_attention((stack.config,), batch):
         parts = ask.pre(x, 0, tokens)
     if not name:
         return LayerAsMixer.of(ask), x
-    at = traits.mixers.index(name)
+    at = list(traits.mixers).index(name)
     return ask.mixers[at], parts[3 * len(traits.attention) + at].detach()
 
 

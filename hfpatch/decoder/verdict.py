@@ -1,15 +1,14 @@
 """The verdict on a decoder: the traits of each kind of layer, and which of them may be tiled.
 
 A scaled-down instance (decoder/small_instance.py) runs stock and tiled, forward and backward, on a
-plain, a packed and a masked batch. A kind of layer whose gradients differ beyond rounding is not
-tiled, and the report says so.
+plain, a packed and a masked batch. Where gradients differ beyond rounding, no layer is tiled, and
+the report says so.
 
     small stack -> probe each kind of layer (decoder/probe.py) -> compare with transformers
-    -> tiled, or some kinds whole, or all whole, or transformers' attention, or left alone
+    -> tiled, or all whole, or transformers' attention, or left alone
 """
 
 import copy
-import time
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -29,20 +28,15 @@ from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
-from hfpatch.layer.places import places_in
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import hands_on_keys
-from hfpatch.layer.strangers import is_token_wise
+from hfpatch.layer.strangers import is_token_wise, places_in
 from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 
 # Allowed difference, relative to a gradient's norm. Norms, rotations and routers compute in float32
 # even in a float64 model.
 CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
-SECONDS = 3.0  # no further trial starts after this long
-LATE = f"the verdict took more than {SECONDS:.0f} s"
-KINDS_IN_TIME = 8  # kinds of layers whose mixers are tried in tiles through time
-TOO_MANY = f"its model has more than {KINDS_IN_TIME} kinds of layers with such mixers"
 SHARED_KEYS = (
     "its layers share keys with later ones, and would store them again when they run again"
 )
@@ -62,8 +56,7 @@ class Verdict:
         alone: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
-        across: in the unpatched stack, documents of one row see each other.
-        places: all modules in the small instance's layers (places.places_in).
+        places: all known modules in the small instance's layers (strangers.places_in).
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
@@ -71,7 +64,6 @@ class Verdict:
     alone: str | None = None
     apart: bool = True
     unpads: bool = False
-    across: bool = True
     places: frozenset[tuple[str, type]] = frozenset()
 
 
@@ -128,19 +120,13 @@ class _Keyed:
 @cache
 def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) -> Verdict:
     with quiet_process(), sharded(False), plain_scans():
-        began = time.thread_time()
         stack = _in_double(small_stack(stack_class, config.value, kinds.value))
-        late = lambda: time.thread_time() - began > SECONDS  # noqa: E731
-        answers = _ask_all(stack, late)
-        if answers is None:
-            found = Verdict({kind: LayerTraits(reason=LATE) for kind in kinds.value}, ours=False)
-            found.apart = _keeps_apart(_patched(stack, found))
-            return found
+        answers = _ask_all(stack)
         # An unidentified mixer does not isolate documents, in transformers either.
         expected = _Expected(
             stack, packed=not any(answer.reason == OTHER_MIXER for answer in answers.values())
         )
-        found = _settled(answers, expected, late)
+        found = _settled(answers, expected)
         never = (
             "packed" in expected.batches
             and not found.ours
@@ -150,15 +136,16 @@ def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) 
             # A document in a packed row differs from the document alone, however the stack runs
             # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
-            found = _settled(answers, expected, late)
+            found = _settled(answers, expected)
         found.places = frozenset(
             place for layer in list_of_layers(stack) for place in places_in(layer)
         )
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
-        found.unpads = found.ours and found.apart and not late() and expected.unpads(found)
-        found.across = not _keeps_apart(stack)
-        _ask_in_time(stack, found)
+        found.unpads = found.ours and found.apart and expected.unpads(found)
+        for kind, layer in _one_of_each(stack).items():
+            if kind in found.answers:  # else the layer keeps states of earlier runs
+                found.answers[kind] = ask_in_time(stack, layer, found.answers[kind])
         if any(a.carries is not None for a in found.answers.values()):
             # The stack may read hidden states between layers, whose gradients a chain would lose.
             if expected.differs(found, every="auto") is not None:
@@ -166,14 +153,17 @@ def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) 
         return found
 
 
-def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
-    """The traits of each kind of layer of a small stack; None if the probes take too long."""
-    layers, answers = list_of_layers(stack), {}
-    for kind, i in {kind_of(layer): i for i, layer in reversed(list(enumerate(layers)))}.items():
-        if late():
-            return None
+def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
+    """The first layer of each kind in a small stack."""
+    return {kind_of(layer): layer for layer in reversed(list_of_layers(stack))}
+
+
+def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
+    """The traits of each kind of layer of a small stack."""
+    answers = {}
+    for kind, layer in _one_of_each(stack).items():
         try:
-            answers[kind] = probe.ask(stack, layers[i])
+            answers[kind] = probe.ask(stack, layer)
         except Exception as error:  # raised by the stack before it calls the layer
             answers[kind] = LayerTraits(
                 reason=(
@@ -183,47 +173,20 @@ def _ask_all(stack: nn.Module, late) -> dict[tuple, LayerTraits] | None:
     return answers
 
 
-def _ask_in_time(stack: nn.Module, found: Verdict) -> None:
-    """Finds the mixers that run in tiles through time. The bound is a number of kinds, not a time:
-    a slow machine must tile the same layers as a fast one.
+def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
+    """The first of these that agrees with transformers: all kinds of layers tiled; all whole with
+    our attention; all whole with transformers' attention. If none does, the layers stay unpatched.
+
+    Of a kind that runs whole since gradients differ, nobody knows what in it mixes tokens.
     """
-    asked = 0
-    for layer in list_of_layers(stack):
-        kind = kind_of(layer)
-        traits = found.answers.get(kind)  # None for a layer that keeps states of earlier runs
-        asked_before = traits and (traits.timed + traits.untimed or traits.carries is not None)
-        if traits and traits.looked and traits.reason is None and not asked_before:
-            asked += bool(traits.mixers)
-            found.answers[kind] = (
-                replace(traits, untimed=tuple((name, TOO_MANY) for name in traits.mixers))
-                if asked > KINDS_IN_TIME
-                else ask_in_time(stack, layer, traits)
-            )
-
-
-def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected", late) -> Verdict:
-    """The first of these that agrees with transformers: all kinds tiled; only the kinds tiled that
-    agree; all layers whole with our attention; all layers whole with transformers' attention. If
-    none agrees, the layers stay unpatched."""
     difference = expected.differs(Verdict(asked))
     if difference is None:
         return Verdict(asked)
-    answers = dict(asked)
-    for kind, answer in asked.items():
-        if len(asked) > 1 and not answer.reason:
-            others = {
-                k: a if k == kind else replace(a, reason=a.reason or "not now")
-                for k, a in asked.items()
-            }
-            reason = LATE if late() else expected.differs(Verdict(others))
-            answers[kind] = replace(answer, reason=reason)
     whole = {
-        kind: replace(answer, reason=answer.reason or difference)
-        for kind, answer in answers.items()
+        kind: answer if answer.reason else replace(answer, reason=difference, looked=False)
+        for kind, answer in asked.items()
     }
-    for found in (Verdict(answers), Verdict(whole), Verdict(whole, ours=False)):
-        if late():
-            return Verdict(whole, ours=False)
+    for found in (Verdict(whole), Verdict(whole, ours=False)):
         difference = expected.differs(found)
         if difference is None:
             return found

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.compat import keep_busy
+from hfpatch.lab.compat import keep_busy
 
 
 def synchronize() -> None:

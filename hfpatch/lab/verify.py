@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import is_shard, local_part
+from hfpatch.compat import is_shard
 from hfpatch.decoder.find import find_decoder, list_of_layers
+from hfpatch.lab.compat import local_part
 from hfpatch.lab.device import clean, is_out_of_memory
 from hfpatch.patch import apply, undo
 

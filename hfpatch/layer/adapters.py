@@ -5,6 +5,7 @@ Recognised by the names of PEFT's classes; PEFT is not imported for a model with
 """
 
 import sys
+from functools import cache
 
 from torch import nn
 
@@ -22,9 +23,9 @@ _VARIANTS = {
     "MontecloraLinearVariant": "a draw for all tokens",
     "VeloraLinearVariant": "a mean over the first batch",
 }
-_found: dict[type, tuple] = {}
 
 
+@cache
 def _of_kind(kind: type) -> tuple:
     """(the property of this class that makes a layer run whole, or None; whether it is LoRA;
     whether it is another adapter).
@@ -48,9 +49,7 @@ def look(modules: list[nn.Module]) -> tuple[str | None, bool]:
     """
     draws = False
     for kind in {*map(type, modules)} if "peft" in sys.modules else ():
-        if kind not in _found:
-            _found[kind] = _of_kind(kind)
-        reason, lora, other = _found[kind]
+        reason, lora, other = _of_kind(kind)
         if lora and reason is None:
             reason = _of_variants(m for m in modules if type(m) is kind)
         if reason is not None:

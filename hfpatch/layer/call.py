@@ -75,15 +75,15 @@ class LayerCall(Kept):
             return nullcontext()
         return autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
 
-    def attend(self, qkv: list[Tensor], again: bool = False, now: bool = False):
-        """Attention's outputs and log-sum-exps, over whole rows. again: the backward is next; now:
-        a segment is rerun, and its backward comes soon.
+    def attend(self, qkv: list[Tensor], again: bool = False):
+        """Attention's outputs and log-sum-exps, over whole rows. again: a rerun, whose backward
+        comes soon.
         """
         parts = self.parts
-        run = partial(self.attention.forward, parts.asked, parts.mixers, qkv, keep=again)
+        run = partial(self.attention.forward, parts.asked, parts.mixers, qkv)
         if not parts.mixers:
             return run()
-        go_in_time(self, again or now, qkv[3 * len(parts.asked) :])
+        go_in_time(self, again, qkv[3 * len(parts.asked) :])
         return parts.replayed("attend", 0, self.device, run)
 
     def before(self, tiles) -> list[Tensor]:
@@ -161,8 +161,8 @@ class LayerCall(Kept):
         try:
             qkv = self.before(enumerate(self.cut(x_BTD)))
             if alone and "qkv" in self.keep:
-                self.qkv = [self.save(p) for p in qkv]  # attention hides these copies
-            outs, lses = self.attend(qkv, now=where == "again")
+                self.qkv = [*map(self.queue.transfers.save, qkv)]  # attention hides these copies
+            outs, lses = self.attend(qkv, again=where == "again")
             # Detached below: later layers must not hold a graph of this call.
             left = [qkv[i] for i in self.parts.places] if self.parts.places else ()
             del qkv
@@ -225,16 +225,6 @@ class LayerCall(Kept):
         """
         return self.queue.transfers.save(x) if self.by_group else self.on_device(x)
 
-    @property
-    def first_again(self) -> "LayerCall":
-        """The call that runs first in this call's backward: its segment's first, if the segment is
-        rerun.
-        """
-        call = self
-        while self.x is None and call.earlier is not None:
-            call = call.earlier
-        return call
-
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
         """(dx or None, gradients of the wanted arguments and of the trained tensors). Only a tile
         has a graph.
@@ -247,9 +237,8 @@ class LayerCall(Kept):
             self._materialise()
         self.begin_passes()
         before = None if self.previous is None else self.previous()
-        frozen = self.runtime.weights
-        following = before.first_again.layer if frozen.on and before is not None else None
-        streamed = frozen.again(self.layer, following)
+        following = None if before is None else before.layer
+        streamed = self.runtime.weights.again(self.layer, following)
         several = len(self.bounds) > 1
         for mixer in self.attention.mixers:
             several = several or mixer.several(self.shape[1])

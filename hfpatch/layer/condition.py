@@ -26,7 +26,6 @@ from hfpatch.context.class_code import as_asked
 from hfpatch.context.classes import CALL, other_forward, package_of, replaced_forward
 from hfpatch.layer.adapted_experts import experts_in
 from hfpatch.layer.adapters import look as look_at_adapters
-from hfpatch.layer.places import strange
 from hfpatch.layer.strangers import stranger_in
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.parts.quantised import holds_packed, scales_over_tokens
@@ -121,13 +120,11 @@ def _condition_of(layer: nn.Module) -> Condition:
     found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
     found.experts, found.packed = experts_in(found.inside), any(map(holds_packed, found.inside))
     found.hooked = [m for m in found.inside if engine_hook(m) is not None]
-    stranger = stranger_in(layer)
-    found.unknown = stranger or _why_unknown(layer, layer._hfpatch_places)
+    found.unknown = stranger_in(layer, layer._hfpatch_places)
     found.reason = (
         found.adapter and f"an adapter in it has {found.adapter}"
         or _scaled(layer, found.inside)
         or _hooked(layer, found.inside)
-        or stranger
         or traits.reason
         or found.unknown
         or _patched_class([layer, *found.inside])
@@ -138,17 +135,6 @@ def _condition_of(layer: nn.Module) -> Condition:
         attention = found.mixing[: len(traits.attention)]
         found.head_dim = max((getattr(m, "head_dim", 0) or 0 for m in attention), default=0)
     return found
-
-
-def _why_unknown(layer: nn.Module, places: frozenset) -> str | None:
-    """The first module in a layer that the small instance, with these `places`, did not have."""
-    names = strange(layer, places)
-    if not names:
-        return None
-    module = submodule(layer, names[0])
-    kind = getattr(type(module), "_hfpatch_base", type(module))
-    said = replaced_forward(module) or f"a {kind.__module__}.{kind.__name__} that nobody tried"
-    return f"{names[0]}: {said}"
 
 
 def _scaled(layer: nn.Module, inside: list[nn.Module]) -> str | None:

@@ -12,33 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.parts.quantised import dense_of, holds_packed, is_written_out
-from hfpatch.parts.unread import can_go_without
-
-
-class _Product(torch.autograd.Function):
-    """F.linear with a frozen weight.
-
-    make(dtype) returns that weight, in the forward and in the backward.
-    """
-
-    @staticmethod
-    def forward(ctx, x, make, bias):
-        ctx.make = make
-        return nn.functional.linear(x, make(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy @ ctx.make(dy.dtype), None, None
-
-
-_product = _Product.apply
+from hfpatch.parts.unread import can_go_without, product
 
 
 def _forward(module: nn.Linear, make, input: Tensor) -> Tensor:
     """Replaces `module.forward`: computes in the module's dtype and returns the input's dtype."""
     dtype = getattr(module, "compute_dtype", None) or input.dtype
     bias = None if module.bias is None else module.bias.to(dtype)
-    return _product(input.to(dtype), make, bias).to(input.dtype)
+    return product(input.to(dtype), make, bias).to(input.dtype)
 
 
 class DequantizedWeights:

@@ -9,7 +9,6 @@ B batch, t tokens of a tile, D hidden, F intermediate, H query heads, K key-valu
 N = B*t.
 """
 
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from hfpatch.compat import autocast_dtype, is_fake, ops_are_seen, parameters_of,
 from hfpatch.context.classes import LINEAR
 from hfpatch.layer.arguments import takes_by_name
 from hfpatch.layer.block import Block
+from hfpatch.layer.parts import LayerParts
 from hfpatch.ops._library import IMPLEMENTATIONS
 from hfpatch.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACK
 from hfpatch.ops.rope import ROPE
@@ -77,7 +77,7 @@ class _Norm:
         return dx if need_dx else None
 
 
-class Direct(Block):
+class Direct(Block, LayerParts):
     """LayerParts of a block: both parts, and their backward functions.
 
     `weights` is a layer.weight_gradients.WeightGradients, which collects the weights' gradients. A
@@ -86,7 +86,6 @@ class Direct(Block):
     """
 
     by_hand, leaves, mixers, places, autocast, wanted = True, False, (), (), (None, True), ()
-    phase = staticmethod(iter)  # nothing is set up around the tiles of a pass
     layer = modules = condition = batch = traits = None  # of one call
 
     def __init__(self, layer: nn.Module):
@@ -100,15 +99,6 @@ class Direct(Block):
         self.linears_after = [
             (m, parameters_of(m)) for m in (self.out, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         ]
-
-    def keepable(self, names, device: str) -> tuple[str, ...]:
-        return tuple(names)
-
-    def again(self, weights, several: bool):
-        return nullcontext(())
-
-    def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared) -> Tensor:
-        return y
 
     def fits(self) -> bool:
         """Whether every weight is a plain tensor (not sharded, not quantised) of a width that the

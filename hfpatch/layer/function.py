@@ -47,7 +47,7 @@ class LayerFunction(torch.autograd.Function):
             if all(d is None for d in dextras):
                 return (None,) * len(ctx.needs_input_grad)
             dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
-        if call.gone:
+        if call.parts is None:
             raise RuntimeError(
                 "hfpatch: expected one backward through this graph, came to it a second time; "
                 "pass retain_graph=True to the first backward."

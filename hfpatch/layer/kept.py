@@ -56,29 +56,18 @@ class Kept:
     inside: list[dict[str, list[Saved]]] = field(default_factory=list)
     out_buffers: list | None = None
     passes: list[Pass] = field(default_factory=list)  # of the current or next backward
-    gone: bool = False
 
     @staticmethod
     def on_device(x: Tensor) -> Saved:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
-    def save(self, x: Tensor) -> Saved:
-        """Starts the copy of x to the tier. On the device a view is copied, so that it keeps no
-        other memory alive.
-        """
-        if (
-            self.queue.transfers.tier == "gpu"
-            and x.untyped_storage().nbytes() > x.numel() * x.element_size()
-        ):
-            x = x.contiguous()
-        return self.queue.transfers.save(x)
-
     def save_inside(self, noted: dict, room: int) -> None:
         """Saves the values noted inside the next tile. room: bytes that the sources of copies may
         take.
         """
-        self.inside.append({name: [self.save(x) for x in xs] for name, xs in noted.items()})
-        self.queue.transfers.settle(under_way=1, room=room)
+        transfers = self.queue.transfers
+        self.inside.append({name: [*map(transfers.save, xs)] for name, xs in noted.items()})
+        transfers.settle(under_way=1, room=room)
 
     def release(self) -> None:
         """Releases every saved tensor; the graph cannot be walked again."""
@@ -89,7 +78,7 @@ class Kept:
             for saved in (one for kept in tile.values() for one in kept):
                 saved.release()
         self.outs, self.lses, self.qkv, self.inside, self.passes = [], [], [], [], []
-        self.out_buffers, self.gone = None, True
+        self.out_buffers = None
 
     # -- passes over the tiles ---------------------------------------------------------------------
     def cut(self, x, bounds=None):
@@ -172,7 +161,7 @@ class Kept:
         """Queues this call's first pass, so that its first tiles are in flight before its backward
         starts.
         """
-        if self.x is None or self.x.resident or self.gone:
+        if self.x is None or self.x.resident:
             return
         self.passes, nbytes = self._planned(), 0
         for one in self.passes:  # a slot takes the first tile of any pass, the largest

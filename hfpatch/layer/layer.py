@@ -23,12 +23,11 @@ from hfpatch.context.current import (
     current,
     not_exchanged,
     our_attention,
-    standard,
     unnamed,
 )
 from hfpatch.context.documents import refuse_packed
-from hfpatch.context.masks import Batch, Mask
-from hfpatch.context.ranks import refuse_shared_mixers, refuse_unless_by_engine, sequence_now
+from hfpatch.context.masks import Batch
+from hfpatch.context.ranks import refuse_shared_mixers, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
 from hfpatch.layer.function import parts_of, tiled_layer
@@ -38,7 +37,7 @@ from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import BY_PLACE, OTHER_MIXER, LayerTraits
+from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
 
 _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
@@ -72,17 +71,12 @@ class UntiledLayer:
             (s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None
         )
 
-    def _refuse_parts(
-        self, kwargs, batch: Batch | None, condition: Condition, timed: bool = False
-    ) -> None:
+    def _refuse_parts(self, batch: Batch | None, condition: Condition, timed: bool = False) -> None:
         """ValueError if tokens of different ranks may have to meet outside the attention that these
         ranks exchange. timed: the mixers would pass their states from rank to rank.
         """
         if batch is None and not current.declined:  # the caller is not the stack
-            if isinstance(kwargs.get("attention_mask"), Mask):
-                raise not_exchanged("a layer that runs again after its model's forward")
-            for config in self._hfpatch_configs:
-                refuse_unless_by_engine(config)
+            raise not_exchanged("a layer that runs outside of its model's forward")
         why = why_not_shared(self._hfpatch_traits, condition)
         if why is not None and not (why == "" and timed):
             refuse_shared_mixers(type(self), why or None)
@@ -93,7 +87,7 @@ class UntiledLayer:
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if not torch.compiler.is_compiling() and current.role is None:
             if self._sequence(current.batch) is not None:
-                self._refuse_parts(kwargs, current.batch, look(self))
+                self._refuse_parts(current.batch, look(self))
             if unnamed(self._hfpatch_configs):
                 with our_attention(self._hfpatch_configs, current.batch):
                     return super().forward(hidden_states, *args, **kwargs)
@@ -107,7 +101,7 @@ def why_not_shared(traits: LayerTraits, condition: Condition) -> str | None:
     if not traits.looked or condition.unknown:
         return condition.unknown or traits.reason
     mixes = traits.mixers and not traits.attends
-    return "" if mixes or traits.reason in (OTHER_MIXER, BY_PLACE) else None
+    return "" if mixes or traits.reason == OTHER_MIXER else None
 
 
 def _run_directly(function, *args, **kwargs):
@@ -155,8 +149,13 @@ class TiledLayer(UntiledLayer):
         # not clear the state of another thread's running backward as if it were left over.
         with runtime.turn if batch is None and not current.declined else nullcontext():
             request = self._request(hidden_states, batch, args, kwargs)
-            if request.sequence is not None or self._hfpatch_traits.reason == OTHER_MIXER:
-                self._refuse(request)
+            traits = self._hfpatch_traits
+            if request.sequence is not None:
+                # If such a layer then runs whole after all, its own forward raises.
+                timed = batch is not None and bool(traits.mixers) and traits.all_timed
+                self._refuse_parts(batch, request.condition, timed)
+            if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
+                refuse_packed(type(self))
             way = route(request)
             if isinstance(way, Tiled):
                 return self._in_tiles(request, way.policy)
@@ -169,12 +168,12 @@ class TiledLayer(UntiledLayer):
             return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
-        """The Request of this call. The stack has looked at the layer's condition already, unless
-        the caller is not the stack.
+        """The Request of this call. The stack has looked at the layer's condition already. A layer
+        that something else calls looks itself, and has no batch: it runs whole.
         """
         condition, x, cache = self._hfpatch_condition, given, None
         if condition is None or batch is None and not current.declined:
-            condition, batch = look(self), self._by_hand(given, batch, kwargs)
+            condition = look(self)
         if batch is not None and given.dim() == 4:
             self._hfpatch_streams = streams_of(given, batch.B, batch.t)
             x = joined(given, self._hfpatch_streams)
@@ -193,31 +192,6 @@ class TiledLayer(UntiledLayer):
             kwargs.get(SHARED_KEYS),
             cache,
         )
-
-    def _by_hand(self, given: Tensor, batch: Batch | None, kwargs) -> Batch | None:
-        """The batch of a call from outside the stack. Without a mask, every row is one causal
-        sequence.
-        """
-        if batch is not None or current.declined:
-            return batch
-        if kwargs.get("attention_mask") is not None or given.dim() != 3:
-            return None
-        known = {standard(c) for c in self._hfpatch_configs} <= {"sdpa", "flash"}
-        alone = known and self._sequence(None) is None
-        return Batch(*given.shape[:2], given.device) if alone else None
-
-    def _refuse(self, r: Request) -> None:
-        """ValueError for rows that ranks cannot share in this layer, or for documents of one row
-        that it cannot isolate.
-        """
-        if r.sequence is not None:
-            # If such a layer then runs whole after all, its own forward raises.
-            traits = self._hfpatch_traits
-            timed = r.batch is not None and bool(traits.mixers) and traits.all_timed
-            self._refuse_parts(r.kwargs, r.batch, r.condition, timed)
-        mixes = self._hfpatch_traits.reason == OTHER_MIXER
-        if mixes and r.batch is not None and r.batch.apart is not None:
-            refuse_packed(type(self))
 
     def _in_tiles(self, r: Request, policy) -> object:
         runtime, lists, units = self._hfpatch_runtime, collected_now(), r.condition.units
@@ -276,7 +250,7 @@ class TiledLayer(UntiledLayer):
             if traits.mixers and batch is not None and batch.apart is not None:
                 arguments = Arguments(args, kwargs, *sizes)
                 apart = documents_apart(
-                    self, traits.mixers, arguments, self._hfpatch_configs, batch, traits.paired
+                    self, traits.mixers, arguments, self._hfpatch_configs, batch
                 )
             with runtime.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)

@@ -23,20 +23,19 @@ from hfpatch.context.masks import Batch, Mask
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def standing_in(layer: nn.Module, names, answer, paired=()):
-    """A context in which the named modules of the layer return answer(name, args, kwargs).
+def standing_in(layer: nn.Module, mixers: dict[str, int], answer):
+    """A context in which these modules of the layer return answer(name, args, kwargs).
 
-    A module in `paired` returns a tuple instead: the answer, then one None for each occurrence of
-    its name there.
+    mixers: name -> the number of values that the module returns after hidden states. With any, it
+    returns a tuple: the answer, then so many None.
     """
 
-    def answering(name):
-        behind = (None,) * list(paired).count(name)
+    def answering(name, behind):
         if behind:
-            return lambda *args, **kwargs: (answer(name, args, kwargs), *behind)
+            return lambda *args, **kwargs: (answer(name, args, kwargs), *(None,) * behind)
         return lambda *args, **kwargs: answer(name, args, kwargs)
 
-    return forwards_for_now([(layer.get_submodule(name), answering(name)) for name in names])
+    return forwards_for_now([(layer.get_submodule(n), answering(n, k)) for n, k in mixers.items()])
 
 
 @dataclass
@@ -51,7 +50,6 @@ class Mixer:
         configs, batch: as for context.current.our_attention.
         bounds: where documents start and end in the flattened B*T tokens; None if every row is one
             document.
-        kept: the input and output of each document, with their graph, until backward.
         time: the layer.time_tiles.TimeTiles if the mixer runs in tiles through time, else None.
     """
 
@@ -64,7 +62,6 @@ class Mixer:
     configs: tuple
     batch: Batch | None
     bounds: tuple | None = None
-    kept: list | None = None
     time: "object | None" = None
 
     def documents(self, T: int) -> list[tuple[slice, int, int]]:
@@ -118,17 +115,11 @@ class Mixer:
     def _run(self, args: tuple, kwargs: dict):
         return self.module(*args, **kwargs)
 
-    def forward(self, x_BTD: Tensor, keep: bool = False) -> Tensor:
-        """The output [B, T, D]. keep: builds the graph and keeps it for a backward that follows
-        soon."""
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """The output [B, T, D]."""
         if self._in_time(x_BTD.shape[1]):
             return self.time.forward(self, x_BTD)
-        outs = [
-            self._graph(x_BTD, *piece) if keep else (None, self.call(x_BTD, *piece))
-            for piece in self.documents(x_BTD.shape[1])
-        ]
-        self.kept = outs if keep else None
-        outs = [out.detach() if keep else out for _, out in outs]
+        outs = [self.call(x_BTD, *piece) for piece in self.documents(x_BTD.shape[1])]
         if self.bounds is None:
             return outs[0]
         T, found, rows = x_BTD.shape[1], [], []
@@ -150,19 +141,18 @@ class Mixer:
         """
         if self._in_time(x_BTD.shape[1]):
             return self.time.backward(self, x_BTD, dout_BTD, into)
-        for i, (rows, a, b) in enumerate(self.documents(x_BTD.shape[1])):
-            x, out = self.kept[i] if self.kept else self._graph(x_BTD, rows, a, b)
+        for rows, a, b in self.documents(x_BTD.shape[1]):
+            x, out = self._graph(x_BTD, rows, a, b)
             torch.autograd.backward(out, dout_BTD[rows, a:b])
             into[rows, a:b] = x.grad
-        self.kept = None
 
 
 @contextmanager
-def documents_apart(layer: nn.Module, names, arguments, configs, batch, paired=()):
+def documents_apart(layer: nn.Module, mixers: dict[str, int], arguments, configs, batch):
     """A context in which the mixers of a layer that runs whole take the batch's documents one by
     one."""
 
-    own = {name: layer.get_submodule(name).forward for name in names}
+    own = {name: layer.get_submodule(name).forward for name in mixers}
 
     def apart(name, args, kwargs):
         module = layer.get_submodule(name)
@@ -170,7 +160,7 @@ def documents_apart(layer: nn.Module, names, arguments, configs, batch, paired=(
         with forwards_for_now([(module, own[name])]):
             return mixer.forward(x)
 
-    with standing_in(layer, names, apart, paired):
+    with standing_in(layer, mixers, apart):
         yield
 
 
@@ -237,9 +227,7 @@ def _calls_in(layer: nn.Module, run, x_BTD: Tensor) -> dict[str, list[tuple]]:
     return calls
 
 
-def find_mixers(
-    layer: nn.Module, run, x_BTD: Tensor, known: set
-) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def find_mixers(layer: nn.Module, run, x_BTD: Tensor, known: set) -> dict[str, int] | None:
     """Finds the mixers of a layer: the smallest modules that, if answered with constants, leave a
     layer that mixes no tokens.
 
@@ -250,32 +238,32 @@ def find_mixers(
         known: ids of the layer's other arguments.
 
     Returns:
-        (names of the mixers, paired). paired has a mixer's name once for each unread value that the
-        mixer returns after hidden states (Lightning attention returns its state). None if there are
-        no such modules. Each must be called once, on [B, T, D], and return the same shape.
+        name -> the number of unread values that the mixer returns after hidden states (Lightning
+        attention returns its state). None if there are no such modules. Each must be called once,
+        on [B, T, D], and return the same shape.
     """
     tokens = x_BTD.shape[1]
     if not _mixes(run, (x_BTD,), {}, tokens, known):
-        return (), ()
+        return {}
     calls = _calls_in(layer, run, x_BTD)
 
     def constant(name, args, kwargs):
         out = calls[name][0][2]
-        return out[0] if name in paired else out
+        return out[0] if isinstance(out, tuple) and len(out) > 1 else out
 
-    def pairs(name: str) -> int | None:
+    def behind(name: str) -> int | None:
         """How many values this module returns after hidden states; None if it cannot be a mixer,
         which is called once and maps hidden states of any width to the same shape.
         """
         args, kwargs, out = calls[name][0]
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        out, *behind = out if isinstance(out, tuple) else (out,)
+        out, *rest = out if isinstance(out, tuple) else (out,)
         fits = isinstance(out, Tensor) and x is not None and out.dim() == 3 and out.shape == x.shape
         fits = fits and x.shape[:2] == x_BTD.shape[:2]
-        return len(behind) if fits and len(calls[name]) == 1 else None
+        return len(rest) if fits and len(calls[name]) == 1 else None
 
-    def within(prefix: str) -> list[str]:
-        found, seen = [], []
+    def within(prefix: str) -> dict[str, int | None]:
+        found, seen = {}, []
         for name in sorted(calls, key=lambda n: n.count(".")):
             if not name.startswith(prefix) or any(name.startswith(f"{outer}.") for outer in seen):
                 continue
@@ -283,20 +271,15 @@ def find_mixers(
             module, (args, kwargs, _) = layer.get_submodule(name), calls[name][0]
             if _mixes(module, args, kwargs, tokens, known):
                 inner = within(f"{name}.")
-                enough = inner and all(pairs(n) is not None for n in inner)
+                enough = inner and None not in inner.values()
                 if enough:
-                    paired.extend(n for n in inner for _ in range(pairs(n)))
-                    with standing_in(layer, inner, constant, paired):
+                    with standing_in(layer, inner, constant):
                         enough = not _mixes(module, args, kwargs, tokens, known)
-                found += inner if enough else [name]
+                found |= inner if enough else {name: behind(name)}
         return found
 
-    paired: list[str] = []
     found = within("")
-    if any(pairs(name) is None for name in found):
+    if None in found.values():
         return None
-    paired = [name for name in found for _ in range(pairs(name))]
-    with standing_in(layer, found, constant, paired):
-        if _mixes(run, (x_BTD,), {}, tokens, known):
-            return None
-    return tuple(found), tuple(paired)
+    with standing_in(layer, found, constant):
+        return None if _mixes(run, (x_BTD,), {}, tokens, known) else found

@@ -17,7 +17,7 @@ No family has its own version of them. Each call of a layer makes one object:
 `parts_of` (function.py) chooses. layer/call.py and layer/backward.py do not know which one runs.
 """
 
-from typing import Protocol
+from contextlib import nullcontext
 
 from torch import Tensor, nn
 
@@ -27,11 +27,12 @@ from hfpatch.parts.parts import FusedJointMLP, FusedMLP, activation_as_found
 from hfpatch.parts.unread import as_found, can_go_without
 
 
-class LayerParts(Protocol):
-    """One call of a layer, before and after its attention. [a, b): the tokens of a tile.
+class LayerParts:
+    """One call of a layer, before and after its attention. [a, b): the tokens of a tile. What has a
+    body here is that of a layer without anything further.
 
     Attributes:
-        traits: the layer's LayerTraits; modules: the layer and its submodules.
+        layer, its traits (LayerTraits) and modules: the layer and its submodules.
         condition: layer.condition.Condition, which holds for this call.
         by_hand: no module in the layer is called, so hooks and forwards inside it do not matter.
             Weight gradients go to WeightGradients.add.
@@ -44,18 +45,7 @@ class LayerParts(Protocol):
         wanted: the arguments besides the hidden states that need a gradient.
     """
 
-    layer: nn.Module
-    traits: LayerTraits
-    modules: list
-    condition: object
-    batch: object
-    by_hand: bool
-    asked: list
-    mixers: list
-    places: list[int]
-    leaves: bool
-    autocast: tuple
-    wanted: list[Tensor]
+    phase = staticmethod(iter)  # the tiles of one pass
 
     def before(self, x: Tensor, a: int, b: int) -> list[Tensor]:
         """q [B, t, H, E], k and v [B, t, K, E] of every attention call, then the mixers' inputs
@@ -83,18 +73,18 @@ class LayerParts(Protocol):
         """Context of a backward. Yields the gradients of `wanted`, complete at its end. several:
         whether there is more than one tile.
         """
+        return nullcontext(())
 
     def keepable(self, names, device: str) -> tuple[str, ...]:
         """The names in budget.policy.KEEPABLE that spare this layer work."""
-
-    def phase(self, tiles):
-        """The tiles of one pass."""
+        return tuple(names)
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
         """The layer's return value, from its output y and the further outputs. Recorded tensors,
         joined along tokens, go to transformers' lists in `into`, in their own shape. Keys and
         values for later layers go into `shared`.
         """
+        return y
 
 
 def keepable(

@@ -4,18 +4,14 @@ free as its first step begins, and again if a step shows less memory, or more.
 
 import dataclasses
 import sys
-import time
-import weakref
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hfpatch.attention.attention import deterministic_scratch
 from hfpatch.budget import free as memory
 from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST, Budget, decide
-from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.formula import ModelShape, spare_bytes, step_memory
 from hfpatch.budget.hardware import Gpu, at_place, place_of
 from hfpatch.budget.host_blocks import host_blocks
@@ -35,8 +31,6 @@ from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, tog
 from hfpatch.parts.quantised import as_trained, holds_packed
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
-
-SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
 
 
 def rounded(tokens: int) -> int:
@@ -95,8 +89,6 @@ class Policies:
         self.opened: set[tuple] = set()
         self.loss_bytes, self.spare, self.sequence = LOSS_WORKSPACE, 0, None
         self.owner, self.learned, self.exchange = lambda: None, Learned(), None
-        # seconds; began is None once the first step has ended
-        self.began, self.pinning = time.monotonic(), 0.0
         self._spares: dict[tuple, tuple] = {}  # keys as in `planned`; of each layer (spare_bytes)
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self._last_index = 0  # of the layer that last requested a policy
@@ -200,11 +192,8 @@ class Policies:
             self.rooms[device] = None
             if not metered(device):
                 return None
-            owner, me = self.owner, weakref.ref(self)
-            ended = lambda: me() and me()._first_step_ended()  # noqa: E731
-            self.rooms[device] = Room(
-                Gauge(device), lambda: owner() and owner().parameters(), ended
-            )
+            owner = self.owner
+            self.rooms[device] = Room(Gauge(device), lambda: owner() and owner().parameters())
         return self.rooms[device]
 
     def _look_back(self, room: Room) -> None:
@@ -219,26 +208,13 @@ class Policies:
         grown = self.learned.grow(room, self.checkpointing, self.n_layers, self.planned)
         self.policies = {k: p for k, p in self.policies.items() if k[:2] != grown}
 
-    def _first_step_ended(self) -> None:
-        if self.began is not None:
-            took, self.began = time.monotonic() - self.began, None
-            say(
-                f"from apply to the end of the first step: {took:.0f} s, {self.pinning:.0f} of "
-                "them to pin host memory."
-            )
-
     def _chosen(
         self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, able: tuple, group
     ) -> Policy:
         """Chooses a policy. group: the tensor-parallel ranks of each layer, which must choose
         alike.
         """
-        B, device = x_BTD.shape[0], x_BTD.device
-        policy = self._resolve(B, T, x_BTD, whole, able, is_sharded(layer), group)
-        known = self.shape is not None and not whole
-        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled() and known:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._refuse_large_splits(*x_BTD.shape[:2], processors, memory.gpu_free(device))
+        policy = self._resolve(x_BTD.shape[0], T, x_BTD, whole, able, is_sharded(layer), group)
         if policy.every > 1 and is_sharded(layer):
             raise ValueError(
                 f"hfpatch: every={policy.every} runs several layers at once, which parameters "
@@ -343,27 +319,6 @@ class Policies:
             return self.shape
         return dataclasses.replace(self.shape, ranks=self.sequence.size)
 
-    def _refuse_large_splits(self, B: int, T: int, processors: int, free: int) -> None:
-        """Raises ValueError, before the step, if a deterministic attention backward would run out
-        of memory: its scratch is large at long lengths.
-        """
-        s = self.shape
-        heads = s.num_heads // head_groups(B, T, self._shared())
-        if self.sequence is None:
-            scratch = deterministic_scratch(B, T, heads, s.head_dim, processors)
-        else:
-            ranks = self.sequence.size
-            scratch = deterministic_scratch(B, T * ranks, heads // ranks, s.head_dim, processors)
-        activations = 6 * B * T * s.hidden_size * 2
-        if scratch + activations > free:
-            raise ValueError(
-                f"hfpatch: expected {(scratch + activations) / 2**30:.1f} GiB for a layer's "
-                f"deterministic backward at {T} tokens "
-                f"({scratch / 2**30:.1f} GiB of them split dq sums), {free / 2**30:.1f} GiB are "
-                "free; "
-                "call torch.use_deterministic_algorithms(False) or shorten the sequence."
-            )
-
     def _open(self, policy: Policy, whole: bool, B: int, T: int, x: Tensor) -> None:
         """Creates the transfers of a policy, and reserves host memory for a step."""
         key = (x.device, policy.offload)
@@ -382,12 +337,7 @@ class Policies:
             computed=computed, whole=whole, ranks=1 if shards is None else shards.world,
             pieces=self.sequence is not None,
         )  # fmt: skip
-        free = memory.host_free()
-        if free is not None and free < SCARCE_HOST:
-            transfers.pool.give_back()  # host memory is scarce: hold no more than this length takes
         most = self._host_free()
         if most is not None:
             most = min(int(HOST_SHARE * most), PINNED_MOST if policy.keep else most)
-        began = time.monotonic()
         transfers.pool.reserve(sizes, most)
-        self.pinning += time.monotonic() - began

@@ -55,10 +55,6 @@ class Gauge:
     def ooms(self) -> int:
         return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
 
-    def wait(self) -> None:
-        """Waits until the device has finished all queued work."""
-        torch.cuda.synchronize(self.device)
-
     def gpu(self) -> Gpu | None:
         return gpu_named(torch.cuda.get_device_name(self.device))
 
@@ -95,11 +91,10 @@ class Room:
     """The budget of one device.
 
     parameters: a function that returns the model's parameters, or None once the model is gone.
-    first_step: called once, after the first optimizer step.
     """
 
-    def __init__(self, gauge: Gauge, parameters, first_step=lambda: None):
-        self.gauge, self.parameters, self.first_step = gauge, parameters, first_step
+    def __init__(self, gauge: Gauge, parameters):
+        self.gauge, self.parameters = gauge, parameters
         self.gpu, self.ooms = gauge.gpu(), self._ooms()
         self.alone = True
         # whether an optimizer stepped: then its states exist, or never will
@@ -147,11 +142,9 @@ class Room:
 
     def end(self) -> None:
         """Called after an optimizer step."""
-        self.step = None
         if not self.stepped:
-            self.stepped, self.learnt = True, self.learnt or ""
-            self.gauge.wait()
-            self.first_step()
+            self.learnt = self.learnt or ""
+        self.step, self.stepped = None, True
 
     def begin(self, planned: int | None) -> None:
         """Called when a step begins. planned: the bytes planned for its layers, None if unknown."""

@@ -3,7 +3,6 @@
 """
 
 import copy
-import time
 import weakref
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from hfpatch.budget import free as memory
 from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import Turn, not_for_deepspeed, told_of_forks
+from hfpatch.compat import Turn, not_for_deepspeed
 from hfpatch.layer import policies
 from hfpatch.layer.chain import Chain
 from hfpatch.layer.policies import Policies
@@ -44,11 +43,6 @@ class LayerRuntime(Policies, Chain):
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
-        told_of_forks(self)
-
-    def _at_fork_reinit(self) -> None:
-        """After a fork: copies in flight and file threads belong to the parent."""
-        self.queues.clear()
 
     def __deepcopy__(self, memo):
         made = LayerRuntime(
@@ -75,12 +69,11 @@ class LayerRuntime(Policies, Chain):
         """Moves the frozen weights of all layers in `owner` to host memory, if they are not there
         yet.
         """
-        began, before = time.monotonic(), self.weights.host_bytes
+        before = self.weights.host_bytes
         with self.weights.lock:
             self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
             self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
-            self.pinning += time.monotonic() - began
             host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
             say(
                 f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB "

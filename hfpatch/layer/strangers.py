@@ -1,26 +1,42 @@
 """One rule for unknown modules: a layer that holds one runs whole, and the report says so.
 
-A module is known if its class and the code that it runs belong to the layer's own package
-(transformers, or a model's own files), or to a library in `LIBRARIES`. Any other may mix tokens,
-count its calls or keep its inputs. A layer that runs whole calls it as transformers' own
-checkpointing does. The user's hooks inside a layer have the same effect (condition.py).
-
-This file checks whose code a module runs; places.py checks whether the small instance had such a
-module in that place. Either one makes the layer run whole.
+The small instance's verdict covers the modules that it had, by name and class. Of these, one is
+known if its class and the code that it runs belong to the layer's own package (transformers, or a
+model's own files), or to a library in `LIBRARIES`. Any other may mix tokens, count its calls or
+keep its inputs. Adapters (layer/adapters.py) and what replaces a Linear are known where they run
+their library's code. A layer that runs whole calls its modules as transformers' own checkpointing
+does. The user's hooks inside a layer have the same effect (condition.py).
 """
 
 import copy
-from functools import cache
+import re
 from pathlib import PurePath
 
 import torch
 from torch import nn
 
-from hfpatch.compat import GONE, MADE_FROM, forward_in, modules_in
-from hfpatch.context.classes import LIBRARIES, LINEAR, home_of, other_forward, package_of, whose
-from hfpatch.parts.quantised import is_quantised
+from hfpatch.compat import (
+    GONE,
+    MADE_FROM,
+    buffers_of,
+    forward_in,
+    modules_of,
+    parameters_of,
+    submodule,
+)
+from hfpatch.context.classes import (
+    LIBRARIES,
+    LINEAR,
+    PROJECTIONS,
+    home_of,
+    other_forward,
+    package_of,
+    replaced_forward,
+)
+from hfpatch.parts.quantised import class_of, is_fake_quantised, is_quantised
 
 _DECLARED: set[type] = set()
+_NUMBERS = re.compile(r"\d+")
 
 
 def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
@@ -62,20 +78,6 @@ def is_token_wise(kind: type) -> bool:
     return kind in _DECLARED
 
 
-def stranger_in(layer: nn.Module) -> str | None:
-    """The module in a layer that makes it run whole, and why; None if all are known."""
-    home = package_of(layer)
-    # Names are made only for a reason to print: a layer of many experts has thousands of modules.
-    if all(_why_strange(module, home) is None for module in modules_in(layer)[1:]):
-        return None
-    reasons = (
-        (name, _why_strange(module, home))
-        for name, module in layer.named_modules()
-        if module is not layer
-    )
-    return next(f"{name} {reason}" for name, reason in reasons if reason)
-
-
 def _mixes(module: nn.Module) -> bool:
     """Whether a declared module's result for tokens together differs from that for each alone;
     False if it cannot be tried.
@@ -98,31 +100,83 @@ def _mixes(module: nn.Module) -> bool:
     return bool((together - alone).norm() > torch.finfo(weight.dtype).eps ** 0.5 * alone.norm())
 
 
-def _why_strange(module: nn.Module, home: str) -> str | None:
-    forward = forward_in(module.__dict__) if other_forward(module) else GONE
-    if forward is not GONE and not _is_known(forward, home):
-        return f"has a forward of {whose(forward)}'s"
-    kind = MADE_FROM[type(module)]
-    if kind in _DECLARED and _mixes(module):
-        return f"is a {kind.__qualname__}, which is declared token-wise and mixes tokens"
-    return None if is_quantised(module) else _why_strange_kind(kind, kind.forward, home)
+def _inside(layer: nn.Module, known: set[type]):
+    """(name, class, forward) of the modules in a layer. A module's own submodules follow if its
+    class is in `known`.
+
+    Modules that run their library's code are left out if they replace a Linear (quantised) or are
+    adapters, which layer.adapters checks. A Linear with buffers or submodules is listed: it may
+    write to them. forward: the one on the instance, GONE without one.
+    """
+    todo = [(*child, False) for child in modules_of(layer).items()]
+    while todo:
+        name, module, adapter = todo.pop()
+        if module is None:
+            continue
+        plain = class_of(module)
+        kind, package = MADE_FROM[plain], home_of(MADE_FROM[plain])
+        forward = forward_in(vars(module)) if other_forward(module) else GONE
+        code, under = kind.forward, modules_of(module) if plain is type(module) else {}
+        # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
+        as_made = forward is GONE or home_of(forward) == "transformers"
+        theirs = as_made and home_of(code) in (package, *LIBRARIES)
+        if kind in _DECLARED and not _mixes(module):
+            continue
+        if package == "peft" or adapter:
+            if not theirs or package not in LIBRARIES:
+                yield name, kind, forward
+            for inner, m in under.items():
+                base = inner in ("base_layer", "original_module")
+                todo.append((name if base else f"{name}.{inner}", m, not base))
+        elif not (theirs and (is_quantised(module) or _projects(module, code))):
+            yield name, kind, forward
+            if kind in known:
+                todo += [(f"{name}.{inner}", m, False) for inner, m in under.items()]
 
 
-@cache
-def _why_strange_kind(kind: type, forward, home: str) -> str | None:
-    if kind in _DECLARED or forward is LINEAR:
+def _projects(module: nn.Module, code) -> bool:
+    """Whether a module only replaces a Linear, judged by the code that it runs."""
+    if isinstance(module, nn.Linear) and (buffers_of(module) or modules_of(module)):
+        return is_fake_quantised(module)
+    weight = parameters_of(module).get("weight")
+    if (
+        isinstance(module, nn.Linear)
+        and isinstance(weight, torch.Tensor)
+        and not weight.is_floating_point()
+    ):
+        return True
+    known_home = hasattr(module, "in_features") and package_of(module) in PROJECTIONS
+    return code is LINEAR or known_home and code is not nn.Linear.forward
+
+
+def places_in(layer: nn.Module) -> frozenset[tuple[str, type]]:
+    """(name without numbers, class) of the modules in a layer that run known code."""
+    home = package_of(layer)
+    found = ((_NUMBERS.sub("", name), MADE_FROM[type(m)]) for name, m in layer.named_modules())
+    runs_known = lambda kind: _is_known(kind, home) and _is_known(kind.forward, home)  # noqa: E731
+    return frozenset((n, k) for n, k in found if k.forward is LINEAR or runs_known(k))
+
+
+def stranger_in(layer: nn.Module, known: frozenset[tuple[str, type]]) -> str | None:
+    """The first of the outermost modules in a layer that are not in `known` (places_in) or run a
+    replaced forward, and why; None if there is none.
+    """
+    found = _inside(layer, {kind for _, kind in known})
+    as_made = lambda forward: forward is GONE or home_of(forward) == "transformers"  # noqa: E731
+    names = [
+        n for n, kind, own in found if not as_made(own) or (_NUMBERS.sub("", n), kind) not in known
+    ]
+    if not names:
         return None
-    if not _is_known(kind, home):
-        return (
-            f"is a {kind.__module__}.{kind.__qualname__} (hfpatch.token_wise declares one that "
-            "computes each token alone)"
-        )
-    # A class from torch.jit has no forward.
-    return (
-        None
-        if forward is None or _is_known(forward, home)
-        else f"runs a forward of {whose(forward)}'s"
+    module = submodule(layer, name := min(names))
+    kind = MADE_FROM[type(module)]
+    said = replaced_forward(module) or (
+        f"a {kind.__module__}.{kind.__qualname__} that nobody tried (hfpatch.token_wise declares "
+        "one that computes each token alone)"
     )
+    if kind in _DECLARED:
+        said = f"a {kind.__qualname__}, which is declared token-wise and mixes tokens"
+    return f"{name}: {said}"
 
 
 def _is_known(code, home: str) -> bool:

@@ -10,15 +10,15 @@ layers in tiles may be differentiated: they leave no graph behind.
 Adapters and trained parameters stay on the device, as do embeddings and head.
 """
 
+import threading
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hfpatch.budget.formula import WEIGHT_SLOTS
 from hfpatch.compat import (
     is_view_of_flat,
-    lock,
     not_for_deepspeed,
 )
 from hfpatch.layer.forward_state import REPLACED, edited, is_sharded
@@ -49,7 +49,7 @@ class StreamedWeights:
         # any other all slots are copied anew, so that edits to weights at rest count.
         self.prefetched: int | None = None
         # one thread at a time uses slots and moves parameters, for as long as a layer runs
-        self.lock = lock()
+        self.lock = threading.RLock()
 
     # -- putting them on the host ------------------------------------------------------------------
     @torch.inference_mode(False)
@@ -121,10 +121,6 @@ class StreamedWeights:
             for table, n, tensor in taken:
                 table[n] = tensor
 
-    def at_rest(self) -> list[Tensor]:
-        """All tensors that wait on the host."""
-        return [piece.tensor for packed in self.packed.values() for piece in packed.pieces]
-
     def refuse_a_graph(self, layer: nn.Module) -> None:
         """Raises ValueError: autograd would save views of a slot for a layer that runs whole."""
         raise ValueError(
@@ -177,36 +173,35 @@ class StreamedWeights:
 
     @contextmanager
     def _on_device(self, index: int, then: int | None, prefetched: int | None = None):
-        with self.lock:
-            packed = self.packed.get(index)  # None after undo()
-            if packed is None or not packed.nbytes:
-                if packed is not None:
-                    self._refuse_no_base(packed.kind)
-                yield
-                return
-            if self.ring.stream != self.transfers.device.current():
-                self.drop()
-            ticket, device = None, self.transfers.device
-            try:
-                # tensors made in inference mode could not be written to outside it
-                with torch.inference_mode(False):
-                    ticket = self._fetch(index)
-                    ticket.wait()
-                    packed.move_to(ticket.slot.bytes)
-                    if then in self.packed and self.packed[then].nbytes:
-                        self._fetch(then)
-                self.prefetched = prefetched
-                yield
-            except BaseException:
-                self.drop()
-                raise
-            finally:
-                # The caller may write to weights at rest, so the host waits for the copy. It began
-                # a layer ahead, so the device still has a layer to run.
-                if ticket is not None:
-                    device.synchronize(ticket.ready)
-                with torch.inference_mode(False):
-                    packed.rest()
+        packed = self.packed.get(index)  # None after undo()
+        if packed is None or not packed.nbytes:
+            if packed is not None:
+                self._refuse_no_base(packed.kind)
+            yield
+            return
+        if self.ring.stream != self.transfers.device.current():
+            self.drop()
+        ticket, device = None, self.transfers.device
+        try:
+            # tensors made in inference mode could not be written to outside it
+            with torch.inference_mode(False):
+                ticket = self._fetch(index)
+                ticket.wait()
+                packed.move_to(ticket.slot.bytes)
+                if then in self.packed and self.packed[then].nbytes:
+                    self._fetch(then)
+            self.prefetched = prefetched
+            yield
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            # The caller may write to weights at rest, so the host waits for the copy. It began
+            # a layer ahead, so the device still has a layer to run.
+            if ticket is not None:
+                device.synchronize(ticket.ready)
+            with torch.inference_mode(False):
+                packed.rest()
 
     def _fetch(self, index: int) -> Ticket:
         """The fetch of a layer's weights: the one in flight, or a new one into the least recently

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import States, version
+from hfpatch.compat import States
 from hfpatch.layer.random_state import replayed
 from hfpatch.store.transfers import Saved, Transfers
 
@@ -49,7 +49,6 @@ class TimeTiles:
         argument: the mixer's argument that takes states, "" if it has none.
         tile: tokens a tile, summed over rows.
         transfers: saves the first states of tiles for backward; None if no backward follows.
-        here: first states stay on the device, because backward follows at once.
         rng: the generators' states of each tile; None if the mixer draws no random numbers.
         entries: the saved first states of each tile.
     """
@@ -59,11 +58,10 @@ class TimeTiles:
         argument: str,
         tile: int,
         transfers: Transfers | None = None,
-        here: bool = False,
         rng: dict | None = None,
     ):
         self.argument, self.tile = argument, tile
-        self.transfers, self.here, self.rng = transfers, here, rng
+        self.transfers, self.rng = transfers, rng
         self.entries: list[dict[tuple, tuple[Saved, int, torch.Size]]] = []
 
     def pieces(self, mixer, T: int) -> list[tuple[slice, int, int, bool]]:
@@ -157,12 +155,8 @@ class TimeTiles:
         kept, tier = {}, self.transfers
         for key, state in states.items():
             flat = state.detach().reshape(1, 1, -1)
-            if self.here or tier.tier == "gpu":
-                # A view would keep its whole storage on the device.
-                larger = flat.untyped_storage().nbytes() > flat.numel() * flat.element_size()
-                flat = flat.clone() if larger else flat
-                saved = Saved(flat.shape, flat.dtype, kept=flat, version=version(flat))
-                kept[key] = saved, 0, state.shape
+            if tier.tier == "gpu":
+                kept[key] = tier.save(flat), 0, state.shape
                 continue
             if key not in rooms:
                 rooms[key] = tier.room((1, tiles, flat.shape[2]), flat.dtype)

@@ -126,9 +126,9 @@ def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
             rng = call.parts.rng if call.parts.random else None
             tile = call.policy.time_tile or call.policy.tile
             if sequence is None:
-                time = TimeTiles(timed[name], tile, transfers, again, rng)
+                time = TimeTiles(timed[name], tile, transfers, rng)
             else:
-                time = RankTiles(sequence, timed[name], tile, transfers, again, rng)
+                time = RankTiles(sequence, timed[name], tile, transfers, rng)
             cuts = time.cuts(mixer, x.shape[1])
             given = lambda mixer=mixer, x=x: (mixer, x)  # noqa: E731
             why = cuts and why_not_here(mixer.module, timed[name], x, call.runtime, given)

@@ -164,8 +164,8 @@ class TimedCall(LayerCall):
         several = self.mixer.several(self.shape[1])
         dx = dy_BTD if private else dy_BTD.contiguous().clone()
         with ExitStack() as around:
-            turn = None if before is None else before.first_again.layer
-            around.enter_context(self.runtime.weights.again(self.layer, turn))
+            following = None if before is None else before.layer
+            around.enter_context(self.runtime.weights.again(self.layer, following))
             around.enter_context(self._autocast())
             sums = [WeightGradients(member.then, several) for member in members]
             for member, weights in zip(members, sums):

@@ -18,7 +18,7 @@ from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.mixers import Mixer, standing_in
-from hfpatch.layer.parts import keepable, sources_of
+from hfpatch.layer.parts import LayerParts, keepable, sources_of
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import SharedKeys, left_by
@@ -30,8 +30,8 @@ _TENSOR = object()
 
 
 @dataclass
-class Traced:
-    """layer.parts.LayerParts of one call of any layer.
+class Traced(LayerParts):
+    """One call of any layer.
 
     asked: scale, pattern and sinks of each attention call, as of the last `pre`; mixers: modules
     that run over whole rows; beside: the layer's further return values, with _TENSOR for tensors,
@@ -93,12 +93,8 @@ class Traced:
 
     # -- one run of a part -------------------------------------------------------------------------
     def _answered(self, role):
-        names = self.traits.mixers
-        return (
-            standing_in(self.layer, names, role.mixer, self.traits.paired)
-            if names
-            else nullcontext()
-        )
+        mixers = self.traits.mixers
+        return standing_in(self.layer, mixers, role.mixer) if mixers else nullcontext()
 
     def _forward(self, x_BtD: Tensor, a: int, b: int):
         args, kwargs = self.arguments.tile(a, b)

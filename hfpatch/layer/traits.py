@@ -1,13 +1,12 @@
 """The traits of a class of decoder layers, as a probe finds them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from hfpatch.context.class_code import rope_of
 
 OTHER_MIXER = "it mixes tokens by something else than attention"
-BY_PLACE = "what it makes of a token depends on where that stands in its input"
 
 
 @dataclass(frozen=True)
@@ -16,8 +15,8 @@ class LayerTraits:
 
     Attributes:
         attention: names of the modules that called attention, in order.
-        mixers: names of the modules that mix tokens in another way.
-        paired: names of mixers that return unread values after hidden states, once for each value.
+        mixers: name of each module that mixes tokens in another way -> the number of unread values
+            that it returns after hidden states.
         timed: (name, the argument that takes states) of each mixer that runs in tiles through time.
         untimed: (name, reason) of each mixer that does not.
         carries: the layer's argument that takes states, if the layer has no attention and can run
@@ -35,8 +34,7 @@ class LayerTraits:
     """
 
     attention: tuple[str, ...] = ()
-    mixers: tuple[str, ...] = ()
-    paired: tuple[str, ...] = ()
+    mixers: dict[str, int] = field(default_factory=dict)
     timed: tuple[tuple[str, str], ...] = ()
     untimed: tuple[tuple[str, str], ...] = ()
     carries: str | None = None
@@ -64,7 +62,7 @@ class LayerTraits:
     @property
     def mixing(self) -> tuple[str, ...]:
         """Names of the modules that mix tokens."""
-        return self.attention + self.mixers
+        return (*self.attention, *self.mixers)
 
 
 def looks_like_a_block(layer: nn.Module) -> bool:

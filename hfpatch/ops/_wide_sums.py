@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hfpatch.compat import is_fake, shapes_of_out_dtype
+from hfpatch.compat import is_fake
 
 _AS_CUDA = contextvars.ContextVar("hfpatch_sums_as_cuda", default=False)
 _HALF = (torch.bfloat16, torch.float16)
@@ -24,8 +24,7 @@ def as_on_cuda():
     allocations."""
     token = _AS_CUDA.set(True)
     try:
-        with shapes_of_out_dtype():
-            yield
+        yield
     finally:
         _AS_CUDA.reset(token)
 

@@ -212,7 +212,7 @@ class ExchangedAttention(Attention):
         return joined + outs
 
     def forward(
-        self, asked: list, mixers: list, parts: list[Tensor], keep: bool = False
+        self, asked: list, mixers: list, parts: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """out [B, t, P*w, E] of this rank's tokens and lse [B, w, T] of its heads, of every round.
         The mixers' outputs [B, t, D] follow.
@@ -252,7 +252,7 @@ class ExchangedAttention(Attention):
             outs.append(self._local(back))
             self.heads.append(heads)
             self.rounds.append(rounds)
-        return outs + self.mixed(parts, keep) if mixers else outs, lses
+        return outs + self.mixed(parts) if mixers else outs, lses
 
     def _length(self, B: int, T: int) -> tuple:
         """The length's part of the key for a common backend: pick's power of two and, for the first

@@ -149,13 +149,15 @@ def is_fake_quantised(module: nn.Module) -> bool:
 
 
 def scales_over_tokens(module: nn.Module) -> str | None:
-    """Why tiles would change the result of a torchao projection, or None where each token has its
+    """Why tiles would change the result of a quantised projection, or None where each token has its
     own scale.
 
     A scale for whole rows, found first, would be the same in every tile. For gate and up, and for
     q, k and v, it needs a second backward of the layer, far above 3% of a step: such a layer runs
     whole.
     """
+    if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+        return _SAME_SCALE  # of each input's range
     if not isinstance(module, nn.Linear):
         return None
     kinds, weight = kinds_of(type(module)), module.weight

@@ -27,7 +27,7 @@ def gradients_of_linear(
 ) -> tuple:
     """(dx, dweight, dbias) of F.linear as autograd computes them, None where not needed.
 
-    x: the input; needed for dweight only. add: receives the weight's gradient, see _Valueless.
+    x: the input; needed for dweight only. add: receives the weight's gradient, see _Product.
     """
     dy_NO, dx, dw = dy.reshape(-1, dy.shape[-1]), None, None
     if needs[0]:
@@ -38,11 +38,12 @@ def gradients_of_linear(
     return dx, dw, dy_NO.sum(0) if needs[2] else None
 
 
-class _Valueless(torch.autograd.Function):
-    """F.linear's backward, with a forward that computes no matmul.
+class _Product(torch.autograd.Function):
+    """F.linear, or its backward alone.
 
-    weight: a tensor, or a function that returns a frozen one. add: receives the weight's gradient;
-    None hands it to autograd.
+    weight: a tensor, or a function (dtype) -> a frozen one. value: returned in `columns` columns in
+    place of a matmul, if it is no None. add: receives the weight's gradient; None hands it to
+    autograd.
     """
 
     @staticmethod
@@ -50,6 +51,8 @@ class _Valueless(torch.autograd.Function):
         ctx.add, ctx.make = add, None if isinstance(weight, Tensor) else weight
         # A frozen weight needs no x; a saved x would live next to its own gradient.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
+        if value is None:
+            return torch.nn.functional.linear(x, ctx.make(x.dtype) if ctx.make else weight, bias)
         # A whole row is stored: a rotation in complex numbers (Llama 4) needs contiguous pairs.
         return x.new_full((columns,), value).expand(*x.shape[:-1], columns)
 
@@ -66,24 +69,9 @@ class _Valueless(torch.autograd.Function):
         )
 
 
-_without_value = _Valueless.apply
-
-
-class _AddingUp(torch.autograd.Function):
-    """F.linear that hands the gradient of its weight to `add`."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, add):
-        ctx.save_for_backward(x, weight)
-        ctx.add = add
-        return torch.nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *gradients_of_linear(dy, *ctx.saved_tensors, ctx.needs_input_grad[:3], ctx.add), None
-
-
-_adding_up = _AddingUp.apply
+def product(x: Tensor, weight, bias: Tensor | None, add=None, value=None, columns=0) -> Tensor:
+    """F.linear; see _Product."""
+    return _Product.apply(x, weight, bias, value, columns, add)
 
 
 def _valueless_forward(
@@ -91,7 +79,7 @@ def _valueless_forward(
 ) -> Tensor:
     """Replaces `module.forward` while its values are unread. dense: from quantised.dense_of."""
     add = adding and not dense and adding(module.weight) or None
-    y = _without_value(input, dense or module.weight, module.bias, value, module.out_features, add)
+    y = product(input, dense or module.weight, module.bias, add, value, module.out_features)
     return y.contiguous() if filled else y
 
 
@@ -100,7 +88,7 @@ def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
     add = adding(module.weight) if input.dtype == module.weight.dtype else None
     if add is None:
         return LINEAR(module, input)
-    return _adding_up(input, module.weight, module.bias, add)
+    return product(input, module.weight, module.bias, add)
 
 
 class UnreadRotation(torch.autograd.Function):

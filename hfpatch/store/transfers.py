@@ -158,8 +158,12 @@ class Transfers:
 
     # -- to the tier -------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
-        """Starts the copy of x [B, T, ...]; x itself stays alive until settle()."""
+        """Starts the copy of x [B, T, ...]; x itself stays alive until settle(). On the device a view
+        is copied, so that it keeps no other memory alive.
+        """
         if self.tier == "gpu":
+            part = x.untyped_storage().nbytes() > x.numel() * x.element_size()
+            x = x.clone() if part else x
             return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
         saved = self.room(x.shape, x.dtype)
         self.put(saved, 0, x)
@@ -372,18 +376,11 @@ class FetchQueue(Ring):
             self.pending.popleft()
 
     def is_for(self, owner) -> bool:
-        """Whether fetches for `owner` are queued. Fetches for other layers are dropped.
-
-        Another layer was promised this turn if one pass interleaves graphs that two threads made.
+        """Whether fetches for `owner` are queued. All are dropped if another layer was promised this
+        turn: one pass interleaves graphs that two threads made.
         """
-        for one, _ in (*self.under_way, *self.pending):
-            if one is not owner:
-                self.under_way, self.pending = (
-                    deque(item for item in queue if item[0] is owner)
-                    for queue in (self.under_way, self.pending)
-                )
-                self._fill()
-                break
+        if any(one is not owner for one, _ in (*self.under_way, *self.pending)):
+            self.reset()
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:

@@ -6,7 +6,6 @@ import accelerate
 import torch.distributed as dist
 
 from hfpatch.budget.limits import environment_number
-from hfpatch.compat import deals_for_any_attention, skips_by_itself, unless_shared
 from hfpatch.context.ranks import sequence_of, summed_gradients
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
@@ -18,6 +17,7 @@ from hfpatch.loss.shared_rows import (
     shares_rows,
 )
 from hfpatch.parallel.exchange import Sequence
+from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
 
 
 def parallelism(engine: str | None, values: dict, *, size: int, attention: str):

@@ -3,6 +3,8 @@ told of.
 """
 
 import copy
+import sys
+from functools import partial
 
 import pytest
 import tiny
@@ -26,34 +28,26 @@ def named(model, name: str, monkeypatch, function):
     return model
 
 
-def gradients(model, by_hand: bool) -> list:
+def gradients(model) -> list:
     ids = tiny.ids()
-    if by_hand:
-        x = model.model.embed_tokens(ids)
-        positions = torch.arange(ids.shape[1])[None]
-        angles = model.model.rotary_emb(x, positions)
-        y = model.model.layers[0](x, position_embeddings=angles, position_ids=positions)
-        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
-    else:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["model", "layer"])
 @pytest.mark.parametrize(
     "name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2@main"]
 )
-def test_every_flash_attention_is_ours_to_run(name, by_hand, monkeypatch):
+def test_every_flash_attention_is_ours_to_run(name, monkeypatch):
     """Theirs would raise here: where flash_attn is missing transformers takes a kernel of the hub,
     under its repository's name.
     """
     model = tiny.llama(dtype=torch.float64)
     plain = copy.deepcopy(model)
     hfpatch.apply(plain, checkpointing=TILED)
-    wanted = gradients(plain, by_hand)
+    wanted = gradients(plain)
     ours = named(model, name, monkeypatch, flash_attention_forward)
     hfpatch.apply(ours, checkpointing=TILED)
-    for got, want in zip(gradients(ours, by_hand), wanted, strict=True):
+    for got, want in zip(gradients(ours), wanted, strict=True):
         assert torch.equal(got, want)
 
 
@@ -67,9 +61,31 @@ def test_another_librarys_attention_is_told_of(monkeypatch, capsys):
     model = named(tiny.llama(), "theirs", monkeypatch, theirs)
     hfpatch.apply(model, checkpointing=TILED)
     for _ in range(2):
-        gradients(model, False)
+        gradients(model)
     said = (
-        "the layers of LlamaModel run whole, their inputs offloaded: its attention is another "
-        "library's (theirs)."
+        "the layers of LlamaModel run whole, their inputs offloaded: attention of another library "
+        "(theirs)."
     )
     assert capsys.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_caps_and_sinks_beside_a_mask_function_of_ones_own(family, monkeypatch):
+    """Layers with such a mask run whole, in the family's own eager attention."""
+    from families import small_model
+
+    stock = small_model(family)
+    stock.set_attn_implementation("eager")
+    for module in stock.modules():
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = 1.0  # so that it shows
+    ours, batch = tiny.patched(stock), {"input_ids": torch.arange(3, 51).view(2, 24)}
+    file = sys.modules[type(stock).__module__]
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        make, seen = getattr(file, name), lambda b, h, q, kv: (kv < 3) | (q - kv < 2)
+        monkeypatch.setattr(file, name, partial(make, and_mask_function=seen))
+    batch["labels"] = batch["input_ids"]
+    got, wanted = tiny.step(ours, batch), tiny.step(stock, batch)
+    for name, gradient in wanted.items():
+        # what a family computes in float32
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-3), name

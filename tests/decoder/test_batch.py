@@ -50,9 +50,10 @@ THEIRS = {
     "a mask of the caller's own": ({"own": True, "mask": torch.ones(B, 1, T, T)}, {}, "mask"),
     "an encoder's states": ({"encoder": True}, {}, "encoder"),
     "another library's attention": ({"config": config("somebody's")}, {}, "another library"),
-    "probabilities beside sdpa": ({"weights": True}, {}, None),
-    "attention that is not causal": ({"config": config(is_causal=False)}, {}, None),
+    "probabilities beside sdpa": ({"weights": True}, {}, "output_attentions"),
+    "attention that is not causal": ({"config": config(is_causal=False)}, {}, "not causal"),
     "a stack that cannot have ours": ({}, {"ours": False}, None),
+    "transformers' own checkpointing": ({"tiled": False, "reruns": True}, {}, None),
     "use_cache=True in training": ({"use_cache": True}, {}, None),
     "generation": (
         {"training": False, "trains": False, "use_cache": True}, {}, None
@@ -64,11 +65,15 @@ REFUSED = {
     ),
     "layers that mix documents": ({"positions": TWO}, {"apart": False}, "one document a row"),
     "mixers of transformers' layers": (
-        {"positions": TWO, "tiled": False}, {"mixers": True, "across": True}, "pass seq_idx"
+        {"positions": TWO, "tiled": False}, {"mixers": True}, "pass seq_idx"
     ),
     "a padded, packed row that transformers would mix": (
         {"positions": TWO, "rows_mask": torch.tensor([[0] + [1] * (T - 1)] * B)},
         {"ours": False}, "do not pack rows that are padded too"
+    ),
+    "a padded, packed row under transformers' own checkpointing": (
+        {"positions": TWO, "rows_mask": torch.tensor([[0] + [1] * (T - 1)] * B), "reruns": True},
+        {}, "do not pack rows that are padded too"
     ),
     "mixers over shared rows": (
         {"sequence": SimpleNamespace(size=1)}, {"mixers": True}, "sequence parallelism"
@@ -102,9 +107,11 @@ def test_a_forward_is_refused(name):
         of(given(**arguments), StackTraits(**traits))
 
 
-def test_documents_of_a_stack_without_our_attention_stay_isolated():
+@pytest.mark.parametrize("reruns", [False, True])
+def test_documents_of_a_stack_without_our_attention_stay_isolated(reruns):
     """transformers looks for documents only where no mask came."""
-    found = of(given(positions=TWO, rows_mask=VISIBLE), StackTraits(ours=False))
+    arguments = given(positions=TWO, rows_mask=VISIBLE, tiled=False, reruns=reruns)
+    found = of(arguments, StackTraits(ours=reruns))
     assert found.batch is None and found.changes["attention_mask"] is None
 
 

@@ -146,7 +146,7 @@ def test_an_image_and_text(name, capsys):
     assert_close(grads, wanted)
     assert any("vis" in n for n in grads), "the image's tower learns too"
     assert (max(found) <= 16) == MODELS[name][3]
-    said = "run whole, their inputs offloaded: a mask that is made outside of it."
+    said = "run whole, their inputs offloaded: an attention mask of the caller's own."
     assert capsys.readouterr().err.count(said) == (not MODELS[name][3])
 
 

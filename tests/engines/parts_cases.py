@@ -199,6 +199,13 @@ REFUSED = {
     "a mask of the caller's, zigzag": {"more": own_mask, "contract": "zigzag"},
     "attention of the caller's, zigzag": {"after": named("mine"), "contract": "zigzag"},
     "a family whose attention cannot be ours": {"after": _not_ours},
+    "dropout": {"config": DROPOUT},
+    "dropout, zigzag": {"config": DROPOUT, "contract": "zigzag"},
+    "dropout, padded behind": {"config": DROPOUT, "kind": "padded"},
+    "checkpointed by transformers": {"theirs": True},
+    "checkpointed by transformers, zigzag": {"theirs": True, "contract": "zigzag"},
+    "checkpointed by transformers, padded behind, zigzag": {"theirs": True, "kind": "padded",
+                                                            "contract": "zigzag"},
     "a cache": {"more": cache},
     "attention weights": {"more": lambda: {"output_attentions": True}},
     "checkpointed by transformers, eager, zigzag": {"theirs": True, "after": named("eager"),
@@ -217,13 +224,6 @@ REFUSED = {
 EXACT = {
     "few tokens": {"kind": "short", **ON},
     "documents, in a graph": {"kind": "packed", "compiled": True},
-    "dropout": {"config": DROPOUT},
-    "dropout, zigzag": {"config": DROPOUT, "contract": "zigzag"},
-    "dropout, padded behind": {"config": DROPOUT, "kind": "padded"},
-    "checkpointed by transformers": {"theirs": True},
-    "checkpointed by transformers, zigzag": {"theirs": True, "contract": "zigzag"},
-    "checkpointed by transformers, padded behind, zigzag": {"theirs": True, "kind": "padded",
-                                                            "contract": "zigzag"},
 }  # fmt: skip
 
 

@@ -47,9 +47,7 @@ def test_gradients_are_those_of_one_process(tmp_path):
         assert positions.startswith(
             "hfpatch: expected position_ids where a row's tokens lie on several ranks"
         )
-        assert packed.startswith(
-            "hfpatch: expected one document a row where sequence parallelism runs sdpa itself"
-        )
+        assert "ranks of a sequence, attention dropout came" in packed
         labels, none, tokens, hooks = report["lengths"]
         assert (
             "hooks inside the same layers on all ranks that share rows, rank 1 has others than "
@@ -72,12 +70,12 @@ def test_gradients_are_those_of_one_process(tmp_path):
             "mixes tokens by something else",
             "may mix tokens by something else",
         )
-        assert len(parts) == 20 and not {
+        assert len(parts) == 26 and not {
             n: s
             for n, s in parts.items()
             if not isinstance(s, str) or not any(w in s for w in said)
         }
-        assert len(errors) == 8 and all(
+        assert len(errors) == 2 and all(
             loss <= 2e-7 and grad <= CLOSE for loss, grad in errors.values()
         ), errors
         # on all, though one alone is short of host memory

@@ -56,9 +56,8 @@ def at_rest(model: nn.Module) -> bool:
     """Whether nothing that waits on the host, nor a parameter, shares memory with a slot."""
     slots = {slot.bytes.untyped_storage().data_ptr() for slot in streams(model).ring.slots}
     plain = [p for p in model.parameters() if not hasattr(p, "__tensor_flatten__")]
-    return bool(slots) and not slots & {
-        t.untyped_storage().data_ptr() for t in (*streams(model).at_rest(), *plain)
-    }
+    pieces = [piece.tensor for packed in streams(model).packed.values() for piece in packed.pieces]
+    return bool(slots) and not slots & {t.untyped_storage().data_ptr() for t in (*pieces, *plain)}
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ Tiles are of 64 tokens, the delta rule's chunk, over rows of 165: two tiles and 
 
 import copy
 from collections import defaultdict
-from dataclasses import replace
 
 import families
 import pytest
@@ -445,28 +444,3 @@ def test_a_rule_that_drops_states_in_silence_is_seen(change, why, rule):
     rule(change)
     ours, report = patched(families.small_model("qwen3_next"))
     assert not timed_mixers(ours) and why in report
-
-
-def test_every_kind_of_layer_is_asked_on_a_slow_machine(monkeypatch):
-    """The clock stopped that: a slow machine ran the later kinds whole."""
-    from hfpatch.decoder import verdict
-
-    clock = iter(range(0, 10**9, 10**6))
-    stock = families.small_model("lfm2_moe")  # dense layers and layers of experts
-    answers = verdict.ask_model(find_decoder(stock)).answers
-    found = verdict.Verdict(
-        {i: replace(a, timed=(), untimed=(), carries=None) for i, a in enumerate(answers)}
-    )
-    layers = list(find_decoder(stock).layers)
-    monkeypatch.setattr(verdict, "list_of_layers", lambda stack: layers)
-    monkeypatch.setattr(verdict, "kind_of", layers.index)
-    monkeypatch.setattr(verdict.time, "thread_time", lambda: next(clock))
-    monkeypatch.setattr(
-        verdict,
-        "ask_in_time",
-        lambda stack, layer, traits: replace(
-            traits, timed=tuple((name, "cache") for name in traits.mixers)
-        ),
-    )
-    verdict._ask_in_time(stock.model, found)
-    assert all(a.timed for a in found.answers.values() if a.mixers)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hfpatch.budget.cuts import chunk_bounds
+from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
@@ -124,7 +125,7 @@ def test_real_and_fake_runs_allocate_the_same():
 
 
 def test_fake_tensors_can_take_the_route_of_cuda():
-    with FakeTensorMode(), as_on_cuda():
+    with FakeTensorMode(), as_on_cuda(), shapes_of_out_dtype():
         peak, _ = stage(*SHAPE, workspace_bytes=WORKSPACE)
     hidden, dw32, _ = bytes_of(*SHAPE)
     assert hidden + dw32 < peak <= hidden + WORKSPACE + dw32
@@ -136,7 +137,7 @@ def test_one_chunk_or_frozen_weight_needs_no_float32_sum(dtype):
     logits, dw = tokens * vocab_size * dtype.itemsize, vocab_size * hidden_size * dtype.itemsize
     dx = tokens * hidden_size * dtype.itemsize
     slack = 64 * tokens + 4 * (1 << 10)
-    with FakeTensorMode(), as_on_cuda():
+    with FakeTensorMode(), as_on_cuda(), shapes_of_out_dtype():
         peak, _ = stage(tokens, hidden_size, vocab_size, dtype)
         assert peak <= logits + dw + dx + slack
         peak, _ = stage(

@@ -12,13 +12,13 @@ import torch
 import transformers
 
 import hfpatch
-from hfpatch.compat import deals_for_any_attention, unless_shared
 from hfpatch.context.attention import attention
 from hfpatch.context.current import having
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.loss.shared_rows import part_of
 from hfpatch.trainer import checks, sequence
 from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows, apply_options
+from hfpatch.trainer.compat import deals_for_any_attention, unless_shared
 from hfpatch.trainer.dataset import Collator
 from hfpatch.trainer.sequence import SharedRows, parallelism, share_rows, shares_exactly
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.compat import dump_allocations, local_part, record_allocations
+from hfpatch.lab.compat import dump_allocations, local_part, record_allocations
 from hfpatch.lab.device import is_out_of_memory, synchronize
 from hfpatch.lab.made import model_of
 from hfpatch.lab.models import config_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.budget.adapters import ALL_LINEAR, BLOCK, NESTED, Adapters
-from hfpatch.compat import int8_product
+from hfpatch.lab.compat import int8_product
 from hfpatch.lab.simulate.follow import current
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.budget.flops import attended
-from hfpatch.compat import schema_of
+from hfpatch.lab.compat import schema_of
 from hfpatch.ops.experts import EXPERT_SUMS
 
 aten = torch.ops.aten

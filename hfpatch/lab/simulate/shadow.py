@@ -12,13 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import (
-    buffers_of,
-    parameters_of,
-    real_tensors,
-    schema_of,
-    simulation_parts,
-)
+from hfpatch.compat import buffers_of, parameters_of, real_tensors
+from hfpatch.lab.compat import schema_of, simulation_parts
 
 LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
 # bytes, floating-point tensors (scalars, counts, frequencies) and raw bytes of buffers

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
-from hfpatch.compat import closing_checkpoints, plain_scans, simulation_parts
+from hfpatch.compat import closing_checkpoints, plain_scans
 from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
+from hfpatch.lab.compat import shapes_of_out_dtype, simulation_parts
 from hfpatch.lab.simulate.follow import Follower, module_calls
 from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
@@ -184,6 +185,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
     with contextlib.ExitStack() as stack:
         if cuda:
             stack.enter_context(_wide_sums.as_on_cuda())
+            stack.enter_context(shapes_of_out_dtype())
             # These serve tiled layers and whole ones.
             for user in (heads, exchange, attending):
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
@@ -234,7 +236,8 @@ def _weights_to_host(model: nn.Module, follower: Follower) -> None:
         for slot in weights.ring.slots:
             follower.track(slot.bytes, category="parameters")
         with follower.host():
-            for tensor in weights.at_rest():
+            pieces = [piece for packed in weights.packed.values() for piece in packed.pieces]
+            for tensor in (piece.tensor for piece in pieces):
                 follower.track(tensor, category="parameters")
 
 

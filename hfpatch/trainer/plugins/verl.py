@@ -39,7 +39,7 @@ def _patch(module) -> None:
         engine = new(cls, model_type, backend, *args, **kwargs)
         if asked(getattr(engine, "model_config", None)):
             _refuse(engine, backend)
-            from hfpatch.compat import VERL_SHARDS
+            from hfpatch.trainer.compat import VERL_SHARDS
 
             build = getattr(engine, VERL_SHARDS)
             setattr(engine, VERL_SHARDS, functools.partial(_shard, engine, build))
@@ -50,7 +50,7 @@ def _patch(module) -> None:
 
 def _refuse(engine, backend: str) -> None:
     """ValueError for settings under which the training would differ, or be stock."""
-    from hfpatch.compat import VERL_SHARDS
+    from hfpatch.trainer.compat import VERL_SHARDS
 
     if backend != "fsdp2" or not hasattr(engine, VERL_SHARDS):
         raise ValueError(
