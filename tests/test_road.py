@@ -4,12 +4,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FILE = Path(__file__).parent.parent / "profiles" / "house" / "road.py"
-MOST = ("--forward", "190", "--inside", "60", "--backward", "110")
 
 
-def test_the_road_of_a_step_stays_short():
+@pytest.mark.parametrize(
+    "model, forward, inside, backward", [("llama", 190, 60, 110), ("moe-lora", 220, 78, 160)]
+)
+def test_the_road_of_a_step_stays_short(model, forward, inside, backward):
     """One more function is one more thing to know: merge two, or say why it earns its place. In a
     process of its own: what other tests import (torchao) lengthens the road."""
-    ran = subprocess.run([sys.executable, FILE, *MOST], capture_output=True, text=True)
+    most = ["--forward", forward, "--inside", inside, "--backward", backward]
+    command = [sys.executable, FILE, "--model", model, *map(str, most)]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0 and "inside " in ran.stdout, ran.stdout + ran.stderr

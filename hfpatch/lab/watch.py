@@ -1,4 +1,6 @@
-"""A patched model after a step: its pinned memory, and the policy that it chose."""
+"""A model as others watch it: calls of its modules, its pinned memory, the policy that it chose."""
+
+from contextlib import contextmanager
 
 import torch
 
@@ -27,3 +29,23 @@ def policy_used(model) -> Policy | None:
     """The policy of the last batch shape; None where nothing ran in tiles."""
     used = (policy for r in runtimes(model) for policy in reversed(r.policies.values()))
     return next(used, None)
+
+
+@contextmanager
+def module_calls(before, after=None):
+    """A context in which before(module, args) and after(module) run around every module's call.
+
+    after runs also if the call raises (a checkpoint's stop, an out-of-memory error). The hooks are
+    global: hooks on the modules would change them.
+    """
+    hooks = torch.nn.modules.module
+    handles = [hooks.register_module_forward_pre_hook(before)]
+    if after is not None:
+        handles.append(
+            hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True)
+        )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.profiler import record_function
 
-from hfpatch.lab.simulate.follow import module_calls
+from hfpatch.lab.watch import module_calls
 from hfpatch.store import device
 
 MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"

@@ -14,9 +14,10 @@ from hfpatch.lab.profile.planned import planned
 from hfpatch.lab.profile.record import is_layer
 from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
 from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
-from hfpatch.lab.simulate.follow import current, module_calls
+from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.lab.watch import module_calls
 
 
 def simulated_run(options: Options) -> Run:

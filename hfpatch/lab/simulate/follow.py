@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import sys
 import weakref
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from hfpatch.compat import holders
 from hfpatch.lab.compat import autograd_node, schema_of, sequence_number, simulation_parts
 from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
+from hfpatch.lab.simulate.operations import key_of, tensors_in
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.ops._library import IMPLEMENTATIONS
 
@@ -31,40 +31,6 @@ _BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
              aten._to_copy.default,
              aten.set_.source_Storage_storage_offset)  # fmt: skip
-
-
-def _tensors(tree, out):
-    for item in tree:
-        if isinstance(item, Tensor):
-            out.append(item)
-        elif isinstance(item, (list, tuple)):
-            _tensors(item, out)
-        elif isinstance(item, dict):
-            _tensors(item.values(), out)
-    return out
-
-
-@cache
-def _is_fresh(func) -> bool:
-    """Whether an operation writes to no argument and returns one tensor with memory of its own."""
-    schema = schema_of(func)
-    aliased = any(x.alias_info for x in (*schema.arguments, *schema.returns))
-    return len(schema.returns) == 1 and not aliased
-
-
-def _described(x):
-    if isinstance(x, Tensor):
-        return tuple(x.shape), x.stride(), x.dtype, x.storage_offset()
-    if isinstance(x, (list, tuple)):
-        return tuple(map(_described, x))
-    return type(x), x  # 1 and True are equal
-
-
-def _asked(func, args, kwargs) -> tuple | None:
-    """A key that determines the shape of the operation's fresh result, None without one."""
-    if not _is_fresh(func):
-        return None
-    return func, _described(args), _described(tuple(kwargs.items()))
 
 
 def _called_by_engine() -> bool:
@@ -84,26 +50,6 @@ def _called_by_engine() -> bool:
             continue
         return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
     return False
-
-
-@contextlib.contextmanager
-def module_calls(before, after=None):
-    """A context in which before(module, args) and after(module) run around every module's call.
-
-    after runs also if the call raises (a checkpoint's stop, an out-of-memory error). The hooks are
-    global: hooks on the modules would change them.
-    """
-    hooks = torch.nn.modules.module
-    handles = [hooks.register_module_forward_pre_hook(before)]
-    if after is not None:
-        handles.append(
-            hooks.register_module_forward_hook(lambda module, *_: after(module), always_call=True)
-        )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _current: list = []
@@ -144,7 +90,7 @@ class Follower(TorchDispatchMode):
         self._alone: tuple | None = None
         self._calibrating = False
         self._slow: set = set(_BY_VALUE)
-        self._shapes: dict = {}  # key of an operation (_asked) -> shape, strides, dtype
+        self._shapes: dict = {}  # key of an operation (key_of) -> shape, strides, dtype
 
     def __enter__(self):
         super().__enter__()
@@ -285,9 +231,9 @@ class Follower(TorchDispatchMode):
             answered, value = self.shadows.answer(func, args, kwargs)
             if answered:
                 return value
-        inputs = _tensors(args, [])
+        inputs = tensors_in(args, [])
         if kwargs:
-            _tensors(kwargs.values(), inputs)
+            tensors_in(kwargs.values(), inputs)
         for tensor in inputs:
             if id(tensor.untyped_storage()) not in self._refs:
                 self.track(tensor)
@@ -303,7 +249,7 @@ class Follower(TorchDispatchMode):
                 else func(*args, **kwargs)
             )
         name = func.__name__
-        outputs = _tensors((out,), [])
+        outputs = tensors_in((out,), [])
         for tensor in outputs:
             self.track(tensor, name)
         if schema_of(func).is_mutable:
@@ -340,7 +286,7 @@ class Follower(TorchDispatchMode):
         ):
             return func(*args, **kwargs)
         device = inputs[0].fake_device
-        key = _asked(func, args, kwargs)
+        key = key_of(func, args, kwargs)
         known = key and self._shapes.get(key)
         try:
             with on_fakes(mode):

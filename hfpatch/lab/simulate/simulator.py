@@ -24,12 +24,12 @@ from hfpatch.compat import closing_checkpoints, plain_scans
 from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.compat import shapes_of_out_dtype, simulation_parts
-from hfpatch.lab.simulate.follow import Follower, module_calls
+from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
-from hfpatch.lab.watch import runtimes
+from hfpatch.lab.watch import module_calls, runtimes
 from hfpatch.layer import route
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime

@@ -1,0 +1,43 @@
+"""An operation as a dispatch mode sees it: the tensors in it, and what its result's shape depends on."""
+
+from functools import cache
+
+from torch import Tensor
+
+from hfpatch.lab.compat import schema_of
+
+
+def tensors_in(tree, out: list) -> list[Tensor]:
+    """`out` with the tensors in nested arguments or results appended."""
+    for item in tree:
+        if isinstance(item, Tensor):
+            out.append(item)
+        elif isinstance(item, (list, tuple)):
+            tensors_in(item, out)
+        elif isinstance(item, dict):
+            tensors_in(item.values(), out)
+    return out
+
+
+@cache
+def _is_fresh(func) -> bool:
+    """Whether an operation writes to no argument and returns one tensor with memory of its own."""
+    schema = schema_of(func)
+    aliased = any(x.alias_info for x in (*schema.arguments, *schema.returns))
+    return len(schema.returns) == 1 and not aliased
+
+
+def _described(x):
+    """A hashable description of an argument; a tensor's is its layout."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.storage_offset()
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_described, x))
+    return type(x), x  # 1 and True are equal
+
+
+def key_of(func, args, kwargs) -> tuple | None:
+    """A key that determines the shape of the operation's fresh result, None without one."""
+    if not _is_fresh(func):
+        return None
+    return func, _described(args), _described(tuple(kwargs.items()))
