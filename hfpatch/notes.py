@@ -57,6 +57,12 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
     if shape is not None and not whole and not shape.whole_because:
         itemsize = next(stack.parameters()).element_size()
         notes.append(_memory_note(stack.config, shape, settings, itemsize))
+    dropout = getattr(stack.config, "attention_dropout", 0.0)
+    if dropout and not stack.training:  # in training mode it is a reason above
+        notes.append(
+            f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
+            "of tile by tile."
+        )
 
 
 def _mixer_notes(layers, answers) -> list[str]:

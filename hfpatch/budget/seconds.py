@@ -139,8 +139,8 @@ def _copies(
 ) -> tuple[float, float, int]:
     """(seconds of copies that nothing hides, seconds of computing, bytes over the host link).
 
-    link, gathers: as in step_time. total: seconds of all computing. fore: of forward outside matmuls and attention. loss: of the
-    passes over logits.
+    link, gathers: as in step_time. total: seconds of all computing. fore: of forward outside
+    matmuls and attention. loss: of the passes over logits.
     """
     gpu, shape, policy = step.gpu, step.shape, step.policy
     # An engine that keeps weights on the host sends them to the device in both passes, and

@@ -270,8 +270,10 @@ class _Expected:
                     got = run().last_hidden_state
         except Exception:  # it takes no positions
             return False
+        # Rounding may send a single token to another expert.
+        error, size = (got[~idle_BT] - wanted).norm(dim=-1), wanted.norm(dim=-1)
+        close = (~(error <= CLOSE * size)).sum() <= 1
         # Zeros at padding show that the stack ran on the packed row.
-        close = (got[~idle_BT] - wanted).norm() <= CLOSE * wanted.norm()
         return bool(close) and not got[idle_BT].any()
 
     def differs(self, found: Verdict, every: int | str = 1) -> str | None:

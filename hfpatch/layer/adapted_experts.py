@@ -82,7 +82,7 @@ def _forward(chain: list, base: nn.Module, weight_of, x: Tensor, *args, **kwargs
         return type(chain[0]).forward(chain[0], x, *args, **kwargs)
     none = (None, None)
     first, second = factors.get("gate_up_proj", none), factors.get("down_proj", none)
-    return base(x, *args, first=first, second=second)
+    return base(x, *args, weights=weights, first=first, second=second)
 
 
 def _factors(chain: list[nn.Module], dtype: torch.dtype) -> dict | None:

@@ -120,7 +120,7 @@ def _inside(layer: nn.Module, known: set[type]):
         # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
         as_made = forward is GONE or home_of(forward) == "transformers"
         theirs = as_made and home_of(code) in (package, *LIBRARIES)
-        if kind in _DECLARED and not _mixes(module):
+        if kind in _DECLARED and as_made and not _mixes(module):
             continue
         if package == "peft" or adapter:
             if not theirs or package not in LIBRARIES:
@@ -170,12 +170,14 @@ def stranger_in(layer: nn.Module, known: frozenset[tuple[str, type]]) -> str | N
         return None
     module = submodule(layer, name := min(names))
     kind = MADE_FROM[type(module)]
-    said = replaced_forward(module) or (
-        f"a {kind.__module__}.{kind.__qualname__} that nobody tried (hfpatch.token_wise declares "
-        "one that computes each token alone)"
-    )
-    if kind in _DECLARED:
+    said = replaced_forward(module)
+    if said is None and kind in _DECLARED:
         said = f"a {kind.__qualname__}, which is declared token-wise and mixes tokens"
+    if said is None:
+        said = (
+            f"a {kind.__module__}.{kind.__qualname__} that nobody tried (hfpatch.token_wise "
+            "declares one that computes each token alone)"
+        )
     return f"{name}: {said}"
 
 

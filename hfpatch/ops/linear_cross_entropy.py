@@ -164,7 +164,7 @@ def linear_cross_entropy(
         inplace_hidden: the gradient of hidden may overwrite hidden. For a caller that made hidden
             and does not share it, if the op that produced hidden does not need it in its backward
             (autograd raises if it does). Ignored if hidden is a leaf, not contiguous or of another
-            dtype than the logits, and for reduction="none".
+            dtype than the logits.
         shard: hfpatch.ops.VocabShard(group, V), for a vocabulary split over the ranks of a group
             (tensor parallelism), without label_smoothing. weight and bias are then this rank's
             rows. hidden and labels are the same on every rank, and so are the result and hidden's

@@ -88,7 +88,7 @@ def run(
     module: nn.Module,
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
     *, layout: Layout | None = None, value: float | None = None, adding=None, weight_of=getattr,
-    **adapters,
+    weights=None, **adapters,
 ) -> Tensor:  # fmt: skip
     """The experts' forward.
 
@@ -99,11 +99,13 @@ def run(
         value: see ops.experts.
         adding: see WeightGradients.adding.
         weight_of: (module, name) -> a weight, dequantised where it is quantised.
+        weights: from weights_of, if the caller has them.
         adapters: first and second, see ops.experts.
     """
     if layout is None and not hooks_on_all():
         layout = layout_of(module)
-    weights = None if layout is None else weights_of(module, weight_of)
+    if layout is not None and weights is None:
+        weights = weights_of(module, weight_of)
     if weights is None:
         return experts_as_named(module, hidden_states, top_k_index, top_k_weights)
     w1, w2 = weights

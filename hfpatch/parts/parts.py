@@ -147,7 +147,8 @@ class FusedMLP:
 
     Attributes:
         _hfpatch_activation: the name of the activation that the probe found.
-        _hfpatch_activations: (class, forward) of its activation at that time.
+        _hfpatch_activations: (class, forward, settings) of the MLP and of its activation at that
+            time.
         _hfpatch_gates: the projections that can be skipped where gate and up are kept.
     """
 
@@ -181,8 +182,8 @@ def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
 def activation_as_found(mlp: nn.Module) -> bool:
     """Whether the fused form, which does not call the activation module, still computes the same.
 
-    It does while the MLP and its activation have the classes and forwards that apply() found, and
-    no hooks.
+    It does while the MLP and its activation have the classes, forwards and settings that apply()
+    found, and no hooks.
     """
     found, now = mlp._hfpatch_activations, _activations(mlp, mlp._hfpatch_gates)
     if hooks_on_all() or mlp._hfpatch_base.forward is not type(mlp)._hfpatch_code:
@@ -192,10 +193,14 @@ def activation_as_found(mlp: nn.Module) -> bool:
             return False
     if found is None:
         return True
-    for m, (kind, forward) in zip(now, found):
-        if m.__class__ is not kind or kind.forward is not forward:
+    # One attribute at a time: torch 2.11's dynamo cannot list a module's attributes.
+    for m, (kind, forward, settings) in zip([mlp, *now], found):
+        if kind is not None and (m.__class__ is not kind or kind.forward is not forward):
             return False
-    return len(now) == len(found)
+        for name, value in settings:
+            if m.__dict__.get(name) != value:
+                return False
+    return len(now) == len(found) - 1
 
 
 _MLPS = (
@@ -241,9 +246,12 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         try:
             with torch.no_grad():
                 if close(ours(x), twin(x), 64):
-                    inside = _activations(mlp, part._hfpatch_gates)
-                    found = [(type(m), type(m).forward) for m in inside]
-                    return part, {"_hfpatch_activation": name, "_hfpatch_activations": found}
+                    inside = [
+                        (type(m), type(m).forward, _plain_items(m))
+                        for m in _activations(mlp, part._hfpatch_gates)
+                    ]
+                    inside = ((None, None, _plain_items(mlp)), *inside)
+                    return part, {"_hfpatch_activation": name, "_hfpatch_activations": inside}
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"

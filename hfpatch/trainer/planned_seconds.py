@@ -10,7 +10,7 @@ def planned_seconds(runtime, B: int, T: int, stays) -> tuple[float, float] | Non
     """Seconds of a forward and backward at [B, T], and of the optimizer's step, under the policy in
     use.
 
-    runtime: a model's LayerRuntime. stays: a budget.seconds.Resident. None without rates of the
+    runtime: a model's LayerRuntime. stays: a planner.placements.Resident. None without rates of the
     device or a closed form of the model.
     """
     for (batch, longest, dtype, device, whole, *_), policy in runtime.policies.items():

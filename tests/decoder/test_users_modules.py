@@ -167,14 +167,25 @@ class PlainNorm(nn.Module):
         return self.weight * x / x.norm(dim=-1, keepdim=True)
 
 
+class Bare(nn.Module):
+    """Without weights."""
+
+    def forward(self, x):
+        return torch.tanh(x)
+
+
+def over_all_tokens(x):
+    return x.cumsum(1)
+
+
 class Claims(tiny.Shift):
     """It does not."""
 
 
 @pytest.fixture
 def declared():
-    yield [hfpatch.token_wise(kind) for kind in (Plain, PlainNorm, Claims)]
-    strangers._DECLARED.difference_update({Plain, PlainNorm, Claims})
+    yield [hfpatch.token_wise(kind) for kind in (Plain, PlainNorm, Bare, Claims)]
+    strangers._DECLARED.difference_update({Plain, PlainNorm, Bare, Claims})
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -201,6 +212,20 @@ def test_a_declared_class_that_mixes_tokens_is_found_out(declared):
     ours = tiny.patched(stock)
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
     assert look(ours.model.layers[0]).reason
+
+
+@pytest.mark.parametrize("at", ["input_layernorm", "mlp.act_fn"])
+def test_a_declared_module_with_another_forward_is_not_what_was_declared(at, declared):
+    """One without weights cannot be tried, either."""
+    stock = tiny.llama(dtype=torch.float64)
+    layer = stock.model.layers[0]
+    holder, _, name = at.rpartition(".")
+    made = Bare() if name == "act_fn" else PlainNorm(layer.get_submodule(at))
+    setattr(layer.get_submodule(holder), name, made)
+    made.forward = over_all_tokens
+    ours = tiny.patched(stock)
+    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
+    assert look(ours.model.layers[0]).reason == f"{at}: its forward is {__name__}'s"
 
 
 def test_a_declaration_wants_a_class():

@@ -158,6 +158,19 @@ def test_frozen_experts_wait_on_the_host():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_call_reads_the_weights_of_its_experts_once(monkeypatch):
+    """Of 4 bits they are dequantised by that."""
+    from hfpatch.parts import experts
+
+    ours = tiny.patched(adapted("qwen3_moe", BY_NAME), checkpointing=hfpatch.Checkpointing(tile=64))
+    calls, reads, run, read = [], [], experts.experts, experts.weights_of
+    monkeypatch.setattr(experts, "experts", lambda *a, **k: calls.append(1) or run(*a, **k))
+    monkeypatch.setattr(experts, "weights_of", lambda *a: reads.append(1) or read(*a))
+    tiny.step(ours, batch())
+    assert calls and len(reads) == len(calls)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_experts_of_four_bits_are_dequantised_once_a_phase(tiles, monkeypatch):
     bnb = pytest.importorskip("bitsandbytes")
     from bitsandbytes.nn import parametrize

@@ -272,6 +272,7 @@ def test_attention_dropout_falls_back_to_whole_layers():
     stock, model = pair(attention_dropout=0.3)
     report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     assert "attention dropout" in str(report)
+    assert "attention_dropout is 0.3" in str(hfpatch.apply(pair(attention_dropout=0.3)[1].eval()))
     ids = tokens()
     torch.manual_seed(2)
     model(ids, labels=ids).loss.backward()
