@@ -32,6 +32,8 @@ from hfpatch.parts.quantised import as_trained, holds_packed
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
 
+SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
+
 
 def rounded(tokens: int) -> int:
     """`tokens` rounded up to a sixteenth of the largest power of two within."""
@@ -337,6 +339,9 @@ class Policies:
             computed=computed, whole=whole, ranks=1 if shards is None else shards.world,
             pieces=self.sequence is not None,
         )  # fmt: skip
+        free = memory.host_free()
+        if free is not None and free < SCARCE_HOST:
+            transfers.pool.give_back()  # host memory is scarce: hold no more than this length takes
         most = self._host_free()
         if most is not None:
             most = min(int(HOST_SHARE * most), PINNED_MOST if policy.keep else most)
