@@ -58,7 +58,7 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
         itemsize = next(stack.parameters()).element_size()
         notes.append(_memory_note(stack.config, shape, settings, itemsize))
     dropout = getattr(stack.config, "attention_dropout", 0.0)
-    if dropout and not stack.training:  # in training mode it is a reason above
+    if dropout:
         notes.append(
             f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
             "of tile by tile."

@@ -84,8 +84,9 @@ def loss_chunk_rows(
     """(rows of the largest chunk of logits, number of chunks) of ops.linear_cross_entropy."""
     row_bytes = -(-shape.vocab_size // 8) * 8 * s
     room = max(row_bytes, workspace - rows * LOSS_BYTES_PER_TOKEN)
-    bounds = chunk_bounds(rows, row_bytes, room)
-    return max(end - start for start, end in bounds), len(bounds)
+    size, count = _chunks(rows, room // row_bytes)
+    last = rows - (count - 1) * size
+    return (max(size, last) if count > 1 else rows), count
 
 
 @lru_cache(maxsize=256)
@@ -104,9 +105,15 @@ def chunk_bounds(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int],
             f"hfpatch: expected at least {row_bytes:,} bytes for the logits of one token, "
             f"workspace_bytes leaves {max(0, room):,}; raise it."
         )
+    size, count = _chunks(rows, most)
+    starts = range(0, count * size, size)
+    return tuple(zip(starts, [*starts[1:], rows]))
+
+
+def _chunks(rows: int, most: int) -> tuple[int, int]:
+    """(rows of all chunks but the last, number of chunks), `most` rows being the longest chunk."""
     size = most // ALIGNED * ALIGNED or most
     count = max(1, -(-(rows - (most - size)) // size)) if rows else 0
     if count > 1 and size > ALIGNED:
         size = min(size, -(-rows // (count * ALIGNED)) * ALIGNED)
-    starts = range(0, count * size, size)
-    return tuple(zip(starts, [*starts[1:], rows]))
+    return size, count
