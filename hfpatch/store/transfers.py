@@ -379,8 +379,10 @@ class FetchQueue(Ring):
         """Whether fetches for `owner` are queued. All are dropped if another layer was promised this
         turn: one pass interleaves graphs that two threads made.
         """
-        if any(one is not owner for one, _ in (*self.under_way, *self.pending)):
-            self.reset()
+        for one, _ in (*self.under_way, *self.pending):
+            if one is not owner:
+                self.reset()
+                break
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:
