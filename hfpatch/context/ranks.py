@@ -182,7 +182,7 @@ def refuse_training_over_a_device_map(training: bool) -> None:
 
 
 def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
-    """Raises ValueError: mixers of tokens other than attention need whole rows. unknown: why the
+    """Raises ValueError: mixers that do not run in tiles through time need whole rows. unknown: why the
     probe could not look for mixers.
     """
     mixes = "mixes tokens by something else than attention too"

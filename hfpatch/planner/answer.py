@@ -31,7 +31,7 @@ class Plan:
         policy: the resolved Policy as a dict, or one word if layers run whole.
         split: gpu_bytes["activations"] by checkpoints, layer, loss and workspace, at the moment of
             the peak.
-        first_step: the extra seconds of the first step (budget/seconds.py).
+        first_step: the extra seconds of the first step (lab/first_step.py).
         frontier: the steps that more or less GPU memory allows (evaluate.frontier_of).
         longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked, and of
             the longest sequences with fewer layers' inputs kept.
