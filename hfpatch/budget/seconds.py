@@ -14,6 +14,7 @@ from hfpatch.budget.formula import ModelShape, StepMemory
 from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import Policy
+from hfpatch.budget.sequence import filled_up, rounds_for, sent_bytes
 from hfpatch.budget.traffic import elementwise
 
 # Bytes per element of a weight gradient that is summed over tiles in float32. The matmul adds into
@@ -42,6 +43,8 @@ class StepTime:
     loss: passes over the logits.
     copy_wait: the part of the host copies and of an engine's gathers that computing does not hide.
     python_wait: waiting for Python to issue the work.
+    exchange: of heads between ranks that share rows: the part that attention does not hide, and
+        the passes over memory that pack it.
     """
 
     matmul: float
@@ -52,6 +55,7 @@ class StepTime:
     loss: float
     copy_wait: float
     python_wait: float
+    exchange: float = 0.0
 
     @property
     def total(self) -> float:
@@ -100,7 +104,26 @@ def step_time(
     total = matmul + attend + fore + back + sums + loss + waits
     wait, computing, moved = _copies(step, link, gathers, total, fore, loss)
     python = _python_wait(step, computing + wait)
-    return StepTime(matmul, attend, waits, fore + back, sums, loss, wait, python), moved
+    # stream_attention means short memory: no exchange runs during another round's attention.
+    hidden = 0.0 if policy.stream_attention else attend
+    sent = exchange_seconds(
+        gpu, shape, flops, hidden, batch=batch, tokens=tokens, itemsize=itemsize
+    )
+    return StepTime(matmul, attend, waits, fore + back, sums, loss, wait, python, sent), moved
+
+
+def exchange_seconds(
+    gpu: Gpu, shape: ModelShape, flops: Flops, hidden: float, *, batch: int, tokens: int, itemsize: int
+) -> float:  # fmt: skip
+    """Seconds of exchanges of heads between ranks that share rows, as far as nothing hides them.
+    hidden: seconds of attention, during which exchanges run."""
+    if shape.ranks == 1:
+        return 0.0
+    forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
+    nbytes = sent_bytes(shape, batch * tokens, itemsize, forwards=forwards)
+    sent, rounds = nbytes / gpu.peer_rate, rounds_for(shape, batch, tokens).count
+    # Nothing hides the first round's exchange. Each exchange is packed before, unpacked after.
+    return max(sent / rounds, sent - hidden) + 4 * nbytes / gpu.memory_rate
 
 
 def _elementwise(step: Step) -> tuple[float, float]:

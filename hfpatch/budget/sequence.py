@@ -115,3 +115,20 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
             batch * tokens * (shape.kv_size + shape.v_size) * max(4, s)
         )  # dk and dv of this rank's tokens, in float32
     return now
+
+
+def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
+    """Bytes that a rank sends to the others in one step. rows: tokens of one rank. forwards:
+    attention forwards per layer.
+    """
+    rounds = rounds_for(shape, 1, rows)
+    q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size
+    keys = (
+        (shape.kv_size + shape.v_size)
+        / shape.num_kv_heads
+        * rounds.own
+        // rounds.repeat
+        * shape.ranks
+    )
+    once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)
+    return int(rows * s * once * shape.num_layers * (shape.ranks - 1) / shape.ranks)

@@ -139,7 +139,7 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
     link in a step. Adds those of the image tower.
     """
     stays, tower = stays_of(run, placement, policy), run.tower
-    seconds, step_flops, model_flops = dict(vars(time)), flops.total, flops.model
+    seconds, step_flops, model_flops = time.parts(), flops.total, flops.model
     if tower is not None:
         asked = run.batch, run.checkpointing, bool(run.shape.adapters)
         memory, own = tower.beside(memory, *asked), tower.flops(*asked)

@@ -2,7 +2,7 @@
 between GPUs; of transformers' own layers; of a simulated step. Standard library only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfpatch.budget.copies import passes_wait
 from hfpatch.budget.flops import Flops
@@ -10,8 +10,14 @@ from hfpatch.budget.formula import ModelShape, StepMemory
 from hfpatch.budget.hardware import HOST_BYTES_PER_SECOND, Gpu
 from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.seconds import HOST_SECONDS_PLAIN, StepTime, step_time, tails, work_seconds
-from hfpatch.budget.sequence import filled_up, rounds_for
+from hfpatch.budget.seconds import (
+    HOST_SECONDS_PLAIN,
+    StepTime,
+    exchange_seconds,
+    step_time,
+    tails,
+    work_seconds,
+)
 from hfpatch.lab.stock import (
     STOCK_CHECKPOINTING,
     STOCK_LOGIT_BYTES,
@@ -27,13 +33,17 @@ class RunTime(StepTime):
     """Seconds of one step on one GPU, of a whole run.
 
     optimizer: gradient norm, clipping and the optimizer's step.
-    exchange: of heads between ranks that share rows: the part that attention does not hide, and
-        the passes over memory that pack it. With an engine also the first layer's gather and the
-        last layer's gradients, which nothing can hide.
+    exchange: with an engine also the first layer's gather and the last layer's gradients, which
+        nothing can hide.
     """
 
     optimizer: float = 0.0
-    exchange: float = 0.0
+
+    def parts(self) -> dict[str, float]:
+        """The seconds by name, exchanges last."""
+        found = dict(vars(self))
+        exchange = found.pop("exchange")
+        return found | {"exchange": exchange}
 
 
 def run_time(
@@ -42,8 +52,6 @@ def run_time(
 ) -> tuple[RunTime, int]:  # fmt: skip
     """(the step's seconds, its bytes over the host link). policy: as in lab/stock.py."""
     sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
-    # stream_attention means short memory: no exchange runs during another round's attention.
-    streams = isinstance(policy, Policy) and policy.stream_attention
     if policy in STOCKS:
         again = policy == STOCK_CHECKPOINTING
         time, moved = _stock_time(gpu, flops, again, shape, stays, **sizes), 0
@@ -52,8 +60,10 @@ def run_time(
         engine = {"link": stays.link, "gathers": stays.gathers}
         time, moved = step_time(gpu, flops, memory, policy, shape, **sizes, **engine)
     optimizer = optimizer_seconds(gpu, memory, stays)
-    exchange = _exchange(gpu, shape, flops, stays, 0.0 if streams else time.attention, **sizes)
-    return RunTime(**vars(time), optimizer=optimizer, exchange=exchange), moved + stays.link
+    time = replace(
+        time, exchange=time.exchange + 2 * stays.gathers / shape.num_layers / gpu.peer_rate
+    )
+    return RunTime(**vars(time), optimizer=optimizer), moved + stays.link
 
 
 def optimizer_seconds(gpu: Gpu, memory: StepMemory, stays: Resident) -> float:
@@ -87,7 +97,9 @@ def _stock_time(
     copies = (0, third), (third, third)
     wait, *passes = passes_wait(gpu, flops, total, fore, *copies, gathers=stays.gathers)
     python = max(0.0, shape.num_layers * HOST_SECONDS_PLAIN - sum(passes) - wait)
-    return StepTime(matmul, attend, waits, fore + back, 0.0, loss, wait, python)
+    sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
+    sent = exchange_seconds(gpu, shape, flops, attend, **sizes)
+    return StepTime(matmul, attend, waits, fore + back, 0.0, loss, wait, python, sent)
 
 
 def counted_time(
@@ -117,37 +129,3 @@ def counted_time(
     wait, *_ = passes_wait(gpu, flops, total, fore, up, down, files, stays.gathers)
     optimizer = optimizer_seconds(gpu, memory, stays)
     return RunTime(matmul, attend, waits, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
-
-
-def _exchange(
-    gpu: Gpu, shape: ModelShape, flops: Flops, stays: Resident, hidden: float, *,
-    batch: int, tokens: int, itemsize: int,
-) -> float:  # fmt: skip
-    """Seconds of exchanges between GPUs that nothing hides. hidden: seconds of attention, during
-    which exchanges run."""
-    exchange = 2 * stays.gathers / shape.num_layers / gpu.peer_rate
-    if shape.ranks > 1:
-        forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
-        nbytes = sent_bytes(shape, batch * tokens, itemsize, forwards=forwards)
-        sent, rounds = nbytes / gpu.peer_rate, rounds_for(shape, batch, tokens).count
-        # Nothing hides the first round's exchange. Each exchange is packed before, unpacked after.
-        exchange += max(sent / rounds, sent - hidden)
-        exchange += 4 * nbytes / gpu.memory_rate
-    return exchange
-
-
-def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
-    """Bytes that a rank sends to the others in one step. rows: tokens of one rank. forwards:
-    attention forwards per layer.
-    """
-    rounds = rounds_for(shape, 1, rows)
-    q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size
-    keys = (
-        (shape.kv_size + shape.v_size)
-        / shape.num_kv_heads
-        * rounds.own
-        // rounds.repeat
-        * shape.ranks
-    )
-    once = forwards * (q + keys + v) + (q + 2 * v + keys) + (q + keys)
-    return int(rows * s * once * shape.num_layers * (shape.ranks - 1) / shape.ranks)

@@ -179,7 +179,9 @@ def error(row: Row, ratio: float | None = None) -> float:
 
 def line(row: Row) -> str:
     time, miss = planned(row), error(row)
-    parts = ", ".join(f"{k.replace('_', ' ')} {v:.2f}" for k, v in vars(time).items() if v >= 0.005)
+    parts = ", ".join(
+        f"{k.replace('_', ' ')} {v:.2f}" for k, v in time.parts().items() if v >= 0.005
+    )
     numbers = (
         f"{row.seconds:.2f} | {time.total:.2f} | {miss:+.0%}{' **miss**' * (abs(miss) > MOST)}"
     )

@@ -17,6 +17,7 @@ from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
 from hfpatch.budget.seconds import step_time
+from hfpatch.budget.sequence import sent_bytes
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
 from hfpatch.lab.presets import preset_config
@@ -29,7 +30,7 @@ from hfpatch.parallel.shards import Shards
 from hfpatch.planner.clocked import clock
 from hfpatch.planner.placements import Resident
 from hfpatch.planner.plan import plan
-from hfpatch.planner.seconds import run_time, sent_bytes
+from hfpatch.planner.seconds import run_time
 from hfpatch.store.transfers import Transfers
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it

@@ -8,11 +8,11 @@ import tiny
 import hfpatch
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
+from hfpatch.budget.sequence import sent_bytes
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as command
 from hfpatch.lab.models import resolve
 from hfpatch.planner.placements import resident
-from hfpatch.planner.seconds import sent_bytes
 
 M = 1 << 20
 EIGHT = {"gpus": 8, "gpu": "h100", "host_ram": "2048GiB"}
