@@ -7,6 +7,8 @@ unknown here, and configs that name another backend (deepgemm, sonicmoe, batched
 own function.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -109,6 +111,8 @@ def run(
     if weights is None:
         return experts_as_named(module, hidden_states, top_k_index, top_k_weights)
     w1, w2 = weights
+    if layout.activation == CLAMPED:  # numbers count as they are at the call
+        layout = replace(layout, alpha=module.alpha, limit=module.limit)
     biases = {}
     if module.has_bias:
         biases = {"b1": module.gate_up_proj_bias, "b2": module.down_proj_bias}
