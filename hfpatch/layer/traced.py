@@ -295,7 +295,9 @@ class Traced(LayerParts):
             """
             ys, dys = list(parts), list(grads)
             for asked, dsinks_H in zip(self.asked, dsinks or ()):
-                ys.append(asked.sinks_H)
+                # A block's call has those of the forward, a leaf outside of this graph.
+                at = self.block.attn if self.is_block and dsinks_H is not None else None
+                ys.append(asked.sinks_H if at is None else at.sinks)
                 dys.append(dsinks_H)
             self._walk(ys, dys)
             return x.grad

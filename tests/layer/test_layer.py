@@ -889,3 +889,19 @@ def test_values_for_the_host_between_compiled_graphs():
         return ToHost(lambda t: (t != -100).sum(), x).get()
 
     assert torch.compile(labelled, backend="eager")(torch.tensor([1, -100, 2])) == 2
+
+
+@pytest.mark.parametrize("tile", [8, 64])
+def test_sinks_get_their_gradient_from_the_layers_function(tile):
+    """Not from a graph of a tile, of which torch.autograd.grad and an engine's hooks know nothing."""
+    model = small_model("gpt_oss", torch.float32)
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile))
+    ids, seen = tokens(1, 30) % model.config.vocab_size, []
+    sinks = [layer.self_attn.sinks for layer in model.model.layers]
+    found = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, sinks)
+    for one in sinks:
+        one.register_hook(seen.append)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert len(seen) == len(sinks) and all(x is not None for x in seen)
+    for grad, one in zip(found, sinks):
+        torch.testing.assert_close(one.grad, grad)
