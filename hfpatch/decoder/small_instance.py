@@ -4,6 +4,7 @@ of each kind.
 
 import copy
 import inspect
+import re
 from contextlib import contextmanager, suppress
 from itertools import product
 
@@ -180,6 +181,7 @@ def _rope_tables(config) -> list[dict]:
     ]
 
 
+_PEFTS = re.compile(r"\.(base_layer|original_module)\b")
 _NO_KIND = {"training", "gradient_checkpointing", "layer_idx", *SIZES}
 
 
@@ -200,17 +202,19 @@ def kind_of(layer: nn.Module) -> tuple:
         return tuple(sorted((n, told(n, v)) for n, v in plain
                             if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
 
-    # Adapters, quantised projections and torch's own modules do not change a layer's kind.
+    # Adapters, copies of modules that PEFT trains, quantised projections and torch's own modules do
+    # not change a layer's kind.
     home = type(layer).__module__.split(".")[0]
     own = (
-        (name, kind, m)
+        (_PEFTS.sub("", name), kind, m)
         for name, m in layer.named_modules()
         if (kind := class_of(m)).__module__.split(".")[0] == home
+        and ".modules_to_save." not in name
     )
     return tuple(
-        (name.replace(".base_layer", ""), vars(kind).get("_hfpatch_base", kind), settings(m))
+        (name, vars(kind).get("_hfpatch_base", kind), settings(m))
         for name, kind, m in own
-        if "experts." not in name.replace(".base_layer", "")
+        if "experts." not in name
     )
 
 

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import replace
 
 import families
+import peft
 import pytest
 import tiny
 import torch
@@ -371,3 +372,29 @@ def test_a_masks_shape_is_told_without_its_values():
     mask = Mask(Batch(2, 2**20, torch.device("cpu")))
     assert mask.shape == mask.size() == (2, 1, 2**20, 2**20) and mask.dim() == mask.ndim == 4
     assert mask.device.type == "cpu" and mask.dtype == torch.bool and mask.size(-1) == 2**20
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp", "linear_attn"])
+def test_copies_that_peft_trains_leave_documents_apart(name):
+    """PEFT's wrappers from before apply() do not make another kind of layer."""
+    model = families.small_model("qwen3_5_text")
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=[name])
+    model = peft.get_peft_model(model, config).double()
+    one, two = batch(64), batch(64)
+    hfpatch.apply(model, checkpointing=tiny.TILED)
+    both = {"input_ids": torch.cat([one["input_ids"], two["input_ids"]], 1)}
+    both["position_ids"] = torch.arange(64).repeat(1, 2).expand(len(both["input_ids"]), -1)
+    with torch.no_grad():
+        apart = [model(input_ids=x["input_ids"], use_cache=False).logits for x in (one, two)]
+        packed = model(**both, use_cache=False).logits
+    torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_packed_rows_are_refused_in_a_layer_whose_kind_the_small_instance_lacks(monkeypatch):
+    monkeypatch.setattr("hfpatch.decoder.verdict._answer", lambda *a: None)
+    model = families.small_model("qwen3_5_text")
+    hfpatch.apply(model, checkpointing=tiny.TILED)
+    given = batch(64)
+    given["position_ids"] = torch.arange(32).repeat(1, 2).expand(len(given["input_ids"]), -1)
+    with pytest.raises(ValueError, match="one document a row"):
+        model(**given, use_cache=False)
