@@ -105,15 +105,18 @@ def _segments(policy: Policy, layers: int) -> int:
 def weight_bytes(shape: ModelShape, policy: Policy, itemsize: int = 2) -> tuple[int, int]:
     """Bytes of frozen weights that come from the host: (in forward, in backward).
 
-    Two layers' weights fit the device at once, so backward starts with the last two already there,
-    and a segment that ran again still has its last two.
+    Two layers' weights fit the device at once. Backward starts with the last two there, and so does
+    that of a segment which has run again.
     """
     if policy.frozen_weights != "host":
         return 0, 0
     forward, n = shape.over(lambda i: shape.frozen_bytes_of(i, itemsize)), shape.num_layers
     every = min(policy.every, n)
-    again = n if every == 1 else n // every * max(1, 2 * every - 2)
-    return forward, forward * max(0, again - 2) // n
+    last = n % every or every  # layers of the last segment
+    again = n - 2
+    if every > 1:
+        again = (n - last) // every * (2 * every - 2) + (2 * last - 2 if last > 2 else 0)
+    return forward, forward * max(0, again) // n
 
 
 def passes_wait(

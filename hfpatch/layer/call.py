@@ -53,6 +53,7 @@ class LayerCall(Kept):
     position: int = 0  # in its segment
     # the policy's by_group, if this call can: q, k, v, out and their gradients wait in the tier
     by_group: bool = False
+    rerun_from: object = None  # the segment's first layer, None in a call that begins one
     previous: object = None  # weak reference to the previous call, whose backward is next
 
     def release(self) -> None:
@@ -238,6 +239,8 @@ class LayerCall(Kept):
         self.begin_passes()
         before = None if self.previous is None else self.previous()
         following = None if before is None else before.layer
+        if following is not None and before.x is None:
+            following = before.rerun_from
         streamed = self.runtime.weights.again(self.layer, following)
         several = len(self.bounds) > 1
         for mixer in self.attention.mixers:

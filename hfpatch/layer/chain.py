@@ -43,6 +43,7 @@ class Chain:
             shares = shares and not (x.is_leaf or gradient_is_watched(x))
             if shares and call.joins(before):
                 call.earlier, call.position = before, before.position + 1
+                call.rerun_from = before.rerun_from or before.layer
 
     def _before(self, x: Tensor) -> LayerCall | None:
         """The last call, if x is its output as it left it."""

@@ -20,7 +20,11 @@ from transformers import LlamaForCausalLM
 
 import hfpatch
 from hfpatch.attention import heads
+from hfpatch.budget.adapters import Adapters
+from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.shape import ModelShape
 from hfpatch.layer import policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
@@ -104,6 +108,24 @@ def test_steps_are_those_of_weights_that_stay(settings):
     frozen = [p for p in ours.base_model.model.model.layers.parameters() if not p.requires_grad]
     assert weights.host_bytes >= sum(p.numel() * p.element_size() for p in frozen) > LAYERS * 1000
     assert weights.slot_bytes * LAYERS < 1.1 * weights.host_bytes
+
+
+@pytest.mark.parametrize("layers, every", [(6, 1), (6, 2), (7, 2), (6, 3), (8, 3), (6, 4)])
+def test_weights_are_fetched_as_often_as_a_plan_has_it(layers, every):
+    """(7, 2), (8, 3), (6, 4): the last segment is shorter, and its weights are there already."""
+    ours = patched(adapted(tiny.llama(num_hidden_layers=layers)), offload="gpu", every=every)
+    tiny.step(ours, tiny.labelled())
+    transfers, calls = streams(ours).transfers, []
+    fetch = transfers.fetch
+    transfers.fetch = lambda *a: (calls.append(a), fetch(*a))[1]
+    loss = ours(**tiny.labelled()).loss
+    forward = len(calls)
+    loss.backward()
+    shape = dataclasses.replace(ModelShape.from_config(ours.config), adapters=Adapters(4))
+    one = shape.frozen_bytes_of(0, 4)
+    policy = Policy("gpu", every=every, frozen_weights="host")
+    moved = [forward, len(calls) - forward]
+    assert [n // one for n in weight_bytes(shape, policy, 4)] == moved
 
 
 def test_a_fetch_that_is_cut_short_loses_no_slot(monkeypatch):
