@@ -159,7 +159,7 @@ def tried(
     tokens: int,
     groups: int,
 ) -> Trial:
-    """Times every backend on this CUDA device, and prints one line.
+    """Times the backends in CANDIDATES on this CUDA device, and prints one line.
 
     Forward takes all heads, backward one of `groups` groups of heads at a time. A backend is left
     out if it raises, or if it differs by more than rounding from the first that runs.

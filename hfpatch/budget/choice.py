@@ -80,7 +80,7 @@ class Budget:
         return self.device is None or option.device + reserve(option.device) <= self.device
 
     def admits_host(self, option: Option) -> bool:
-        # Pinning must not take longer than the time that it saves.
+        # A policy that keeps more only to save time has the lower limit: pinning costs time too.
         limits = (self.host, self.pinned if option.policy.keep else None)
         return option.host <= min((n for n in limits if n is not None), default=option.host)
 

@@ -159,8 +159,8 @@ def unplanned(
     sums: int = 0,
     short: bool = False,
 ) -> Policy:
-    """The policy of layers whose sizes no closed form describes: everything worth keeping goes to
-    the host.
+    """The policy of layers whose sizes no closed form describes. What it keeps goes to the host,
+    unless the settings name another place.
 
     Args:
         rows: tokens of the batch.

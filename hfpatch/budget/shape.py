@@ -231,8 +231,8 @@ class ModelShape(Layout, Parameters):
 
     @property
     def whole_because(self) -> str:
-        """The reason why its layers may run whole on a GPU: no kernel known to run there has a
-        backward for its attention. "" if they are tiled.
+        """The reason why its layers run whole on a GPU, if no kernel known to run there has a
+        backward for its attention; else "".
         """
         width = max(self.head_dim, self.v_head_dim)
         return (

@@ -1,5 +1,5 @@
 """Every private name of torch, transformers, accelerate, DeepSpeed, TRL and PEFT that the core
-needs: one function for each, with a fallback or an error for a version without the name. What the
+needs, one function for each, with a fallback or an error for a version without the name. What the
 lab or the trainer alone needs is in lab/compat.py and trainer/compat.py.
 
 tests/test_compat.py removes each name in turn, and finds private names elsewhere. Names are looked

@@ -2,8 +2,9 @@
 
 N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements
 (4 with the residual), backward 3 ND (4 with dsum). Beyond D = 8,192 the backward spills some
-registers; such a model's matmuls take a few hundred times as long. Each backward program walks its own rows, keeps
-its share of dW in registers and writes it once, as one row of [P, D] float32 that torch then sums.
+registers; such a model's matmuls take a few hundred times as long. Each backward program walks its
+own rows, keeps its share of dW in registers and writes it once, as one row of [P, D] float32 that
+torch then sums.
 """
 
 import torch

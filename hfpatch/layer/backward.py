@@ -23,9 +23,10 @@ the store during C if the policy has "offload_dx".
 
 Kept values are not recomputed: q, k and v replace B; the residual after attention ("mid") replaces
 the projection before it, and x in A. If attention's outputs were not kept, B comes first, then the
-attention forward. With a single tile x stays from the first phase to the last, and the graph that B
-builds serves D: B then comes before A. If the device is short, tensors with heads lie in the store,
-and B to D read a group of heads or a tile (attention/head_groups.py).
+attention forward. With a single tile x stays from the first phase to the last. Unless q, k and v
+were kept, B then comes before A, and the graph that B builds serves D. If the device is short,
+tensors with heads lie in the store, and B to D read a group of heads or a tile
+(attention/head_groups.py).
 """
 
 from dataclasses import dataclass
@@ -69,15 +70,15 @@ class Backward:
     dsinks: list | None = None
     back: object = None
 
-    def run(self, dy: Tensor, private: bool, before) -> Tensor | None:
-        """Runs the phases. Returns dx or None. before: the call whose backward is next; its first
-        tiles are prefetched.
+    def run(self, dy: Tensor, private: bool, next_call) -> Tensor | None:
+        """Runs the phases. Returns dx or None. next_call: the call whose backward is next; its
+        first tiles are prefetched.
         """
         call = self.call
         self.single, self.passes = len(call.bounds) == 1, iter(call.passes)
         self.lse_ticket, self.qkv_ticket = call.ticket(call.lses), call.ticket(call.qkv)
-        if before is not None and before.earlier is None:
-            before.prefetch()  # queued behind this call's fetches
+        if next_call is not None and next_call.earlier is None:
+            next_call.prefetch()  # queued behind this call's fetches
         if self.single:
             held = call.tiles(next(self.passes))
             self.stays = [next(held)]

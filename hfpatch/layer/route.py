@@ -23,8 +23,8 @@ from hfpatch.layer.adapters import TOLD
 from hfpatch.layer.condition import Condition
 from hfpatch.layer.parts import keepable
 
-# The stack gave no description of this batch (generation, evaluation, a caller's own mask). If that
-# matters, the stack has printed the reason.
+# The reason of a call without a description of its tokens (generation, evaluation, a caller's own
+# mask). The report leaves it out: the stack has printed why, if it matters.
 NOT_DESCRIBED = "not described"
 KEEPS = "keys and values come with the batch, or are to be kept (prefix tuning, use_cache=True)"
 
@@ -69,8 +69,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """transformers' own forward: no gradient is needed, a KV cache or an adapter forbids tiles, or
-    the policy `keeps` lets the layer keep everything.
+    """transformers' own forward. reason: why the call is not tiled, None if it may be. keeps: the
+    policy by which this layer keeps everything, else None.
     """
 
     reason: str | None = None

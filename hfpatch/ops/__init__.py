@@ -1,6 +1,7 @@
 """The fused operations, usable on their own.
 
-Each file has the plain-torch version, the op, its fake and its autograd.
+A public file has one operation: its plain-torch version, the op, its fake and its autograd. Files
+whose name begins with an underscore have pieces of them.
 """
 
 from hfpatch.ops._linear_ce_shards import VocabShard

@@ -53,7 +53,7 @@ def whole_lse(lse_2N: Tensor, outer: float) -> Tensor:
 def loss_factors(
     dloss_C: Tensor, lse_2C: Tensor, outer: float, smoothing: float, z_loss: float, vocab_size: int
 ) -> Tensor:
-    """The factors rows_KC of `cross_entropy_chunk_bwd_`, from the upstream gradient of each loss."""
+    """The factors rows_KC of `cross_entropy_chunk_bwd_`, from each loss's upstream gradient."""
     p_C = dloss_C + dloss_C * (2.0 * z_loss * whole_lse(lse_2C, outer))
     factors = [lse_2C[0], p_C * lse_2C[1].neg().exp(), dloss_C * (1.0 - smoothing)]
     if smoothing:

@@ -1,8 +1,8 @@
 """A mixture of experts: each token runs through the gated MLPs that its router chose, and their
 weighted outputs are summed.
 
-Legend: N tokens, K experts a token, S = N*K routed rows sorted by their expert, E experts, D hidden,
-F intermediate, r rank of an adapter. offs_E: the end of each expert's rows.
+Legend: N tokens, K experts a token, S = N*K routed rows sorted by their expert, E experts, D
+hidden, F intermediate, r rank of an adapter. offs_E: the end of each expert's rows.
 
     a = act(x W1^T + b1) * w        y = sum over K of (a W2^T + w b2)
 The routing weight comes before W2: its gradient is then <act, da>, so the backward needs no output

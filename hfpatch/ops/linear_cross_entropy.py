@@ -182,8 +182,8 @@ def linear_cross_entropy(
             linear_cross_entropy_ref.
 
     torch.nn.functional.linear_cross_entropy (torch 2.13) also works in chunks. Prefer it for class
-    probabilities or weights, several label dimensions, or (with options=None) second derivatives and
-    torch.func. It has no num_items, softcap, z_loss or shift, sends ignored tokens through every
+    probabilities or weights, several label dimensions, or (with options=None) second derivatives
+    and torch.func. It has no num_items, softcap, z_loss or shift, sends ignored tokens through every
     matmul, returns to whole logits for label smoothing, refuses a second backward unless asked, and
     by default sums the gradient of a 16-bit weight in 16 bits on CUDA.
 

@@ -1,8 +1,8 @@
 """Evaluates one run under one placement: its policy, bytes and seconds. Finds the best placement
 and the longest sequence that fits.
 
-Bytes come from budget/formula.py, which chooses the layers' policy at run time too. Seconds come
-from budget/seconds.py. No torch.
+budget/choice.py chooses the layers' policy, at run time too, with the bytes of budget/formula.py and
+the seconds of budget/seconds.py. No torch.
 """
 
 from dataclasses import replace

@@ -14,9 +14,9 @@ Which waits for which:
     ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
                  slot's next fetch             ticket is freed
 
-The host waits for files only, in settle(), which starts the copies to them: work launched before
-hides them. A later settle() hides a copy behind more work but keeps its source in memory longer:
-the caller limits the bytes of sources.
+Of these steps only settle() makes the host wait, and only for files: it starts the copies to them,
+which the work launched before hides. A later settle() hides a copy behind more work but keeps its
+source in memory longer: the caller limits the bytes of sources.
 
 This module never calls `record_stream`: the caching allocator would hold freed blocks until the
 host has seen an event, and a host that runs ahead sees it late. Instead, the stream that allocated
@@ -158,8 +158,8 @@ class Transfers:
 
     # -- to the tier -------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
-        """Starts the copy of x [B, T, ...]; x itself stays alive until settle(). On the device a view
-        is copied, so that it keeps no other memory alive.
+        """Starts the copy of x [B, T, ...]. x itself stays alive until settle(). On the device a
+        view is copied, so that it keeps no other memory alive.
         """
         if self.tier == "gpu":
             part = x.untyped_storage().nbytes() > x.numel() * x.element_size()
@@ -376,8 +376,8 @@ class FetchQueue(Ring):
             self.pending.popleft()
 
     def is_for(self, owner) -> bool:
-        """Whether fetches for `owner` are queued. All are dropped if another layer was promised this
-        turn: one pass interleaves graphs that two threads made.
+        """Whether fetches for `owner` are queued. All are dropped if the first in the queue is
+        another layer's: one pass interleaves graphs that two threads made.
         """
         for one, _ in (*self.under_way, *self.pending):
             if one is not owner:
