@@ -1,7 +1,8 @@
 """`apply(model)` gives a model's modules their fused classes; `undo(model)` restores the old ones.
 
-Only `module.__class__` and a few `_hfpatch_*` attributes change. Parameters, hooks, names and
-checkpoints stay the same.
+Classes and attributes named `_hfpatch_*` change, and two marks that DeepSpeed and DDP read. A
+forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
+same.
 """
 
 from collections import Counter

@@ -38,7 +38,7 @@ class LayerParts:
             Weight gradients go to WeightGradients.add.
         batch: context.masks.Batch.
         asked: scale, pattern and sinks of each attention call; mixers: modules that mix tokens
-            otherwise, over whole rows.
+            otherwise; they run between `before` and `after`.
         places: indices, in the result of `before`, of keys and values for later layers; leaves:
             whether there may be some.
         autocast: autocast's dtype in forward, and whether it cached casts.

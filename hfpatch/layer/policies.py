@@ -71,7 +71,8 @@ class Policies:
         policies: by batch shape; queues: by (device, tier), each with transfers of its own.
         shards: how tensor-parallel ranks share a layer's input, or None.
         rooms: the memory budget of each device, None if its free memory is unknown.
-        planned: bytes on the device, by the closed form; by policy, B and T.
+        planned: (policy, B, T) -> bytes that a step takes on the device, by the closed form; without
+            one, a bound from the last measured step.
         opened: shapes whose host memory is reserved.
         loss_bytes: the workspace of the current step's loss.
         spare: bytes that the sources of copies may take when the current layer ends.

@@ -45,8 +45,8 @@ class StreamedWeights:
         self.transfers: Transfers | None = None
         self.ring: Ring | None = None
         self.tickets: dict[int, Ticket] = {}  # fetches into the slots, the oldest first
-        # The layer that the previous forward prefetched. Only that layer uses a slot's content; for
-        # any other all slots are copied anew, so that edits to weights at rest count.
+        # The layer that the previous forward prefetched. A forward of any other layer drops all slots
+        # first, so that edits to weights at rest count.
         self.prefetched: int | None = None
         # one thread at a time uses slots and moves parameters, for as long as a layer runs
         self.lock = threading.RLock()

@@ -34,7 +34,7 @@ class Traced(LayerParts):
     """One call of any layer.
 
     asked: scale, pattern and sinks of each attention call, as of the last `pre`; mixers: modules
-    that run over whole rows; beside: the layer's further return values, with _TENSOR for tensors,
+    that mix tokens otherwise; beside: the layer's further return values, with _TENSOR for tensors,
     or None if it returns only its output; records: keys of what else transformers records inside
     the layer (router logits).
     """

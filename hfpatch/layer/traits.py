@@ -11,7 +11,7 @@ OTHER_MIXER = "it mixes tokens by something else than attention"
 
 @dataclass(frozen=True)
 class LayerTraits:
-    """The traits of a class of layers, from decoder/verdict.py or from the layer's first call.
+    """The traits of a class of layers, found at apply() by decoder/verdict.py.
 
     Attributes:
         attention: names of the modules that called attention, in order.

@@ -4,7 +4,7 @@ skipped.
 Two examples. The last projection in `post` is added to the residual, and no gradient reads the sum.
 A q or k projection in `pre` is rotated, and the rotation's backward reads only the angles. Such a
 Linear returns one constant row, expanded over all tokens, and keeps its ordinary backward, so every
-gradient stays the same to the bit. A probe finds these Linears (decoder/verdict.py).
+gradient stays the same to the bit. decoder/probe.py finds these Linears.
 
 Under LoRA the base Linear is skipped; the adapter's own value is still added. A rotation of
 constants returns constants.

@@ -1,7 +1,7 @@
 """Tensors that wait for a backward: on the device, in pinned host memory, or in files on a disk.
 
-Three streams work for a device: compute, to_host (copies to the store) and to_device (copies back).
-Which waits for which:
+Beside a device's compute stream each Transfers has two: to_host (copies to the store) and to_device
+(copies back). Which waits for which:
 
     save(x)      to_host waits for compute     x is complete, and the block's last reader is done
                  copy x -> block on to_host    (its ticket ended with a wait, see below)
@@ -14,9 +14,10 @@ Which waits for which:
     ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
                  slot's next fetch             ticket is freed
 
-Of these steps only settle() makes the host wait, and only for files: it starts the copies to them,
-which the work launched before hides. A later settle() hides a copy behind more work but keeps its
-source in memory longer: the caller limits the bytes of sources.
+The host waits only for files: in settle() and fetch() for a free buffer to write from, in
+ticket.wait() for the read. settle() starts the copies to files, which the work launched before
+hides. A later settle() hides a copy behind more work but keeps its source in memory longer: the
+caller limits the bytes of sources.
 
 This module never calls `record_stream`: the caching allocator would hold freed blocks until the
 host has seen an event, and a host that runs ahead sees it late. Instead, the stream that allocated
