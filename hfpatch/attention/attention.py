@@ -133,8 +133,9 @@ def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
 
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:
-    """The backend for a pattern. On a GPU FA2's own entry serves documents and windows; blocks
-    serve patterns without a kernel; otherwise `backend`, the choice of `pick`.
+    """The backend for a pattern. On a GPU: blocks for what no kernel serves, flex for soft caps and
+    for hidden keys of wide heads, efficient above WIDEST_HEAD, FA2's own entry for documents and
+    windows, flash in place of cuDNN and FA3 for widened heads, else `backend`, the choice of `pick`.
     """
     if backend in ("blocks", "flex"):
         return backend

@@ -3,10 +3,11 @@ T] mask.
 
 One rule serves every family. Without a mask and without a cache, a document starts wherever a
 position is not its predecessor plus 1 (transformers' rule for sdpa). With a 2D mask or a cache
-transformers reads the mask alone; here a document starts where the positions of the visible tokens
-restart. Jumps (PoSE), fractions (interpolation) and repeats start none, so such rows equal
-transformers. Packed rows stay isolated, where transformers lets their documents see each other. No
-token sees a masked token; before a row's first visible token a masked token also sees no other.
+transformers reads the mask alone. Here a document then starts where the positions of the visible
+tokens restart: at a smaller one, or at the row's least again. Jumps (PoSE), fractions
+(interpolation) and other repeats start none, so such rows equal transformers. Packed rows stay
+isolated, where transformers lets their documents see each other. No token sees a masked token;
+before a row's first visible token a masked token also sees no other.
 """
 
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ class Policies:
 
     Attributes:
         checkpointing: the user's settings.
-        shape: the model's, None if its layers are not Llama's (their inputs are kept whole).
+        shape: the model's sizes, None if no closed form describes it (then room.without_shape).
         n_layers: how many layers share this runtime.
         policies: by batch shape; queues: by (device, tier), each with transfers of its own.
         shards: how tensor-parallel ranks share a layer's input, or None.

@@ -275,8 +275,10 @@ class Transfers:
         ticket = Ticket(device, self.to_device, tensors, slot, free)
         if not copies:
             return ticket
-        # The memory comes from the compute stream's allocator, and earlier kernels there may still
-        # use it. This wait includes the one of settle(), so the data to read has been written.
+        # New memory comes from the compute stream's allocator, and earlier kernels there may still
+        # use it. That wait includes the one of settle(), so the data to read has been written. A
+        # slot's last use may be older: there the caller orders the write (FetchQueue.begin,
+        # LayerCall._materialise).
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             self._write()  # a read waits for the writes that it finds started
