@@ -128,4 +128,6 @@ def counted_time(
     total = matmul + attend + fore + back + waits
     wait, *_ = passes_wait(gpu, flops, total, fore, up, down, files, stays.gathers)
     optimizer = optimizer_seconds(gpu, memory, stays)
-    return RunTime(matmul, attend, waits, fore + back, 0.0, 0.0, wait, 0.0, optimizer)
+    return RunTime(
+        matmul, attend, waits, fore + back, 0.0, 0.0, wait, python_wait=0.0, optimizer=optimizer
+    )

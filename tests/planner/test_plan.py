@@ -515,6 +515,7 @@ def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
     assert "simulated" in answer["why"] and answer["gpu_bytes"]["activations"] > 2 * 2048 * 64 * 2
     bytes_moved = answer["seconds"]["elementwise"] * GPUS["h100"].bandwidth
     assert bytes_moved > 2 * 2048 * (40 * 64 + 10 * 128 + 5 * 512) and answer["step_seconds"] > 0
+    assert answer["seconds"]["optimizer"] > 0 and answer["seconds"]["exchange"] == 0  # one GPU
 
 
 FREE = {
