@@ -24,14 +24,14 @@ def main(args) -> int:
 
     cuda = torch.cuda.is_available()
     small = args.small or not cuda
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)  # first: a wrong path fails before the work
     if small and not args.small:
         _say("no GPU that torch can use is here: small sizes, on the CPU")
     proof = prove(
         torch.device("cuda" if cuda else "cpu"), small=small, seconds=args.seconds, say=_say,
         rates=measure_this if cuda and not small else None,
     )  # fmt: skip
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     (out / PAGE).write_text(page(proof), encoding="utf-8")
     (out / ROW).write_text(json.dumps(row(proof), indent=1) + "\n", encoding="utf-8")
     for check in proof.failed:

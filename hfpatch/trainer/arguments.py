@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import traceback
 import typing
 from contextlib import contextmanager
@@ -240,6 +241,7 @@ def apply_options(model: ModelArguments) -> bool | dict:
 
 
 def _refuse(message, where=""):
+    message = re.sub(r"^argument (--\w+)(/--[\w-]+)+", r"argument \1", message)  # one spelling
     raise ValueError(f"hfpatch: {where}{message}; see {config_file.typed()} --help.")
 
 

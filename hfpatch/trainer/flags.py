@@ -13,16 +13,12 @@ from hfpatch.lab.presets import PRESETS
 from hfpatch.planner.placements import FLOAT8_RECIPES
 from hfpatch.trainer.data_files import FORMATS
 
-# Our flags -> their other spellings, which are TRL's, with underscores or dashes between the words.
+# Our flags -> their other spellings, which are TRL's.
 SPELLINGS = {
     "seq_len": ["seq_length", "max_length"],
     "text_field": ["dataset_text_field"],
     "chat_template": ["chat_template_path"],
     "pad_multiple": ["pad_to_multiple_of"],
-}
-SPELLINGS = {
-    flag: [*names, *("--" + name[2:].replace("_", "-") for name in names)]
-    for flag, names in SPELLINGS.items()
 }
 
 

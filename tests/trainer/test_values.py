@@ -87,7 +87,7 @@ def test_json_values_and_flags_that_win(read):
         ("impl: ours", "run.yaml: argument --impl: invalid choice: 'ours'"),
         (
             "max_steps: many",
-            "run.yaml: argument --max_steps/--max-steps: invalid int value: 'many'",
+            "run.yaml: argument --max_steps: invalid int value: 'many'",
         ),
         ("max_steps: 2.5", "invalid int value: '2.5'"),
         ("packing: maybe", "--packing"),
