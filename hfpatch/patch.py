@@ -50,6 +50,7 @@ _TOO_LATE = {
     "FSDPModule": "fully_shard()",
     "OptimizedModule": "torch.compile()",
     "ScriptModule": "torch.jit.script()",
+    "ShadowLayer": "get_peft_model() with a ShadowConfig",
 }
 # Modules of Lightning and Fabric hold a model, and may expose its config as their own.
 _LOOPS = ("lightning", "lightning_fabric", "pytorch_lightning")
@@ -60,7 +61,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
     for module in model.modules():
         for kind in type(module).__mro__:
             home = kind.__module__.split(".")[0]
-            if kind.__name__ in _TOO_LATE and home in ("torch", "deepspeed", "accelerate"):
+            if kind.__name__ in _TOO_LATE and home in ("torch", "deepspeed", "accelerate", "peft"):
                 late, came = _TOO_LATE[kind.__name__], type(module).__name__
                 raise ValueError(
                     f"hfpatch: expected a model before {late}, found {came}; "

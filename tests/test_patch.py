@@ -234,6 +234,12 @@ def refused(model, *words, **options):
     assert snapshot(model) == before, "a refused apply leaves the model alone"
 
 
+def test_layers_that_peft_hands_its_own_states_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny.llama(), peft.ShadowConfig(task_type="CAUSAL_LM"))
+    refused(model, "ShadowLayer", "call apply() before get_peft_model()")
+
+
 @pytest.mark.parametrize("value", ["on", 3, {"tile": 8}])
 def test_unknown_checkpointing_refused(value):
     refused(tiny.llama(), "checkpointing must be", repr(value), checkpointing=value)

@@ -4,7 +4,6 @@ of each kind.
 
 import copy
 import inspect
-import re
 from contextlib import contextmanager, suppress
 from itertools import product
 
@@ -18,8 +17,9 @@ from hfpatch.compat import (
     run_scans_plainly,
     unwatched,
 )
+from hfpatch.context.classes import package_of
 from hfpatch.decoder.find import list_of_layers
-from hfpatch.parts.quantised import class_of
+from hfpatch.parts.quantised import WRAPPED, class_of
 
 MOST_PARAMETERS = 5_000_000
 MOST_LAYERS = 16
@@ -181,7 +181,6 @@ def _rope_tables(config) -> list[dict]:
     ]
 
 
-_PEFTS = re.compile(r"\.(base_layer|original_module)\b")
 _NO_KIND = {"training", "gradient_checkpointing", "layer_idx", *SIZES}
 
 
@@ -202,20 +201,29 @@ def kind_of(layer: nn.Module) -> tuple:
         return tuple(sorted((n, told(n, v)) for n, v in plain
                             if isinstance(v, (bool, str, int)) or v is None))  # fmt: skip
 
-    # Adapters, copies of modules that PEFT trains, quantised projections and torch's own modules do
-    # not change a layer's kind.
+    # Adapters, quantised projections and torch's own modules do not change a layer's kind.
     home = type(layer).__module__.split(".")[0]
     own = (
-        (_PEFTS.sub("", name), kind, m)
-        for name, m in layer.named_modules()
+        (name, kind, m)
+        for name, m in _without_adapters("", layer)
         if (kind := class_of(m)).__module__.split(".")[0] == home
-        and ".modules_to_save." not in name
     )
     return tuple(
         (name, vars(kind).get("_hfpatch_base", kind), settings(m))
         for name, kind, m in own
         if "experts." not in name
     )
+
+
+def _without_adapters(name: str, module: nn.Module):
+    """(name, module) of a module and of all in it, as they were before PEFT: of what is in its
+    wrappers (adapters, trained copies) only the wrapped module, under the wrapper's name."""
+    yield name, module
+    for inner, m in module.named_children():
+        if package_of(module) != "peft":
+            yield from _without_adapters(f"{name}.{inner}" if name else inner, m)
+        elif inner in WRAPPED:
+            yield from _without_adapters(name, m)
 
 
 @contextmanager

@@ -106,9 +106,12 @@ def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRo
 
 def _as_tried(layer) -> bool:
     """Whether a layer behaves as in the small instance, on rows of any length. A layer compiled by
-    itself would be compiled for each length. A layer with other modules in it may mix tokens."""
-    ours = isinstance(layer, UntiledLayer) and not compiled_by_itself(layer)
-    return ours and look(layer).reason in (None, layer._hfpatch_traits.reason)
+    itself would be compiled for each length. A layer with other modules in it may mix tokens, and a
+    mixer under a bias that an adapter adds remembers padding."""
+    if not isinstance(layer, UntiledLayer) or compiled_by_itself(layer):
+        return False
+    now = look(layer)
+    return now.reason in (None, layer._hfpatch_traits.reason) and not now.biased
 
 
 def _rounded(tokens: int) -> int:

@@ -89,11 +89,13 @@ def ask_model(decoder: Decoder) -> Verdict:
         return Verdict((untried,) * n, False, shared, apart=False)
     unknown = LayerTraits(reason="no layer of its kind in the small instance")
     answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
-    # The mixers of an unknown layer are not known either, so it cannot keep documents apart.
+    # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
+    # rows without their padding.
     mixes = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values())
-    apart = found.apart and not (mixes and None in answers)
+    if mixes and None in answers:
+        found = replace(found, apart=False, unpads=False)
     answers = tuple(answer or unknown for answer in answers)
-    return replace(found, answers=answers, alone=shared or found.alone, apart=apart)
+    return replace(found, answers=answers, alone=shared or found.alone)
 
 
 def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:

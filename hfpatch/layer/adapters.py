@@ -9,7 +9,7 @@ from functools import cache
 
 from torch import nn
 
-from hfpatch.parts.quantised import kinds_of
+from hfpatch.parts.quantised import WRAPPED, kinds_of
 
 # values that PEFT's model forward passes to its adapters
 TOLD = "offsets from the end of a row", "a task for each row"
@@ -56,3 +56,15 @@ def look(modules: list[nn.Module]) -> tuple[str | None, bool]:
             return reason, draws
         draws = draws or other
     return None, draws
+
+
+def add_a_bias(modules: list[nn.Module]) -> bool:
+    """Whether an adapter among these modules adds a bias of its own. A projection of zeros, which
+    padding is before a mixer, is then no longer zero.
+    """
+    for module in modules if "peft" in sys.modules else ():
+        _, lora, other = _of_kind(type(module))
+        names = [n for n, _ in module.named_parameters()] if lora or other else ()
+        if any("bias" in name and not name.startswith(WRAPPED) for name in names):
+            return True
+    return False

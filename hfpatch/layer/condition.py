@@ -25,6 +25,7 @@ from hfpatch.compat import (
 from hfpatch.context.class_code import as_asked
 from hfpatch.context.classes import CALL, other_forward, package_of, replaced_forward
 from hfpatch.layer.adapted_experts import experts_in
+from hfpatch.layer.adapters import add_a_bias
 from hfpatch.layer.adapters import look as look_at_adapters
 from hfpatch.layer.strangers import stranger_in
 from hfpatch.layer.traits import LayerTraits
@@ -48,6 +49,7 @@ class Condition:
         unknown: the module that the small instance did not have, and its class; None without one.
         adapter: the property of an adapter that tiles would change, or None.
         draws: whether adapters may draw random numbers.
+        biased: whether adapters add a bias, in a layer with mixers.
         contiguous: whether a module in it takes only contiguous gradients, as some of torchao's.
         mixing: the modules that mix tokens, those that call attention first.
         head_dim: the largest of its attention modules, 0 if they name none.
@@ -70,6 +72,7 @@ class Condition:
     unknown: str | None = None
     adapter: str | None = None
     draws: bool = False
+    biased: bool = False
     contiguous: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     head_dim: int = 0
@@ -116,6 +119,7 @@ def _condition_of(layer: nn.Module) -> Condition:
     traits = layer._hfpatch_traits
     found = Condition(Snapshot(layer), traits)
     found.adapter, found.draws = look_at_adapters([layer, *found.inside])
+    found.biased = bool(traits.mixers) and add_a_bias(found.inside)
     found.units = fsdp2_units(found.inside)
     found.contiguous = any(package_of(module) == "torchao" for module in found.inside)
     found.experts, found.packed = experts_in(found.inside), any(map(holds_packed, found.inside))

@@ -33,7 +33,7 @@ from hfpatch.context.classes import (
     package_of,
     replaced_forward,
 )
-from hfpatch.parts.quantised import class_of, is_fake_quantised, is_quantised
+from hfpatch.parts.quantised import WRAPPED, class_of, is_fake_quantised, is_quantised
 
 _DECLARED: set[type] = set()
 _NUMBERS = re.compile(r"\d+")
@@ -126,7 +126,7 @@ def _inside(layer: nn.Module, known: set[type]):
             if not theirs or package not in LIBRARIES:
                 yield name, kind, forward
             for inner, m in under.items():
-                base = inner in ("base_layer", "original_module")
+                base = inner in WRAPPED
                 todo.append((name if base else f"{name}.{inner}", m, not base))
         elif not (theirs and (is_quantised(module) or _projects(module, code))):
             yield name, kind, forward

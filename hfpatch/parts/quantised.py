@@ -14,6 +14,9 @@ from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import modules_of
 
+# The attributes under which PEFT's wrappers hold the module that they wrap.
+WRAPPED = ("base_layer", "original_module")
+
 
 def kinds_of(kind: type) -> set[str]:
     """package.Class of a class and of its bases."""

@@ -121,6 +121,32 @@ def test_adapters(rows):
     assert [row.real for row in rows] == [COUNT]
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed:UserWarning")
+@pytest.mark.parametrize(
+    "settings, packed",
+    [
+        ({}, 1),
+        ({"lora_bias": True}, 0),
+        ({"target_modules": ["layers.0.linear_attn.out_proj"], "modules_to_save": ["layers.1"]}, 0),
+    ],
+    ids=["LoRA", "a bias before a mixer", "a layer of unknown kind"],
+)
+def test_mixers_under_adapters(settings, packed, rows):
+    """Under a bias padding is not zero before a mixer; a layer of unknown kind may mix rows."""
+    peft = pytest.importorskip("peft")
+    base = small_model("qwen3_5_text")
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["in_proj_qkv", "o_proj"]} | settings)
+    stock = peft.get_peft_model(base, config).double()
+    for parameter in stock.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+    batch = padded(base.config.vocab_size, tuple(x for x in REAL if x[0] != x[1]))
+    with lifted():
+        got, wanted = tiny.step(tiny.patched(stock), batch), tiny.step(stock, batch)
+    assert len(rows) == packed
+    assert_close(got, wanted)
+
+
 def test_token_wise_flops_are_those_of_the_packed_row():
     """879 real tokens in 8 rows of up to 512. Attention, whose products have more than two
     dimensions, is left out."""

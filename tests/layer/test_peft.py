@@ -112,6 +112,12 @@ def test_gradients_are_those_over_stock_layers(name):
     assert_as_good(got, plain, true)
 
 
+def test_tuned_norms_do_not_make_another_kind_of_layer():
+    """PEFT keeps its copies of norms within the layers, under wrappers, also before apply()."""
+    report = hfpatch.apply(adapted("LN tuning"), checkpointing=tiny.TILED)
+    assert "whole" not in str(report)
+
+
 @pytest.mark.parametrize("name, keeps", [("prefix tuning", True), ("prompt tuning", False)])
 def test_keys_that_come_with_the_batch_are_said_to_undo_the_tiles(name, keeps, capfd):
     model = adapted(name)
