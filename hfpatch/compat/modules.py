@@ -119,7 +119,9 @@ class Snapshot:
                 merged.append(len(own["merged_adapters"]))
             for name in _ALL_HOOKS:
                 if name in own and own[name]:
-                    hooks += map(id, own[name].values())
+                    # By their handles' numbers too, which are given once: the same function may
+                    # come on another module, and a new one in the place of one that is gone.
+                    hooks += (*own[name], *map(id, own[name].values()))
         for kind in kinds:
             file = sys.modules.get(kind.__module__)  # some libraries replace its rotation
             made_of += (getattr(kind, "forward", None), MADE_FROM[kind].forward)

@@ -316,6 +316,19 @@ def test_a_function_for_an_activation_that_is_exchanged():
     tiny.assert_equal_in_double(ours, stock, tiny.labelled())
 
 
+def test_a_hook_that_moves_between_steps_fires_where_it_is():
+    """The same function, from the layer to its attention, which a block's own code calls no more."""
+    model, seen = tiny.patched(tiny.llama()), []
+    layer = model.model.layers[0]
+    hook = lambda module, *_: seen.append(module)  # noqa: E731
+    for module in (layer, layer.self_attn, layer):
+        handle = module.register_forward_hook(hook)
+        model(**tiny.labelled()).loss.backward()
+        handle.remove()
+    assert list(dict.fromkeys(seen)) == [layer, layer.self_attn]
+    assert seen[-1] is layer
+
+
 def test_a_hook_that_takes_a_gradient_has_nothing_recorded_twice():
     """Its layers run whole, and again for that gradient while the forward that records router
     logits is under way.
