@@ -251,11 +251,14 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     """
     if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind)
-    stock_mixers = traits.mixers and not given.tiled
-    if stock_mixers and given.offsets is None and not given.seq_idx and given.packed:
+    # Some of transformers' mixers take documents by one of these, some by the other, some by both.
+    said = given.seq_idx and given.offsets is not None
+    stock_mixers = traits.mixers and not given.tiled and not said
+    if stock_mixers and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(
             given.kind,
-            "pass seq_idx where its kernels take that, leave checkpointing on, or do not pack",
+            "pass seq_idx and cu_seq_lens_q where its kernels take both, leave checkpointing on, or "
+            "do not pack",
         )
     use_cache = given.use_cache
     if given.cache is None and use_cache is None:
@@ -335,7 +338,7 @@ def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict)
         changes["attention_mask"] = None
         if not bool(given.rows_mask.all()):
             refuse_packed(given.kind, "do not pack rows that are padded too")
-    if traits.mixers and given.packed:
+    if traits.mixers and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
     line = f"the layers of {given.kind.__name__} run whole, their inputs offloaded: {why}."
     # The report tells of a stack that cannot have hfpatch's attention.

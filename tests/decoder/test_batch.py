@@ -67,6 +67,17 @@ REFUSED = {
     "mixers of transformers' layers": (
         {"positions": TWO, "tiled": False}, {"mixers": True}, "pass seq_idx"
     ),
+    "mixers of which some take no seq_idx": (
+        {"positions": TWO, "tiled": False, "seq_idx": True}, {"mixers": True}, "cu_seq_lens_q"
+    ),
+    "mixers of transformers' layers, whose convolutions take no offsets": (
+        {"offsets": torch.tensor([0, 3, T, B * T]), "tiled": False},
+        {"mixers": True}, "pass seq_idx and cu_seq_lens_q"
+    ),
+    "mixers beside another library's attention": (
+        {"offsets": torch.tensor([0, 3, T, B * T]), "config": config("somebody's")},
+        {"mixers": True}, "attn_implementation='sdpa'"
+    ),
     "a padded, packed row that transformers would mix": (
         {"positions": TWO, "rows_mask": torch.tensor([[0] + [1] * (T - 1)] * B)},
         {"ours": False}, "do not pack rows that are padded too"
