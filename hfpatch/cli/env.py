@@ -197,7 +197,12 @@ def _configs(files) -> dict:
             )
         text = path.read_text()
         if path.suffix == ".json":
-            values = json.loads(text)
+            try:
+                values = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"hfpatch: {path} is not JSON: {error.msg}, line {error.lineno}; mend the file."
+                ) from error
         else:
             try:
                 import yaml

@@ -149,6 +149,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "bench --model llama-tiny --tokens 0": "a length is tokens",
         "bench --model llama-tiny --tokens 8 --seconds nan": "for --seconds, nan came",
         "env @/bad.yaml": "is not YAML",
+        "env @/cut.json": "cut.json is not JSON",
         "env @/list.json": "list came",
         "env @/file/x": "a config file was expected",
         "simulate --model llama-tiny -x": "unrecognized arguments: -x; see hfpatch simulate --help",
