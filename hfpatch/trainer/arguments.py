@@ -242,7 +242,7 @@ def apply_options(model: ModelArguments) -> bool | dict:
 
 def _refuse(message, where=""):
     message = re.sub(r"^argument (--\w+)(/--[\w-]+)+", r"argument \1", message)  # one spelling
-    raise ValueError(f"hfpatch: {where}{message}; see {config_file.typed()} --help.")
+    raise ValueError(f"hfpatch: {where}{message.rstrip('.')}; see {config_file.typed()} --help.")
 
 
 def _mappings() -> set[str]:

@@ -97,6 +97,7 @@ def test_unknown_flag_and_key(refused, tmp_path):
     refused("unknown flag '--learning_rat'; did you mean --learning_rate", "--learning_rat", "1")
     refused("unknown flag '--max_lenght=1'; did you mean --max_length", "--max_lenght=1")
     refused("argument --seq_len: a length is tokens", "--seq-len", "0")
+    refused("write such a number; see", "--seq-len", "0")
     config = tmp_path / "run.yaml"
     config.write_text("seq_le: 3\n")
     refused("unknown key 'seq_le'; did you mean --seq_len", str(config))
