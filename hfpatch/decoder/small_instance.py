@@ -216,14 +216,14 @@ def kind_of(layer: nn.Module) -> tuple:
 
 
 def _without_adapters(name: str, module: nn.Module):
-    """(name, module) of a module and of all in it, as they were before PEFT: of what is in its
-    wrappers (adapters, trained copies) only the wrapped module, under the wrapper's name."""
+    """(name, module) of a module and of all in it. A wrapped module has its wrapper's name; of what
+    else is in PEFT's wrappers (adapters, trained copies) there is nothing."""
     yield name, module
     for inner, m in module.named_children():
-        if package_of(module) != "peft":
-            yield from _without_adapters(f"{name}.{inner}" if name else inner, m)
-        elif inner in WRAPPED:
+        if inner in WRAPPED:
             yield from _without_adapters(name, m)
+        elif package_of(module) != "peft":
+            yield from _without_adapters(f"{name}.{inner}" if name else inner, m)
 
 
 @contextmanager
