@@ -12,8 +12,7 @@ from typing import TypeVar, cast
 
 from hfpatch.budget.limits import parse_word
 
-# Tensors that a layer may keep in addition to x, out and lse: q, k and v; the residual after
-# attention (the input of the second norm); the MLP's gate and up.
+# What a layer may keep beside x, out and lse: q, k, v; the residual after attention; gate and up.
 KEEPABLE = ("qkv", "mid", "gate_up")
 PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")

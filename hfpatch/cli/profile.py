@@ -97,7 +97,7 @@ def add_clock(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--placement", help="with --clock: gpu8bit or adamw (default gpu8bit)")
     parser.add_argument(
-        "--ranks", type=int, help="with --clock: GPUs that share each sequence (default 1)"
+        "--sp-size", type=int, help="with --clock: GPUs that share each sequence (default 1)"
     )
     parser.add_argument(
         "--trace",
@@ -144,7 +144,7 @@ def clock_main(args) -> int:
             f"hfpatch: --trace takes one length, {args.seq_len} came; pass one --seq-len."
         )
     asked = {"gpu": args.gpu, "host_ram": args.host_ram, "placement": args.placement}
-    asked |= {"ranks": args.ranks, "adapters": adapters_of(args)}
+    asked |= {"ranks": args.sp_size, "adapters": adapters_of(args)}
     asked = {name: value for name, value in asked.items() if value is not None}
     if args.checkpointing or args.every:
         asked["checkpointing"] = checkpointing_of(args)

@@ -161,7 +161,7 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def is_view_of_flat(tensor: Tensor) -> bool:
-    """Whether a tensor is FSDP1's view into such a flat row."""
+    """Whether a tensor is FSDP1's view into such a flat row (TRL ships an fsdp1.yaml)."""
     return "_fsdp_flattened" in tensor.__dict__
 
 

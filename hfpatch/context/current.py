@@ -64,7 +64,7 @@ class NotStopped(RuntimeError):
     """
 
 
-class _Current(threading.local):
+class _Current(threading.local):  # a second thread may run another model meanwhile
     role = None  # Noting or Answering
     batch: Batch | None = None  # of the decoder's forward that runs, for the mask function
     declined = False  # whether the decoder runs with transformers' own code

@@ -1,5 +1,8 @@
 """The order of layer calls, which a backward follows from its end: the previous call, and when to
 prefetch its checkpoints.
+
+Segments and chains are links between calls, not loops around them: the model's own forward calls
+its layers one by one.
 """
 
 import weakref

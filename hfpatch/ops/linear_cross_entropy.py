@@ -155,7 +155,7 @@ def linear_cross_entropy(
             device.
         label_smoothing: as in torch.nn.functional.cross_entropy.
         softcap: logits become softcap * tanh(logits / softcap), in float32.
-        z_loss: adds z_loss * lse^2 to each token's loss.
+        z_loss: adds z_loss * lse^2 to each token's loss, as Liger's lse_square_scale.
         shift: position t is scored against labels[..., t + 1]; the last position of a row is
             ignored.
         workspace_bytes: how much may be allocated beyond the gradients; limits the number of tokens

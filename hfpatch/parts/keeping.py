@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class _Here(threading.local):
+class _Here(threading.local):  # a second thread may run another model meanwhile
     noted, known = {}, {}
 
 

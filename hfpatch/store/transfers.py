@@ -14,9 +14,8 @@ Beside a device's compute stream each Transfers has two: to_host (copies to the 
     ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
                  slot's next fetch             ticket is freed
 
-The host waits only for files: in settle() and fetch() for a free buffer to write from, in
-ticket.wait() for the read. settle() starts the copies to files, which the work launched before
-hides. A later settle() hides a copy behind more work but keeps its source in memory longer: the
+The host waits only for files: in settle() and fetch() for a free buffer, in ticket.wait() for the
+read. A later settle() hides a copy behind more work but keeps its source in memory longer: the
 caller limits the bytes of sources.
 
 This module never calls `record_stream`: the caching allocator would hold freed blocks until the
@@ -49,9 +48,8 @@ WRITTEN_TO = (
 
 @dataclass
 class Saved:
-    """One tensor [B, T, ...] saved for the backward: `kept` on the device, in a `block` of the
-    pool, or in a `file`.
-    """
+    """One tensor [B, T, ...] saved for the backward: `kept` on the device, in a `block` of the pool,
+    or in a `file`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -275,10 +273,9 @@ class Transfers:
         ticket = Ticket(device, self.to_device, tensors, slot, free)
         if not copies:
             return ticket
-        # New memory comes from the compute stream's allocator, and earlier kernels there may still
-        # use it. That wait includes the one of settle(), so the data to read has been written. A
-        # slot's last use may be older: there the caller orders the write (FetchQueue.begin,
-        # LayerCall._materialise).
+        # New memory: earlier kernels of the compute stream may still use it. That wait includes the
+        # one of settle(), so the data to read has been written. A slot's last use may be older:
+        # there the caller orders the write (FetchQueue.begin, LayerCall._materialise).
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             self._write()  # a read waits for the writes that it finds started

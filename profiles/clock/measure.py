@@ -69,7 +69,8 @@ def command(model, gpu, host, tokens, more: dict) -> str:
     if "weights" in more:
         words += ["--lora-r 16 --base 4bit", f"--checkpointing frozen_weights={more['weights']}"]
     words += [f"--lora-r {more['lora']}"] if "lora" in more else []
-    words += [f"--{name} {more[name]}" for name in ("ranks", "checkpointing") if name in more]
+    words += [f"--sp-size {more['ranks']}"] if "ranks" in more else []
+    words += [f"--checkpointing {more['checkpointing']}"] if "checkpointing" in more else []
     return " ".join(words)
 
 

@@ -148,7 +148,7 @@ def test_a_clocked_step_says_what_its_copies_expose(capfd, tmp_path):
 # Every flag that the parser has for one of the two ways, with a value that is not its default.
 @pytest.mark.parametrize("clock, flags", [
     *((False, f) for f in (
-        ("--gpu", "h100"), ("--host-ram", "1GiB"), ("--placement", "adamw"), ("--ranks", 2),
+        ("--gpu", "h100"), ("--host-ram", "1GiB"), ("--placement", "adamw"), ("--sp-size", 2),
         ("--trace", "t.json"), ("--lora-r", 8), ("--base", "4bit"), ("--lora-target", "q_proj"),
     )),
     *((True, f) for f in (
@@ -189,7 +189,7 @@ def test_a_trace_is_of_one_length(capfd):
 
 @pytest.mark.parametrize("flags, title", [
     (("--placement", "adamw", "--batch", 2), "2 x 512 tokens, h100: 2 layers keep everything"),
-    (("--ranks", 2), "1 x 512 tokens, h100"),
+    (("--sp-size", 2), "1 x 512 tokens, h100"),
     (("--lora-r", 4, "--base", "4bit", "--gpu", "rtx4090"), "rtx4090"),
     (("--host-ram", "64GiB", "--checkpointing", "offload=host,plain=0,every=2"),
      "2 keep one input in 2 on the host"),
@@ -211,12 +211,12 @@ def test_what_the_clock_is_asked_for_is_what_runs(flags, title, capfd, tmp_path)
     (("--placement", "zero3-offload"), "weights that stay on the GPU"),
     (("--placement", "zero3"), "weights that stay on the GPU"),
     (("--placement", "fsdp2-offload"), "weights that stay on the GPU"),
-    (("--placement", "zero3", "--ranks", 2), "ranks under FSDP, placement 'zero3' came; pass one of fsdp2"),
+    (("--placement", "zero3", "--sp-size", 2), "ranks under FSDP, placement 'zero3' came; pass one of fsdp2"),
     (("--checkpointing", "off"), "layers in tiles, 'off' came"),
     (("--placement", "fastest"), "'fastest' came"),
-    (("--ranks", 0), "must be a positive"),
-    (("--ranks", -2), "must be a positive"),
-    (("--ranks", 3), "3 ranks divide evenly, 512 tokens came; pass 510 or 513"),
+    (("--sp-size", 0), "must be a positive"),
+    (("--sp-size", -2), "must be a positive"),
+    (("--sp-size", 3), "3 ranks divide evenly, 512 tokens came; pass 510 or 513"),
     (("--batch", 0), "batch"),
     (("--seq-len", "0"), "a length"),
     (("--gpu", "rtx4090", "--model", "llama-3.1-8b"), "a step that fits"),
