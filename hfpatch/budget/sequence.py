@@ -21,9 +21,8 @@ class Rounds:
         repeat: a rank's query heads of one KV head.
         sharing: ranks that have the same KV head.
         uneven: (query heads, KV heads) if the ranks do not divide them evenly, as 8 do not the 28
-            heads of Qwen2.5-7B. Then each query head
-            brings its own KV head, and the last ranks compute the last head again, with an unread
-            result.
+            heads of Qwen2.5-7B. Then each query head brings its own KV head, and the last ranks
+            compute the last head again, with an unread result.
     """
 
     own: int

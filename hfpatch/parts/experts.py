@@ -55,7 +55,7 @@ def layout_of(module: nn.Module) -> Layout | None:
     together = getattr(module, "is_concatenated", not of_gpt_oss)
     where = {"interleaved": not together, "transposed": module.is_transposed}
     if of_gpt_oss:
-        return Layout(CLAMPED, module.alpha, module.limit, **where)
+        return Layout(CLAMPED, **where)  # its numbers: see `run`
     act = getattr(module, "act_fn", None)
     if gate.__qualname__ != _GATED or not isinstance(act, nn.Module) or where["interleaved"]:
         return None
