@@ -260,20 +260,6 @@ def hooks_on_all() -> list:
     )
 
 
-def watched(modules: list[nn.Module]) -> bool:
-    """Whether a hook of anybody (the user, an engine, torch) is on one of these modules, or on all
-    modules of the process.
-    """
-    for name in _ON_ALL:
-        if _EVERYWHERE.get(name):
-            return True
-    for module in modules:
-        for name in _ALL_HOOKS:
-            if module.__dict__.get(name):
-                return True
-    return False
-
-
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     """The first of these modules with a user's hook, or None."""
     hooked = [m for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]]

@@ -39,22 +39,6 @@ except ImportError:
         return type(x).__name__ == "FakeTensor"
 
 
-def ops_are_seen(x: Tensor) -> bool:
-    """Whether x's class, a mode, a profiler or a transform observes operators; True if unknown."""
-    if x.__class__ is not Tensor:
-        return True
-    c = torch._C
-    try:
-        modes = (
-            c._len_torch_dispatch_stack()
-            or c._len_torch_function_stack()
-            or c._are_functorch_transforms_active()
-        )
-        return bool(modes or torch.autograd._profiler_enabled())
-    except AttributeError:
-        return True
-
-
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is active (torch.func.jvp, dual numbers); False if
     unknown."""

@@ -27,7 +27,7 @@ from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import AsInForward, ForwardState
 from hfpatch.layer.kept import Kept
-from hfpatch.layer.parts import LayerParts
+from hfpatch.layer.traced import Traced
 from hfpatch.layer.time_trial import go_in_time
 from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
@@ -39,7 +39,7 @@ class LayerCall(Kept):
 
     layer: nn.Module
     runtime: object  # layer.runtime.LayerRuntime
-    parts: LayerParts | None  # None once the last backward is over
+    parts: Traced | None  # None once the last backward is over
     then: ForwardState  # the tensors and switches of this forward
     private: tuple = ()
     attention: Attention = field(default_factory=Attention)
@@ -245,7 +245,7 @@ class LayerCall(Kept):
         several = len(self.bounds) > 1
         for mixer in self.attention.mixers:
             several = several or mixer.several(self.shape[1])
-        weights = WeightGradients(self.then, several=several, by_hand=parts.by_hand)
+        weights = WeightGradients(self.then, several=several)
         with (
             streamed,
             self._autocast(),

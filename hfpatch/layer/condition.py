@@ -19,11 +19,10 @@ from hfpatch.compat import (
     hooks_on_all,
     other_hooks,
     submodule,
-    watched,
     watched_by_user,
 )
 from hfpatch.context.class_code import as_asked
-from hfpatch.context.classes import CALL, other_forward, package_of, replaced_forward
+from hfpatch.context.classes import other_forward, package_of, replaced_forward
 from hfpatch.layer.adapted_experts import experts_in
 from hfpatch.layer.adapters import add_a_bias
 from hfpatch.layer.adapters import look as look_at_adapters
@@ -44,8 +43,6 @@ class Condition:
         inside: the modules in the layer, without itself.
         reason: why every call runs whole; None if tiles are possible.
         now: why every call of the current forward runs whole, or None.
-        calls_as_made: no global module hook and no replaced Module.__call__ sees the current
-            forward.
         unknown: the module that the small instance did not have, and its class; None without one.
         adapter: the property of an adapter that tiles would change, or None.
         draws: whether adapters may draw random numbers.
@@ -57,7 +54,6 @@ class Condition:
         hooked: the modules inside that have a hook of accelerate's.
         packed: whether experts of 4 bits are among them.
         block: layer.block.Block, None until used.
-        direct: layer.direct.Direct; False if the layer has none, None until used.
         places: forward_state.Places of the layer's tensors.
         read: keys that the layer reads from earlier ones, None if not known yet.
         leaves: whether later layers read its keys and values.
@@ -68,7 +64,6 @@ class Condition:
     traits: LayerTraits
     reason: str | None = None
     now: str | None = None
-    calls_as_made: bool = True
     unknown: str | None = None
     adapter: str | None = None
     draws: bool = False
@@ -80,7 +75,6 @@ class Condition:
     hooked: list[nn.Module] = field(default_factory=list)
     packed: bool = False
     block: object = None
-    direct: object = None
     places: object = None
     read: tuple | None = None
     leaves: bool = False
@@ -100,7 +94,6 @@ def look(layer: nn.Module) -> Condition:
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
         known = layer._hfpatch_condition = _condition_of(layer)
     known.now = known.reason or _why_now(layer, known)
-    known.calls_as_made = nn.Linear.__call__ is CALL and not watched(())
     return known
 
 

@@ -182,8 +182,7 @@ class ForwardState:
         trained: whether it required a gradient.
         modules: the layer's modules.
         units: modules that FSDP2 gathers separately.
-        called: whether modules inside the layer are called (layer/direct.py calls none): then their
-            `snapshot` and their switches matter.
+        snapshot, switches: of the modules inside the layer.
 
     condition: layer.condition.Condition, which caches the places. streamed: whether frozen weights
     wait on the host (streamed_weights.py), which swaps their `.data`. Otherwise a swapped `.data`
@@ -191,7 +190,7 @@ class ForwardState:
     """
 
     __slots__ = (
-        "layer", "kind", "modules", "called", "units", "snapshot", "on_all", "switches",
+        "layer", "kind", "modules", "units", "snapshot", "on_all", "switches",
         "found", "tensors", "counts", "storages", "trained",
     )  # fmt: skip
 
@@ -200,16 +199,14 @@ class ForwardState:
         layer: nn.Module,
         modules: list[nn.Module],
         streamed: bool,
-        called: bool = True,
         condition=None,
     ):
-        self.layer, self.kind, self.modules, self.called = layer, layer.__class__, modules, called
+        self.layer, self.kind, self.modules = layer, layer.__class__, modules
         self.units = [] if condition is None else condition.units
-        if called:
-            self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
-            # A layer with such hooks runs whole (condition.py).
-            self.on_all = hooks_on_all() if condition is None else []
-            self.switches = switches_of(modules)
+        self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
+        # A layer with such hooks runs whole (condition.py).
+        self.on_all = hooks_on_all() if condition is None else []
+        self.switches = switches_of(modules)
         found = None if condition is None else condition.places
         there = None if found is None else found.now()
         if there is None:
@@ -274,9 +271,7 @@ class ForwardState:
                 "others before its backward; "
                 "change the model (adapters, undo) after backward."
             )
-        if self.called and not (
-            self.snapshot.runs_alike(self.layer) and hooks_on_all() == self.on_all
-        ):
+        if not (self.snapshot.runs_alike(self.layer) and hooks_on_all() == self.on_all):
             raise RuntimeError(
                 "hfpatch: expected the hooks, forwards and merged adapters that forward used, "
                 f"those inside a {self.kind.__name__} changed before its backward; "
@@ -312,8 +307,7 @@ class AsInForward:
     def __enter__(self):
         self.then.refuse_others()
         try:
-            if self.then.called:
-                self._go_as_then()
+            self._go_as_then()
             if self.then.units:
                 for row in hooks_put_off(self.then.units):
                     self._put(*row)

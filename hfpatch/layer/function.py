@@ -12,9 +12,7 @@ from hfpatch.compat import autocast_dtype, holders, is_fake, keeps_graph, versio
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import DequantizedWeights
-from hfpatch.layer.direct import direct_of
 from hfpatch.layer.forward_state import ForwardState
-from hfpatch.layer.parts import LayerParts
 from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
@@ -79,8 +77,8 @@ def parts_of(
     records: tuple[str, ...] = (),
     collected: bool = True,
     dense: bool = False,
-) -> LayerParts:
-    """One call of a layer as LayerParts: by hand if that is exact, else by its own forward.
+) -> Traced:
+    """One call of a layer.
 
     Args:
         x: hidden states [B, T, D]; args, kwargs: the layer's other arguments.
@@ -89,24 +87,18 @@ def parts_of(
             any.
         dense: quantised weights are dequantized once a phase.
     """
-    parts = None
-    if condition.traits.block and not dense:
-        parts = direct_of(layer, args, kwargs, x, condition)
-    if parts is None:
-        parts = Traced(
-            layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
-            layer._hfpatch_configs, batch,
-            records=records, collected=collected, modules=[layer, *condition.inside],
-            random=condition.draws, condition=condition, leaves=condition.leaves,
-            dequantized=DequantizedWeights(layer, dense) if dense or condition.packed else None,
-            autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
-        )  # fmt: skip
-    parts.batch = batch
-    return parts
+    return Traced(
+        layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
+        layer._hfpatch_configs, batch,
+        records=records, collected=collected, modules=[layer, *condition.inside],
+        random=condition.draws, condition=condition, leaves=condition.leaves,
+        dequantized=DequantizedWeights(layer, dense) if dense or condition.packed else None,
+        autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
+    )  # fmt: skip
 
 
 def tiled_layer(
-    runtime, policy: Policy, parts: LayerParts, x: Tensor, again: bool = False
+    runtime, policy: Policy, parts: Traced, x: Tensor, again: bool = False
 ) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors.
 
@@ -120,7 +112,6 @@ def tiled_layer(
         layer,
         parts.modules,
         runtime.weights.on,
-        called=not parts.by_hand,
         condition=parts.condition,
     )
     tensors, timed = [*parts.wanted, *then.wanted()], None
@@ -150,14 +141,14 @@ def tiled_layer(
     # The generators' state after a layer's run shows whether it draws random numbers (dropout,
     # noise before a router). From then on its tiles save that state.
     real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(x.device) if real and not (parts.by_hand or parts.random) else None
+    watched = Generators(x.device) if real and not parts.random else None
     outputs = LayerFunction.apply(call, x, *tensors)
     drew = watched is not None and watched.drew()
     if drew:
         parts.random = parts.condition.draws = True
         watched.put_back()
     # Autograd recorded the dtypes of the layer's weights from before it cast them: run again.
-    cast = not parts.by_hand and then.ran()
+    cast = then.ran()
     if drew or (cast and not again):
         parts.start_anew()
         del call, outputs  # frees the first run's memory before the second

@@ -18,7 +18,7 @@ from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.mixers import Mixer, standing_in
-from hfpatch.layer.parts import LayerParts, keepable, sources_of
+from hfpatch.layer.parts import keepable, sources_of
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import SharedKeys, left_by
@@ -30,7 +30,7 @@ _TENSOR = object()
 
 
 @dataclass
-class Traced(LayerParts):
+class Traced:
     """One call of any layer.
 
     asked: scale, pattern and sinks of each attention call, as of the last `pre`; mixers: modules
@@ -73,7 +73,6 @@ class Traced(LayerParts):
     adding: object = None
     autocast: tuple = (None, True)  # its dtype in forward, and whether it cached casts
 
-    by_hand = False
     phase = staticmethod(iter)  # the tiles of one pass; weights are dequantized once over them
 
     def __post_init__(self):

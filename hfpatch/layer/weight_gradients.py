@@ -29,39 +29,27 @@ class WeightGradients(AsInForward):
 
     several: more than one tile contributes. Gradients narrower than float32 are then summed in
     float32 (those of matrices inside their matmuls, if the device can: `adding`), and `round()`
-    casts the sums back. With one tile the gradients stay in the leaves until then. by_hand: there
-    is no nested graph and no leaf; callers add gradients themselves (`add`, `add_product`).
+    casts the sums back. With one tile the gradients stay in the leaves until then.
     """
 
     several: bool
-    by_hand: bool = False
     leaves: list[Tensor] = field(default_factory=list, init=False)
     originals: list[Tensor] = field(default_factory=list, init=False)
     sums: list[Tensor | None] = field(init=False)
-    # id of a stand-in, or by hand of the tensor -> its index in `originals`
+    # id of a stand-in -> its index in `originals`
     index: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
         self.sums = [None] * sum(self.then.trained)
 
     def _nothing_to_restore(self) -> bool:
-        if not (self.by_hand and self.then.unchanged()):
-            return False
-        for tensor, trained in zip(self.then.tensors, self.then.trained):
-            if trained:
-                self.index[id(tensor)] = len(self.originals)
-                self.originals.append(tensor)
-        return True
+        return False
 
     def _of(self, trained: bool, tensor: Tensor) -> Tensor:
         if not trained:
             return super()._of(trained, tensor)
         index = len(self.originals)
         self.originals.append(tensor)
-        if self.by_hand:
-            tensor = super()._of(trained, tensor)
-            self.index[id(tensor)] = index
-            return tensor
         stand_in = tensor.detach()
         # Engines read their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
         stand_in.__dict__ |= tensor.__dict__
@@ -121,23 +109,6 @@ class WeightGradients(AsInForward):
             shape = len(offs_E), a_SM.shape[1], b_SN.shape[1]
             self.sums[index] = a_SM.new_empty(shape, dtype=wide)
         EXPERT_SUMS(self.sums[index], a_SM, b_SN, offs_E, first)
-
-    def add(self, tensor: Tensor, grad: Tensor) -> None:
-        """By hand: adds the gradient of one of the layer's current tensors."""
-        index = self.index.get(id(tensor))
-        # a user's leaf that is no parameter: only a tile's graph refers to it
-        if index is None:
-            tensor.backward(grad)
-        else:
-            self._add_gradient(index, grad)
-
-    def add_product(self, weight: Tensor, dy_NO: Tensor, x_NI: Tensor) -> None:
-        """By hand: adds dy_NO^T x_NI to the gradient of a matrix."""
-        index = self.index[id(weight)]
-        if self.several and sums_in_matmul(weight, weight.dtype):
-            self._add(index, dy_NO, x_NI)
-        else:
-            self._add_gradient(index, dy_NO.t().mm(x_NI))
 
     def round(self) -> None:
         """Rounds the sums so far to each parameter's dtype, and frees the wide sums one by one."""
