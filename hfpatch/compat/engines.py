@@ -152,9 +152,6 @@ def not_for_deepspeed(parameter: Tensor, wanted: bool) -> None:
         del own["ds_optim_param"]
 
 
-ENGINE_MARKS = "ds_id", "_is_flat_param", "_fsdp_flattened"  # attributes of engines' parameters
-
-
 def is_shard(parameter: Tensor) -> bool:
     """Whether this parameter is a shard (DeepSpeed) or a flat row of many parameters (FSDP1)."""
     return "ds_id" in parameter.__dict__ or "_is_flat_param" in parameter.__dict__
@@ -186,26 +183,6 @@ def _variable(function, name: str):
     if code is None or name not in code.co_freevars:
         return None
     return function.__closure__[code.co_freevars.index(name)].cell_contents
-
-
-def hooked_by_forward(module: nn.Module, name: str, parameter: Tensor) -> dict | None:
-    """The dict of parameters by name to which the module's forward has added its hook; None without
-    one.
-
-    Under transformers' tensor parallelism each rank has a whole norm between sharded projections.
-    The norm's forward adds a hook that sums gradients to each parameter that is not in this dict.
-    So the dict must contain a parameter's replacement too, and `parameter` gets the hook here if
-    that forward has not seen it yet.
-    """
-    forward = module.__dict__.get("forward")
-    forward = getattr(forward, "_hfpatch_before", forward)
-    hooked, hook = _variable(forward, "is_already_hooked"), _variable(forward, "_all_reduce_grad")
-    if hook is None or not isinstance(hooked, dict):
-        return None
-    if parameter.requires_grad and hooked.get(name) is not parameter:
-        parameter.register_post_accumulate_grad_hook(hook)
-        hooked[name] = parameter
-    return hooked
 
 
 def ulysses(attention):

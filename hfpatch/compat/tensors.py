@@ -81,16 +81,14 @@ def version(x: Tensor) -> int:
         return 0
 
 
-def marks_of(tensors: list[Tensor]) -> tuple[list[int], list[int | None]]:
-    """`version` and `storage_of` of each tensor, without a call for each where all have both."""
-    counts, storages = [], []
+@contextmanager
+def without_hooks(x: Tensor):
+    """A context in which the user's hooks on the gradient of x do not run."""
+    hooks, x._backward_hooks = x._backward_hooks, None
     try:
-        for x in tensors:
-            storages.append(x.untyped_storage()._cdata)
-            counts.append(x._version)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        counts, storages = list(map(version, tensors)), list(map(storage_of, tensors))
-    return counts, storages
+        yield
+    finally:
+        x._backward_hooks = hooks
 
 
 def gradient_is_watched(x: Tensor) -> bool:
@@ -132,18 +130,6 @@ def below_autograd():
         )
     except AttributeError:
         return None
-
-
-def backward_from(outputs: tuple, grads: tuple) -> None:
-    """torch.autograd.backward with a gradient for each output, without its checks, which take
-    longer than a small graph."""
-    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is None:
-        torch.autograd.backward(outputs, grads)
-    else:
-        engine.run_backward(
-            outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
 
 
 class _Aten:

@@ -12,15 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import state_argument
+from hfpatch.compat import modules_in, state_argument
 from hfpatch.context.current import our_attention
 from hfpatch.decoder import probe
 from hfpatch.layer.arguments import Arguments
+from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.timed import LayerAsMixer
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Transfers
 
 # Allowed difference, relative to a result's norm. Aligned tiles agree to 3e-7 or better where a
@@ -88,11 +90,12 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     def run(time: TimeTiles | None) -> tuple[dict, dict]:
         """The output, and every gradient."""
         mixer.time, dx = time, torch.empty_like(x)
-        layer.zero_grad(set_to_none=True)
-        with torch.no_grad():
+        then = ForwardState(layer, modules_in(layer))
+        with torch.no_grad(), WeightGradients(then, True) as sums:
+            mixer.weights = [sums]
             out = mixer.forward(x)
             mixer.backward(x, dout, dx)
-        grads = {n: p.grad for n, p in mixer.module.named_parameters() if p.grad is not None}
+        grads = {str(i): g for i, g in enumerate(sums.sums) if g is not None}
         return {"its output": out}, {"its input's gradient": dx, **grads}
 
     place = (argument, tile, Transfers(x.device, "gpu"))

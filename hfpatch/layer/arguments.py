@@ -1,8 +1,8 @@
 """The arguments of a layer besides its hidden states, cut along tokens."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ class Arguments:
     B: int
     T: int
     _gradients: list | None = None  # sums of the wanted gradients, during a backward
+    # of the last tile in a backward: (a part of these sums, the leaf in place of the argument)
+    stand_ins: list = field(default_factory=list)
 
     # Flattened on first use: the common block takes its arguments by name.
     @cached_property
@@ -92,12 +94,12 @@ class Arguments:
                 for x, axis in zip(self.leaves, self.axes)
             ]
         if self._gradients:
-            self.cut = list(self.cut)
+            self.cut, self.stand_ins = list(self.cut), []
             for i, whole in zip(self._wanted, self._gradients):
                 axis = self.axes[i]
                 part = whole if axis is None else whole.narrow(axis, a, b - a)
                 self.cut[i] = self.cut[i].detach().requires_grad_()
-                self.cut[i].register_post_accumulate_grad_hook(partial(_take, part))
+                self.stand_ins.append((part, self.cut[i]))
         return pytree().tree_unflatten(self.cut, self.spec)
 
     @cached_property
@@ -126,7 +128,7 @@ class Arguments:
         try:
             yield found
         finally:
-            self._gradients = None
+            self._gradients, self.stand_ins = None, []
         found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
 
     def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
@@ -160,8 +162,3 @@ class Arguments:
         return Mixer(
             module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart
         ), leaves[new[0]]
-
-
-def _take(into: Tensor, stand_in: Tensor) -> None:
-    into.add_(stand_in.grad)
-    stand_in.grad = None

@@ -189,6 +189,8 @@ class Backward:
             outs, into = call.whole_outs(self.outs), qkv
         lses = list(self.lses or [])
         run = partial(call.attention.backward, qkv, self.douts, outs, lses, into)
+        for mixer in call.attention.mixers:
+            mixer.weights = [self.weights]
         mixes = bool(parts.mixers)
         self.dsinks = parts.replayed("attend", 0, call.device, run) if mixes else run()
         for place, d in zip(parts.places, call.dleft):

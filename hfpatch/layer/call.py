@@ -25,7 +25,7 @@ from hfpatch.attention.heads import Attention, groups_of
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
-from hfpatch.layer.forward_state import AsInForward, ForwardState
+from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.kept import Kept
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.time_trial import go_in_time
@@ -211,7 +211,7 @@ class LayerCall(Kept):
             for call, then in zip(reversed(calls), [*reversed(calls[:-1]), self]):
                 if call is not base:
                     call.x = None
-                with self.runtime.weights.again(call.layer, then.layer), AsInForward(call.then):
+                with self.runtime.weights.again(call.layer, then.layer), as_in_forward(call.then):
                     x = call.forward(x, where="again")[0]
         self.x = self.for_now(x)
         transfers.settle()
@@ -245,7 +245,7 @@ class LayerCall(Kept):
         several = len(self.bounds) > 1
         for mixer in self.attention.mixers:
             several = several or mixer.several(self.shape[1])
-        weights = WeightGradients(self.then, several=several)
+        weights = WeightGradients(self.then, several)
         with (
             streamed,
             self._autocast(),

@@ -54,7 +54,7 @@ class Condition:
         hooked: the modules inside that have a hook of accelerate's.
         packed: whether experts of 4 bits are among them.
         block: layer.block.Block, None until used.
-        places: forward_state.Places of the layer's tensors.
+        can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
         read: keys that the layer reads from earlier ones, None if not known yet.
         leaves: whether later layers read its keys and values.
         units: modules in it whose weights FSDP2 gathers separately.
@@ -75,7 +75,7 @@ class Condition:
     hooked: list[nn.Module] = field(default_factory=list)
     packed: bool = False
     block: object = None
-    places: object = None
+    can_skip: dict = field(default_factory=dict)
     read: tuple | None = None
     leaves: bool = False
     units: list[nn.Module] = field(default_factory=list)

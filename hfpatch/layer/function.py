@@ -98,23 +98,18 @@ def parts_of(
 
 
 def tiled_layer(
-    runtime, policy: Policy, parts: Traced, x: Tensor, again: bool = False
+    runtime, policy: Policy, parts: Traced, x: Tensor
 ) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
-    needed. again: a rerun, after the first run found random draws or casts.
+    needed.
     """
     layer = parts.layer
     if policy.again:
         policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
-    then = ForwardState(
-        layer,
-        parts.modules,
-        runtime.weights.on,
-        condition=parts.condition,
-    )
-    tensors, timed = [*parts.wanted, *then.wanted()], None
+    then = ForwardState(layer, parts.modules, parts.condition)
+    tensors, timed = [*parts.wanted, *then.wanted], None
     if policy.chain and parts.traits.carries is not None:
         timed = in_time(parts, policy, runtime, x, then)
     # A policy that streams attention outputs is short of memory.
@@ -147,12 +142,11 @@ def tiled_layer(
     if drew:
         parts.random = parts.condition.draws = True
         watched.put_back()
-    # Autograd recorded the dtypes of the layer's weights from before it cast them: run again.
-    cast = then.ran()
-    if drew or (cast and not again):
+    then.ran()
+    if drew:
         parts.start_anew()
         del call, outputs  # frees the first run's memory before the second
-        return tiled_layer(runtime, policy, parts, x, again=True)
+        return tiled_layer(runtime, policy, parts, x)
     runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
     return list(outputs)
 

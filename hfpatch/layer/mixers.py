@@ -18,6 +18,7 @@ from hfpatch.compat import pytree
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch, Mask
+from hfpatch.layer.weight_gradients import walk
 
 # Arguments that describe packed documents. A mixer gets one document at a time instead.
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -50,6 +51,7 @@ class Mixer:
         configs, batch: as for context.current.our_attention.
         bounds: where documents start and end in the flattened B*T tokens; None if every row is one
             document.
+        weights: the layer.weight_gradients.WeightGradients of a backward.
         time: the layer.time_tiles.TimeTiles if the mixer runs in tiles through time, else None.
     """
 
@@ -63,6 +65,7 @@ class Mixer:
     batch: Batch | None
     bounds: tuple | None = None
     time: "object | None" = None
+    weights: tuple = ()  # the WeightGradients of a backward
 
     def documents(self, T: int) -> list[tuple[slice, int, int]]:
         """(rows, first, last) of each document."""
@@ -143,8 +146,7 @@ class Mixer:
             return self.time.backward(self, x_BTD, dout_BTD, into)
         for rows, a, b in self.documents(x_BTD.shape[1]):
             x, out = self._graph(x_BTD, rows, a, b)
-            torch.autograd.backward(out, dout_BTD[rows, a:b])
-            into[rows, a:b] = x.grad
+            (into[rows, a:b],) = walk(self.weights, [out], [dout_BTD[rows, a:b]], [x])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from hfpatch.compat import (
     is_view_of_flat,
     not_for_deepspeed,
 )
-from hfpatch.layer.forward_state import REPLACED, edited, is_sharded
+from hfpatch.layer.forward_state import edited, is_sharded
 from hfpatch.layer.packed_weights import (
     Packed,
     frozen_tables,  # noqa: F401 (for callers of both)
@@ -166,7 +166,7 @@ class StreamedWeights:
         with self.lock:
             packed = self.packed.get(layer._hfpatch_index)
             if self.packed and (packed is None or packed.given_others()):
-                raise edited(f"a weight of a {type(layer).__name__}", REPLACED)
+                raise edited(f"a weight of a {type(layer).__name__}", "replaced")
             following = None if then is None else then._hfpatch_index
             with self._on_device(layer._hfpatch_index, following):
                 yield

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import States
 from hfpatch.layer.random_state import replayed
+from hfpatch.layer.weight_gradients import walk
 from hfpatch.store.transfers import Saved, Transfers
 
 # The delta rule's chunk in transformers and in fla. Tiles that are not multiples of the chunk are
@@ -122,11 +123,12 @@ class TimeTiles:
                 for key, d in dafter.items()
                 if d is not None and after[key].requires_grad
             ]
-            torch.autograd.backward(*map(list, zip(*ends)))
+            inputs = [*leaves.values(), x] if into_BTD is not None else [*leaves.values()]
+            found = walk(mixer.weights, *zip(*ends), inputs)
             if into_BTD is not None:
-                into_BTD[rows, a:b] = x.grad
-            dafter = self._handed_back({key: leaf.grad for key, leaf in leaves.items()}, index)
-            del x, leaves, out, after, ends, before
+                into_BTD[rows, a:b] = found[-1]
+            dafter = self._handed_back(dict(zip(leaves, found)), index)
+            del x, leaves, out, after, ends, before, inputs, found
 
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
         """(output, last states) of one tile."""

@@ -173,6 +173,7 @@ class TimedCall(LayerCall):
                 around.enter_context(member.parts.again(weights, several))
                 member.mixer.unread = member is self
             tiles = ChainTiles([(m.time, m.mixer) for m in members], call.x)
+            self.mixer.weights = sums
             tiles.backward(self.mixer, None, dx, dx if call.need_x else None)
             for weights in sums:
                 weights.round()
@@ -235,6 +236,5 @@ def in_time(parts, policy: Policy, runtime, x: Tensor, then: ForwardState) -> di
     if carries and time.cuts(mixer, T) and _why_not_here(parts, x, runtime) is not None:
         return None
     # An engine gathers one layer's weights at a time. A hook may add a reader of the output.
-    gathered = runtime.weights.on or any(place.gathered for place in then.found.places)
-    alone = gathered or has_hooks(layer)
+    alone = runtime.weights.on or then.gathered or has_hooks(layer)
     return {"mixer": mixer, "time": time, "need_x": x.requires_grad, "alone": alone}

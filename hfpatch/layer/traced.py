@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import backward_from, collecting, modules_in, values_for_now
+from hfpatch.compat import collecting, modules_in, values_for_now
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
 from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
@@ -23,6 +23,7 @@ from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import SharedKeys, left_by
 from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.weight_gradients import walk
 from hfpatch.parts.keeping import keeping
 from hfpatch.parts.unread import able, add_up, idle
 
@@ -159,8 +160,7 @@ class Traced:
             dense = {} if written is None else {"dense_of": written.dense_of}
             dense |= {"weight_of": weight_of, "adding": adding, "filled": self.random}
             # found once while the layer has the same modules and tensors
-            places = None if known is None else known.places
-            can_skip = {} if places is None else places.can_skip
+            can_skip = {} if known is None else known.can_skip
             if names and names not in can_skip:
                 can_skip[names] = able(self.layer, names)
             found = idle(can_skip[names], device, **dense) if names else []
@@ -279,14 +279,15 @@ class Traced:
             run = partial(self.post, x, leaves, a, b, unread=True, known=known)
             tiles = self.replayed("after", a, x.device, run)
         known.clear()
-        self._walk(tiles, dys)
+        dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], self.arguments.stand_ins)
         # A product without a derivative gives no gradient (torchao's of int8 activations).
-        return x.grad, [torch.zeros_like(y) if y.grad is None else y.grad for y in leaves]
+        return dx, [torch.zeros_like(y) if d is None else d for y, d in zip(leaves, douts)]
 
     def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
         x = x.detach().requires_grad_(need_x)
         with torch.enable_grad():
             parts = self.before(x, a, b, unread)
+        given = self.arguments.stand_ins
 
         def back(grads, dsinks=None):
             """dsinks: gradients of the sinks, with the first tile only: the sinks are shared by all
@@ -298,21 +299,23 @@ class Traced:
                 at = self.block.attn if self.is_block and dsinks_H is not None else None
                 ys.append(asked.sinks_H if at is None else at.sinks)
                 dys.append(dsinks_H)
-            self._walk(ys, dys)
-            return x.grad
+            return self._walk(weights, ys, dys, [x], given)[0]
 
         return parts, back
 
-    def _walk(self, outputs, grads) -> None:
-        """Runs backward from the outputs that have a gradient and require one."""
-        ys, dys = [], []
-        for y, dy in zip(outputs, grads):
-            if dy is not None and y.requires_grad:
-                ys.append(y)
-                # tiles of several rows are not contiguous
-                dys.append(dy.contiguous() if self.condition.contiguous else dy)
-        if ys:
-            backward_from(tuple(ys), tuple(dys))
+    def _walk(self, weights, outputs, grads, inputs: list[Tensor], given: list) -> list:
+        """The gradients of `inputs`, None where it wants none. given: stand-ins of the layer's
+        other arguments, with the sums of their gradients.
+        """
+        if self.condition.contiguous:  # tiles of several rows are not
+            grads = [None if dy is None else dy.contiguous() for dy in grads]
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(walk([weights], outputs, grads, [*wanted, *(x for _, x in given)]))
+        made = [next(found) if x.requires_grad else None for x in inputs]
+        for (into, _), grad in zip(given, found):
+            if grad is not None:
+                into.add_(grad)
+        return made
 
     @contextmanager
     def again(self, weights, several: bool):

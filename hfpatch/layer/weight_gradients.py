@@ -1,73 +1,50 @@
-"""Weight gradients of one layer over several tiles, on stand-ins for its parameters.
+"""Weight gradients of one layer over several tiles.
 
-The nested graphs of tiles are built on detached stand-ins. So the parameters' own hooks (tensor
-hooks, post-accumulate hooks, those of DDP, FSDP and ZeRO) run once, when the layer's autograd
-function returns the final gradients.
+`walk` asks autograd for the gradients of a tile's inputs and of the layer's weights. They come as
+tensors and go to no `.grad`: the parameters' own hooks (those of DDP, FSDP and ZeRO too) run once,
+when the layer's autograd function returns the sums.
 """
 
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from hfpatch.layer.forward_state import (
-    STANDS_FOR,
-    AsInForward,
-    edited,  # noqa: F401 (these for callers of both)
-    is_sharded,  # noqa: F401
-)
+from hfpatch.compat import without_hooks
+from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
 _WIDE = {torch.float32, torch.float64}  # dtypes of sums over tiles
 
 
-@dataclass(eq=False)
-class WeightGradients(AsInForward):
-    """Context in which the layer's trained tensors are leaves, whose gradients are summed here.
+class WeightGradients(ExitStack):
+    """Context of a layer's backward: the layer is as in its forward, and gradients of its trained
+    tensors are summed here.
 
     several: more than one tile contributes. Gradients narrower than float32 are then summed in
     float32 (those of matrices inside their matmuls, if the device can: `adding`), and `round()`
-    casts the sums back. With one tile the gradients stay in the leaves until then.
+    casts the sums back.
     """
 
-    several: bool
-    leaves: list[Tensor] = field(default_factory=list, init=False)
-    originals: list[Tensor] = field(default_factory=list, init=False)
-    sums: list[Tensor | None] = field(init=False)
-    # id of a stand-in -> its index in `originals`
-    index: dict[int, int] = field(default_factory=dict, init=False)
+    def __init__(self, then: ForwardState, several: bool):
+        super().__init__()
+        self.then, self.several = then, several
+        self.sums: list[Tensor | None] = [None] * sum(then.trained)
 
-    def __post_init__(self):
-        self.sums = [None] * sum(self.then.trained)
-
-    def _nothing_to_restore(self) -> bool:
-        return False
-
-    def _of(self, trained: bool, tensor: Tensor) -> Tensor:
-        if not trained:
-            return super()._of(trained, tensor)
-        index = len(self.originals)
-        self.originals.append(tensor)
-        stand_in = tensor.detach()
-        # Engines read their own marks on a parameter (ZeRO's ds_status, tensor parallelism's plan).
-        stand_in.__dict__ |= tensor.__dict__
-        stand_in.__dict__[STANDS_FOR] = tensor
-        stand_in.requires_grad = True
-        self.index[id(stand_in)] = index
-        # No reference to the leaf here: its hook holds this object, and no collector sees that
-        # cycle.
-        if self.several:
-            stand_in.register_post_accumulate_grad_hook(partial(self._take, index))
-        else:
-            self.leaves.append(stand_in)
-        return stand_in
-
-    def _take(self, index: int, stand_in: Tensor) -> None:
-        grad, stand_in.grad = stand_in.grad, None
-        if grad is not None:  # None: `_add` has it already
-            self._add_gradient(index, grad)
+    def __enter__(self):
+        super().__enter__()
+        self.enter_context(as_in_forward(self.then))
+        self.tensors = self.then.trained_now()
+        for x in self.tensors:
+            if not x.requires_grad:  # frozen since the forward
+                self.callback(x.requires_grad_, False)
+                x.requires_grad_(True)
+            if x._backward_hooks:
+                self.enter_context(without_hooks(x))
+        self.index = {id(x): i for i, x in enumerate(self.tensors)}
+        return self
 
     def _sum(self, index: int) -> Tensor | None:
         """The sum so far, widened again if `round` came between (a weight used before and after
@@ -78,23 +55,23 @@ class WeightGradients(AsInForward):
             found = self.sums[index] = found.to(torch.promote_types(found.dtype, torch.float32))
         return found
 
-    def _add_gradient(self, index: int, grad: Tensor) -> None:
+    def add(self, index: int, grad: Tensor) -> None:
         found = self._sum(index)
         if found is not None:
             found.add_(grad)
         else:  # not widened: a weight around a mixer's tiles may get one gradient only
             self.sums[index] = grad
 
-    def adding(self, stand_in: Tensor):
+    def adding(self, weight: Tensor):
         """A function that adds dy_NO^T x_NI to a matrix's sum inside the matmul, or per expert with
         rows up to offs_E of each. None with a single tile, or if the device cannot.
         """
-        index = self.index.get(id(stand_in))
+        index = self.index.get(id(weight))
         if index is None or not self.several:
             return None
-        if stand_in.dim() == 3:
+        if weight.dim() == 3:
             return partial(self._add_by_expert, index)
-        return partial(self._add, index) if sums_in_matmul(stand_in, stand_in.dtype) else None
+        return partial(self._add, index) if sums_in_matmul(weight, weight.dtype) else None
 
     def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
         first = self._sum(index) is None
@@ -112,20 +89,31 @@ class WeightGradients(AsInForward):
 
     def round(self) -> None:
         """Rounds the sums so far to each parameter's dtype, and frees the wide sums one by one."""
-        if not self.several:
-            self.sums = [leaf.grad for leaf in self.leaves] if self.leaves else self.sums
-            return
-        for index, original in enumerate(self.originals):
+        for index, x in enumerate(self.tensors if self.several else ()):
             if self.sums[index] is not None:
-                self.sums[index] = self.sums[index].to(original.dtype)
+                self.sums[index] = self.sums[index].to(x.dtype)
 
     def handed_over(self) -> list[Tensor | None]:
-        """Hands over the gradients of the trained tensors.
-
-        No reference stays here or in a stand-in, which may live on (attention's sinks). Otherwise
-        the engine would copy each gradient, and the original would live as long as the loss.
+        """Hands over the gradients of the trained tensors. No reference stays here: the engine would
+        copy each gradient.
         """
         sums, self.sums = self.sums, []
-        for leaf in self.leaves:
-            leaf.grad = None
         return sums
+
+
+def walk(layers: list[WeightGradients], outputs, grads, inputs) -> tuple[Tensor | None, ...]:
+    """The gradients of `inputs`, from the gradients of a tile's outputs; outputs without one, or
+    without a graph, are left out. Gradients of the layers' weights are added to their sums.
+    """
+    pairs = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None and y.requires_grad]
+    weights = [x for layer in layers for x in layer.tensors]
+    if not pairs or not (inputs or weights):
+        return (None,) * len(inputs)
+    ys, dys = zip(*pairs)
+    found = torch.autograd.grad(ys, [*inputs, *weights], dys, allow_unused=True)
+    made = iter(found[len(inputs) :])
+    for layer in layers:
+        for index, grad in zip(range(len(layer.tensors)), made):
+            if grad is not None:
+                layer.add(index, grad)
+    return found[: len(inputs)]

@@ -17,7 +17,7 @@ from hfpatch.compat import (
     same_memory,
     version,
 )
-from hfpatch.layer.forward_state import AsInForward, ForwardState, edited
+from hfpatch.layer.forward_state import ForwardState, as_in_forward, edited
 
 
 class _Held:
@@ -53,8 +53,8 @@ class _AsFirst:
     first.
     """
 
-    def __init__(self, run, layer: nn.Module, mask, streamed: bool):
-        self.run, self.layer, self.streamed, self.then = run, layer, streamed, None
+    def __init__(self, run, layer: nn.Module, mask):
+        self.run, self.layer, self.then = run, layer, None
         self.mask, self.version = mask, version(mask) if isinstance(mask, Tensor) else None
 
     def __call__(self, x):
@@ -62,9 +62,9 @@ class _AsFirst:
             if self.version is not None and version(self.mask) != self.version:
                 raise edited(f"the mask of a {type(self.layer).__name__}", "modified in place")
             # A hook that computes a gradient reruns this within the forward, which records outputs.
-            with AsInForward(self.then), collecting({}):
+            with as_in_forward(self.then), collecting({}):
                 return self.run(x)
-        self.then = ForwardState(self.layer, modules_in(self.layer), self.streamed)
+        self.then = ForwardState(self.layer, modules_in(self.layer))
         y = self.run(x)
         self.then.ran()
         return y
@@ -77,7 +77,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Te
     `run` uses this layer and this attention mask (None, a tensor, another object). Backward calls
     it again.
     """
-    run = _AsFirst(run, layer, mask, runtime.weights.on)
+    run = _AsFirst(run, layer, mask)
     if policy is None or policy.offload == "gpu":
         return _checkpoint(run, x_BTD)
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers
