@@ -2,7 +2,7 @@
 heads.
 
 Only the backward has scratch, and the size of a group bounds it. Forward uses the same groups if a
-policy streams attention outputs, or if a kernel copies its inputs.
+kernel copies its inputs.
 
 The layer's mixers (layer/mixers.py) come after the attention calls. They run in forward and again
 in backward.
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hfpatch.attention.attention import attention_backward, attention_forward, copies_inputs, pick
-from hfpatch.attention.head_groups import ByGroups
 from hfpatch.budget.cuts import heads_per_group
 
 ALL = slice(None)
@@ -54,10 +53,9 @@ class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
 
-    apart: forward runs per group and returns one output per group. wide: all heads form one group.
+    wide: all heads form one group. (ExchangedAttention returns an output a round: `join`.)
     """
 
-    apart: bool = False
     wide: bool = False
     heads: list[Heads] = field(default_factory=list)
     states: list = field(default_factory=list)
@@ -68,12 +66,8 @@ class Attention:
         return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
     def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] of a tile, joined from the outputs of its groups."""
-        joined, outs = [], list(outs)
-        for n in self.counts():
-            mine, outs = outs[:n], outs[n:]
-            joined.append(mine[0] if n == 1 else torch.cat(mine, 2))
-        return joined
+        """Each call's out [B, t, H, E] of a tile, from the outputs of `forward`."""
+        return outs
 
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor]
@@ -84,12 +78,11 @@ class Attention:
             asked: one Call (scale, pattern, sinks) per attention call.
             mixers: the layer's mixers.
             parts: q [B, T, H, E], k and v [B, T, K, E] of each call, then each mixer's input
-                [B, T, D]. May be head_groups.Grouped in place of tensors.
+                [B, T, D].
 
         Returns:
-            outs: out [B, T, H, E] of every call or, if `apart`, [B, T, G, E] of every group, then
-                the mixers' outputs [B, T, D]. InTier if the parts are Grouped.
-            lses: one per call or group.
+            outs: out [B, T, H, E] of every call, then the mixers' outputs [B, T, D].
+            lses: one per call.
         """
         self.heads, self.mixers, self.states, outs, lses = [], mixers, [], [], []
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
@@ -100,25 +93,20 @@ class Attention:
             heads = Heads(ask, groups)
             self.heads.append(heads)
             several = len(groups) > 1
-            whole, by_group = None, self.apart or several and copies_inputs(q, v, ask.pattern)
+            whole, by_group = None, several and copies_inputs(q, v, ask.pattern)
             for hs, ks in groups if by_group else [(ALL, ALL)]:
                 part = (q[:, :, hs], k[:, :, ks], v[:, :, ks]) if by_group else (q, k, v)
                 heads.backend = heads.backend or pick(*part[:2], 1 if by_group else len(groups))
                 out, lse, state = attention_forward(*part, **heads.part(hs))
-                if self.apart:
-                    outs.append(out if isinstance(q, Tensor) else q.beside(out))
-                    lses.append(lse)
-                    self.states.append(state)
-                elif several and by_group:
+                if by_group:
                     whole = whole or _room_for(out, lse, H)
                     whole[0][:, :, hs], _heads_of(whole[1], hs)[...] = out, lse
                 else:
                     whole = out, lse
                 del part, out, lse
-            if whole is not None:
-                outs.append(whole[0])
-                lses.append(whole[1])
-                self.states.append(state)
+            outs.append(whole[0])
+            lses.append(whole[1])
+            self.states.append(state)
         return outs + self.mixed(parts) if mixers else outs, lses
 
     def mixed(self, parts) -> list[Tensor]:
@@ -140,19 +128,15 @@ class Attention:
         Returns:
             The gradient of each call's sinks, None without sinks.
         """
-        i, dsinks = 0, []
+        dsinks = []
         for n, (heads, dout) in enumerate(zip(self.heads, douts)):
             q, k, v = parts[3 * n : 3 * n + 3]
-            of_sinks = []
-            for group, (hs, ks) in enumerate(heads.groups):
-                if self.apart or not group:
-                    out, lse, state, lses[i] = outs(i), lses[i], self.states[i], None
-                    i += 1
+            of_sinks, plain = [], len(heads.groups) == 1
+            out, lse, state, lses[n] = outs(n), lses[n], self.states[n], None
+            for hs, ks in heads.groups:
                 # Kernels assume a contiguous lse.
-                alone = self.apart or len(heads.groups) == 1
-                mine = (out, lse) if alone else (out[:, :, hs], _heads_of(lse, hs).contiguous())
+                mine = (out, lse) if plain else (out[:, :, hs], _heads_of(lse, hs).contiguous())
                 # Avoids views of all heads: a view costs the host as much as a small op.
-                plain = len(heads.groups) == 1 and isinstance(q, Tensor)
                 given = (
                     (dout, q, k, v)
                     if plain
@@ -188,11 +172,29 @@ class Attention:
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
 
-    def room(self, like: Tensor, tokens: int, groups: int) -> Tensor | ByGroups:
+    def room(self, like: Tensor, tokens: int, groups: int) -> "Tensor | ByGroups":
         """Memory for the gradient of one call's out. like: a tile of it."""
         if groups > 1:
             return ByGroups(like, tokens, groups)
         return like.new_empty(like.shape[0], tokens, *like.shape[2:])
+
+
+class ByGroups:
+    """A tensor [B, T, H, E], written by tiles of tokens and read by groups of heads.
+
+    Each group is contiguous, so kernels take it without a copy.
+    """
+
+    def __init__(self, like: Tensor, tokens: int, groups: int):
+        B, _, H, E = like.shape
+        self.width = H // groups
+        self.parts = like.new_empty(groups, B, tokens, self.width, E)
+
+    def __setitem__(self, where, x: Tensor) -> None:
+        self.parts[:, :, where[1]] = x.unflatten(2, (-1, self.width)).movedim(2, 0)
+
+    def __getitem__(self, where) -> Tensor:
+        return self.parts[where[2].start // self.width]
 
 
 def _heads_of(lse: Tensor, hs: slice) -> Tensor:

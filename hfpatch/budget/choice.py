@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from hfpatch.budget.cuts import loss_workspaces
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import GiB, ModelShape, StepMemory, step_memory
 from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
@@ -136,8 +135,7 @@ class Search:
         self.rows = batch * tokens
         self.price, self.memory = cache(self.price), cache(self.memory)
         self.best, self.least = cache(self.best), cache(self.least)
-        self.losses = self._losses()
-        ladder = {"batch": batch, "tokens": tokens, "able": able, "loss_bytes": self.losses[0]}
+        ladder = {"batch": batch, "tokens": tokens, "able": able}
         self.candidates = policies(settings, shape, **ladder)
 
     def budget(self, gpu_free: int | None, host_free: int | None, n_ranks: int = 1) -> Budget:
@@ -159,16 +157,6 @@ class Search:
         time, _ = step_time(self.gpu, flops, memory, policy, self.shape, **self.sizes)
         return replace(option, seconds=time.total, wait=time.copy_wait)
 
-    def _losses(self) -> tuple[int, ...]:
-        """Workspaces of the loss to try: the one with the fewest bytes, then faster ones."""
-        itemsize = self.sizes["itemsize"]
-        tried = loss_workspaces(self.shape, self.rows, itemsize)
-        priced = [self.price(Policy("gpu", loss_bytes=nbytes)) for nbytes in tried]
-        taken = lambda o: self.memory(o.policy)[0].moments[0].beyond  # noqa: E731
-        first = min(priced, key=lambda o: (taken(o), -o.policy.loss_bytes))
-        faster = [o for o in priced if o.seconds < first.seconds]
-        return tuple(o.policy.loss_bytes for o in (first, *faster))
-
     def plains(self) -> tuple[int, int]:
         """The fewest and the most layers that may keep everything."""
         if self.settings.frozen_weights == "host":
@@ -187,7 +175,7 @@ class Search:
         found = None
         if self.settings.aim == "fastest":
             found = self.best(budget) if budget.device is not None else self._cautious(budget)
-        found = found or self._larger_loss(self.least(budget))
+        found = found or self.least(budget)
         if not budget.admits_host(found):
             raise ValueError(_host_too_small(self, found, budget))
         return found
@@ -256,15 +244,9 @@ class Search:
         return bool(asked == "auto" and keeps and where and several)
 
     def _refined(self, options: list[Option], budget: Budget) -> list[Option]:
-        """The options with larger loss workspaces, and the options that wait for copies with more
-        layers that keep less."""
-        found = [
-            self._most_plain(replace(o.policy, loss_bytes=nbytes, again=0), budget)
-            for o in options
-            for nbytes in self.losses[1:]
-        ]
-        more = [option for option in found if option]
-        for one in [*options, *more]:
+        """The options that wait for copies, with more layers that keep less."""
+        more = []
+        for one in options:
             if one.wait and self._may_run_again(one.policy):
                 layers = range(one.policy.again + 1, self.shape.num_layers - one.policy.plain)
                 tried = (self.price(replace(one.policy, again=again)) for again in layers)
@@ -283,13 +265,11 @@ class Search:
         for place in ("host", "gpu") if settings.offload == "auto" else (settings.offload,):
             settings = replace(settings, offload=place)
             search = Search(settings, self.shape, **self.sizes, gpu=self.gpu, able=self.able)
-            simple = [
-                p for p in search.candidates if not (p.wide or p.offload_dx or p.stream_attention)
-            ]
+            simple = [p for p in search.candidates if not p.wide]
             for segments in (False, True):
                 found = search._fitting((p for p in simple if segments == (p.every > 1)), budget)
                 if found:
-                    return self._larger_loss(min(found, key=_simplest(found)))
+                    return min(found, key=_simplest(found))
         return None
 
     def least(self, budget: Budget) -> Option:
@@ -309,22 +289,15 @@ class Search:
         found = [o for o in found if o.device <= 1.001 * fewest]
         return min(found, key=lambda o: (o.seconds, o.device))
 
-    def _larger_loss(self, option: Option) -> Option:
-        """The option with the fastest loss workspace that takes no more bytes in all."""
-        others = (self.price(replace(option.policy, loss_bytes=nbytes)) for nbytes in self.losses)
-        return min((o for o in others if o.device <= option.device), key=lambda o: o.seconds)
-
 
 def _simplest(options: list[Option]):
     """A sorting key. The options as fast as the fastest come first; among these the ones without
-    copies, then without memory-saving ways, then with the fewest device bytes, then with the
-    largest tile."""
+    copies, then with the fewest device bytes, then with the largest tile."""
     fastest = min(o.seconds for o in options)
 
     def key(option: Option) -> tuple:
         policy = option.policy
-        saving = policy.by_group, policy.stream_attention, policy.offload_dx
-        return option.seconds > SAME * fastest, option.host, saving, option.device, -policy.tile
+        return option.seconds > SAME * fastest, option.host, option.device, -policy.tile
 
     return key
 
@@ -370,8 +343,7 @@ def decide(
 def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
     u = search.rows * search.shape.hidden_size * search.sizes["itemsize"]
     least = best_interval(search.shape.num_layers, u, u)
-    nothing = {"save_attention": False, "stream_attention": False, "by_group": False, "keep": ()}
-    fewer = replace(found.policy, every=least, **nothing)
+    fewer = replace(found.policy, every=least, save_attention=False, keep=())
     saved = found.host - search.price(fewer).host
     return (
         f"hfpatch: checkpoints need {found.host / GiB:.1f} GiB of host memory, "

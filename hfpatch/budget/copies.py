@@ -70,31 +70,14 @@ def link_bytes(
     keeping = n - min(policy.keeps_less, n)
     kept = keeping * rows * sum(kept_columns(shape, name) for name in policy.keep)
     single = tiles(batch, tokens, policy.tile)[0] == 1
-    one = 0 if single or not policy.offload_dx else rows * shape.hidden_size
-    attended, heads = rows * shape.out_size, rows * (shape.q_size + shape.kv_size + shape.v_size)
-    saved = n - min(policy.attends_again, n) if policy.save_attention and policy.every == 1 else 0
-    again = attended if saved < n else 0
-    x, lse = rows * shape.hidden_size, 4 * batch * tokens * shape.num_heads
-    # Host buffers that one running layer uses, and the buffers of a segment that runs again.
-    passing = 0
-    if policy.by_group:
-        passing = heads + attended + again + (min(policy.every, n) - 1) * (x + attended + lse)
-    outputs = memory.host - inputs - kept - one - passing
+    outputs = memory.host - inputs - kept
     # Each phase that reads x fetches it; a kept sum after attention is read in place of x.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
     back = passes * inputs + kept + outputs
     back += (0 if single else 3 - passes) * (n - keeping) * rows * shape.hidden_size
-    if policy.stream_attention and not single:
-        # Attention outputs come once for the tiles and once for the groups of heads, lse once.
-        back += outputs - saved * lse
     if policy.every > 1:  # a segment of several layers fetches its input again to run forward
         back += _segments(policy, n) * rows * shape.hidden_size
-    out, home = memory.host - one - passing, back + 2 * n * one
-    if policy.by_group:
-        skipped = n - -(-n // policy.every)
-        out, home = out + n * (heads + again), home + n * (2 * heads + attended + 2 * again)
-        home += skipped * (passes * x + 2 * attended + heads)
-    return out, home
+    return memory.host, back
 
 
 def _segments(policy: Policy, layers: int) -> int:

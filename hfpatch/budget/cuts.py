@@ -2,14 +2,12 @@
 
 from functools import lru_cache
 
-from hfpatch.budget.policy import LOSS_WORKSPACE, LOSS_WORKSPACE_FREE
+from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape
 
 # Workspace bytes of the loss per token: loss, lse in two numbers, best, label, sort key and order.
 LOSS_BYTES_PER_TOKEN = 56
-# Fewest rows of a loss chunk: fewer cost more passes over the head's gradient than they save.
-LOSS_ROWS = 512
 ALIGNED = 128  # tiles are multiples of this many rows, as matmul kernels are
 
 
@@ -61,21 +59,6 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
     while n_kv_heads % n:
         n += 1
     return n
-
-
-def loss_workspaces(shape: ModelShape, rows: int, s: int) -> tuple[int, ...]:
-    """Workspaces of the loss to choose from, the smallest first; s: bytes of a logit.
-
-    The smallest follows the model: its logits take half of the head's float32 gradient, which
-    exists next to them anyway, and are LOSS_ROWS rows at least. A fixed 512 MiB would make the loss
-    the peak of a small model on long rows.
-    """
-    row_bytes = -(-shape.vocab_size // 8) * 8 * s
-    logits = max(2 * shape.vocab_size * shape.hidden_size, LOSS_ROWS * row_bytes)
-    found = [min(LOSS_WORKSPACE, logits + rows * LOSS_BYTES_PER_TOKEN)]
-    while found[-1] * 4 < LOSS_WORKSPACE:
-        found.append(4 * found[-1])
-    return tuple(dict.fromkeys([*found, LOSS_WORKSPACE, 2 * LOSS_WORKSPACE, LOSS_WORKSPACE_FREE]))
 
 
 def loss_chunk_rows(

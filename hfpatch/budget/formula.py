@@ -80,7 +80,6 @@ def spare_bytes(
     if (
         policy.offload == "gpu"
         or policy.every > 1
-        or policy.by_group
         or shape.ranks > 1
         or not tiled
     ):

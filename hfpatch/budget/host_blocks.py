@@ -38,20 +38,10 @@ def host_blocks(
     sizes = Counter({kept * hidden: -(-tiled // policy.every)})
     if whole:
         return sizes
-    if policy.offload_dx:
-        sizes[rows * hidden] += 1
     groups = head_groups(batch, tokens, shape, policy.wide)
     saved = policy.save_attention and policy.every == 1
     saved *= tiled - min(policy.attends_again, tiled)
-    if policy.by_group:
-        again = max(0, min(policy.every, tiled) - 1)  # layers of the segment that runs again
-        sizes[rows * hidden] += again
-        saved += again
-        columns = [s.q_size, s.kv_size, s.v_size, s.out_size]
-        columns += [s.out_size] * bool(policy.attends_again or not policy.save_attention)
-        for column in columns:
-            sizes[rows * column // groups * computed] += groups
-    parts = groups if policy.stream_attention or policy.by_group or pieces else 1
+    parts = groups if pieces else 1
     sizes[rows * s.out_size // parts * computed] += saved * parts
     sizes[rows * s.num_heads // parts * max(4, computed)] += saved * parts
     if policy.every == 1:

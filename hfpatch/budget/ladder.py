@@ -1,6 +1,6 @@
 """The ladder of policies that choice.py tries: the tensors that layers may keep, and their place.
 
-Each rung of RUNGS is tried in several tile sizes and ways of attention's backward, without plain
+Each rung of RUNGS is tried in several tile sizes, without plain
 layers (which keep everything): choice.py adds those. Standard library only.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from hfpatch.budget.cuts import head_groups, tiles
+from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.policy import (
     TIME_TILE_LEAST,
     Checkpointing,
@@ -20,12 +20,9 @@ from hfpatch.budget.policy import (
 from hfpatch.budget.shape import ModelShape
 
 TILES = (1024, 2048, 4096, 8192, 16384)
-# Up to this tile, 4-bit weights may be dequantised once for all tiles of a phase.
-DENSE_TILE = 2048
-
 
 # The tensors that a tiled layer keeps, and their place. A rung that does not save attention is
-# also tried with one input for several layers, by_group both with and without saving attention.
+# also tried with one input for several layers.
 RUNGS = {
     "on the device": Policy("gpu"),
     "heads and residual on the device": Policy("gpu", keep=("qkv", "mid")),
@@ -38,19 +35,17 @@ RUNGS = {
     "heads and gates on the host": Policy("host", keep=("qkv", "gate_up")),
     "all on the host": Policy("host", keep=("qkv", "mid", "gate_up")),
     "segments on the host": Policy("host", save_attention=False),
-    "by groups of heads on the host": Policy("host", save_attention=False, by_group=True),
 }
 
 
 def policies(
-    settings: Checkpointing, shape: ModelShape, *, batch: int, tokens: int, able: tuple,
-    loss_bytes: int,
-) -> tuple[Policy, ...]:  # fmt: skip
+    settings: Checkpointing, shape: ModelShape, *, batch: int, tokens: int, able: tuple
+) -> tuple[Policy, ...]:
     """The policies of all rungs that the settings allow, without plain layers.
 
-    able: names of KEEPABLE that the layers can keep. loss_bytes: of each policy.
+    able: names of KEEPABLE that the layers can keep.
     """
-    ladder = _Ladder(settings, shape, batch, tokens, able, loss_bytes)
+    ladder = _Ladder(settings, shape, batch, tokens, able)
     found = (policy for rung in RUNGS.values() for policy in ladder.policies(rung))
     return tuple(dict.fromkeys(found))  # settings make some rungs equal
 
@@ -62,7 +57,6 @@ class _Ladder:
     batch: int
     tokens: int
     able: tuple
-    loss_bytes: int
 
     @property
     def rows(self) -> int:
@@ -76,16 +70,14 @@ class _Ladder:
         keep = tuple(k for k in rung.keep if k in self.shape.keepable and k in self.able)
         keep = keep if self.settings.keep == "auto" else self.settings.keep
         weights = "host" if self.settings.frozen_weights == "host" else "gpu"
-        ways = self._by_group if rung.by_group else self._ways
         for (every, save), tile in product(self._spans(rung), self._tiles()):
             base = Policy(
                 place, every, save, tile=tile, keep=keep if every == 1 else (),
                 frozen_weights=weights,
-                loss_bytes=self.loss_bytes,
             )  # fmt: skip
-            yield from ways(base)
-            if self._dequantised_once(base):
-                yield from ways(replace(base, dense=True))
+            yield base
+            if head_groups(self.batch, self.tokens, self.shape) > 1 and self.shape.ranks == 1:
+                yield replace(base, wide=True)
 
     def _spans(self, rung: Policy) -> list[tuple[int, bool]]:
         """(every, save_attention) of a rung."""
@@ -101,7 +93,7 @@ class _Ladder:
         if rung.save_attention:
             return [(k, k == 1) for k in intervals]
         # A segment runs attention again in any case; a layer that keeps its input does by choice.
-        return [(k, False) for k in intervals] + [(1, True)] * (rung.by_group and 1 in intervals)
+        return [(k, False) for k in intervals]
 
     def _tiles(self) -> tuple[int, ...]:
         """Tile sizes below the number of rows, and the largest size if it holds all rows."""
@@ -109,37 +101,6 @@ class _Ladder:
             return (self.settings.tile,)
         fewer = tuple(t for t in TILES if t < self.rows)
         return fewer + ((TILES[-1],) if self.rows <= TILES[-1] else ())
-
-    def _dequantised_once(self, policy: Policy) -> bool:
-        packed = self.shape.adapters is not None and self.shape.adapters.base == "4bit"
-        return packed and policy.tile <= DENSE_TILE and policy.tile < self.rows
-
-    def _ways(self, base: Policy) -> Iterator[Policy]:
-        """The policy, and the same with other ways of attention's backward: all heads at once
-        (faster), the layer's input gradient or the attention outputs on the host (fewer bytes)."""
-        bases = [base]
-        if head_groups(self.batch, self.tokens, self.shape) > 1 and self.shape.ranks == 1:
-            bases.append(replace(base, wide=True))
-        yield from bases
-        if base.offload == "gpu":
-            return
-        several = self._several(base)
-        if several:
-            yield from (replace(way, offload_dx=True) for way in bases)
-        if base.save_attention and base.every == 1:
-            yield replace(base, stream_attention=True)
-            if several:
-                yield replace(base, stream_attention=True, offload_dx=True)
-
-    def _by_group(self, base: Policy) -> Iterator[Policy]:
-        possible = base.offload != "gpu" and self.shape.ranks == 1 and not base.keep
-        if possible and self._several(base):
-            saved = base.save_attention and base.every == 1
-            yield replace(base, stream_attention=saved, by_group=True)
-
-    def _several(self, policy: Policy) -> bool:
-        """Whether a layer runs in more than one tile."""
-        return tiles(self.batch, self.tokens, policy.tile)[0] > 1
 
 
 def _intervals(num_layers: int) -> list[int]:
@@ -186,8 +147,6 @@ def unplanned(
     chain = 0 if least and not short else chain_of((in_time or tile) * width, free, sums)
     # A chain of one layer saves two [rows, width] of 2 bytes, and has all its sums at once.
     chain = chain or int(short or 4 * rows * width > sums)
-    # The layer that runs puts its heads on the host: fewer bytes there than a chain saves.
-    heads = least and bool(chain) and rows > tile and tier != "gpu" and not whole
     return Policy(
         offload=tier,
         every=every,
@@ -195,9 +154,6 @@ def unplanned(
         tile=tile,
         time_tile=in_time,
         plain=0 if settings.plain == "auto" else settings.plain,
-        by_group=heads,
-        offload_dx=heads,
-        stream_attention=heads and save,
         chain=0 if whole or settings.every != "auto" else chain,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
     )

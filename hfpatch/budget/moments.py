@@ -5,7 +5,6 @@ forward, layers that keep everything. Standard library only; formula.py defines 
 from dataclasses import dataclass
 
 from hfpatch.budget.cuts import loss_chunk_rows
-from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.budget.sizes import (
     Sizes,
     attention_scratch,
@@ -49,8 +48,8 @@ class Moment:
         return self.gradients + self.beyond
 
 
-def loss_moment(z: Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -> Moment:
-    rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s, workspace)
+def loss_moment(z: Sizes, checkpoints: int) -> Moment:
+    rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s)
     single = chunks == 1 or z.s == 4
     wide = z.head if single else z.shape.trained_head * 4
     # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one
@@ -67,9 +66,8 @@ def loss_moment(z: Sizes, checkpoints: int, workspace: int = LOSS_WORKSPACE) -> 
     )
 
 
-def embedding_moments(z: Sizes, workspace: int = LOSS_WORKSPACE) -> list:
-    """The backward of the token embedding, when all other gradients exist. workspace: of the
-    loss."""
+def embedding_moments(z: Sizes) -> list:
+    """The backward of the token embedding, when all other gradients exist."""
     if z.shape.adapters:
         return []
     D, V = z.shape.hidden_size, z.shape.vocab_size
@@ -83,7 +81,7 @@ def embedding_moments(z: Sizes, workspace: int = LOSS_WORKSPACE) -> list:
     moments = [
         Moment("embedding backward", z.gradients, layer=z.u + slices + z.always, workspace=scratch)
     ]
-    if z.shape.tied and loss_chunk_rows(z.shape, z.rows, z.s, workspace)[1] > 1:
+    if z.shape.tied and loss_chunk_rows(z.shape, z.rows, z.s)[1] > 1:
         # Both gradients and their sum: the head's gradient is a view of the wider sums, so autograd
         # does not add to it in place.
         moments.append(Moment("embedding sum", z.gradients, layer=2 * z.embedding + z.always))
@@ -97,7 +95,6 @@ def forward_moment(
     single: bool,
     join: int,
     on_device: int,
-    by_groups: int = 0,
     leaving: int = 0,
 ) -> Moment:
     """The last tiled layer's forward.
@@ -105,8 +102,7 @@ def forward_moment(
     The model holds the embedded tokens. The layer holds its input, the attention output, and then
     either q, k and v, or its own output and a tile's MLP.
 
-    by_groups: groups of heads that run one after the other; 0 if all heads run at once. leaving:
-    bytes that stay during the MLP (q, k and v on their way out, dequantised weights).
+    leaving: bytes that stay during the MLP (q, k and v on their way out).
     """
     shape = z.shape
     inner, beside, tile_D = inner_bytes(z, layer, t), 0, t * shape.hidden_size * z.s
@@ -122,11 +118,8 @@ def forward_moment(
     )
     beside += wide * tile_D * (wide > 1)  # the copy that the adapter reads
     mlp = acts * inner + beside + 3 * tile_D + join - (z.u if single else 0)
-    working, out = max(z.q + z.kv, leaving + z.u + mlp), z.out
-    if by_groups:
-        passing = min(2, by_groups) * (z.q + z.kv + z.out) // by_groups
-        working, out = max(passing, leaving + z.u + mlp + 2 * t * shape.out_size * z.s), 0
-    return Moment(FORWARD, 0, on_device, 2 * z.u + out + z.lse + working + z.always)
+    working = max(z.q + z.kv, leaving + z.u + mlp)
+    return Moment(FORWARD, 0, on_device, 2 * z.u + z.out + z.lse + working + z.always)
 
 
 def plain_moments(z: Sizes, n: int, on_device: int, plain: int, coming: int = 0) -> list:

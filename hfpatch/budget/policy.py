@@ -24,9 +24,6 @@ CHAIN = 8  # most layers without attention that share one kept input
 # families is 450, Granite 4 in plain code; kernels take far less.
 MIXER_BYTES = 512
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
-# If memory is free: 8,192 rows of Llama 3's vocabulary at a time. Each chunk reads and writes the
-# head's float32 gradient once, so fewer chunks are faster.
-LOSS_WORKSPACE_FREE = 2 << 30
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
@@ -317,19 +314,13 @@ class Policy:
         offload: the place of layer inputs and attention outputs: "gpu", "host" or "disk".
         every: layers per checkpoint; the layers between run again from it.
         save_attention: keep out and lse, so that the attention forward runs once.
-        stream_attention: attention's backward fetches out and dout by group of KV heads.
         tile: tokens per tile.
-        offload_dx: a layer's input gradient waits with its checkpoints during attention's backward.
         plain: the number of last layers that keep all that autograd saves, and run nothing again.
         keep: names in KEEPABLE that the other layers keep in addition to x, out and lse.
-        by_group: while a layer runs, its q, k, v, attention outputs and their gradients wait with
-            its checkpoints; one group of KV heads, or one tile, of them is on the device at a time.
         again: how many of the last tiled layers compute again the tensors that others keep for
             speed: they keep nothing of `keep` or, if that is empty, no attention outputs.
         frozen_weights: the place of frozen weights, "gpu" or "host"; from the host each layer's
             weights come one layer ahead of use.
-        dense: frozen 4-bit weights are dequantised once for all tiles of a phase, not per tile.
-        loss_bytes: workspace of the loss; it limits the tokens whose logits exist at a time.
         wide: attention's backward runs all heads at once: more scratch, fewer waits at its end.
         time_tile: tokens per tile of mixers that run through time; 0 means `tile`.
         chain: the most consecutive layers without attention that share one kept input and run
@@ -339,17 +330,12 @@ class Policy:
     offload: str = "host"
     every: int = 1
     save_attention: bool = True
-    stream_attention: bool = False
     tile: int = 8192
     plain: int = 0
     keep: tuple = ()
-    offload_dx: bool = False
-    by_group: bool = False
     again: int = 0
     frozen_weights: str = "gpu"
-    dense: bool = False
     wide: bool = False
-    loss_bytes: int = LOSS_WORKSPACE
     time_tile: int = 0
     chain: int = 0
 
@@ -395,5 +381,4 @@ def describe(policy: Policy, num_layers: int | None = None) -> str:
             f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens"
         )
     said += ["frozen weights come from the host"] if policy.frozen_weights == "host" else []
-    said += ["weights of 4 bits are written out once for all tiles"] if policy.dense else []
     return "; ".join(said)

@@ -104,10 +104,8 @@ def step_time(
     total = matmul + attend + fore + back + sums + loss + waits
     wait, computing, moved = _copies(step, link, gathers, total, fore, loss)
     python = _python_wait(step, computing + wait)
-    # stream_attention means short memory: no exchange runs during another round's attention.
-    hidden = 0.0 if policy.stream_attention else attend
     sent = exchange_seconds(
-        gpu, shape, flops, hidden, batch=batch, tokens=tokens, itemsize=itemsize
+        gpu, shape, flops, attend, batch=batch, tokens=tokens, itemsize=itemsize
     )
     return StepTime(matmul, attend, waits, fore + back, sums, loss, wait, python, sent), moved
 
@@ -133,8 +131,7 @@ def _elementwise(step: Step) -> tuple[float, float]:
     moved = elementwise(shape, policy, step.rows, step.count > 1, groups)
     fore, back = (step.itemsize * n / rate for n in moved)
     if shape.adapters:
-        times = 1 if policy.dense else step.count
-        dense = shape.over(lambda i: shape.dequantised_bytes(i, step.itemsize)) * times / rate
+        dense = shape.over(lambda i: shape.dequantised_bytes(i, step.itemsize)) * step.count / rate
         fore, back = fore + dense, back + 2 * dense
     return fore, back
 
@@ -151,7 +148,7 @@ def _loss(step: Step) -> float:
     """Seconds of the passes over logits, and of the head's gradient, which is summed over their
     chunks."""
     shape, rows = step.shape, step.rows
-    chunks = loss_chunk_rows(shape, rows, step.itemsize, step.policy.loss_bytes)[1]
+    chunks = loss_chunk_rows(shape, rows, step.itemsize)[1]
     logits = rows * shape.vocab_size * 3 * step.itemsize
     wide = 8 * shape.trained_head * chunks if chunks > 1 else 0
     return (logits + wide) / step.gpu.memory_rate

@@ -137,12 +137,6 @@ def widened(z: Sizes, layer: int, t: int, single: bool) -> int:
     return len(adapted) * t * shape.hidden_size * z.g
 
 
-def written_out(z: Sizes, layer: int) -> int:
-    """Bytes of a quantised base's dequantised weights after attention (o_proj and the MLP)."""
-    behind = {n: size for n, size in attention_linears(z.shape).items() if n == "o_proj"}
-    return z.shape.dense_bytes(behind | mlp_linears(z.shape, layer), z.s, together=True)
-
-
 def mlp_kept(z: Sizes, layer: int) -> int:
     """Bytes that autograd keeps of a layer's MLP in addition to its input: intermediate columns,
     and for experts the gathered rows."""

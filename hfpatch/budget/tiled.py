@@ -2,7 +2,7 @@
 their checkpoints. Standard library only; sizes.py explains the names of sizes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hfpatch.budget.cuts import head_groups, tiles
 from hfpatch.budget.moments import (
@@ -23,7 +23,6 @@ from hfpatch.budget.sizes import (
     mlp_weight,
     plain_bytes,
     widened,
-    written_out,
 )
 
 RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one on its way
@@ -38,7 +37,6 @@ class TiledStep:
         t: rows of a tile.
         save: attention outputs are kept.
         off: checkpoints leave the device.
-        stream: attention outputs come back by group of heads.
         full: layers before those that run `again`.
         unsaved: layers that run attention again.
         kept_out, keeping: layers that keep attention outputs, and layers that keep `keep`.
@@ -54,19 +52,16 @@ class TiledStep:
         self.single, self.t = count == 1, step * z.batch
         self.save = policy.save_attention and policy.every == 1
         self.off = policy.offload != "gpu"
-        self.stream = policy.stream_attention and self.save and self.off
         self.groups = head_groups(z.batch, z.tokens, shape, policy.wide)
         self.full, self.keeping = n - min(policy.again, n), n - min(policy.keeps_less, n)
         self.unsaved = min(policy.attends_again, n) if self.save else n
         self.kept_out = n - self.unsaved
         self.kept_inside = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
-        self.offload_dx = policy.offload_dx and self.off and not self.single
         self.qkv = z.q + z.kv
         self.tile_D = self.t * shape.hidden_size * s
-        by_parts = self.stream or policy.by_group or shape.ranks > 1
-        self.join = self.t * shape.out_size * s if self.groups > 1 and by_parts else 0
+        self.join = self.t * shape.out_size * s if self.groups > 1 and shape.ranks > 1 else 0
         # the attention outputs, whole on the device
-        self.fetched = z.out if self.save and self.off and not self.stream else 0
+        self.fetched = z.out if self.save and self.off else 0
         self.stored = (
             -(-n // policy.every) * z.u
             + self.kept_out * (z.out + z.lse)
@@ -78,13 +73,12 @@ class TiledStep:
 
     def _attention(self) -> tuple[int, int]:
         """(attention backward's scratch, the gradients of q, k and v at that time)."""
-        z, shape, policy, groups = self.z, self.z.shape, self.policy, self.groups
+        z, shape, groups = self.z, self.z.shape, self.groups
         scratch = attention_scratch(shape, z.batch, z.tokens, shape.num_kv_heads // groups, z.s)
-        if groups > 1 and shape.ranks == 1 and not (policy.stream_attention or policy.by_group):
+        if groups > 1 and shape.ranks == 1:
             scratch += z.out // groups  # a group's copy out of the whole attention outputs
         if shape.ranks > 1:
-            ahead = not policy.stream_attention
-            return scratch, exchange_bytes(shape, z.batch, z.tokens, z.s, ahead=ahead)
+            return scratch, exchange_bytes(shape, z.batch, z.tokens, z.s, ahead=True)
         return scratch, (z.q + z.kv) // groups
 
     def _ring(self) -> int:
@@ -95,27 +89,19 @@ class TiledStep:
             return 0
         shape, D = self.z.shape, self.z.shape.hidden_size
         back = {n: kept_columns(shape, n) for n in self.policy.keep if n != "qkv"}
-        outs = shape.out_size if self.stream else 0
-        columns = outs + sum(back.values()) + (D if self.single or "mid" not in back else 0)
+        columns = sum(back.values()) + (D if self.single or "mid" not in back else 0)
         return (2 if self.single else RING_SLOTS) * self.t * max(D, columns) * self.z.s
 
     @property
     def host(self) -> int:
         """Bytes of pinned host memory, or of files."""
-        z, policy, n, passing = self.z, self.policy, self.n, 0
-        if not self.off or not n:
-            return 0
-        if policy.by_group:
-            again = z.out if self.unsaved else 0
-            inside = (min(policy.every, n) - 1) * (z.u + z.out + z.lse)
-            passing = z.q + z.kv + z.out + again + inside
-        return self.stored + passing + (z.u if self.offload_dx else 0)
+        return self.stored if self.off and self.n else 0
 
     def moments(self) -> list[Moment]:
         """All moments of the step."""
         z, policy, n = self.z, self.policy, self.n
         plain = z.shape.over(lambda i: plain_bytes(z, i), n)
-        moments = [loss_moment(z, self.on_device + plain, policy.loss_bytes)]
+        moments = [loss_moment(z, self.on_device + plain)]
         forward = self._forward() if n else None
         moments += [forward] if n else []
         if policy.plain:
@@ -123,21 +109,18 @@ class TiledStep:
             moments += plain_moments(z, n, self.on_device, plain, coming)
         if n:
             moments += [*self._last(), *self._segment(forward), *self._first()]
-        return moments + embedding_moments(z, policy.loss_bytes)
+        return moments + embedding_moments(z)
 
     def _forward(self) -> Moment:
         z, policy, off = self.z, self.policy, self.off
         # The forward's own tensors are counted in on_device too.
         twice = (min(self.n, 2) if policy.every == 1 else 1) * z.u
         twice += z.out + z.lse if self.save else 0
-        by_groups = self.groups if policy.by_group else 0
-        # Tensors on their way to the host stay until the layer has run, dense weights until their
-        # phase ends.
+        # Tensors on their way to the host stay until the layer has run.
         leaving = self.qkv if off and "qkv" in policy.keep else 0
-        leaving += written_out(z, self.n - 1) if policy.dense else 0
         on_device = 0 if off else self.on_device - twice
         return forward_moment(
-            z, self.n - 1, self.t, self.single, self.join, on_device, by_groups, leaving
+            z, self.n - 1, self.t, self.single, self.join, on_device, leaving
         )
 
     def _last(self) -> list[Moment]:
@@ -164,23 +147,21 @@ class TiledStep:
         """The first segment's last layer, while inputs and attention outputs of the segment's other
         layers are on the device again.
         """
-        z, shape, policy, k = self.z, self.z.shape, self.policy, min(self.policy.every, self.n)
+        z, shape, k = self.z, self.z.shape, min(self.policy.every, self.n)
         if k == 1:
             return []
         here = z.head_gradient + z.body - shape.over(shape.trained_of, 0, k) * z.g
-        # by_group: the incoming gradient takes the place of the embedded tokens
-        again = [replace(forward, name="segment", gradients=here)] if policy.by_group else []
-        inside = 0 if policy.by_group else (k - 1) * (z.u + z.out + z.lse)
+        inside = (k - 1) * (z.u + z.out + z.lse)
         checkpoints = 0 if self.off else z.u
         layer = _Layer(self, "segment", k - 1, here, checkpoints, inside, saved=self.save)
-        return again + layer.moments()
+        return layer.moments()
 
     def _first(self) -> list[Moment]:
         """The first layer and, with a single tile, the second."""
-        z, policy, k = self.z, self.policy, min(self.policy.every, self.n)
+        z, k = self.z, min(self.policy.every, self.n)
         first = 0 if self.off else z.u + (z.out + z.lse if self.save else 0) + self.kept_inside
         # A segment that ran again has left its first layer's attention outputs on the device.
-        again = z.out + z.lse if k > 1 and not policy.by_group else 0
+        again = z.out + z.lse if k > 1 else 0
         here = z.head_gradient + z.body - z.first
         saved = self.unsaved < self.n or k > 1
         moments = _Layer(self, "first layer", 0, here, first, again, saved=saved).moments()
@@ -223,7 +204,6 @@ class _Layer:
         whole = not step.save or self.saved
         self.fetched = step.fetched if whole else 0
         self.lse = z.lse if step.save and step.off and whole else 0
-        self.stream = step.stream and whole
         self.recomputed = 0 if self.saved else z.out + z.lse  # attention outputs computed again
         # Kept tensors are not computed again: gate and up, the projection's output, and the normed
         # input of q, k, v.
@@ -287,37 +267,27 @@ class _Layer:
             # Gradients of experts are summed in their matmuls too.
             made = max(nbytes for nbytes, _ in experts_tile(z, self.index, step.t))
             return made + 3 * step.tile_D + step.join - self.spared
-        if step.policy.dense:
-            made = 5 * inner + written_out(z, self.index)
-        else:
-            # A trained weight's gradient is summed in its matmul: no second one exists.
-            own = mlp_weight(z, self.index) if z.shape.adapters or z.s > 2 else 0
-            made = max(5 * inner, 4 * inner + own)
+        # A trained weight's gradient is summed in its matmul: no second one exists.
+        own = mlp_weight(z, self.index) if z.shape.adapters or z.s > 2 else 0
+        made = max(5 * inner, 4 * inner + own)
         made += self._beside + z.wide_tile * step.t // z.rows
         made += (4 if self.known else 3) * step.tile_D + step.join
         return made - self.known - self.spared
 
     def _in_tiles(self) -> list[Moment]:
-        step, z, shape, policy = self.step, self.step.z, self.step.z.shape, self.step.policy
+        step, z, shape = self.step, self.step.z, self.step.z.shape
         qkv, groups, kept = step.qkv, step.groups, "qkv" in self.keep
         after = shape.trained_after(self.index)
         wide, tile = 4 * after, self._tile()
         # q, k and v exist before attention's backward needs them
         early = kept and step.off or not self.saved
         a = z.u + z.out + self.fetched + self.recomputed + qkv * early + wide + tile + self.held
-        outs = (2 * z.out // groups if self.stream else self.fetched) + self.recomputed
-        if shape.ranks > 1 and not self.stream and groups > 2:
+        outs = self.fetched + self.recomputed
+        if shape.ranks > 1 and groups > 2:
             # the outputs of the rounds under way are freed
             outs -= 2 * min(outs, z.out) // groups
         whole = 0 if kept and not step.off else qkv
-        # A parked dx comes back tile by tile: one in use, one on its way.
-        c = (0 if step.offload_dx else z.u) + z.out + whole + outs + self.held + step.grads
-        if policy.by_group:
-            # Tiles of out and dout; then q, k, v, out and dout of a group and of the next group,
-            # and gradients on their way.
-            always = z.lse + z.always + self.extra
-            a = z.u + wide + tile + 4 * step.t * shape.out_size * z.s + always
-            c = z.u + min(2, groups) * (qkv + 2 * z.out) // groups + 2 * step.grads + always
+        c = z.u + z.out + whole + outs + self.held + step.grads
         done = after * z.g  # this layer's gradients that are rounded by then
         # A tile's latents, and the heads joined from them, while q, k and v are computed again.
         latents = (z.latent + 2 * z.q + z.kv) * step.t // z.rows

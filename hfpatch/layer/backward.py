@@ -17,16 +17,12 @@ Tensors in memory, besides those that the forward kept (kept.py):
     D     by tiles    added to     -         dq, dk, dv            -            -
 
 x is fetched in A, B and D: not in A if "mid" is kept, not in B if "qkv" is. Attention outputs in
-the store fill whole buffers, tile by tile, in A. If the policy streams them, A fetches tiles, and C
-groups of heads again. dx uses dy's memory if nothing else refers to it (privacy.py). It waits in
-the store during C if the policy has "offload_dx".
+the store fill whole buffers, tile by tile, in A. dx uses dy's memory if nothing else refers to it (privacy.py).
 
 Kept values are not recomputed: q, k and v replace B; the residual after attention ("mid") replaces
 the projection before it, and x in A. If attention's outputs were not kept, B comes first, then the
 attention forward. With a single tile x stays from the first phase to the last. Unless q, k and v
-were kept, B then comes before A, and the graph that B builds serves D. If the device is short,
-tensors with heads lie in the store, and B to D read a group of heads or a tile
-(attention/head_groups.py).
+were kept, B then comes before A, and the graph that B builds serves D.
 """
 
 from dataclasses import dataclass
@@ -35,9 +31,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hfpatch.attention.head_groups import Grouped
-from hfpatch.layer.kept import one_ahead
-from hfpatch.store.transfers import Saved
 
 
 @dataclass(eq=False)
@@ -50,7 +43,6 @@ class Backward:
         weights: layer.weight_gradients.WeightGradients.
         retain: whether another backward of the same call may come.
         stays: single tile: the item of its only pass, for all phases.
-        parked: dx in the store, during attention's backward.
         qkv: q, k, v, later overwritten by their gradients.
         outs: attention's outputs, if recomputed.
         back: single tile: function from the gradients of q, k, v to dx.
@@ -62,7 +54,6 @@ class Backward:
     retain: bool
     stays: list | None = None
     dx: Tensor | None = None
-    parked: Saved | None = None
     qkv: list | None = None
     outs: list | None = None
     lses: list | None = None
@@ -115,7 +106,7 @@ class Backward:
             x_t = known["mid"][0] if x_t is None else x_t
             if self.outs is not None:
                 out_t = self.outs if self.single else [o[:, a:b] for o in self.outs]
-            out_t = call.attention.join(out_t) if call.attention.apart else out_t
+            out_t = call.attention.join(out_t)
             dys = list(map(next, dy_tiles))
             dx_t, douts_t = parts.after_backward(x_t, out_t, a, b, dys, known, need_x, self.weights)
             if self.single:
@@ -128,31 +119,13 @@ class Backward:
             for dout, dout_t in zip(self.douts, douts_t):
                 dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
-        if call.policy.offload_dx and need_x and call.mixes:
-            self.parked, dx = self._park(dx), None
         self.dx = dx
         self.weights.round()
-        if call.mixes and call.by_group:
-            call.queue.transfers.settle()
 
     def _whole_douts(self, douts: list[Tensor]) -> list:
         call, tokens = self.call, self.call.bounds[-1][1]
         rows = zip(douts, call.attention.counts())
-        if not call.by_group:
-            return [call.attention.room(d, tokens, n) for d, n in rows]
-        return [Grouped(call.queue.transfers, d, tokens, n) for d, n in rows]
-
-    def _park(self, dx: Tensor) -> Saved:
-        """Moves dx to the tier during attention's backward."""
-        transfers = self.call.queue.transfers
-        parked = transfers.save(dx)
-        transfers.settle()
-        # dx may be dy, which frames of autograd and of callers still hold: this frees its memory.
-        # Llama-3.1-8B in bf16 at 131,072 tokens, tiles of 2,048, dx parked, attention outputs
-        # streamed: 3.61 GiB beyond parameters and gradients at the highest total, 4.61 GiB without
-        # (simulated).
-        dx.data = dx.new_empty(0)
-        return parked
+        return [call.attention.room(d, tokens, n) for d, n in rows]
 
     # -- B -----------------------------------------------------------------------------------------
     def before_again(self) -> None:
@@ -199,23 +172,13 @@ class Backward:
         self.qkv, self.douts, self.outs, self.lses = into, None, None, None
         if not self.single:
             call.out_buffers = None
-        if call.by_group:
-            call.queue.transfers.settle()
 
     # -- D -----------------------------------------------------------------------------------------
     def before_backward(self) -> None:
-        call, parts, parked = self.call, self.call.parts, self.parked
-        if parked is not None:
-            self.dx = torch.empty(parked.shape, dtype=parked.dtype, device=call.device)
-            tile_of_dx = one_ahead(
-                lambda i: call.queue.transfers.fetch([(parked, *call.bounds[i], None)]),
-                len(call.bounds),
-            )
+        call, parts = self.call, self.call.parts
         dx, grads = self.dx, list(map(call.cut, self.qkv))
         for index, x_t, _, _ in self._tiles():
             a, b = call.bounds[index]
-            if parked is not None:
-                dx[:, a:b] = tile_of_dx(index)
             back = self.back
             if back is None:
                 back = parts.before_again(x_t, a, b, self.need_x, self.weights, unread=True)[1]

@@ -20,8 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.attention.head_groups import Grouped
-from hfpatch.attention.heads import Attention, groups_of
+from hfpatch.attention.heads import Attention
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
@@ -30,7 +29,6 @@ from hfpatch.layer.kept import Kept
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.time_trial import go_in_time
 from hfpatch.layer.weight_gradients import WeightGradients
-from hfpatch.store.transfers import Saved
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,8 +49,6 @@ class LayerCall(Kept):
     # 1).
     earlier: "LayerCall | None" = None
     position: int = 0  # in its segment
-    # the policy's by_group, if this call can: q, k, v, out and their gradients wait in the tier
-    by_group: bool = False
     rerun_from: object = None  # the segment's first layer, None in a call that begins one
     previous: object = None  # weak reference to the previous call, whose backward is next
 
@@ -96,26 +92,12 @@ class LayerCall(Kept):
             if len(self.bounds) == 1:
                 return parts
             if whole is None:
-                whole = self._whole(parts)
+                tokens = self.bounds[-1][1]
+                whole = [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
             for buffer, part in zip(whole, parts):
                 buffer[:, a:b] = part
             parts = part = x_t = None
-        if self.by_group:
-            self.queue.transfers.settle()
         return whole
-
-    def _whole(self, parts: list[Tensor]) -> list:
-        """Room for the whole tensors of these tiles: on the device or, by groups of heads, in the
-        tier.
-        """
-        tokens = self.bounds[-1][1]
-        if not self.by_group:
-            return [p.new_empty(p.shape[0], tokens, *p.shape[2:]) for p in parts]
-        found = []
-        for q, k, v in zip(parts[::3], parts[1::3], parts[2::3]):
-            n = len(groups_of(q.shape[0], tokens, q.shape[2], k.shape[2]))
-            found += [Grouped(self.queue.transfers, p, tokens, n) for p in (q, k, v)]
-        return found
 
     def after(self, x_BTD: Tensor, outs: list, noting: bool) -> list[Tensor]:
         """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves the values
@@ -127,8 +109,7 @@ class LayerCall(Kept):
         whole, x_tiles, out_tiles = None, self.cut(x_BTD), list(map(self.cut, outs))
         for a, b in self.parts.phase(self.bounds):
             noted = dict.fromkeys(self.keep_inside) if noting else None
-            outs_t = list(map(next, out_tiles))
-            outs_t = self.attention.join(outs_t) if self.attention.apart else outs_t
+            outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
                 self.save_inside(noted, room)
@@ -150,9 +131,8 @@ class LayerCall(Kept):
         rerun of a segment), None saves nothing.
         """
         self.bounds = tile_bounds(*x_BTD.shape[:2], self.policy.tile)
-        self.by_group = self.policy.by_group and self._can_go_by_group()
         if where == "again":
-            self.x = self.x or self.for_now(x_BTD)
+            self.x = self.x or self.on_device(x_BTD)
         elif where == "tier" and self.earlier is None:
             whole = self.shards is None
             self.x = self.queue.transfers.save(
@@ -168,12 +148,10 @@ class LayerCall(Kept):
             left = [qkv[i] for i in self.parts.places] if self.parts.places else ()
             del qkv
             if where == "again" or (alone and self.policy.save_attention):
-                save = self.queue.transfers.save if where == "tier" else self.for_now
-                self.outs = [o.saved if self.by_group else save(o) for o in outs]
+                save = self.queue.transfers.save if where == "tier" else self.on_device
+                self.outs = [save(o) for o in outs]
                 self.lses = [save(s) for s in lses]
             del lses
-            if self.by_group:
-                self.queue.transfers.settle()
             whole = self.after(x_BTD, outs, noting=alone and bool(self.keep_inside))
             # the next layer hides the remaining copies
             room = self.runtime.spare if alone else 0
@@ -186,15 +164,6 @@ class LayerCall(Kept):
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
         return [*whole, *map(Tensor.detach, left)]
-
-    def _can_go_by_group(self) -> bool:
-        """Whether q, k, v and out can wait in the tier by groups of heads: nothing needs them
-        whole.
-        """
-        parts = self.parts
-        alone = not (parts.traits.mixers or parts.leaves)
-        several = self.queue is not None and len(self.bounds) > 1
-        return alone and several and type(self.attention) is Attention
 
     # -- backward ----------------------------------------------------------------------------------
     def _materialise(self) -> None:
@@ -213,18 +182,8 @@ class LayerCall(Kept):
                     call.x = None
                 with self.runtime.weights.again(call.layer, then.layer), as_in_forward(call.then):
                     x = call.forward(x, where="again")[0]
-        self.x = self.for_now(x)
+        self.x = self.on_device(x)
         transfers.settle()
-        if not self.x.resident:
-            # A fetch waits only for its slot's last use, which is older than the copy of x to the
-            # tier.
-            transfers.device.wait(transfers.device.mark(), transfers.to_device)
-
-    def for_now(self, x: Tensor) -> Saved:
-        """Keeps x for a segment's rerun: on the device, or in the tier if memory is short
-        (by_group).
-        """
-        return self.queue.transfers.save(x) if self.by_group else self.on_device(x)
 
     def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
         """(dx or None, gradients of the wanted arguments and of the trained tensors). Only a tile

@@ -76,7 +76,6 @@ def parts_of(
     *,
     records: tuple[str, ...] = (),
     collected: bool = True,
-    dense: bool = False,
 ) -> Traced:
     """One call of a layer.
 
@@ -85,14 +84,13 @@ def parts_of(
         batch: context.masks.Batch; condition: layer.condition.Condition.
         records: keys of tensors that transformers records inside; collected: whether it records
             any.
-        dense: quantised weights are dequantized once a phase.
     """
     return Traced(
         layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
         layer._hfpatch_configs, batch,
         records=records, collected=collected, modules=[layer, *condition.inside],
         random=condition.draws, condition=condition, leaves=condition.leaves,
-        dequantized=DequantizedWeights(layer, dense) if dense or condition.packed else None,
+        dequantized=DequantizedWeights() if condition.packed else None,
         autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
     )  # fmt: skip
 
@@ -112,12 +110,8 @@ def tiled_layer(
     tensors, timed = [*parts.wanted, *then.wanted], None
     if policy.chain and parts.traits.carries is not None:
         timed = in_time(parts, policy, runtime, x, then)
-    # A policy that streams attention outputs is short of memory.
-    streams, sequence = policy.stream_attention, parts.batch.sequence
-    if sequence is None:
-        attention = Attention(apart=streams or policy.by_group, wide=policy.wide)
-    else:
-        attention = ExchangedAttention(sequence, ahead=not streams)
+    sequence = parts.batch.sequence
+    attention = Attention(policy.wide) if sequence is None else ExchangedAttention(sequence)
     call = (LayerCall if timed is None else TimedCall)(
         layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
         shards=runtime.shards if policy.every == 1 else None,

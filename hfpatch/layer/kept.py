@@ -12,7 +12,6 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from hfpatch.attention.head_groups import InTier
 from hfpatch.budget.formula import RING_SLOTS
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import version
@@ -114,7 +113,6 @@ class Kept:
 
     def _pieces(self, names: tuple[str, ...]) -> list[list[tuple]]:
         """Pass.pieces for a pass with these names."""
-        streams = self.policy.stream_attention or self.policy.by_group
         of_x = self.bounds if self.shards is None else self.shards.bounds(self.bounds)
         found: list[list[tuple]] = []
         for index, (a, b) in enumerate(self.bounds):
@@ -123,7 +121,7 @@ class Kept:
                 tile.append((self.x, *of_x[index], None))
             for group, out in enumerate(self.outs) if "out" in names else ():
                 if not out.resident:
-                    tile.append((out, a, b, None if streams else group))
+                    tile.append((out, a, b, group))
             for name in self.keep_inside if "out" in names else ():
                 for saved in self.inside[index][name]:
                     tile.append((saved, 0, saved.shape[1], None))
@@ -215,9 +213,7 @@ class Kept:
         kept = self.outs
         if outs is None and self.out_buffers is not None:
             outs = self.out_buffers
-        if outs is not None and isinstance(outs[0], InTier):
-            kept = [out.saved for out in outs]
-        elif outs is not None:
+        if outs is not None:
 
             def take(g):
                 out, outs[g] = outs[g], None

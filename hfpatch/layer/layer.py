@@ -199,7 +199,6 @@ class TiledLayer(UntiledLayer):
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
         parts = parts_of(
             self, r.x, r.args, own, r.batch, r.condition, records=records, collected=bool(lists),
-            dense=policy.dense,
         )  # fmt: skip
         x = gathered_with(units, r.x) if units else r.x
         put_off = values_for_now(hooks_put_off(units)) if units else nullcontext()

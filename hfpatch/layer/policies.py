@@ -18,7 +18,6 @@ from hfpatch.budget.host_blocks import host_blocks
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import (
     KEEPABLE,
-    LOSS_WORKSPACE,
     Checkpointing,
     Policy,
     auto_tile,
@@ -74,7 +73,6 @@ class Policies:
         planned: (policy, B, T) -> bytes that a step takes on the device, by the closed form; without
             one, a bound from the last measured step.
         opened: shapes whose host memory is reserved.
-        loss_bytes: the workspace of the current step's loss.
         spare: bytes that the sources of copies may take when the current layer ends.
         sequence: the ranks that share the rows of the current call, or None.
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
@@ -90,7 +88,7 @@ class Policies:
         self.rooms: dict[torch.device, Room | None] = {}
         self.planned: dict[tuple, int] = {}
         self.opened: set[tuple] = set()
-        self.loss_bytes, self.spare, self.sequence = LOSS_WORKSPACE, 0, None
+        self.spare, self.sequence = 0, None
         self.owner, self.learned, self.exchange = lambda: None, Learned(), None
         self._spares: dict[tuple, tuple] = {}  # keys as in `planned`; of each layer (spare_bytes)
         self._begun = False  # whether the stack began a forward and no layer ran yet
@@ -147,7 +145,6 @@ class Policies:
             policy = self._opened(policy, layer, x_BTD, longest, whole, able)
             self.opened.add((*key, T))
         self.policies[key] = policy  # last: a choice that failed is tried again
-        self.loss_bytes = policy.loss_bytes
         if training:
             # Sources of earlier layers' copies stay as far as the plan has room beside this layer.
             # None stay when a pass begins, or if this layer's bytes are unknown.

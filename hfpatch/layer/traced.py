@@ -157,14 +157,12 @@ class Traced:
         if key not in self.found:
             written, known = self.dequantized, self.condition
             weight_of = getattr if written is None else written.weight_of
-            dense = {} if written is None else {"dense_of": written.dense_of}
-            dense |= {"weight_of": weight_of, "adding": adding, "filled": self.random}
+            how = {"weight_of": weight_of, "adding": adding, "filled": self.random}
             # found once while the layer has the same modules and tensors
             can_skip = {} if known is None else known.can_skip
             if names and names not in can_skip:
                 can_skip[names] = able(self.layer, names)
-            found = idle(can_skip[names], device, **dense) if names else []
-            found += [] if written is None else written.forwards(found)
+            found = idle(can_skip[names], device, **how) if names else []
             found += add_up(self.layer, found, device, adding) if adding else []
             layouts, chains = known.experts if known else experts_in(modules_in(self.layer))
             if layouts:

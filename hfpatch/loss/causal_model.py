@@ -300,9 +300,6 @@ class FusedCausalLM(KeepsSignature):
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
         _, target, shift, count = current.target
-        path = self._hfpatch_norm_path
-        stack = None if path is None else self.get_submodule(path.rpartition(".")[0])
-        runtime = getattr(stack, "_hfpatch_runtime", None)
         loss = logits.cross_entropy(
             target.to(logits.hidden.device),
             shift=shift,
@@ -310,7 +307,7 @@ class FusedCausalLM(KeepsSignature):
             num_items=num_items_in_batch,
             num_valid=count and count.number(),
             inplace_hidden=self._hidden_is_ours(kwargs),
-            workspace_bytes=LOSS_WORKSPACE if runtime is None else runtime.loss_bytes,
+            workspace_bytes=LOSS_WORKSPACE,
         )
         return as_stock(loss)
 

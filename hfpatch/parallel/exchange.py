@@ -144,7 +144,7 @@ class ExchangedAttention(Attention):
     """
 
     def __init__(self, sequence: Sequence, ahead: bool = True):
-        super().__init__(apart=True)
+        super().__init__()
         self.sequence, self.ahead = sequence, ahead
         self.rounds: list[Rounds] = []  # of each call
 

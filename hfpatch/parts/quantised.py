@@ -74,19 +74,6 @@ def dense_of(module: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
     return None if make is None else partial(make, module)
 
 
-def is_written_out(module: nn.Module) -> bool:
-    """Whether this is a 4-bit Linear whose forward multiplies by the dense weight in its compute
-    dtype."""
-    if _quantised(module)[0] != "4bit" or (module.bias is not None and module.bias.requires_grad):
-        return False
-    # Only bitsandbytes' own has a state. Its packed format for CPUs has other kernels.
-    state = getattr(module.weight, "quant_state", None)
-    if state is None:
-        return not hasattr(module, "compute_dtype")
-    settled = module.compute_type_is_set and state.dtype in (module.compute_dtype, torch.float32)
-    return settled and not getattr(state, "packing_format_for_cpu", False)
-
-
 def holds_packed(module: nn.Module) -> bool:
     """Whether these are fused experts whose parametrizations are bitsandbytes' of 4 bits alone."""
     made = modules_of(module).get("parametrizations")

@@ -169,7 +169,6 @@ def idle(
     able: list,
     device: str = "cpu",
     value: float = 0.0,
-    dense_of=dense_of,
     adding=None,
     filled=False,
     weight_of=getattr,
@@ -180,7 +179,6 @@ def idle(
         able: the modules, from `able`.
         device: the type of the device.
         value: the constant that they return.
-        dense_of: see quantised.dense_of.
         adding: see add_up.
         filled: return contiguous tensors. Dropout on a GPU draws by memory layout, so the layout
             must be the usual one. Bases of adapters are excluded: their values enter a sum.

@@ -195,12 +195,6 @@ def _why(run: Run, policy) -> str:
         reasons.append(f"attention outputs {why}, its forward runs again")
     if policy.frozen_weights == "host":
         reasons.append("frozen weights wait on the host and come a layer ahead of their use")
-    if policy.by_group:
-        reasons.append(
-            "what has heads waits beside them and comes back per KV group, the GPU being short"
-        )
-    elif policy.stream_attention:
-        reasons.append("attention outputs come back per KV group, the GPU being short")
     return ", ".join(reasons)
 
 

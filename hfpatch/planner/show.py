@@ -39,15 +39,7 @@ def policy_text(policy, num_layers: int | None = None) -> str:
     """Plan.policy in a few words. num_layers: the model's, or None if unknown."""
     if not isinstance(policy, dict):
         return str(policy)
-    policy = Policy(**policy)
-    streamed = (
-        ["attention streamed per KV group"]
-        if policy.stream_attention and not policy.by_group
-        else []
-    )
-    streamed += ["all heads streamed per KV group"] if policy.by_group else []
-    streamed += ["dx parked during attention"] if policy.offload_dx else []
-    return "; ".join([describe(policy, num_layers), *streamed])
+    return describe(Policy(**policy), num_layers)
 
 
 def _points(plan) -> list[str]:

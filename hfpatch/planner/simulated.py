@@ -285,17 +285,16 @@ def _at(config: Values, run: Run, names: list, seq_len: int) -> Plan:
     few = rows < counted.trained_parameters // max(1, counted.num_layers)
     if few or run.ranks > 1:  # nor do layers run as chains where ranks share rows
         policy = replace(policy, chain=0)
-    most = replace(policy, by_group=True, offload_dx=True, stream_attention=policy.save_attention)
     sparing = counted.carries_states and policy.offload == "host"
-    found = _under(config, run, names, most if sparing and asked.aim == "least" else policy)
+    found = _under(config, run, names, policy)
     if found.fits and asked.aim == "fastest" and isinstance(found.policy, dict):
         return _grown(config, run, found, policy)
     if found.fits or not sparing:
         return found
     short = found.host_usable_bytes is not None and found.host_peak_bytes > found.host_usable_bytes
     if short and asked.every == "auto" and run.ranks == 1:
-        most = replace(most, chain=CHAIN)
-    return _under(config, run, names, most)
+        policy = replace(policy, chain=CHAIN)
+    return _under(config, run, names, policy)
 
 
 def _grown(config: Values, run: Run, found: Plan, policy: Policy) -> Plan:

@@ -41,18 +41,17 @@ KEEPS = (
     Policy("gpu", keep=("mid", "gate_up")),
     Policy("gpu", keep=KEEPABLE, plain=1),
     Policy("host", plain=2),
-    Policy("host", keep=("gate_up",), stream_attention=True),
+    Policy("host", keep=("gate_up",)),
     Policy("host", keep=("qkv", "mid"), save_attention=False),
 )
 SOME = (
     Policy("host", again=1, keep=("qkv", "mid")),
-    Policy("host", again=2, stream_attention=True),  # attention outputs of the first layers alone
-    Policy("host", wide=True, offload_dx=True, loss_bytes=2 << 30),
+    Policy("host", again=2),  # attention outputs of the first layers alone
+    Policy("host", wide=True),
 )
 WHOLE = {"stock": "hf", "stock-checkpointing": "hf-ckpt", "off": "hfpatch-off"}
 POLICIES = (
     Policy("host"), Policy("host", save_attention=False), Policy("gpu"),
-    Policy("host", stream_attention=True),
     Policy("host", every=2, save_attention=False), Policy("gpu", every=3, save_attention=False),
 )  # fmt: skip
 
@@ -284,7 +283,7 @@ def test_llama_8b_at_128k_keeps_its_promise():
     sizes = {"batch": 1, "tokens": 131072}
     GiB = 2**30
     assert step_memory(shape, Policy("host"), **sizes).beyond <= 7.5 * GiB
-    assert step_memory(shape, Policy("host", stream_attention=True), **sizes).beyond <= 6.0 * GiB
+    assert step_memory(shape, Policy("host", tile=4096), **sizes).beyond <= 6.0 * GiB
     assert step_memory(shape, Policy("host", tile=4096), batch=1, tokens=32768).beyond <= 2.5 * GiB
     million = step_memory(shape, Policy("host"), batch=1, tokens=1 << 20).beyond
     assert million <= 56 * 1024 * (1 << 20)

@@ -241,10 +241,8 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
     Policy("host", tile=14), Policy("host", tile=4096, keep=KEEPABLE),
     Policy("host", tile=14, keep=("qkv", "mid"), plain=1),
     Policy("host", 2, False, tile=14), Policy("host", 3, False, tile=4096),
-    Policy("host", tile=14, stream_attention=True),
-    Policy("host", tile=14, keep=KEEPABLE, again=1), Policy("host", tile=14, stream_attention=True,
-                                                            again=1),
-    Policy("host", 2, True, True, tile=14),
+    Policy("host", tile=14, keep=KEEPABLE, again=1), Policy("host", tile=14, again=1),
+    Policy("host", 2, True, tile=14),
 ])  # fmt: skip
 def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
     model = tiny_llama(torch.float32)

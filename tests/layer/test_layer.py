@@ -665,27 +665,6 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
         model(ids, labels=ids)
 
 
-@pytest.mark.parametrize("offload", ["gpu", "host", "disk"])
-def test_attention_outputs_streamed_by_group(offload, tmp_path, monkeypatch):
-    """stream_attention: the attention outputs come back group by group; several groups, as at long
-    lengths.
-    """
-    import dataclasses
-
-    from hfpatch.layer.runtime import LayerRuntime
-
-    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
-    resolve = LayerRuntime._resolve
-    monkeypatch.setattr(
-        LayerRuntime,
-        "_resolve",
-        lambda *a: dataclasses.replace(resolve(*a), stream_attention=True, save_attention=True),
-    )
-    where = str(tmp_path) if offload == "disk" else offload
-    check(
-        hfpatch.Checkpointing(offload=where, tile=14),
-        {"num_attention_heads": 8, "num_key_value_heads": 4},
-    )
 
 
 @pytest.mark.parametrize(
@@ -725,149 +704,10 @@ def test_some_layers_run_again_what_others_keep(offload, tile, keep, tmp_path, m
     assert len(forwards) == 3 + (not keep)
 
 
-@pytest.mark.parametrize("offload, every", [("host", 1), ("disk", 1), ("host", 2)])
-def test_a_parked_dx_comes_back_to_the_bit(offload, every, tmp_path, monkeypatch):
-    """offload_dx: dx waits in the tier while attention runs backward, its memory gone; gradients are
-    those of a dx that stayed.
-    """
-    import dataclasses
-
-    from hfpatch.layer.runtime import LayerRuntime
-
-    where = str(tmp_path) if offload == "disk" else offload
-    resolve, found, gone = LayerRuntime._resolve, {}, []
-    offload_dx, backward = backward_module.Backward._park, heads_module.Attention.backward
-
-    def noted(call, dx):
-        gone.append(StorageWeakRef(dx.untyped_storage()))
-        return offload_dx(call, dx)
-
-    def seen(*args):
-        assert not gone or gone[-1].expired()
-        return backward(*args)
-
-    monkeypatch.setattr(backward_module.Backward, "_park", noted)
-    monkeypatch.setattr(heads_module.Attention, "backward", seen)
-    for parked in (False, True):
-        monkeypatch.setattr(
-            LayerRuntime,
-            "_resolve",
-            lambda *a, p=parked: dataclasses.replace(resolve(*a), offload_dx=p),
-        )
-        settings = hfpatch.Checkpointing(offload=where, tile=14, every=every)
-        hfpatch.apply(model := tiny_llama(num_hidden_layers=3), checkpointing=settings)
-        model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
-        found[parked] = [p.grad for p in model.parameters()]
-        assert len(gone) == 3 * parked
-    assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
-@pytest.mark.parametrize(
-    "offload, save, every", [("host", True, 1), ("disk", False, 1), ("host", False, 3)]
-)
-def test_by_group_is_to_the_bit(offload, save, every, tmp_path, monkeypatch):
-    """by_group: no q, k, v, out or gradient of theirs is ever whole on the device; results are
-    those of whole ones.
-    """
-    import dataclasses
-
-    from hfpatch.layer.runtime import LayerRuntime
-
-    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
-    resolve, found, largest = LayerRuntime._resolve, {}, []
-    forward, backward = heads_module.attention_forward, heads_module.attention_backward
-    monkeypatch.setattr(
-        heads_module,
-        "attention_forward",
-        lambda q, *a, **k: largest.append(q) or forward(q, *a, **k),
-    )
-    monkeypatch.setattr(
-        heads_module,
-        "attention_backward",
-        lambda d, q, *a, **k: largest.append(q) or backward(d, q, *a, **k),
-    )
-    for by_group in (False, True):
-        largest.clear()
-        more = {"by_group": by_group, "stream_attention": save and by_group, "save_attention": save}
-        monkeypatch.setattr(
-            LayerRuntime, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more)
-        )
-        where = str(tmp_path) if offload == "disk" else offload
-        settings = hfpatch.Checkpointing(offload=where, tile=14, every=every)
-        hfpatch.apply(
-            model := tiny_llama(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4),
-            checkpointing=settings,
-        )
-        loss = model(tokens(2, 22), labels=tokens(2, 22)).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found[by_group] = [p.grad for p in model.parameters()]
-        with torch.no_grad():
-            found[by_group].append(model(tokens(2, 22), labels=tokens(2, 22), use_cache=False).loss)
-        alone = [
-            q.untyped_storage().nbytes() == q.numel() * q.element_size() and q.shape[2] == 2
-            for q in largest
-        ]
-        assert all(alone) if by_group else not any(alone)
-    assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
-@pytest.mark.parametrize(
-    "offload, save, every, copied",
-    [
-        ("gpu", True, 1, False),
-        ("host", True, 1, False),
-        ("host", False, 2, False),
-        ("host", True, 1, True),
-    ],
-)
-@pytest.mark.parametrize("tile", [14, 4096])
-def test_attention_forward_is_one_launch(offload, save, every, copied, tile, monkeypatch):
-    """Only backward goes by groups of heads, or all at once where the policy is wide; gradients are
-    those of a launch a group, to the bit. Where kernels are given copies of q, k and v, it is a
-    group's at a time. Two rows: what is cut out of lse is not contiguous, and kernels read it as if
-    it were.
-    """
-    import dataclasses
-
-    from hfpatch.layer.runtime import LayerRuntime
-
-    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
-    resolve, found, launched = LayerRuntime._resolve, {}, []
-    forward, backward = heads_module.attention_forward, heads_module.attention_backward
-
-    def noted(douts, q, k, v, out, lse, *args, **kwargs):
-        assert out.shape == q.shape and lse.shape[-2] == q.shape[2]  # packed [H, N], else [B, H, T]
-        assert name != "one" or lse.is_contiguous()
-        # In several tiles the kernel finds its group of this one apart, and copies nothing.
-        assert tile == 4096 or douts.is_contiguous()
-        launched.append(-q.shape[2])
-        return backward(douts, q, k, v, out, lse, *args, **kwargs)
-
-    patched = (
-        ("forward", lambda q, *a, **k: launched.append(q.shape[2]) or forward(q, *a, **k)),
-        ("backward", noted),
-    )
-    ways = {"apart": {"stream_attention": True}, "one": {}, "wide": {"wide": True}}
-    wanted = {"apart": {2, -2}, "one": {2 if copied else 8, -2}, "wide": {8, -8}}
-    monkeypatch.setattr(heads_module, "copies_inputs", lambda *_: copied)
-    for name, way in ways.items():
-        launched.clear()
-        monkeypatch.setattr(
-            LayerRuntime, "_resolve", lambda *a, way=way: dataclasses.replace(resolve(*a), **way)
-        )
-        settings = hfpatch.Checkpointing(
-            offload=offload, tile=tile, every=every, save_attention=save
-        )
-        model = tiny_llama(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
-        hfpatch.apply(model, checkpointing=settings)
-        with monkeypatch.context() as here:
-            for direction, function in patched:
-                here.setattr(heads_module, f"attention_{direction}", function)
-            model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
-        found[name] = [p.grad for p in model.parameters()]
-        assert set(launched) == wanted[name]
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found.values()))
 
 
 @pytest.mark.parametrize("tile", [14, 4096])
