@@ -23,8 +23,7 @@ from hfpatch.attention.backends import (
 )
 from hfpatch.attention.blocks import blocks_backward, blocks_forward
 from hfpatch.attention.efficient import why_not_efficient
-from hfpatch.attention.flex import flex_backward, flex_forward, why_no_flex
-from hfpatch.attention.pattern import CAUSAL, HIDDEN_SCORE, Documents, Pattern
+from hfpatch.attention.pattern import CAUSAL, Documents, Pattern
 from hfpatch.compat import aten
 
 MOST_ELEMENTS, MOST_ROWS = 1 << 31, 32 * 524_288  # of q in one backward
@@ -79,14 +78,8 @@ def supported(
         return None
     if device.type != "cuda":
         return f"no direct attention kernels on {device.type}"
-    if _by_flex(pattern, head_dim):
-        what = (
-            "soft caps of scores"
-            if pattern.softcap is not None
-            else f"hidden keys at head_dim {head_dim}"
-        )
-        reason = why_no_flex(device, dtype, head_dim, pattern.softcap)
-        return reason and f"{what} need flex_attention, and {reason}"
+    if pattern.softcap is not None:
+        return "no kernel caps scores and has a backward of its own"
     if dtype not in HALF or not has_flash(device):
         what = (
             "packed documents"
@@ -111,70 +104,44 @@ def supported(
     return reason and f"head_dim {head_dim} needs torch's efficient attention, and {reason}"
 
 
-def _by_flex(pattern: Pattern, head_dim: int) -> bool:
-    """Whether only flex_attention computes this pattern.
-
-    Only it caps scores. It also hides keys at head dims that have no room for an extra column.
-    """
-    return pattern.softcap is not None or (
-        pattern.hidden_BT is not None and 248 < head_dim <= WIDEST_HEAD
-    )
-
-
 def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
     """Whether the kernel for these inputs runs on wider, longer or expanded copies of them.
 
     Forward then runs by groups of heads too, so that only one group is copied at a time.
     """
     E, E_v = q_BTHE.shape[3], v_BTVE.shape[3]
-    if E != E_v or E > WIDEST_HEAD or pattern.hidden_BT is not None or pattern.softcap is not None:
+    if E != E_v or E > WIDEST_HEAD:
         return True
     return q_BTHE.dtype not in HALF and q_BTHE.device.type != "cpu"
 
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:
-    """The backend for a pattern. On a GPU: blocks for what no kernel serves, flex for soft caps and
-    for hidden keys of wide heads, efficient above WIDEST_HEAD, FA2's own entry for documents and
-    windows, flash in place of cuDNN and FA3 for widened heads, else `backend`, the choice of `pick`.
+    """The backend for a pattern. On a GPU: blocks for what no kernel serves, efficient above
+    WIDEST_HEAD, FA2's own entry for documents and windows, flash in place of cuDNN and FA3 for
+    widened heads, else `backend`, the choice of `pick`.
     """
-    if backend in ("blocks", "flex"):
+    if backend == "blocks":
         return backend
     if backend == "cpu":
         return "blocks" if pattern.window is not None or pattern.softcap is not None else backend
     if supported(q.shape[3], q.dtype, q.device, pattern):
         return "blocks"
-    if _by_flex(pattern, q.shape[3]):
-        return "flex"
     if max(q.shape[3], v.shape[3]) > WIDEST_HEAD:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
     # The trial of cuDNN and FA3 did not cover the head dims that _widened makes. FA2 takes any
     # multiple of 8.
-    wider = pattern.hidden_BT is not None or v.shape[3] > q.shape[3]
-    return "flash" if wider and backend in ("cudnn", "fa3") else backend
+    return "flash" if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3") else backend
 
 
-def _widened(q, k, v, scale: float, hidden_BT: Tensor | None):
-    """q, k and v padded to one head dim, a multiple of 8.
-
-    An extra column lowers the scores of hidden keys; zeros fill the rest. q's column is a power of
-    two, large enough that k's column fits into float16.
-    """
-    E, E_v = q.shape[3], v.shape[3]
-    wide = max(E + (hidden_BT is not None), E_v)
-    if wide > E or wide > E_v:
-        wide = -(-wide // 8) * 8
-    if hidden_BT is None:
-        return tuple(
-            x if x.shape[3] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[3]))
-            for x in (q, k, v)
-        )
-    lift = 256.0
-    q, k, v = (torch.nn.functional.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
-    q[..., E] = lift
-    k[..., E] = (hidden_BT.to(k.dtype) * (HIDDEN_SCORE / (lift * scale)))[:, :, None]
-    return q, k, v
+def _widened(q, k, v):
+    """q, k and v padded with zeros to one head dim, a multiple of 8."""
+    wide = -(-max(q.shape[3], v.shape[3]) // 8) * 8
+    return tuple(
+        x if x.shape[3] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[3]))
+        for x in (q, k, v)
+    )
 
 
 def _packed_forward(q, k, v, documents: Documents, scale: float, backend: str):
@@ -241,15 +208,13 @@ def attention_forward(
     chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
     if chosen == "blocks":
         out, lse, state = blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
-    elif chosen == "flex":
-        out, lse, state = flex_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
         q, k, v = q_BTHE, k_BTKE, v_BTKE
         # Kernels assume that a head's columns are contiguous; torch's CPU kernels do not check.
         if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if pattern.hidden_BT is not None or q.shape[3] != v.shape[3]:
-            q, k, v = _widened(q, k, v, scale, pattern.hidden_BT)
+        if q.shape[3] != v.shape[3]:
+            q, k, v = _widened(q, k, v)
         if chosen == "fa2":
             out, lse, state = _fa2_forward(q, k, v, pattern, scale)
         elif pattern.documents is not None:
@@ -262,8 +227,8 @@ def attention_forward(
         if out.shape[3] != v_BTKE.shape[3]:
             out = out[..., : v_BTKE.shape[3]].contiguous()
     B, T = out.shape[:2]
-    if pattern.hidden_BT is not None or pattern.blind_BT is not None:
-        out.masked_fill_(pattern.sees_nobody(_per_head(lse, B, T)), 0)
+    if pattern.blind_BT is not None:
+        out.masked_fill_(pattern.blind_BT[:, :, None, None], 0)
     if sinks_H is not None:
         per_head, sinks = _per_head(lse, B, T), sinks_H.to(lse.dtype)[:, None]
         share = torch.sigmoid(per_head - sinks).transpose(1, 2)[..., None]
@@ -326,12 +291,10 @@ def attention_backward(
         asked = {"scale": scale, "pattern": pattern, "backend": backend}
         return _backward_by_parts(parts, dout_BTHE, q, k, v, out, lse, state, sinks_H, asked)
     B, T = q.shape[:2]
-    if pattern.hidden_BT is not None or pattern.blind_BT is not None:
-        dout_BTHE = dout_BTHE.masked_fill(pattern.sees_nobody(_per_head(lse, B, T)), 0)
+    if pattern.blind_BT is not None:
+        dout_BTHE = dout_BTHE.masked_fill(pattern.blind_BT[:, :, None, None], 0)
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
-    elif chosen == "flex":
-        grads = flex_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
         # dout and out are contiguous on every path. FA2 would copy other layouts itself. cuDNN's
         # plans are cached by the strides of q, k and v alone in torch up to 2.13
@@ -339,9 +302,9 @@ def attention_backward(
         dout, wide_out, wide_q, wide_k, wide_v = dout_BTHE.contiguous(), out.contiguous(), q, k, v
         if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             wide_q, wide_k, wide_v = q.contiguous(), k.contiguous(), v.contiguous()
-        widens = pattern.hidden_BT is not None or q.shape[3] != v.shape[3]
+        widens = q.shape[3] != v.shape[3]
         if widens:
-            wide_q, wide_k, wide_v = _widened(wide_q, wide_k, wide_v, scale, pattern.hidden_BT)
+            wide_q, wide_k, wide_v = _widened(wide_q, wide_k, wide_v)
         if wide_v.shape[3] != v.shape[3]:
             dout, wide_out = (
                 torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3]))

@@ -1,6 +1,4 @@
-"""Restrictions of causal attention: packed documents, a window, hidden keys; and a soft cap of
-scores.
-"""
+"""Restrictions of causal attention: packed documents, a window; and a soft cap of scores."""
 
 from dataclasses import dataclass
 
@@ -28,26 +26,22 @@ class Documents:
 class Pattern:
     """Restrictions of causal attention, and the soft cap of its scores.
 
-    A query that sees no key gets zeros.
-
     Attributes:
         documents: ranges that attend only within themselves.
         window: how many tokens a query sees, itself included.
-        hidden_BT: True where no query sees the key (holes, padding).
         softcap: scores become softcap * tanh(scores / softcap).
-        blind_BT: True where the query sees no key (padding before a row).
+        blind_BT: True where a token gets zeros, as padding before a row does in transformers.
     """
 
     documents: Documents | None = None
     window: int | None = None
-    hidden_BT: Tensor | None = None
     softcap: float | None = None
     blind_BT: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether every row is one causal sequence."""
-        said = self.documents, self.window, self.hidden_BT, self.softcap, self.blind_BT
+        said = self.documents, self.window, self.softcap, self.blind_BT
         return all(x is None for x in said)
 
     def allowed(self, queries: range, keys: range, B: int, T: int, device) -> Tensor:
@@ -63,23 +57,7 @@ class Pattern:
                 torch.arange(B * T, device=device), ends, right=True
             ).view(B, T)
             allowed = allowed & (document_BT[:, q][:, :, None] == document_BT[:, k][:, None])
-        if self.hidden_BT is not None:
-            allowed = allowed & ~self.hidden_BT[:, None, keys.start : keys.stop]
-        if self.blind_BT is not None:
-            allowed = allowed & ~self.blind_BT[:, queries.start : queries.stop, None]
         return allowed[:, None]
-
-    def sees_nobody(self, lse_BHT: Tensor) -> Tensor | None:
-        """bool [B, T, 1 or H, 1]: queries whose output is zero. None if every query sees itself.
-
-        lse_BHT: log-sum-exp of the scores. It is very low if all keys that a query could see are
-        hidden.
-        """
-        if self.hidden_BT is None:
-            return None if self.blind_BT is None else self.blind_BT[:, :, None, None]
-        blind = (lse_BHT < HIDDEN_SCORE / 2).transpose(1, 2)[..., None]
-        return blind if self.blind_BT is None else blind | self.blind_BT[:, :, None, None]
 
 
 CAUSAL = Pattern()
-HIDDEN_SCORE = -1e4  # added to a hidden key's score; exp() of it is zero in every dtype

@@ -155,38 +155,6 @@ def has_kernel(name: str) -> bool:
     return hasattr(torch.ops.aten, name)
 
 
-def flex_operators() -> tuple | None:
-    """(forward, backward, BlockMask) of flex_attention as two operators, or None in a torch without
-    them."""
-    try:
-        from torch.nn.attention.flex_attention import BlockMask
-
-        return (
-            torch.ops.higher_order.flex_attention,
-            torch.ops.higher_order.flex_attention_backward,
-            BlockMask,
-        )
-    except (ImportError, AttributeError):
-        return None
-
-
-def compiled_for(function, args: list[Tensor], backend: str = "inductor"):
-    """A function without gradients, compiled for tensors shaped like these.
-
-    torch.compile cannot compile it: it accepts flex_attention's backward only behind its own
-    forward.
-
-    Raises:
-        RuntimeError: torch lacks a name.
-    """
-    try:
-        from torch._dynamo import lookup_backend
-        from torch.fx.experimental.proxy_tensor import make_fx
-    except ImportError as error:
-        raise gone(str(error), "use another version") from None
-    return lookup_backend(backend)(make_fx(function, tracing_mode="fake")(*args), args)
-
-
 def flash3():
     """FlashAttention-3's functions under the names of torch's operators. torch itself would
     register them for the whole process. RuntimeError if the package is not installed."""

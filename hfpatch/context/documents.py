@@ -6,8 +6,11 @@ position is not its predecessor plus 1 (transformers' rule for sdpa). With a 2D 
 transformers reads the mask alone. Here a document then starts where the positions of the visible
 tokens restart: at a smaller one, or at the row's least again. Jumps (PoSE), fractions
 (interpolation) and other repeats start none, so such rows equal transformers. Packed rows stay
-isolated, where transformers lets their documents see each other. No token sees a masked token;
-before a row's first visible token a masked token also sees no other.
+isolated, where transformers lets their documents see each other.
+
+Padding needs no mask: before a row's first visible token it is a document of its own, and behind the
+last one causality hides it. What its own outputs are is nobody's business. A mask with holes, masked
+tokens between visible ones, is left to transformers (decoder/batch.py).
 """
 
 from collections.abc import Sequence
@@ -26,22 +29,19 @@ class Rows:
 
     Attributes:
         documents: None where every row is one document.
-        hidden_BT: keys that no query sees, or None.
-        blind_BT: tokens before a row's first visible one, which see no key. None if there are none
-            whose output is read.
         real: the document starts among the visible tokens alone, and their number. None without
             padding, or where padding is read.
+        holes: whether masked tokens lie between visible ones.
+        blind_BT: tokens before a row's first visible one; None if their output is unread.
     """
 
     documents: Documents | None = None
-    hidden_BT: Tensor | None = None
-    blind_BT: Tensor | None = None
     real: tuple[int, ...] | None = None
+    holes: bool = False
+    blind_BT: Tensor | None = None
 
     def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
-        """The Rows of `tokens` tokens of one row, from `first` among the flattened ones, where no
-        keys are hidden.
-        """
+        """The Rows of `tokens` tokens of one row, from `first` among the flattened ones."""
         bounds = [] if self.documents is None else self.documents.bounds
         inside = {x - first for x in bounds if first < x < first + tokens}
         return Rows(_from_bounds([0, *sorted(inside), tokens], 1, tokens, device))
@@ -133,13 +133,13 @@ def find_rows(
     cu_seq_lens: Tensor | Sequence[int] | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
     padding: bool = True, cached: bool = False,
 ) -> Rows:  # fmt: skip
-    """Documents and hidden keys of a batch, by the rule in this module's docstring.
+    """Documents and padding of a batch, by the rule in this module's docstring.
 
     attention_mask: [B, T] of 0 and 1, or None. position_ids: [1 or B, T]. cu_seq_lens: [n+1]
     offsets over the flattened tokens (FlashAttention's keyword), which override positions. chunk:
     attention ends every so many tokens of a document, left padding not counted (Llama 4). idle_BT:
-    tokens whose output is unread; hidden ones among them at a row's end cost nothing. padding:
-    False where masked tokens form no rows of their own, and only a restart starts a document.
+    tokens whose output is unread. padding: False where masked tokens form no documents of their own,
+    and only a restart starts one.
     cached: transformers would make a cache. ValueError if the offsets do not cover the tokens.
     """
     bounds = ToHost(cu_seq_lens).get() if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
@@ -180,20 +180,19 @@ def find_rows(
     found = (ToHost(find, *given) if given else ToHost(find())).get()
     if found is None:  # a simulation has no values: every row is one document
         return Rows()
-    starts_N, seen_N = found[:-2].view(2, -1)
-    left_BT, _, holes_BT = _hidden(attention_mask, idle_BT) if found[-2:].any() else (None,) * 3
-    hidden_BT, blind_BT = holes_BT if found[-2] else None, left_BT if found[-1] else None
+    (starts_N, seen_N), (holes, read) = found[:-2].view(2, -1), found[-2:].tolist()
     documents = _from_bounds(_bounds(starts_N), B, T, device)
-    alone = padding and not found[-2:].any() and not seen_N.all()
-    return Rows(documents, hidden_BT, blind_BT, _bounds(starts_N[seen_N]) if alone else None)
+    alone = padding and not (holes or read or seen_N.all())
+    blind_BT = attention_mask.bool().cumsum(1) == 0 if read and padding else None
+    return Rows(documents, _bounds(starts_N[seen_N]) if alone else None, holes, blind_BT)
 
 
 def _marks(
     B: int, T: int, device, attention_mask: Tensor | None, position_ids: Tensor | None,
     inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, padding: bool, beside_a_mask: bool,
 ) -> Tensor:  # fmt: skip
-    """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether keys are
-    hidden, and whether tokens are blind.
+    """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether masked tokens
+    lie between visible ones, and whether padding's output is read.
 
     inside: the document starts among the flattened tokens, if offsets came; the others as in
     find_rows and _document_starts.
@@ -205,16 +204,13 @@ def _marks(
     elif position_ids is not None:
         visible_BT = None if attention_mask is None else attention_mask.bool()
         starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, beside_a_mask)
-    hidden = blind = torch.zeros((), dtype=torch.bool, device=device)
+    holes = read = torch.zeros((), dtype=torch.bool, device=device)
     seen_BT = torch.ones_like(starts_BT) if attention_mask is None else attention_mask.bool()
     if attention_mask is not None and padding:
-        left_BT, tail_BT, holes_BT = _hidden(attention_mask, idle_BT)
-        # Tokens before the first visible one see no key, and the output of tokens behind the last
-        # one is unread: both become rows of their own.
-        starts_BT[:, 1:] |= left_BT[:, :-1] & ~left_BT[:, 1:]
-        starts_BT[:, 1:] |= tail_BT[:, 1:] & ~tail_BT[:, :-1]
-        hidden = holes_BT.any()
-        blind = (left_BT if idle_BT is None else left_BT & ~idle_BT).any()
+        before_BT, after_BT = seen_BT.cumsum(1) == 0, seen_BT.flip(1).cumsum(1).flip(1) == 0
+        starts_BT[:, 1:] |= before_BT[:, :-1] & ~before_BT[:, 1:]
+        holes = ~(seen_BT | before_BT | after_BT).all()
+        read = (~seen_BT if idle_BT is None else ~seen_BT & ~idle_BT).any()
     if chunk is not None:
         at = torch.arange(T, device=device)
         index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
@@ -223,26 +219,12 @@ def _marks(
             # at any number.
             index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
         starts_BT |= index_BT % chunk == 0
-    return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), hidden[None], blind[None]])
+    return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), holes[None], read[None]])
 
 
 def _bounds(starts_N: Tensor) -> tuple[int, ...]:
     """The document starts, and the number of tokens."""
     return *starts_N.nonzero().flatten().tolist(), len(starts_N)
-
-
-def _hidden(attention_mask: Tensor, idle_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T] of bool each: masked tokens before a row's first visible one, idle ones behind its
-    last, and all other masked ones.
-    """
-    visible_BT = attention_mask.bool()
-    left_BT = ~visible_BT & (visible_BT.cumsum(1) == 0)
-    rest_BT = ~visible_BT & ~left_BT
-    tail_BT = torch.zeros_like(rest_BT)
-    if idle_BT is not None:
-        tail_BT = rest_BT & (visible_BT.flip(1).cumsum(1) == 0).flip(1)
-        tail_BT = tail_BT & (idle_BT | ~tail_BT).all()
-    return left_BT, tail_BT, rest_BT & ~tail_BT
 
 
 def _from_bounds(bounds: Sequence[int], B: int, T: int, device) -> Documents | None:

@@ -71,12 +71,10 @@ class Batch:
     def part(self, rows: slice, a: int, b: int) -> "Batch":
         """Tokens a to b of these rows, each as one document; a single row may have several."""
         if (rows.start, a, b) not in self._parts:
-            visible, idle = (
-                None if x is None else x[rows, a:b] for x in (self.said[0], self._idle)
-            )
+            visible = None if self.said[0] is None else self.said[0][rows, a:b]
             B = len(range(self.B)[rows])
             part = self._parts[rows.start, a, b] = Batch(
-                B, b - a, self.device, visible, idle_BT=idle
+                B, b - a, self.device, visible
             )
             if B == 1 and visible is None:
                 part._rows[None] = self.rows().part(
@@ -153,7 +151,7 @@ class Mask:
     def pattern(self, softcap: float | None = None) -> Pattern:
         rows = self.rows
         window = self.window if self.window is not None and self.window < self.batch.T else None
-        return Pattern(rows.documents, window, rows.hidden_BT, softcap, rows.blind_BT)
+        return Pattern(rows.documents, window, softcap, rows.blind_BT)
 
     def dense(self) -> Tensor | None:
         """The mask of sdpa: bool [B, 1, T, T], True where seen; None for plain causality."""

@@ -292,6 +292,10 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         given.sequence,
     )
     batch.cached, batch.weights = cached, given.weights
+    if given.rows_mask is not None and batch.rows().holes:
+        if shared:
+            raise not_exchanged("an attention mask with holes")
+        return _by_transformers(given, traits, "an attention mask with holes", changes)
     return Decision(batch, changes)
 
 

@@ -202,7 +202,6 @@ def patterns(T: int, device) -> dict:
         "packed": (Pattern(documents), False),
         "window": (Pattern(window=T // 3), False),
         "packed, window": (Pattern(documents, window=T // 5), False),
-        "holes": (Pattern(hidden_BT=hidden), False),
         "cap": (Pattern(softcap=20.0), False),
         "sinks": (CAUSAL, True),
         "window, sinks": (Pattern(window=T // 3), True),

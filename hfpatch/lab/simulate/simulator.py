@@ -195,10 +195,6 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None
                 mock.patch.object(attention, "has_flash", lambda *_: True)
             )  # whatever this machine has
             stack.enter_context(mock.patch.object(attention, "why_not_efficient", lambda *_: None))
-            if no_flex:
-                stack.enter_context(mock.patch.object(attention, "why_no_flex", lambda *_: no_flex))
-            else:  # flex's plain code holds all scores, its kernels hold less than flash's
-                stack.enter_context(mock.patch.object(attention, "_by_flex", lambda *_: False))
         for found in runtimes(model):
             found.close()
             stack.callback(found.close)
