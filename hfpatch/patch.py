@@ -18,7 +18,6 @@ from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkp
 from hfpatch.compat import (
     Turn,
     as_before_fsdp2,
-    balances_itself,
     drop_wrapped_forward,
     forward_before_wrapping,
     gather_as_one,
@@ -35,7 +34,6 @@ from hfpatch.context.classes import (
     unswap,
 )
 from hfpatch.decoder.find import find_decoder
-from hfpatch.decoder.stack import OurAttention
 from hfpatch.decoder.verdict import ask_model
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.parts.angles import widen
@@ -237,8 +235,6 @@ def undo(model: nn.Module) -> None:
     runtimes = set()
     for module in model.modules():
         _unpin(module)
-        if isinstance(module, OurAttention):
-            balances_itself(type(module))
         if is_mixed(module):
             unswap(module)
         trl = vars(module).get("_hfpatch_trl")

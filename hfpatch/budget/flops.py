@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from hfpatch.budget.cuts import tiles
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.sequence import filled_up
 from hfpatch.budget.shape import ModelShape
 
 
@@ -97,9 +96,7 @@ def step_flops(shape: ModelShape, policy: Policy, *, batch: int, tokens: int) ->
     forwards = once
     forwards += attention(tiled - min(policy.attends_again, tiled) if saves else 0, tiled)
     # Kernels need values as wide as queries: the narrower values of latent attention are padded.
-    padded = (
-        filled_up(shape) * 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
-    )
+    padded = 2 * shape.q_size / (shape.q_size + min(shape.q_size, shape.out_size))
     return Flops(
         least + 2 * rows * again, padded * forwards, padded * 2.5 * once, least + 3 * once, 3 * once
     )

@@ -14,7 +14,7 @@ from hfpatch.budget.formula import ModelShape, StepMemory
 from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.pace import paced
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.sequence import filled_up, rounds_for, sent_bytes
+from hfpatch.budget.sequence import rounds_for, sent_bytes
 from hfpatch.budget.traffic import elementwise
 
 # Bytes per element of a weight gradient that is summed over tiles in float32. The matmul adds into
@@ -117,7 +117,7 @@ def exchange_seconds(
     hidden: seconds of attention, during which exchanges run."""
     if shape.ranks == 1:
         return 0.0
-    forwards = flops.attention_forward / (filled_up(shape) * flops.model_attention / 3)
+    forwards = flops.attention_forward / (flops.model_attention / 3)
     nbytes = sent_bytes(shape, batch * tokens, itemsize, forwards=forwards)
     sent, rounds = nbytes / gpu.peer_rate, rounds_for(shape, batch, tokens).count
     # Nothing hides the first round's exchange. Each exchange is packed before, unpacked after.

@@ -20,16 +20,12 @@ class Rounds:
         width: query heads of one round.
         repeat: a rank's query heads of one KV head.
         sharing: ranks that have the same KV head.
-        uneven: (query heads, KV heads) if the ranks do not divide them evenly, as 8 do not the 28
-            heads of Qwen2.5-7B. Then each query head brings its own KV head, and the last ranks
-            compute the last head again, with an unread result.
     """
 
     own: int
     width: int
     repeat: int
     sharing: int
-    uneven: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -52,10 +48,6 @@ class Rounds:
     def last_keys(self, r: int) -> bool:
         return (r + 1) * self.width % self.repeat == 0
 
-    def queries(self, r: int, ranks: int) -> list[int]:
-        """The query heads of round r, rank after rank. With uneven heads some do not exist."""
-        return [p * self.own + r * self.width + i for p in range(ranks) for i in range(self.width)]
-
 
 def why_not_shared_out(n_heads: int, n_kv_heads: int, ranks: int) -> str | None:
     """The reason why the heads do not divide evenly over the ranks, in a few words, or None."""
@@ -70,19 +62,13 @@ def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int
 
     tokens: of whole rows.
     """
-    uneven = (n_heads, n_kv_heads) if why_not_shared_out(n_heads, n_kv_heads, ranks) else None
-    own, sharing = -(-n_heads // ranks), 1 if uneven else max(1, ranks // n_kv_heads)
-    repeat = 1 if uneven else min(own, n_heads // n_kv_heads)
+    if why := why_not_shared_out(n_heads, n_kv_heads, ranks):
+        raise ValueError(f"hfpatch: {why}; take another number of ranks.")
+    own, sharing = n_heads // ranks, max(1, ranks // n_kv_heads)
+    repeat = min(own, n_heads // n_kv_heads)
     wanted = -(-BLOCKS // max(1, batch * -(-tokens // 128)))
     fits = [n for n in range(1, own + 1) if own % n == 0 and (repeat % n == 0 or n % repeat == 0)]
-    return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing, uneven)
-
-
-def filled_up(shape) -> float:
-    """The ratio of the query heads that the ranks compute to the model's: above 1 with uneven
-    heads.
-    """
-    return -(-shape.num_heads // shape.ranks) * shape.ranks / shape.num_heads
+    return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing)
 
 
 def rounds_for(shape, batch: int, tokens: int) -> Rounds:
@@ -110,10 +96,6 @@ def exchange_bytes(shape, batch: int, tokens: int, s: int, *, ahead: bool) -> in
         now += 2 * q  # the round before: dq on its way, sent and received
         now += 2 * (q + 2 * v)
         now += 2 * keys if rounds.own > rounds.repeat else 0
-    if rounds.uneven:
-        now += (
-            batch * tokens * (shape.kv_size + shape.v_size) * max(4, s)
-        )  # dk and dv of this rank's tokens, in float32
     return now
 
 
@@ -122,7 +104,7 @@ def sent_bytes(shape, rows: int, s: int, *, forwards: float) -> int:
     attention forwards per layer.
     """
     rounds = rounds_for(shape, 1, rows)
-    q, v = filled_up(shape) * shape.q_size, filled_up(shape) * shape.out_size
+    q, v = shape.q_size, shape.out_size
     keys = (
         (shape.kv_size + shape.v_size)
         / shape.num_kv_heads

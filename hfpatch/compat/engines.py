@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import contextmanager
-from traceback import walk_stack
 
 from torch import Tensor, nn
 
@@ -238,33 +237,3 @@ def context_parallel_group():
     return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None
 
 
-def evaluated_by_trainer() -> bool | None:
-    """Whether the evaluation step of transformers' Trainer around this forward counts tokens in its
-    loss; None outside such a step."""
-    for frame, _ in walk_stack(sys._getframe(1)):
-        if (
-            frame.f_code.co_name == "prediction_step"
-            and frame.f_globals.get("__name__") == "transformers.trainer"
-        ):
-            return frame.f_locals.get("num_items_in_batch") is not None
-    return None
-
-
-def step_under_ulysses():
-    """(batches of this optimizer step, the Trainer) if transformers' loss for Ulysses called this
-    forward; ((), None) if the batches were not found; None for another caller."""
-    called = False
-    for frame, _ in walk_stack(sys._getframe(1)) if "deepspeed" in sys.modules else ():
-        code, module = frame.f_code, frame.f_globals.get("__name__", "")
-        if code.co_name.lstrip("_") == "deepspeed_sp_compute_loss" and module.startswith(
-            "transformers."
-        ):
-            called = True
-        elif called and module == "transformers.trainer" and "batch_samples" in code.co_varnames:
-            trainer = frame.f_locals.get("self")
-            return (
-                (frame.f_locals.get("batch_samples", ()), trainer)
-                if hasattr(trainer, "args")
-                else ((), None)
-            )
-    return ((), None) if called else None

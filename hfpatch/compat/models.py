@@ -1,7 +1,6 @@
 """Private names of transformers, TRL and PEFT."""
 
 import functools
-import inspect
 import sys
 from contextlib import contextmanager
 from traceback import walk_stack
@@ -159,42 +158,6 @@ def gate_of(module: nn.Module):
     names = ("has_gate", "has_bias", "is_transposed")
     told = all(name in vars(module) for name in names)
     return getattr(type(module), "_apply_gate", None) if told else None
-
-
-def _with_balance(kind: type) -> list:
-    """The modules of a class's family that define a load-balancing loss."""
-    files = {sys.modules[base.__module__] for base in kind.__mro__}
-    return [file for file in files if "load_balancing_loss_func" in vars(file)]
-
-
-def balances_through(kind: type, instead) -> bool:
-    """Replaces the load-balancing loss of a class's family by instead(stock, ...).
-
-    stock is the family's own function. Returns False if it takes other arguments.
-    """
-    able = True
-    for file in _with_balance(kind):
-        stock = file.load_balancing_loss_func
-        if tuple(inspect.signature(stock).parameters) != (
-            "gate_logits",
-            "num_experts",
-            "top_k",
-            "attention_mask",
-        ):
-            able = False
-        elif not hasattr(stock, "_hfpatch"):
-            file.load_balancing_loss_func = functools.wraps(stock)(
-                functools.partial(instead, stock)
-            )
-            file.load_balancing_loss_func._hfpatch = True
-    return able
-
-
-def balances_itself(kind: type) -> None:
-    """Takes the replacement of balances_through back."""
-    for file in _with_balance(kind):
-        if hasattr(file.load_balancing_loss_func, "_hfpatch"):
-            file.load_balancing_loss_func = file.load_balancing_loss_func.__wrapped__
 
 
 def asks_inputs_for_gradients(module: nn.Module) -> bool:

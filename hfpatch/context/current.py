@@ -78,7 +78,6 @@ class _Current(threading.local):  # a second thread may run another model meanwh
     # (the model that computes a loss, its labels, whether to shift them, their count)
     target: tuple | None = None
     labels: Tensor | None = None  # of the loss that the running forward computes
-    balance = None  # context.router_balance.Counted, while a causal model computes its loss
     # tokens whose output is unread, where the forward returns only a loss
     idle_BT: Tensor | None = None
 

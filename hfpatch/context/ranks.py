@@ -10,7 +10,6 @@ from hfpatch.compat import (
     context_parallel_group,
     deepspeed_config,
     engine_hook,
-    evaluated_by_trainer,
     ulysses,
     ulysses_group,
 )
@@ -66,33 +65,6 @@ def shared_in_a_graph(name: str, training: bool) -> bool:
         return True
 
 
-def left_alone_in_evaluation(config) -> Sequence | None:
-    """The ranks that share rows in training but not in this evaluation: accelerate turned Ulysses
-    off for it, or it runs outside of context parallelism.
-    """
-    if current.sequence is not None or context_parallel() is not None:
-        return None
-    group, left = ulysses(ALL_ATTENTION_FUNCTIONS.get(named(config))) or (
-        context_parallel_group(),
-        True,
-    )
-    return (
-        sequence_of(group)
-        if group is not None and left and dist.get_world_size(group) > 1
-        else None
-    )
-
-
-def parts_of_trainers_evaluation() -> Sequence | None:
-    """The ranks that each have a part of the rows that transformers' Trainer evaluates now, or
-    None.
-    """
-    found = context_parallel() if current.sequence is None else None
-    if found is None or dist.get_world_size(found[0]) == 1 or not evaluated_by_trainer():
-        return None
-    return sequence_of(*found)
-
-
 def summed_gradients(config: dict, size: int) -> None:
     """Raises ValueError for a DeepSpeed config that sums gradients over a sequence's ranks.
 
@@ -123,37 +95,6 @@ def sharded(sequence: Sequence | None | bool):
     it is False.
     """
     return having(sequence=sequence)
-
-
-def items_of_a_mean_over_rows(
-    sequence: Sequence, shift_labels: Tensor, batches: list[dict], args, ignore: int
-) -> tuple[Tensor, int]:
-    """(num_items_in_batch, rows): with this num_items_in_batch the mean that transformers' Trainer
-    takes under Ulysses equals the mean over a step's tokens.
-
-    Trainer averages the means of a step's rows, and weighs this rank's part of a row by its labels.
-
-    Args:
-        sequence: the ranks that share each row.
-        shift_labels: this rank's labels of one batch.
-        batches: this rank's batches of the step, with shift_labels.
-        args: TrainingArguments; `average_tokens_across_devices` selects the ranks whose tokens
-            count.
-        ignore: the label of a token that is not predicted.
-
-    Returns:
-        The divisor, and the number of rows that Trainer averages.
-    """
-    everybody = dist.group.WORLD if args.average_tokens_across_devices else sequence.group
-    mine = (shift_labels != ignore).sum()
-    row, step = (
-        mine.clone(),
-        sum((batch["shift_labels"] != ignore).sum() for batch in batches).to(mine.device),
-    )
-    dist.all_reduce(row, group=sequence.group)
-    dist.all_reduce(step, group=everybody)
-    rows = len(batches) * (dist.get_world_size(everybody) // sequence.size)
-    return mine.clamp_min(1) * step.clamp_min(1) / (rows * row.clamp_min(1)), rows
 
 
 def weights_move(modules: list[nn.Module]) -> bool:

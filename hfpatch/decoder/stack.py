@@ -35,11 +35,9 @@ from hfpatch.context.ranks import (
     attends_to_all_before,
     refuse_shared_mixers,
     refuse_training_over_a_device_map,
-    sequence_now,
     shared_in_a_graph,
     weights_move,
 )
-from hfpatch.context.router_balance import shares_balance
 from hfpatch.decoder.batch import (
     Given,
     StackTraits,
@@ -94,10 +92,7 @@ class OurAttention(KeepsSignature):
         if asks_for_hidden_states(self, kwargs):
             embeds = None
         with having(embeds=embeds):
-            out = super().forward(**kwargs)
-        if getattr(out, "router_logits", None):
-            shares_balance(type(self), sequence_now(self.config, self.training))
-        return out
+            return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -221,6 +216,9 @@ class OurAttention(KeepsSignature):
         changes = {}
         given, cached = without_unread_cache(given, changes)
         if given.sequence is not None:
+            asked = kwargs.get("output_router_logits")
+            if getattr(self.config, "output_router_logits", False) if asked is None else asked:
+                raise not_exchanged("a balancing loss of experts (output_router_logits)")
             whole = self._hfpatch_whole_layers()
             given = share_rows(given, whole, self._hfpatch_refuse_unasked, changes)
         decision = decide(given, self._hfpatch_traits, cached, changes)

@@ -25,18 +25,14 @@ from hfpatch.compat import (
     modules_of,
     own_loss,
     set_own_loss,
-    step_under_ulysses,
     values_for_now,
     watched_by_user,
 )
 from hfpatch.context.classes import KeepsSignature, as_made, is_mixed, whose
 from hfpatch.context.current import asks_for_hidden_states, current, having
-from hfpatch.context.ranks import items_of_a_mean_over_rows, sequence_now
-from hfpatch.context.router_balance import counted, once
 from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import Head, Logits
-from hfpatch.loss.shared_rows import evaluated_by_ranks, unlabelled
 from hfpatch.parts.parts import FusedRMSNorm
 from hfpatch.store.device import ToHost, beside
 
@@ -45,13 +41,9 @@ _WHOLE = (
     "transformers' own for a fused one."
 )
 _NOT_ITS_LOSS = (
-    "expected the model's own loss under {} parallelism, {} came, which transformers {} there; "
-    "take it away, or share no rows "
-    "({}_size=1)."
-)
-_LABELS_TAKEN_OUT = (
-    "compute_loss_func or label smoothing",
-    "gives labels that end with each GPU's part",
+    "expected the model's own loss under context parallelism, compute_loss_func or label smoothing "
+    "came, which transformers gives labels that end with each GPU's part there; take it away, or "
+    "share no rows (cp_size=1)."
 )
 # In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
@@ -150,10 +142,7 @@ class FusedCausalLM(KeepsSignature):
             return super().forward(**kwargs)
         embeds = None if asks_for_hidden_states(self, kwargs) else self
         with having(causal=True, embeds=embeds, **_as_called(kwargs)):
-            out = super().forward(**kwargs)
-        if getattr(out, "aux_loss", None) is not None:
-            out["aux_loss"] = once(out.aux_loss)
-        return out
+            return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -163,22 +152,8 @@ class FusedCausalLM(KeepsSignature):
         scores = self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False)
         if torch.compiler.is_compiling():
             return self._with_labels(labels, scores, kwargs)
-        if labels is not None:
-            alone = not self.training and not torch.is_grad_enabled()
-            if alone and (out := evaluated_by_ranks(self, kwargs, scores)) is not None:
-                return out
-            # In evaluation an outer call may have set the count already.
-            if self.training or current.balance is None:
-                rows = 0  # the caller has num_items_in_batch
-                if kwargs.get("num_items_in_batch") is None:
-                    step = step_under_ulysses()
-                    rows = 1 if step is None else self._count_as_one_process(*step, kwargs)
-                with counted(rows):
-                    return self._with_labels(labels, scores, kwargs)
-        elif "shift_labels" in kwargs and self.training and context_parallel():
-            self._tell(_NOT_ITS_LOSS.format("context", *_LABELS_TAKEN_OUT, "cp"))
-        elif not (self.training or torch.is_grad_enabled() or cache_name(kwargs)):
-            unlabelled(self, kwargs)
+        if labels is None and "shift_labels" in kwargs and self.training and context_parallel():
+            self._tell(_NOT_ITS_LOSS)
         return self._with_labels(labels, scores, kwargs)
 
     def _with_labels(self, labels, scores: bool, kwargs):
@@ -218,34 +193,6 @@ class FusedCausalLM(KeepsSignature):
             del fields["logits"]
             out = type(out)(**fields)
         return out if return_dict else out.to_tuple()
-
-    def _count_as_one_process(self, batches, trainer, kwargs) -> int:
-        """Makes the loss under Ulysses a mean over the step's tokens, as in one process.
-
-        transformers' Trainer passes no num_items_in_batch there and averages over rows. Returns how
-        many times this rank's loss contains the router's balancing loss
-        (context/router_balance.py: counted).
-        """
-        for name in ("compute_loss_func", "label_smoother"):
-            if getattr(trainer, name, None) is not None:
-                self._tell(_NOT_ITS_LOSS.format("sequence", name, "leaves out", "sp"))
-                break
-        sequence = sequence_now(self.config.get_text_config(), True)
-        if sequence is not None and batches and all("shift_labels" in batch for batch in batches):
-            kwargs["num_items_in_batch"], rows = items_of_a_mean_over_rows(
-                sequence,
-                kwargs["shift_labels"],
-                batches,
-                trainer.args,
-                kwargs.get("ignore_index", -100),
-            )
-            return rows
-        self._tell(
-            "expected the batches of Trainer's step under sequence parallelism, none were found: "
-            "its loss stays the mean over rows, not tokens, which differs where rows have "
-            "different numbers of labels; train with `hfpatch train`."
-        )
-        return 1
 
     def _hfpatch_tokens_watched(self) -> bool:
         """Whether a user's hook receives hidden states."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hfpatch import ops
 from hfpatch.compat import autocast, autocast_dtype, trl_fused_head
-from hfpatch.context.router_balance import balance, once
 from hfpatch.loss.head import through, why_not_fused
 from hfpatch.store.device import ToHost
 
@@ -115,7 +114,6 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
         visible = kwargs.get("attention_mask")
         aux_loss = _balance(model, asked.text_config, out.router_logits, visible)
         loss = loss + getattr(asked.text_config, "router_aux_loss_coef", 0.0) * aux_loss
-        aux_loss = once(aux_loss)
     return asked.output(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
 
@@ -125,4 +123,4 @@ def _balance(model: nn.Module, config, router_logits, attention_mask) -> Tensor:
 
     number = getattr(model, "num_experts", None) or config.num_experts
     used = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
-    return balance(load_balancing_loss_func, router_logits, number, used, attention_mask)
+    return load_balancing_loss_func(router_logits, number, used, attention_mask)

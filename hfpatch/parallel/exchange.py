@@ -7,16 +7,14 @@ owns query heads [pH/P, (p+1)H/P) and their KV heads. Attention runs in rounds o
 an all-to-all gathers whole rows, the kernel runs, a second all-to-all returns the result. The next
 round's exchange overlaps the kernel if memory holds both. The layer keeps only its own tokens,
 except lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each
-compute a part of its dk and dv, summed in float32. If the number of heads is no multiple of the
-ranks, copies of the last head, each with its own copy of its KV head, fill the rounds. Their
-results are dropped.
+compute a part of its dk and dv, summed in float32. The ranks must divide the
+heads evenly.
 
 B batch, T tokens of whole rows, t = T/P of this rank, H query heads, K KV heads, E head dim; w
 query heads of a round.
 """
 
 from collections import deque
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -161,8 +159,6 @@ class ExchangedAttention(Attention):
 
     def _queries(self, x_BtHE: Tensor, rounds: Rounds, r: int) -> Tensor:
         """A round's query heads of every rank, [P, B, t, w, E]."""
-        if rounds.uneven:
-            return self._copies(x_BtHE, rounds, r)
         a = r * rounds.width
         return x_BtHE.unflatten(2, (self.sequence.size, -1))[:, :, :, a : a + rounds.width].movedim(
             2, 0
@@ -170,21 +166,9 @@ class ExchangedAttention(Attention):
 
     def _keys(self, x_BtKE: Tensor, rounds: Rounds, r: int) -> Tensor:
         """A round's KV heads of every rank, [P, B, t, n, E]; a shared head once per rank."""
-        if rounds.uneven:
-            return self._copies(x_BtKE, rounds, r)
         if rounds.sharing > 1:
             return x_BtKE.movedim(2, 0).repeat_interleave(rounds.sharing, 0)[:, :, :, None]
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
-
-    def _copies(self, x_BtGE: Tensor, rounds: Rounds, r: int) -> Tensor:
-        """A round's query heads, or one KV head for each of them, of every rank: [P, B, t, w, E].
-        For an H that is no multiple of P.
-        """
-        H, G = rounds.uneven[0], x_BtGE.shape[2]
-        heads = [
-            x_BtGE[:, :, min(h, H - 1) * G // H] for h in rounds.queries(r, self.sequence.size)
-        ]
-        return torch.stack(heads).unflatten(0, (self.sequence.size, -1)).movedim(1, 3)
 
     def _ahead(self, n_rounds: int, send):
         """Yields (r, the received tensors) of every round. Sends the next round first if memory
@@ -208,7 +192,7 @@ class ExchangedAttention(Attention):
                 if n == 1
                 else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
             )
-            joined.append(out[:, :, : rounds.uneven[0]] if rounds.uneven else out)
+            joined.append(out)
         return joined + outs
 
     def forward(
@@ -225,9 +209,6 @@ class ExchangedAttention(Attention):
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, t, H, _ = q.shape
             rounds = rounds_of(B, t * P, H, k.shape[2], P)
-            if rounds.uneven and ask.sinks_H is not None:
-                filled = ask.sinks_H[-1:].expand(P * rounds.own - H)
-                ask = replace(ask, sinks_H=torch.cat([ask.sinks_H, filled]))
 
             def send(r, q=q, k=k, v=v, rounds=rounds):
                 more = [self._keys(x, rounds, r) for x in (k, v)] if rounds.new_keys(r) else []
@@ -285,13 +266,6 @@ class ExchangedAttention(Attention):
             sinks = heads.call.sinks_H
             dsinks.append(None if sinks is None else torch.zeros_like(sinks))
             keys, sums, back = None, None, None
-            # Uneven: several rounds and ranks add to a KV head's gradients, and each sends its k
-            # and v again.
-            if rounds.uneven:
-                wide = torch.promote_types(k.dtype, torch.float32)
-                dk_whole, dv_whole = (
-                    torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)
-                )
             for r, (q_w, dout_w, out_w, *new) in self._ahead(rounds.count, send):
                 keys = new or keys
                 g, owned = first + r, heads.groups[r][0]
@@ -317,27 +291,15 @@ class ExchangedAttention(Attention):
                     sums = grad = None
             if back is not None:
                 self._put(back, dq_whole, rounds, rounds.count - 1)
-            if rounds.uneven:
-                into[3 * n + 1].copy_(dk_whole), into[3 * n + 2].copy_(dv_whole)
-                dsinks[-1] = None if sinks is None else dsinks[-1][: rounds.uneven[0]]
             first += rounds.count
         if self.mixers:
             self.mixed_backward(parts, douts, into)
         return dsinks
 
     def _put(self, back: _Coming, whole_BtHE: Tensor, rounds: Rounds, r: int) -> None:
-        if rounds.uneven:
-            for h, got_BtE in self._existing(back, rounds, r):
-                whole_BtHE[:, :, h] = got_BtE
-        else:
-            self._queries(whole_BtHE, rounds, r).copy_(back.wait())
+        self._queries(whole_BtHE, rounds, r).copy_(back.wait())
 
     def _put_keys(self, back: _Coming, whole_BtKE: Tensor, rounds: Rounds, r: int) -> None:
-        if rounds.uneven:
-            H, K = rounds.uneven
-            for h, got_BtE in self._existing(back, rounds, r):
-                whole_BtKE[:, :, h * K // H] += got_BtE
-            return
         got_PBtnE = back.wait()
         if rounds.sharing > 1:
             wide = torch.promote_types(got_PBtnE.dtype, torch.float32)
@@ -345,11 +307,6 @@ class ExchangedAttention(Attention):
             whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
         else:
             self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
-
-    def _existing(self, back: _Coming, rounds: Rounds, r: int):
-        """(head, result) of a round's real query heads, without the copies that fill the round."""
-        heads = zip(rounds.queries(r, self.sequence.size), back.wait().movedim(3, 1).flatten(0, 1))
-        return [(h, got) for h, got in heads if h < rounds.uneven[0]]
 
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
         """One whole tensor, not by groups: a round takes heads of every rank."""

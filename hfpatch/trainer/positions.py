@@ -10,7 +10,7 @@ import torch
 
 from hfpatch.compat import hooked_forward
 from hfpatch.loss.head import Call, linear_of
-from hfpatch.loss.shared_rows import IGNORE
+from hfpatch.trainer.shared_rows import IGNORE
 from hfpatch.trainer.finite import FiniteTrainer
 
 _BUCKETS = 32

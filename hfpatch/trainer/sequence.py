@@ -9,7 +9,7 @@ from hfpatch.budget.limits import environment_number
 from hfpatch.context.ranks import sequence_of, summed_gradients
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
-from hfpatch.loss.shared_rows import (
+from hfpatch.trainer.shared_rows import (
     evaluation_loss,
     labelled_alike,
     of_all_ranks,

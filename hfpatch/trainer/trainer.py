@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from hfpatch.loss.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
+from hfpatch.trainer.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import folders
 from hfpatch.trainer.arguments import refusals

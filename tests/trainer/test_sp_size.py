@@ -15,7 +15,7 @@ import hfpatch
 from hfpatch.context.attention import attention
 from hfpatch.context.current import having
 from hfpatch.lab.simulate.sequence import LoneRank
-from hfpatch.loss.shared_rows import part_of
+from hfpatch.trainer.shared_rows import part_of
 from hfpatch.trainer import checks, sequence
 from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows, apply_options
 from hfpatch.trainer.compat import deals_for_any_attention, unless_shared
