@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The decisive rows of one GPU in nine minutes: HFPATCH_COMMIT=abc1234 bash scripts/gpu/nine.sh [ARGS of nine.py]
 #
-# $OUT (default runs/gpu/nine) gets nine.jsonl, a row the moment it is known, and nine.log.
+# $OUT (default runs/gpu/nine) gets nine.jsonl, a row as soon as it is known, and nine.log.
 # .whl/ (scripts/gpu/wheels.sh) may hold wheels that the machine lacks, .triton/ compiled kernels (README.md).
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

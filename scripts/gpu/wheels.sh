@@ -5,24 +5,12 @@
 # machine's own. bitsandbytes is left out: it unpacks to 125 MB, and a tree that travels has 64 MiB.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-engine=$#  # with a list of its own, no engine comes unasked
-[ $# -gt 0 ] || set -- liger-kernel cut-cross-entropy torchao trl peft datasets 'dill<0.4.2' 'multiprocess<0.70.20' pytest pluggy iniconfig
+[ $# -gt 0 ] || set -- liger-kernel torchao peft
 platforms=()
 for tag in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${tag}_x86_64"); done
 rm -f .whl/*.whl # one version of each: two would stop the installation
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
     --platform manylinux2014_x86_64 -d .whl "$@"
-if [ "$engine" -eq 0 ]; then
-    # What slot.sh 4 adds. pydantic names the one pydantic-core that it goes with, so its needs come too. DeepSpeed is a source
-    # package, pure Python once built; its setup wants a torch.
-    mkdir -p .whl/engines && rm -f .whl/engines/*.whl
-    python3 -m pip download -q --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
-        --platform manylinux2014_x86_64 -d .whl/engines pydantic
-    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
-        --platform manylinux2014_x86_64 -d .whl/engines hjson msgpack
-    DS_ACCELERATOR=cpu python3 -m pip wheel -q --no-deps --no-build-isolation -w .whl/engines deepspeed ||
-        echo "hfpatch: no DeepSpeed for 16_engines: its wheel is built where torch and setuptools are installed." >&2
-fi
 # What travels: the wheels, and every file of the tree that git does not ignore, committed or not.
 mib() { du -cm --apparent-size --files0-from=- 2>/dev/null | tail -1 | cut -f1; }
 size=$(find .whl -type f -name '*.whl' -print0 | mib)
