@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ import torch
 from blocks import PAGES, REASONS, ROOT, blocks
 from transformers import TrainingArguments
 
+import hfpatch
 from hfpatch.cli.main import COMMANDS, main
 
 # What the plain suite runs; `scripts/test.sh --docs` runs all.
 PLAIN = (
-    "README.md:3", "docs/guides/plan.md:0", "docs/guides/keep.md:0", "docs/guides/keep.md:1",
+    "README.md:4", "docs/guides/plan.md:0", "docs/guides/keep.md:0", "docs/guides/keep.md:1",
     "docs/guides/lora.md:0", "docs/guides/packing.md:0", "docs/guides/several-gpus.md:1",
     "docs/start/existing-script.md:1", "docs/start/existing-script.md:3",
     "docs/internals/hardware.md:0",
@@ -154,7 +156,7 @@ def test_answers_on_pages_are_those_of_the_commands(capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the report of a CPU")
 @pytest.mark.filterwarnings("ignore")  # of the stack's libraries about each other
-@pytest.mark.parametrize("page", ["README.md", "docs/start/first-run.md"])
+@pytest.mark.parametrize("page", ["docs/start/first-run.md"])
 def test_a_printed_report_is_that_of_the_script_above_it(page, tmp_path, monkeypatch, capsys):
     text = (ROOT / page).read_text()
     script = next(
@@ -183,3 +185,47 @@ def test_configs_in_yaml_name_what_there_is():
     assert "hfpatch.trainer.plugins.axolotl.HFPatchPlugin" in text
     assert (ROOT / "hfpatch/trainer/plugins/axolotl.py").read_text().count("class HFPatchPlugin")
     assert json.dumps(text)  # no stray surrogates
+
+
+class _Seen(Exception):
+    """Raised in place of training, with the trainer."""
+
+
+@pytest.mark.parametrize("index, length", [(0, 131072), (1, 65536)])
+@pytest.mark.filterwarnings("ignore")  # of the stack's libraries about each other
+def test_a_snippet_of_the_first_page_trains_what_stands_beside_it(
+    index, length, place, monkeypatch
+):
+    """Rows of one sequence, bfloat16 weights, and the stated length, read from the trainer that the
+    snippet makes: of a tiny model under the name of the large one.
+    """
+    import transformers
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def seen(self, *_, **__):
+        raise _Seen(self)
+
+    monkeypatch.setattr(transformers.Trainer, "train", seen)
+    rows = [{"input_ids": list(range(64)), "labels": list(range(64))}] * 16
+    names = {"SFTTrainer": trl.SFTTrainer, "LoraConfig": LoraConfig}
+    names["SFTConfig"] = partial(trl.SFTConfig, use_cpu=True)
+    names |= {"torch": torch, "hfpatch": hfpatch}
+    for name in ("AutoModelForCausalLM", "Trainer", "TrainingArguments"):
+        names[name] = getattr(transformers, name)
+    names["data"] = Dataset.from_list(rows)
+    fragments = [b for n, b in BLOCKS.items() if n.startswith("README") and b.reason == "fragment"]
+    with pytest.raises(_Seen) as caught:
+        exec(compile(fragments[index].text, "README.md", "exec"), names)
+    (trainer,) = caught.value.args
+    assert trainer.args.per_device_train_batch_size == 1
+    assert next(trainer.model.parameters()).dtype == torch.bfloat16
+    assert f"{length:,}" in fragments[index].text or f"max_length={length}" in fragments[index].text
+    if index:
+        assert trainer.args.max_length == length
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape[0] == 1
