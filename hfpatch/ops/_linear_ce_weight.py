@@ -3,8 +3,10 @@
 With one chunk of the weight's dtype, it is one matmul. Otherwise it is a float32 sum, rounded once
 at the end. On CUDA the matmul adds to the sum in its epilogue; elsewhere the operands are
 upcast a slice at a time. The sum is held as two slabs of half the vocabulary each. The first slab
-has exactly the bytes of the rounded dW, so rounded rows overwrite float32 rows that were already
-read, and the second slab is freed. The sum and the rounded dW never exist side by side.
+has the bytes of the rounded dW, so rounded rows overwrite float32 rows that were already read, and
+the second slab is freed. The sum and the rounded dW never exist side by side. The second slab
+starts at a multiple of 8 columns of the logits, because cuBLAS' fast kernels need pointers of whole
+16 bytes.
 
 C rows of one chunk, R rows of one slab, D hidden, V vocabulary.
 """
@@ -24,12 +26,12 @@ class WeightGrad:
         self.empty = True
         (vocab_size, hidden_size), wide = weight_VD.shape, wide_dtype(dtype)
         self.direct = weight_VD.dtype == wide or (chunks == 1 and weight_VD.dtype == dtype)
-        half = 0 if self.direct else vocab_size // 2
+        first = vocab_size if self.direct else min(vocab_size, -(-vocab_size // 16) * 8)
         out_dtype = weight_VD.dtype if self.direct else wide
-        first_RD = weight_VD.new_empty(vocab_size - half, hidden_size, dtype=out_dtype)
+        first_RD = weight_VD.new_empty(first, hidden_size, dtype=out_dtype)
         self.slabs = [first_RD]
         if not self.direct:
-            self.slabs.append(weight_VD.new_empty(half, hidden_size, dtype=out_dtype))
+            self.slabs.append(weight_VD.new_empty(vocab_size - first, hidden_size, dtype=out_dtype))
 
     def add(self, d_logits_CV: Tensor, hidden_CD: Tensor) -> None:
         """Adds one chunk's part."""

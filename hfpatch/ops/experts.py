@@ -221,7 +221,8 @@ def _sorted(ids_NK: Tensor, experts: int) -> tuple:
 def _routed(ids_NK: Tensor, w_NK: Tensor, b2_ED: Tensor) -> Tensor:
     """The routing weights as a matrix [N, E]."""
     E = b2_ED.shape[0]
-    found = b2_ED.new_zeros(len(ids_NK), E + 1)
+    columns = (E // 8 + 1) * 8  # one more than E for other ranks' experts; rows of whole 16 bytes
+    found = b2_ED.new_zeros(len(ids_NK), columns)
     return found.scatter_(1, ids_NK.clamp(max=E), w_NK.to(b2_ED.dtype))[:, :E]
 
 
