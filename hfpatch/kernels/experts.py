@@ -175,6 +175,57 @@ def expert_combine_kernel(
 
 
 @triton.jit
+def expert_product_kernel(
+    y_ptr,  # (S, O)
+    x_ptr,  # (S, I)
+    w_ptr,  # (E, I, O), strides w_e, w_i, w_o
+    offs_ptr,  # (E,)
+    E,
+    I,
+    O,
+    w_e,
+    w_i,
+    w_o,
+    n_blocks_s,
+    n_blocks_o,
+    PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    i = tl.program_id(0)
+    # Programs in flight share rows and columns, which then come from L2.
+    i_s, i_o = tl.swizzle2d(i // n_blocks_o, i % n_blocks_o, n_blocks_s, n_blocks_o, 8)
+    # Which expert's rows block i_s holds: an expert's blocks start at its first row.
+    o_e = tl.arange(0, EXPERTS)
+    b_end = tl.load(offs_ptr + o_e, mask=o_e < E, other=0)
+    b_start = tl.load(offs_ptr + o_e - 1, mask=(o_e > 0) & (o_e < E), other=0)
+    b_blocks = tl.cdiv(tl.maximum(b_end - b_start, 0), BLOCK_S)
+    b_first = tl.cumsum(b_blocks, 0) - b_blocks
+    b_mine = (b_first <= i_s) & (i_s < b_first + b_blocks)
+    i_e = tl.sum(tl.where(b_mine, o_e, 0), 0).to(tl.int64)
+    start = tl.sum(tl.where(b_mine, b_start + (i_s - b_first) * BLOCK_S, 0), 0)
+    end = tl.sum(tl.where(b_mine, b_end, 0), 0)
+    if start >= end:  # more blocks were started than the rows need
+        return
+    o_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+    o_o = (i_o * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+    m_s, m_o = o_s < end, o_o < O
+    p_x = x_ptr + o_s[:, None] * I
+    p_w = w_ptr + i_e * w_e + o_o[None, :] * w_o
+    b_y = tl.zeros((BLOCK_S, BLOCK_O), dtype=tl.float32)
+    for first in range(0, I, BLOCK_I):
+        o_i = first + tl.arange(0, BLOCK_I)
+        m_i = o_i < I
+        b_x = tl.load(p_x + o_i[None, :], mask=m_s[:, None] & m_i[None, :], other=0.0)
+        b_w = tl.load(p_w + o_i[:, None] * w_i, mask=m_i[:, None] & m_o[None, :], other=0.0)
+        b_y = tl.dot(b_x, b_w, b_y, input_precision=PRECISION)
+    p_y = y_ptr + o_s[:, None] * O + o_o[None, :]
+    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_s[:, None] & m_o[None, :])
+
+
+@triton.jit
 def expert_sums_kernel(
     out_ptr,  # (E, M, N)
     a_ptr,  # (S, M)
@@ -261,6 +312,22 @@ def expert_combine(z, inverse):
     launch(
         expert_combine_kernel, (N * n,), (z.contiguous(), inverse.contiguous(), y, D, K, n),
         dict(BLOCK_D=block), num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def expert_product(x, w, offs):
+    """Each row of x [S, I] times its expert's matrix of w [E, I, O], which has any strides. The
+    host does not know the rows of each expert, so it starts as many blocks as they may need."""
+    (S, I), (E, _, O) = x.shape, w.shape
+    y = x.new_empty(S, O)
+    wide = x.dtype == torch.float32
+    blocks = dict(BLOCK_S=64 if wide else 128, BLOCK_O=128, BLOCK_I=32 if wide else 64)
+    s, o = S // blocks["BLOCK_S"] + E, cdiv(O, blocks["BLOCK_O"])
+    precision = "ieee" if wide else "tf32"
+    launch(
+        expert_product_kernel, (s * o,), (y, x.contiguous(), w, offs, E, I, O, *w.stride(), s, o),
+        dict(PRECISION=precision, EXPERTS=next_power_of_2(E), **blocks), num_warps=8, num_stages=3,
     )  # fmt: skip
     return y
 
