@@ -53,11 +53,22 @@ class Layout:
 # --- products by expert ---------------------------------------------------------------------------
 
 
+def _major(x: Tensor) -> int:
+    """The first number of the GPU's compute capability: 0 on a CPU, an H100's for fake tensors."""
+    if is_fake(x):
+        return 9
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
+
+
 def _grouped(a: Tensor, b: Tensor):
     """torch's grouped matmul, where it is a kernel: for bfloat16 on sm_90 and sm_100. Elsewhere it
-    copies offs to the host in each product and starts one matmul per expert."""
-    fast = is_fake(a) or a.is_cuda and torch.cuda.get_device_capability(a.device)[0] in (9, 10)
-    if not fast or a.dtype != torch.bfloat16:
+    copies offs to the host in each product and starts one matmul per expert.
+
+    On sm_100 it leaves the gradient of an expert without rows unwritten, so it does not run there
+    for gradients of weights (https://github.com/pytorch/pytorch/issues/172439).
+    """
+    majors = (9, 10) if b.dim() == 3 else (9,)
+    if a.dtype != torch.bfloat16 or _major(a) not in majors:
         return None
     for x in (a, b):  # of the strides one is 1, the others are whole 16 bytes
         inner, *outer = sorted(x.stride())
