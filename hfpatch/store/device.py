@@ -9,13 +9,16 @@ import os
 import sys
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
 
 from hfpatch.budget.nodes import gpu_node, running_on
 from hfpatch.compat import has_values, version
+
+# Drivers from r580 on refuse to register 512 GiB at once (github.com/LMCache/LMCache/issues/5177).
+PINNED_AT_ONCE = 64 << 30
 
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
@@ -41,6 +44,9 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # registering touches fewer pages
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -150,7 +156,13 @@ class CudaDevice(Device):
         # CUDA makes a context on the current device, which may be another rank's. Registering
         # touches every page, so this runs on the CPUs of the GPU's memory node.
         with torch.cuda.device(self.device), running_on(node[1] if node else set()):
-            status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
+            runtime, status = torch.cuda.cudart(), 0
+            for start in range(0, block.numel(), PINNED_AT_ONCE):
+                nbytes = min(PINNED_AT_ONCE, block.numel() - start)
+                status = int(runtime.cudaHostRegister(block.data_ptr() + start, nbytes, 0))
+                if status:
+                    self._unregister(block, start)
+                    break
         if status:
             try:  # CUDA reports the error again at the next kernel: this one
                 torch.zeros(1, device=self.device)
@@ -160,7 +172,11 @@ class CudaDevice(Device):
 
     def unpin(self, block: Tensor) -> None:
         with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+            self._unregister(block, block.numel())
+
+    def _unregister(self, block: Tensor, stop: int) -> None:
+        for start in range(0, stop, PINNED_AT_ONCE):
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr() + start)
 
     def threads(self, count: int, name: str):
         # A new thread's current device is the first one: waiting for an event would make a context

@@ -3,6 +3,7 @@ several devices; the way out.
 """
 
 import contextlib
+import mmap
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ from hfpatch.context.documents import find_rows
 from hfpatch.decoder.unpadded import PackedRow
 from hfpatch.store import device as device_module
 from hfpatch.store import disk
+from hfpatch.store import pool as pool_module
 from hfpatch.store.device import CudaDevice, Device, ToHost, host_empty, mark_batch_ready
 from hfpatch.store.transfers import HostPool, Transfers
 from tests.faults.checker import CheckedDevice, standing_in
@@ -113,6 +115,65 @@ def test_forked_processes_do_not_keep_pinned_memory():
             assert area.split(" ")[1] == "rw-p" and " dc" in area.split("VmFlags:")[1]
             return
     raise AssertionError("no such area")
+
+
+def test_huge_pages_are_advised_before_the_first_touch(monkeypatch):
+    advice = []
+
+    class Noting(mmap.mmap):
+        def madvise(self, option, *rest):
+            advice.append(option)
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(22, "Invalid argument")  # a kernel without huge pages
+
+    monkeypatch.setattr(device_module.mmap, "mmap", Noting)
+    block = host_empty(8192, True)
+    assert mmap.MADV_HUGEPAGE in advice and block.numel() == 8192
+
+
+@pytest.mark.parametrize("room", [1 << 60, 200 << 30])
+def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
+    """A driver that refuses to register more than 64 GiB at once, and `room` in all."""
+    held, most = {}, 64 << 30
+
+    def register(start, nbytes, flags):
+        if nbytes > most or sum(held.values()) + nbytes > room:
+            return 1
+        held[start] = nbytes
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(device_module, "gpu_node", lambda properties: None)
+    device = CudaDevice(torch.device("cuda", 0))
+    block = torch.empty(8 * most + 64, dtype=torch.uint8, device="meta")
+    if room < block.numel():
+        monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)  # takes CUDA's error
+        assert device.pin(block) == 1 and held == {}
+        return
+    assert device.pin(block) == 0
+    assert sorted(held.items()) == [(i * most, most) for i in range(8)] + [(8 * most, 64)]
+    device.unpin(block)
+    assert held == {}
+
+
+def test_no_copy_crosses_two_registrations(monkeypatch):
+    """Pieces of a few sizes in a block of several registrations; what was reserved has room."""
+    monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
+    device = Pinning()
+    pool = HostPool(device)
+    sizes = {320: 12, 448: 9, 64: 20}
+    for _ in range(2):
+        pool.reserve(sizes)
+        loans = [pool.take(n) for n, count in sizes.items() for _ in range(count)]
+        (area,) = pool.areas
+        places = [(start, end) for start, end, _ in area.rows]
+        assert len(places) == len(loans) and area.nbytes >= 3 * 1024
+        assert all(start // 1024 == (end - 1) // 1024 for start, end in places)
+        assert all(a[1] <= b[0] for a, b in zip(places, places[1:]))
+        del loans
 
 
 def test_a_forked_process_leaves_the_devices_memory_alone(tmp_path):
