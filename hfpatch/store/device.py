@@ -14,6 +14,7 @@ from contextlib import nullcontext, suppress
 import torch
 from torch import Tensor
 
+from hfpatch.budget.free import hold
 from hfpatch.budget.nodes import gpu_node, running_on
 from hfpatch.compat import has_values, version
 
@@ -196,6 +197,8 @@ class Block:
 
     def __init__(self, device: Device, nbytes: int, pin: bool):
         self.bytes = host_empty(nbytes, device.pins)
+        hold(nbytes)
+        weakref.finalize(self, hold, -nbytes).atexit = False
         self.status = device.pin(self.bytes) if pin else 0
         if pin and not self.status:
             weakref.finalize(self, _unpin, device, self.bytes, os.getpid()).atexit = False
