@@ -117,6 +117,10 @@ class Device:
         """Starts the copy of a few values to the host, on the current stream."""
         return values
 
+    def from_host(self, values: Tensor) -> Tensor:
+        """Starts the copy of a few values to the device, on the current stream."""
+        return values.to(self.device)
+
     def host_bytes(self, block: Tensor, writes: bool) -> memoryview:
         """A host buffer's bytes, for this thread to read or write."""
         return memoryview(block.numpy())
@@ -188,6 +192,9 @@ class CudaDevice(Device):
         return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(
             values, non_blocking=True
         )
+
+    def from_host(self, values: Tensor) -> Tensor:
+        return values.pin_memory().to(self.device, non_blocking=True)
 
 
 class Block:
