@@ -96,6 +96,11 @@ class Device:
         """An event recorded now on `stream` (the current one by default)."""
         return None
 
+    def mark_for_thread(self, stream):
+        """An event recorded now on `stream`, on which a thread waits asleep: it takes no core from
+        the thread that starts kernels."""
+        return self.mark(stream)
+
     def wait(self, event, stream=None) -> None:
         """`stream` (the current one by default) waits for the event; the host does not."""
 
@@ -145,6 +150,11 @@ class CudaDevice(Device):
     def mark(self, stream=None):
         event = torch.cuda.Event()
         event.record(stream or torch.cuda.current_stream(self.device))
+        return event
+
+    def mark_for_thread(self, stream):
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
         return event
 
     def wait(self, event, stream=None) -> None:

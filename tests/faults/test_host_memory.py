@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -338,6 +339,37 @@ def test_the_disk_is_read_ahead(tmp_path, monkeypatch):
         reversed(tickets + more), [slice(None)] * 3 + [slice(32, 64), slice(0, 32)]
     ):
         assert torch.equal(ticket.wait()[0], x[:, rows])  # in the order that was not foreseen
+
+
+def test_threads_of_the_disk_wait_asleep(tmp_path, monkeypatch):
+    """A thread that spins takes a core from the one that starts kernels."""
+    waited = []
+
+    class Noting(Device):
+        def mark(self, stream=None):
+            return "spinning"
+
+        def mark_for_thread(self, stream):
+            return "asleep"
+
+        def synchronize(self, event=None):
+            if threading.current_thread() is not threading.main_thread():
+                waited.append(event)
+
+    monkeypatch.setattr(disk, "PIECE", 1024)
+    x = torch.randn(1, 64, 16)
+    with standing_in(CPU, Noting(CPU)):
+        transfers = Transfers(CPU, "disk", str(tmp_path))
+        saved = transfers.save(x)
+        for _ in range(3):  # buffers are read into again after their copy to the device
+            assert torch.equal(transfers.fetch([(saved, 0, 64, None)]).wait()[0], x)
+    assert waited.count("asleep") >= 4 + 4 and set(waited) == {"asleep"}
+
+    event = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    assert CudaDevice(torch.device("cuda", 0)).mark_for_thread("a stream") is event.return_value
+    assert event.call_args == mock.call(blocking=True)
+    assert event.return_value.record.call_args == mock.call("a stream")
 
 
 @pytest.mark.parametrize("error", ["directory gone", "disk full"])
