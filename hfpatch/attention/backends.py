@@ -210,6 +210,18 @@ def _trial_inputs(
     ]
 
 
+def packed(x: Tensor) -> Tensor:
+    """x with the strides of a new tensor. contiguous() keeps other strides of axes of size 1, and
+    since torch 2.14 cuDNN's plans are kept by strides: each layout costs another plan.
+    """
+    expected = 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride())):
+        if stride != expected:
+            return x.clone(memory_format=torch.contiguous_format)
+        expected *= size
+    return x
+
+
 def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Tensor]]:
     """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward. The time includes
     the layout copies that `attention_backward` makes.
@@ -226,7 +238,7 @@ def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Te
     )  # index in (q, k, v, out, dout) of the first that attention_backward makes contiguous
     for *part, lse_part in zip(*(x.chunk(groups, 1) for x in (q, k, v, out, dout, lse))):
         part[first:] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in part[first:])
-        got += backward(part[4], *part[:4], lse_part.contiguous(), state, scale)
+        got += backward(part[4], *part[:4], packed(lse_part), state, scale)
     torch.cuda.synchronize(q.device)
     return perf_counter() - start, got
 

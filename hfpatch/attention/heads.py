@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.attention.attention import attention_backward, attention_forward, copies_inputs, pick
+from hfpatch.attention.backends import packed
 from hfpatch.budget.cuts import heads_per_group
 
 ALL = slice(None)
@@ -135,7 +136,7 @@ class Attention:
             out, lse, state, lses[n] = outs(n), lses[n], self.states[n], None
             for hs, ks in heads.groups:
                 # Kernels assume a contiguous lse.
-                mine = (out, lse) if plain else (out[:, :, hs], _heads_of(lse, hs).contiguous())
+                mine = (out, lse) if plain else (out[:, :, hs], packed(_heads_of(lse, hs)))
                 # Avoids views of all heads: a view costs the host as much as a small op.
                 given = (
                     (dout, q, k, v)

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from hfpatch.budget.limits import environment_number
+
 _UNLIMITED = 1 << 60  # cgroup v1 writes 2**63 rounded down to a page for "no limit"
 
 
@@ -57,12 +59,22 @@ def cgroup_paths(root: Path) -> list:
     return found
 
 
+_held = 0  # bytes of host memory that this process' pools hold
+
+
+def hold(nbytes: int) -> None:
+    """Notes that a pool took nbytes of host memory, or freed them if negative."""
+    global _held
+    _held += nbytes
+
+
 def host_free(root: str = "/") -> int | None:
     """Free bytes of host memory, for all ranks of this machine. None if unknown.
 
     The lesser of the machine's available memory and the room below each cgroup limit (page cache
     counts as free). HFPATCH_HOST_MEMORY, in bytes, replaces it if the system reports less than may
-    be used (virtual machines whose memory grows).
+    be used (virtual machines whose memory grows). It is given once, so what the pools of all ranks,
+    which are alike, hold by now is subtracted.
     """
     given = os.environ.get("HFPATCH_HOST_MEMORY")
     if given is not None:
@@ -71,7 +83,7 @@ def host_free(root: str = "/") -> int | None:
                 f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; "
                 "for 110 GiB write 118111600640."
             )
-        return int(given)
+        return max(0, int(given) - _held * environment_number("LOCAL_WORLD_SIZE", 1, 1))
     root = Path(root)
     left = []
     for folder, limit, usage, cache in cgroup_paths(root):

@@ -10,12 +10,12 @@ from hfpatch.compat import (
     context_parallel_group,
     deepspeed_config,
     engine_hook,
+    has_values,
     ulysses,
     ulysses_group,
 )
 from hfpatch.context.current import current, having, named, not_exchanged
 from hfpatch.parallel.exchange import Sequence
-from hfpatch.store.device import ToHost
 
 SHORTEST_PART = 4  # tokens: two in each of two chunks
 _sequences: dict = {}  # one Sequence a key, so that the agreements of its ranks persist
@@ -185,9 +185,8 @@ def refuse_uneven_rows(
             else tuple(x.shape[:2])
         )
     numbers = [*mine.values(), (watched, 0)]
-    gather = lambda x: sequence.all_gather(torch.tensor(numbers, device=x.device))  # noqa: E731
-    found = ToHost(gather, given).get()
-    ranks = [] if found is None else found.tolist()
+    found = sequence.all_gather(torch.tensor(numbers, device="cpu"))
+    ranks = found.tolist() if has_values(found) else []
     words = lambda shapes: ", ".join(  # noqa: E731
         f"{name} {shape}" for name, shape in zip(mine, shapes) if shape[0] >= 0
     )

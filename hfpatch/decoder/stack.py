@@ -127,7 +127,7 @@ class OurAttention(KeepsSignature):
         batch = None if given is None else self._hfpatch_batch(given, kwargs)
         if runtime is not None and runtime.exchange is not None:
             sizes = (0, 0) if batch is None else (batch.B, batch.T)
-            even = alike(runtime.exchange, sizes, next(self.parameters()).device)
+            even = alike(runtime.exchange, sizes)
             if batch is not None:
                 batch.even = even
         if batch is None:

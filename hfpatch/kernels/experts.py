@@ -13,23 +13,43 @@ from hfpatch.kernels.swiglu import _act_and_slope, _sigmoids
 
 
 @triton.jit
-def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED: tl.constexpr,
-             HAS_BIAS: tl.constexpr):  # fmt: skip
-    """gate and up of a block in float32, with the bias of each row's expert, and their columns."""
+def _columns(first, m_s, F, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr):
+    """The columns of gate and up of BLOCK_F pairs in a row of 2F, and the mask of those that exist.
+
+    Interleaved, it is one range of 2 BLOCK_F columns, so that a thread loads 16 bytes at a time;
+    each of two ranges of every second column would take 2 bytes at a time.
+    """
     if INTERLEAVED:
-        o_gate, o_up = 2 * o_f, 2 * o_f + 1
+        o_gate = (2 * first + tl.arange(0, 2 * BLOCK_F))[None, :]
+        return o_gate, o_gate, m_s & (o_gate < 2 * F)
     else:
-        o_gate, o_up = o_f, o_f + F
-    row = gu_ptr + o_s * (2 * F)
+        o_gate = (first + tl.arange(0, BLOCK_F))[None, :]
+        return o_gate, o_gate + F, m_s & (o_gate < F)
+
+
+@triton.jit
+def _load_gate_up(row, o_gate, o_up, m, INTERLEAVED: tl.constexpr):
     b_gate = tl.load(row + o_gate, mask=m, other=0.0).to(tl.float32)
-    b_up = tl.load(row + o_up, mask=m, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        return tl.split(tl.reshape(b_gate, (m.shape[0], m.shape[1] // 2, 2)))
+    else:
+        return b_gate, tl.load(row + o_up, mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m, m_s, E, F,
+             INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+    """gate and up of a block in float32, with the bias of each row's expert."""
+    b_gate, b_up = _load_gate_up(gu_ptr + o_s * (2 * F), o_gate, o_up, m, INTERLEAVED)
     if HAS_BIAS:
         # Rows of another rank's experts come after all others. Their bias does not matter.
         i_e = tl.minimum(tl.load(ids_ptr + o_s, mask=m_s, other=0), E - 1)
-        bias = bias_ptr + i_e * (2 * F)
-        b_gate += tl.load(bias + o_gate, mask=m, other=0.0).to(tl.float32)
-        b_up += tl.load(bias + o_up, mask=m, other=0.0).to(tl.float32)
-    return b_gate, b_up, o_gate, o_up
+        b_bias_gate, b_bias_up = _load_gate_up(
+            bias_ptr + i_e * (2 * F), o_gate, o_up, m, INTERLEAVED
+        )
+        b_gate += b_bias_gate
+        b_up += b_bias_up
+    return b_gate, b_up
 
 
 @triton.jit
@@ -67,12 +87,14 @@ def expert_act_kernel(
     BLOCK_F: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
+    first = i % n_blocks_f * BLOCK_F
     o_s = (i // n_blocks_f * BLOCK_S + tl.arange(0, BLOCK_S))[:, None]
-    o_f = (i % n_blocks_f * BLOCK_F + tl.arange(0, BLOCK_F))[None, :]
+    o_f = (first + tl.arange(0, BLOCK_F))[None, :]
     m_s = o_s < S
     m = m_s & (o_f < F)
-    b_gate, b_up, _, _ = _gate_up(
-        gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED, HAS_BIAS
+    o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
+    b_gate, b_up = _gate_up(
+        gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED, HAS_BIAS
     )
     b_w = tl.load(w_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
     b_act, _, _ = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
@@ -108,16 +130,23 @@ def expert_act_bwd_kernel(
     for first in range(0, F, BLOCK_F):
         o_f = (first + tl.arange(0, BLOCK_F))[None, :]
         m = m_s & (o_f < F)
-        b_gate, b_up, o_gate, o_up = _gate_up(
-            gu_ptr, bias_ptr, ids_ptr, o_s, o_f, m, m_s, E, F, INTERLEAVED, HAS_BIAS
+        o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
+        b_gate, b_up = _gate_up(
+            gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED, HAS_BIAS
         )
         b_da = tl.load(da_ptr + o_s * F + o_f, mask=m, other=0.0).to(tl.float32)
         b_act, b_dgate, b_dup = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
         b_dw += tl.sum(b_act * b_da, axis=1)
         b_da *= b_w
         row = dgu_ptr + o_s * (2 * F)
-        tl.store(row + o_gate, (b_da * b_dgate).to(dgu_ptr.dtype.element_ty), mask=m)
-        tl.store(row + o_up, (b_da * b_dup).to(dgu_ptr.dtype.element_ty), mask=m)
+        b_dgate = (b_da * b_dgate).to(dgu_ptr.dtype.element_ty)
+        b_dup = (b_da * b_dup).to(dgu_ptr.dtype.element_ty)
+        if INTERLEAVED:
+            b_dgu = tl.reshape(tl.join(b_dgate, b_dup), (BLOCK_S, 2 * BLOCK_F))
+            tl.store(row + o_gate, b_dgu, mask=m_gate)
+        else:
+            tl.store(row + o_gate, b_dgate, mask=m_gate)
+            tl.store(row + o_up, b_dup, mask=m_gate)
         if NEED_A:
             tl.store(a_ptr + o_s * F + o_f, (b_act * b_w).to(a_ptr.dtype.element_ty), mask=m)
     tl.store(dw_ptr + o_s, b_dw[:, None], mask=m_s)
@@ -143,6 +172,57 @@ def expert_combine_kernel(
         o_z = i_s * D + o_d  # negative for a row of another rank
         b_y += tl.load(z_ptr + o_z, mask=m & (o_z >= 0), other=0.0).to(tl.float32)
     tl.store(y_ptr + i_n * D + o_d, b_y.to(y_ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def expert_product_kernel(
+    y_ptr,  # (S, O)
+    x_ptr,  # (S, I)
+    w_ptr,  # (E, I, O), strides w_e, w_i, w_o
+    offs_ptr,  # (E,)
+    E,
+    I,
+    O,
+    w_e,
+    w_i,
+    w_o,
+    n_blocks_s,
+    n_blocks_o,
+    PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    i = tl.program_id(0)
+    # Programs in flight share rows and columns, which then come from L2.
+    i_s, i_o = tl.swizzle2d(i // n_blocks_o, i % n_blocks_o, n_blocks_s, n_blocks_o, 8)
+    # Which expert's rows block i_s holds: an expert's blocks start at its first row.
+    o_e = tl.arange(0, EXPERTS)
+    b_end = tl.load(offs_ptr + o_e, mask=o_e < E, other=0)
+    b_start = tl.load(offs_ptr + o_e - 1, mask=(o_e > 0) & (o_e < E), other=0)
+    b_blocks = tl.cdiv(tl.maximum(b_end - b_start, 0), BLOCK_S)
+    b_first = tl.cumsum(b_blocks, 0) - b_blocks
+    b_mine = (b_first <= i_s) & (i_s < b_first + b_blocks)
+    i_e = tl.sum(tl.where(b_mine, o_e, 0), 0).to(tl.int64)
+    start = tl.sum(tl.where(b_mine, b_start + (i_s - b_first) * BLOCK_S, 0), 0)
+    end = tl.sum(tl.where(b_mine, b_end, 0), 0)
+    if start >= end:  # more blocks were started than the rows need
+        return
+    o_s = (start + tl.arange(0, BLOCK_S)).to(tl.int64)
+    o_o = (i_o * BLOCK_O + tl.arange(0, BLOCK_O)).to(tl.int64)
+    m_s, m_o = o_s < end, o_o < O
+    p_x = x_ptr + o_s[:, None] * I
+    p_w = w_ptr + i_e * w_e + o_o[None, :] * w_o
+    b_y = tl.zeros((BLOCK_S, BLOCK_O), dtype=tl.float32)
+    for first in range(0, I, BLOCK_I):
+        o_i = first + tl.arange(0, BLOCK_I)
+        m_i = o_i < I
+        b_x = tl.load(p_x + o_i[None, :], mask=m_s[:, None] & m_i[None, :], other=0.0)
+        b_w = tl.load(p_w + o_i[:, None] * w_i, mask=m_i[:, None] & m_o[None, :], other=0.0)
+        b_y = tl.dot(b_x, b_w, b_y, input_precision=PRECISION)
+    p_y = y_ptr + o_s[:, None] * O + o_o[None, :]
+    tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_s[:, None] & m_o[None, :])
 
 
 @triton.jit
@@ -232,6 +312,22 @@ def expert_combine(z, inverse):
     launch(
         expert_combine_kernel, (N * n,), (z.contiguous(), inverse.contiguous(), y, D, K, n),
         dict(BLOCK_D=block), num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def expert_product(x, w, offs):
+    """Each row of x [S, I] times its expert's matrix of w [E, I, O], which has any strides. The
+    host does not know the rows of each expert, so it starts as many blocks as they may need."""
+    (S, I), (E, _, O) = x.shape, w.shape
+    y = x.new_empty(S, O)
+    wide = x.dtype == torch.float32
+    blocks = dict(BLOCK_S=64 if wide else 128, BLOCK_O=128, BLOCK_I=32 if wide else 64)
+    s, o = S // blocks["BLOCK_S"] + E, cdiv(O, blocks["BLOCK_O"])
+    precision = "ieee" if wide else "tf32"
+    launch(
+        expert_product_kernel, (s * o,), (y, x.contiguous(), w, offs, E, I, O, *w.stride(), s, o),
+        dict(PRECISION=precision, EXPERTS=next_power_of_2(E), **blocks), num_warps=8, num_stages=3,
     )  # fmt: skip
     return y
 

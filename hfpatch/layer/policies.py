@@ -292,7 +292,7 @@ class Policies:
         # All values that a choice depends on and that may differ between ranks. Of several kinds of
         # cards, the plan is for the slowest.
         least = self.sequence.least if self.sequence is not None else partial(least_of, group)
-        *free, place = least([*free, place_of(gpu)], device)
+        *free, place = least([*free, place_of(gpu)])
         if room is not None:
             room.alone = False
         return free, at_place(place)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import grouped_mm, is_fake
-from hfpatch.ops._library import KERNEL_DTYPES, define, refuse, use_kernel, wide_dtype
+from hfpatch.ops._library import define, refuse, use_kernel, wide_dtype
 from hfpatch.ops.swiglu import _act, _dgate
 
 CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
@@ -53,11 +53,22 @@ class Layout:
 # --- products by expert ---------------------------------------------------------------------------
 
 
+def _major(x: Tensor) -> int:
+    """The first number of the GPU's compute capability: 0 on a CPU, an H100's for fake tensors."""
+    if is_fake(x):
+        return 9
+    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
+
+
 def _grouped(a: Tensor, b: Tensor):
-    """torch's grouped matmul, where one can run all experts. If not (CPU, float64, odd widths), a
-    loop runs them."""
-    fast = is_fake(a) or a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 0)
-    if not fast or a.dtype not in KERNEL_DTYPES:
+    """torch's grouped matmul, where it is a kernel: for bfloat16 on sm_90 and sm_100. Elsewhere it
+    copies offs to the host in each product and starts one matmul per expert.
+
+    On sm_100 it leaves the gradient of an expert without rows unwritten, so it does not run there
+    for gradients of weights (https://github.com/pytorch/pytorch/issues/172439).
+    """
+    majors = (9, 10) if b.dim() == 3 else (9,)
+    if a.dtype != torch.bfloat16 or _major(a) not in majors:
         return None
     for x in (a, b):  # of the strides one is 1, the others are whole 16 bytes
         inner, *outer = sorted(x.stride())
@@ -77,10 +88,7 @@ def product(x_SI: Tensor, w_EIO: Tensor, offs_E: Tensor) -> Tensor:
     grouped = _grouped(x_SI, w_EIO)
     if grouped is not None:
         return grouped(x_SI, w_EIO, offs=offs_E)
-    y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
-    for e, a, b in _parts(offs_E):
-        torch.mm(x_SI[a:b], w_EIO[e], out=y_SO[a:b])
-    return y_SO
+    return EXPERT_PRODUCT(x_SI, w_EIO, offs_E)
 
 
 def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
@@ -88,7 +96,30 @@ def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
     grouped = _grouped(a_SM.t(), b_SN)
     if grouped is not None:
         return grouped(a_SM.t(), b_SN, offs=offs_E)
-    return torch.stack([a_SM[a:b].t() @ b_SN[a:b] for _, a, b in _parts(offs_E)])
+    out = a_SM.new_empty(len(offs_E), a_SM.shape[1], b_SN.shape[1])
+    EXPERT_SUMS(out, a_SM, b_SN, offs_E, True)
+    return out
+
+
+def _expert_product(x_SI, w_EIO, offs_E):
+    if use_kernel(x_SI, w_EIO) and x_SI.numel() and not is_fake(x_SI):
+        from hfpatch.kernels import experts as kernels
+
+        return kernels.expert_product(x_SI, w_EIO, offs_E)
+    y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
+    if is_fake(y_SO):
+        return y_SO
+    for e, a, b in _parts(offs_E):
+        torch.mm(x_SI[a:b], w_EIO[e], out=y_SO[a:b])
+    return y_SO
+
+
+# Each row of x [S, I] times its expert's matrix of w [E, I, O]. Rows behind offs[-1] stay unset.
+EXPERT_PRODUCT = define(
+    "expert_product(Tensor x, Tensor w, Tensor offs) -> Tensor",
+    _expert_product,
+    lambda x, w, offs: x.new_empty(x.shape[0], w.shape[2]),
+)
 
 
 def _expert_sums(out, a_SM, b_SN, offs_E, first):
@@ -103,7 +134,8 @@ def _expert_sums(out, a_SM, b_SN, offs_E, first):
         out[e].addmm_(*wide, beta=0 if first else 1)
 
 
-# Adds a^T b over each expert's rows to out [E, M, N] in float32; `first` overwrites it instead.
+# Adds a^T b over each expert's rows to out [E, M, N], which is float32 if there are several calls;
+# `first` overwrites it instead.
 EXPERT_SUMS = define(
     "expert_sums(Tensor(a!) out, Tensor a, Tensor b, Tensor offs, bool first) -> ()",
     _expert_sums,

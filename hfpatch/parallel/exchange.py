@@ -24,8 +24,8 @@ from hfpatch.attention.attention import attention_backward, attention_forward, p
 from hfpatch.attention.backends import FEW_LENGTHS, LONGEST_TRIAL
 from hfpatch.attention.heads import Attention, Heads
 from hfpatch.budget.sequence import Rounds, rounds_of
-from hfpatch.parallel.shards import least_of, together
-from hfpatch.store.device import beside
+from hfpatch.parallel.shards import least_of, of_hosts, together
+from hfpatch.store.device import ToHost, beside, device_for
 
 # Limit of states in flight to the next rank, which bounds how far a rank runs ahead.
 LEAVING = 16
@@ -51,9 +51,9 @@ class Sequence:
         return got, dist.all_to_all_single(got, send, group=self.group, async_op=True)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x of every rank, stacked along a new first axis."""
+        """x, on the host, of every rank, stacked along a new first axis."""
         got = x.new_empty(self.size, *x.shape)
-        dist.all_gather(list(got), x.contiguous(), group=self.group)
+        dist.all_gather(list(got), x.contiguous(), group=of_hosts(self.group))
         return got
 
     def send(self, x: Tensor, rank: int) -> None:
@@ -68,9 +68,9 @@ class Sequence:
         dist.recv(into, group=self.group, group_src=rank)
         return into
 
-    def least(self, numbers: list[int | None], device: torch.device) -> list[int | None]:
+    def least(self, numbers: list[int | None]) -> list[int | None]:
         """The least of each number over the ranks; None if one rank has None."""
-        return least_of(self.group, numbers, device)
+        return least_of(self.group, numbers)
 
     def together(self, work):
         """Runs work() on every rank; if one raises, all raise."""
@@ -80,7 +80,7 @@ class Sequence:
         """The first rank's choose(), called once per key: each rank may measure other times."""
         if key not in self._agreed:
             said = [choose() if self.rank == 0 else None]
-            dist.broadcast_object_list(said, group=self.group, group_src=0)
+            dist.broadcast_object_list(said, group=of_hosts(self.group), group_src=0)
             self._agreed[key] = said[0]
         return self._agreed[key]
 
@@ -113,13 +113,11 @@ class Sequence:
         return torch.cat([chunks[: self.size], chunks[self.size :].flip(0)], 2)
 
     def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
-        """Whole rows [B, T] of small tensors [B, t], gathered on the side stream
-        (store/device.py).
-        """
-        gather = lambda *xs: [  # noqa: E731
-            self.in_order(part) for part in self.all_gather(torch.stack(xs)).unbind(1)
-        ]
-        return beside(gather, *xs_Bt)
+        """Whole rows [B, T] of small tensors [B, t], gathered by the hosts, which read them."""
+        parts = self.all_gather(ToHost(lambda *xs: torch.stack(xs), *xs_Bt).get())
+        rows = [self.in_order(part) for part in parts.unbind(1)]
+        device = device_for(xs_Bt[0].device)
+        return beside(lambda *_: [device.from_host(row) for row in rows], *xs_Bt)
 
 
 class _Coming:
@@ -236,15 +234,13 @@ class ExchangedAttention(Attention):
         return outs + self.mixed(parts) if mixers else outs, lses
 
     def _length(self, B: int, T: int) -> tuple:
-        """The length's part of the key for a common backend: pick's power of two and, for the first
-        few lengths, the exact one.
+        """The length's part of the key for a common backend: pick's power of two, and whether the
+        rows had many lengths by now.
         """
         met = self.sequence.lengths
         if len(met) <= FEW_LENGTHS:
             met.add((B, T))
-        return min(LONGEST_TRIAL, 1 << (T - 1).bit_length()), (B, T) if len(
-            met
-        ) <= FEW_LENGTHS else None
+        return min(LONGEST_TRIAL, 1 << (T - 1).bit_length()), len(met) > FEW_LENGTHS
 
     def _local(self, back: _Coming) -> Tensor:
         return back.wait().movedim(0, 2).flatten(2, 3)

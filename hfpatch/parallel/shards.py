@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hfpatch.compat import other_hooks
 
+_of_hosts: dict = {}  # process group -> the gloo group of its ranks
 # torch 2.13 deprecates the old name
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -34,19 +35,33 @@ def tensor_parallel_group(layer: nn.Module):
     return None
 
 
-def least_of(group, numbers: list[int | None], device: torch.device) -> list[int | None]:
+def of_hosts(group):
+    """A gloo group of the same ranks, for small numbers that the host reads. A collective: all
+    ranks call it.
+
+    NCCL orders all launches of one communicator, so a number that travelled with the layers'
+    tensors would arrive after all of them: the host would wait until the device is idle.
+    """
+    group = group or dist.group.WORLD
+    if group not in _of_hosts:
+        ranks = dist.get_process_group_ranks(group)
+        _of_hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _of_hosts[group]
+
+
+def least_of(group, numbers: list[int | None]) -> list[int | None]:
     """The least of each number over the ranks of a group; None if one rank has None. A collective:
     all ranks call it.
     """
-    least = torch.tensor([-1 if n is None else n for n in numbers], device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    least = torch.tensor([-1 if n is None else n for n in numbers], device="cpu")
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=of_hosts(group))
     return [None if n < 0 else n for n in least.tolist()]
 
 
-def alike(group, numbers: tuple[int, ...], device: torch.device) -> bool:
+def alike(group, numbers: tuple[int, ...]) -> bool:
     """Whether the numbers are the same on all ranks of a group. A collective: all ranks call it."""
-    most = torch.tensor([*numbers, *(-n for n in numbers)], device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    most = torch.tensor([*numbers, *(-n for n in numbers)], device="cpu")
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=of_hosts(group))
     return not most.view(2, -1).sum(0).any().item()
 
 
@@ -60,7 +75,7 @@ def together(group, work):
     except Exception as raised:
         error = raised
     said = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, None if error is None else str(error), group=group)
+    dist.all_gather_object(said, None if error is None else str(error), group=of_hosts(group))
     if error is not None:
         raise error
     rank, other = next(((r, one) for r, one in enumerate(said) if one is not None), (0, None))

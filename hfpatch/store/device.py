@@ -9,13 +9,17 @@ import os
 import sys
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import torch
 from torch import Tensor
 
+from hfpatch.budget.free import hold
 from hfpatch.budget.nodes import gpu_node, running_on
 from hfpatch.compat import has_values, version
+
+# Drivers from r580 on refuse to register 512 GiB at once (github.com/LMCache/LMCache/issues/5177).
+PINNED_AT_ONCE = 64 << 30
 
 
 def host_empty(nbytes: int, mapped: bool) -> Tensor:
@@ -41,6 +45,9 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
         memory.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # registering touches fewer pages
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -89,6 +96,11 @@ class Device:
         """An event recorded now on `stream` (the current one by default)."""
         return None
 
+    def mark_for_thread(self, stream):
+        """An event recorded now on `stream`, on which a thread waits asleep: it takes no core from
+        the thread that starts kernels."""
+        return self.mark(stream)
+
     def wait(self, event, stream=None) -> None:
         """`stream` (the current one by default) waits for the event; the host does not."""
 
@@ -109,6 +121,10 @@ class Device:
     def to_host(self, values: Tensor) -> Tensor:
         """Starts the copy of a few values to the host, on the current stream."""
         return values
+
+    def from_host(self, values: Tensor) -> Tensor:
+        """Starts the copy of a few values to the device, on the current stream."""
+        return values.to(self.device)
 
     def host_bytes(self, block: Tensor, writes: bool) -> memoryview:
         """A host buffer's bytes, for this thread to read or write."""
@@ -136,6 +152,11 @@ class CudaDevice(Device):
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
+    def mark_for_thread(self, stream):
+        event = torch.cuda.Event(blocking=True)
+        event.record(stream)
+        return event
+
     def wait(self, event, stream=None) -> None:
         (stream or torch.cuda.current_stream(self.device)).wait_event(event)
 
@@ -150,7 +171,13 @@ class CudaDevice(Device):
         # CUDA makes a context on the current device, which may be another rank's. Registering
         # touches every page, so this runs on the CPUs of the GPU's memory node.
         with torch.cuda.device(self.device), running_on(node[1] if node else set()):
-            status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0))
+            runtime, status = torch.cuda.cudart(), 0
+            for start in range(0, block.numel(), PINNED_AT_ONCE):
+                nbytes = min(PINNED_AT_ONCE, block.numel() - start)
+                status = int(runtime.cudaHostRegister(block.data_ptr() + start, nbytes, 0))
+                if status:
+                    self._unregister(block, start)
+                    break
         if status:
             try:  # CUDA reports the error again at the next kernel: this one
                 torch.zeros(1, device=self.device)
@@ -160,7 +187,11 @@ class CudaDevice(Device):
 
     def unpin(self, block: Tensor) -> None:
         with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+            self._unregister(block, block.numel())
+
+    def _unregister(self, block: Tensor, stop: int) -> None:
+        for start in range(0, stop, PINNED_AT_ONCE):
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr() + start)
 
     def threads(self, count: int, name: str):
         # A new thread's current device is the first one: waiting for an event would make a context
@@ -172,6 +203,9 @@ class CudaDevice(Device):
             values, non_blocking=True
         )
 
+    def from_host(self, values: Tensor) -> Tensor:
+        return values.pin_memory().to(self.device, non_blocking=True)
+
 
 class Block:
     """Host memory of an exact size, optionally pinned. It is unpinned before the memory is
@@ -180,6 +214,8 @@ class Block:
 
     def __init__(self, device: Device, nbytes: int, pin: bool):
         self.bytes = host_empty(nbytes, device.pins)
+        hold(nbytes)
+        weakref.finalize(self, hold, -nbytes).atexit = False
         self.status = device.pin(self.bytes) if pin else 0
         if pin and not self.status:
             weakref.finalize(self, _unpin, device, self.bytes, os.getpid()).atexit = False

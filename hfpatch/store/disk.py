@@ -90,7 +90,7 @@ class DiskDirectory:
             bounce = self.write_bounces[0]
             _ended(bounce.job)
             bounce.bytes[: piece.numel()].copy_(piece, non_blocking=self.device.pins)
-            written = self.device.mark(stream)
+            written = self.device.mark_for_thread(stream)
             bounce.job = self.writers.submit(
                 self._write, file, bounce.bytes, piece.numel(), at + start, written
             )
@@ -196,4 +196,4 @@ class Read:
             flat[offset : offset + nbytes].copy_(
                 loan.thing.bytes[:nbytes], non_blocking=device.pins
             )
-            loan.thing.copied = device.mark(stream)
+            loan.thing.copied = device.mark_for_thread(stream)

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from hfpatch.store.device import Block, Device
+from hfpatch.store.device import PINNED_AT_ONCE, Block, Device
 
 
 @dataclass(eq=False)
@@ -68,7 +68,8 @@ class Area:
     """A block of host memory, lent in consecutive pieces of any size. Used by one thread at a time.
 
     A loan takes the lowest gap that is large enough. A backward frees pieces in the reverse order
-    of its forward, so no gaps remain.
+    of its forward, so no gaps remain. No piece crosses a multiple of PINNED_AT_ONCE, where one
+    registration ends and the next begins: a copy may not.
     """
 
     def __init__(self, block, nbytes: int):
@@ -88,15 +89,19 @@ class Area:
         while True:
             while i < len(self.rows) and self.rows[i][2]() is None:
                 del self.rows[i]
-            if (self.rows[i][0] if i < len(self.rows) else self.nbytes) - at >= nbytes:
+            room, start = -at % PINNED_AT_ONCE, at
+            if room < nbytes <= PINNED_AT_ONCE:
+                start += room
+            if (self.rows[i][0] if i < len(self.rows) else self.nbytes) - start >= nbytes:
                 break
             if i == len(self.rows):
                 return None
             at, i = self.rows[i][1], i + 1
-        loan = Loan(Piece(self.block, self.block.bytes[at : at + nbytes]))
-        self.rows.insert(i, (at, at + nbytes, weakref.ref(loan, partial(self._given_back, at))))
+        end = start + nbytes
+        loan = Loan(Piece(self.block, self.block.bytes[start:end]))
+        self.rows.insert(i, (start, end, weakref.ref(loan, partial(self._given_back, start))))
         if at <= max(first, self.low):
-            self.low = at + nbytes
+            self.low = end
         return loan
 
     def _given_back(self, at: int, _loan) -> None:
@@ -166,7 +171,9 @@ class HostPool:
         aligned = [(nbytes + -nbytes % ALIGNED, count) for nbytes, count in sizes.items()]
         wanted = sum(nbytes * count for nbytes, count in aligned)
         # No piece spans two blocks, so the end of each but the last may stay empty.
-        lost = max(0, len(self.areas) - 1) * max(aligned, default=(0,))[0]
+        largest = max(aligned, default=(0,))[0]
+        lost = max(0, len(self.areas) - 1) * largest
+        wanted += wanted // PINNED_AT_ONCE * largest  # nor two registrations
         if wanted <= self.bytes_free - lost:
             return
         more = 2 * self.bytes_held

@@ -196,7 +196,7 @@ def evaluate_together(trainer) -> None:
         if prediction_loss_only and shares_rows(trainer.model):
             sequence = sequence_under(accelerator)
         labelled, device = "labels" in inputs, trainer.args.device
-        if sequence is not None and labelled_alike(labelled, labelled, device):
+        if sequence is not None and labelled_alike(labelled, labelled):
             return evaluation_loss(model, inputs, sequence, device), None, None
         loss, *others = stock(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and accelerator.parallelism_config.cp_enabled:

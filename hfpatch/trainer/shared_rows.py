@@ -67,7 +67,7 @@ def _in_turn(sequence: Sequence, batch: dict, device, run):
     batches, mine = of_all_ranks(sequence, batch), None
     # Context parallelism gives all its ranks the same rows: one forward is enough. Engines gather
     # weights over other groups too, so all groups must run the same number of forwards.
-    if least_of(None, [int(all(_same(one, batches[0]) for one in batches))], device)[0]:
+    if least_of(None, [int(all(_same(one, batches[0]) for one in batches))])[0]:
         batches = batches[:1]
     for rank, whole in enumerate(batches):
         part = {
@@ -116,13 +116,13 @@ def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
     return _in_turn(sequence, inputs, device, run)
 
 
-def labelled_alike(able: bool, labelled: bool, device) -> bool:
+def labelled_alike(able: bool, labelled: bool) -> bool:
     """Whether all ranks are able.
 
     Raises:
         ValueError: on all ranks, if only some have labels: these would wait for the others.
     """
-    able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)], device)
+    able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)])
     if not having and not lacking:
         raise ValueError(
             "hfpatch: expected labels on all ranks or on none in evaluation where ranks share "

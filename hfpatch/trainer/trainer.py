@@ -105,7 +105,7 @@ class Trainer(PositionTrainer):
         share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
         sequence = self._sequence()
         shared = sequence is not None and shares_rows(self.model)
-        if shared and labelled_alike(labelled, labelled, self.args.device):
+        if shared and labelled_alike(labelled, labelled):
             result = evaluation_loss(model, inputs, sequence, self.args.device), None, None
         else:
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

@@ -130,9 +130,11 @@ def _experts_rows():
             ids, at, offs = meta(S, dtype=I64), meta(4096, K, dtype=I64), meta(E, dtype=I32)
             b, w = meta(E, 2 * F, dtype=dtype) if bias else None, meta(S, dtype=dtype)
             kind, out = (name, 1.702, 7.0, bias), meta(E, D, F, dtype=FP32)
+            w2 = meta(E, D, F, dtype=dtype).transpose(1, 2)
             calls = {
                 "act": partial(experts.expert_act, gu, w, b, ids, *kind),
                 "act bwd": partial(experts.expert_act_bwd, a, gu, w, b, ids, *kind, True),
+                "product": partial(experts.expert_product, a, w2, offs),
                 "combine": partial(experts.expert_combine, z, at),
                 "sums": partial(experts.expert_sums, out, z, a, offs, False),
             }

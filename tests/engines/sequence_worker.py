@@ -408,9 +408,7 @@ def main(chosen: str, folder: str) -> None:
     )
     both = Sequence(ranks.group)
     backend = both.agreed("key", lambda: f"rank {ranks.rank}")
-    least = both.least(
-        [10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3], torch.device("cpu")
-    )
+    least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3])
     common.report(
         folder, worst=found, calls=calls, said=said, evaluation=evaluated, shared=shared,
         scores=scores(ranks), backend=backend,

@@ -84,6 +84,17 @@ def test_gradients_are_those_of_one_process(tmp_path):
         assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
 
 
+def test_numbers_that_the_host_reads_travel_over_a_group_of_their_own(tmp_path):
+    """With the layers' tensors they would arrive after all of these: the device would be idle in
+    every micro-step. What ranks agree on is kept by rounded lengths."""
+    for report in torchrun("numbers_worker.py", folder=tmp_path):
+        assert report["worst"] <= CLOSE
+        found = report["found"]
+        assert found["all_gather"] == 2 * 4  # shapes and positions of each row
+        assert found["with the layers"] == 0
+        assert report["keys"] == [[16, False], [32, False]]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_way_and_family(ranks, tmp_path):

@@ -3,10 +3,12 @@ several devices; the way out.
 """
 
 import contextlib
+import mmap
 import os
 import re
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,6 +22,7 @@ from hfpatch.context.documents import find_rows
 from hfpatch.decoder.unpadded import PackedRow
 from hfpatch.store import device as device_module
 from hfpatch.store import disk
+from hfpatch.store import pool as pool_module
 from hfpatch.store.device import CudaDevice, Device, ToHost, host_empty, mark_batch_ready
 from hfpatch.store.transfers import HostPool, Transfers
 from tests.faults.checker import CheckedDevice, standing_in
@@ -113,6 +116,65 @@ def test_forked_processes_do_not_keep_pinned_memory():
             assert area.split(" ")[1] == "rw-p" and " dc" in area.split("VmFlags:")[1]
             return
     raise AssertionError("no such area")
+
+
+def test_huge_pages_are_advised_before_the_first_touch(monkeypatch):
+    advice = []
+
+    class Noting(mmap.mmap):
+        def madvise(self, option, *rest):
+            advice.append(option)
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(22, "Invalid argument")  # a kernel without huge pages
+
+    monkeypatch.setattr(device_module.mmap, "mmap", Noting)
+    block = host_empty(8192, True)
+    assert mmap.MADV_HUGEPAGE in advice and block.numel() == 8192
+
+
+@pytest.mark.parametrize("room", [1 << 60, 200 << 30])
+def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
+    """A driver that refuses to register more than 64 GiB at once, and `room` in all."""
+    held, most = {}, 64 << 30
+
+    def register(start, nbytes, flags):
+        if nbytes > most or sum(held.values()) + nbytes > room:
+            return 1
+        held[start] = nbytes
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(device_module, "gpu_node", lambda properties: None)
+    device = CudaDevice(torch.device("cuda", 0))
+    block = torch.empty(8 * most + 64, dtype=torch.uint8, device="meta")
+    if room < block.numel():
+        monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)  # takes CUDA's error
+        assert device.pin(block) == 1 and held == {}
+        return
+    assert device.pin(block) == 0
+    assert sorted(held.items()) == [(i * most, most) for i in range(8)] + [(8 * most, 64)]
+    device.unpin(block)
+    assert held == {}
+
+
+def test_no_copy_crosses_two_registrations(monkeypatch):
+    """Pieces of a few sizes in a block of several registrations; what was reserved has room."""
+    monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
+    device = Pinning()
+    pool = HostPool(device)
+    sizes = {320: 12, 448: 9, 64: 20}
+    for _ in range(2):
+        pool.reserve(sizes)
+        loans = [pool.take(n) for n, count in sizes.items() for _ in range(count)]
+        (area,) = pool.areas
+        places = [(start, end) for start, end, _ in area.rows]
+        assert len(places) == len(loans) and area.nbytes >= 3 * 1024
+        assert all(start // 1024 == (end - 1) // 1024 for start, end in places)
+        assert all(a[1] <= b[0] for a, b in zip(places, places[1:]))
+        del loans
 
 
 def test_a_forked_process_leaves_the_devices_memory_alone(tmp_path):
@@ -277,6 +339,37 @@ def test_the_disk_is_read_ahead(tmp_path, monkeypatch):
         reversed(tickets + more), [slice(None)] * 3 + [slice(32, 64), slice(0, 32)]
     ):
         assert torch.equal(ticket.wait()[0], x[:, rows])  # in the order that was not foreseen
+
+
+def test_threads_of_the_disk_wait_asleep(tmp_path, monkeypatch):
+    """A thread that spins takes a core from the one that starts kernels."""
+    waited = []
+
+    class Noting(Device):
+        def mark(self, stream=None):
+            return "spinning"
+
+        def mark_for_thread(self, stream):
+            return "asleep"
+
+        def synchronize(self, event=None):
+            if threading.current_thread() is not threading.main_thread():
+                waited.append(event)
+
+    monkeypatch.setattr(disk, "PIECE", 1024)
+    x = torch.randn(1, 64, 16)
+    with standing_in(CPU, Noting(CPU)):
+        transfers = Transfers(CPU, "disk", str(tmp_path))
+        saved = transfers.save(x)
+        for _ in range(3):  # buffers are read into again after their copy to the device
+            assert torch.equal(transfers.fetch([(saved, 0, 64, None)]).wait()[0], x)
+    assert waited.count("asleep") >= 4 + 4 and set(waited) == {"asleep"}
+
+    event = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    assert CudaDevice(torch.device("cuda", 0)).mark_for_thread("a stream") is event.return_value
+    assert event.call_args == mock.call(blocking=True)
+    assert event.return_value.record.call_args == mock.call("a stream")
 
 
 @pytest.mark.parametrize("error", ["directory gone", "disk full"])

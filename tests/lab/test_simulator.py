@@ -20,6 +20,7 @@ from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.lab.simulate.simulator import simulate, summarize
+from hfpatch.ops.experts import EXPERT_PRODUCT
 from profiles.plan import rivals
 from tests import tiny
 from tests.lab.real_memory import real_events, real_peak, train_step
@@ -295,6 +296,8 @@ def test_grouped_products_count_every_row_once():
     # a weight's gradient: sums over each expert's rows
     assert count((16, 96), (96, 8)) == 2 * 96 * 16 * 8
     assert count((4, 16, 8), (8, 96)) == 2 * 96 * 16 * 8
+    ours = (torch.empty(96, 16), torch.empty(4, 16, 8), torch.empty(4))
+    assert kernels_cost.matmul_flops(EXPERT_PRODUCT, ours) == 2 * 96 * 16 * 8
 
 
 def test_a_window_counts_its_band():

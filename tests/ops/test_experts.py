@@ -11,6 +11,8 @@ from hfpatch.ops.experts import CLAMPED, Layout, experts, experts_ref
 SILU = Layout("silu")
 OSS = Layout(CLAMPED, 1.702, 1.5, interleaved=True, transposed=True)
 E, D, F, N, K = 5, 16, 24, 11, 2
+# The interpreter multiplies bfloat16 as if it were integers.
+HALF = torch.float16 if INTERPRET else torch.bfloat16
 
 
 def routes(kind: str) -> torch.Tensor:
@@ -54,7 +56,7 @@ def doubled(values: dict) -> dict:
 
 @pytest.mark.parametrize("kind", ["spread", "one", "no token", "other rank"])
 @pytest.mark.parametrize("layout, bias", [(SILU, False), (OSS, True), (Layout("gelu_tanh"), False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP64])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, FP64])
 def test_values_and_every_gradient(dtype, layout, bias, kind):
     values, ids = given(layout, dtype, bias), routes(kind)
     values |= {n: values[n].detach()[: len(ids)].requires_grad_() for n in ("x", "w")}
@@ -123,18 +125,101 @@ def test_gradients_without_values_and_summed_outside():
         torch.testing.assert_close(total, whole[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+@pytest.mark.parametrize("ends", [[300, 301, 301, 557], [0, 0, 0, 1], [0, 0, 0, 0]])
+def test_products_by_expert(ends, dtype, transposed):
+    """Experts with several blocks of rows, with one row, with none; odd widths; rows behind the
+    last expert's are another rank's."""
+    I, O, offs = 72, 133, torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    x = randn(ends[-1] + 5, I, dtype=dtype)
+    w = randn(4, O, I, dtype=dtype, seed=1).transpose(1, 2)
+    if transposed:
+        w = w.contiguous()
+    got = op.product(x, w, offs)[: ends[-1]]
+    exact, plain = (
+        torch.cat([x[a:b].to(d) @ w[e].to(d) for e, (a, b) in enumerate(zip([0, *ends], ends))])
+        for d in (FP64, dtype)
+    )
+    assert_close(got, plain, exact, "rows")
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float16, torch.float32])
 def test_sums_of_products_by_expert(dtype):
     """Over two tiles, in float32: of an expert with many rows, with one, with none."""
-    if INTERPRET and dtype == torch.bfloat16:
-        pytest.skip("the interpreter multiplies bfloat16 as if it were integers")
     M, N, offs = 40, 24, torch.tensor([70, 71, 71], dtype=torch.int32, device=DEVICE)
     a, b = randn(71, M, dtype=dtype), randn(71, N, dtype=dtype, seed=1)
     out = torch.full((3, M, N), torch.nan, device=DEVICE)
     for first in (True, False):
         op.EXPERT_SUMS(out, a, b, offs, first)
     exact = 2 * op.products(a.double(), b.double(), offs)
+    once = op.products(a, b, offs)
+    assert once.dtype == dtype and (once[2] == 0).all()
+    plain = torch.stack([a[i:j].t() @ b[i:j] for i, j in ((0, 70), (70, 71), (71, 71))])
+    assert_close(once, plain, exact / 2, "once")
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout, bias", [(SILU, False), (OSS, True)])
+def test_no_product_waits_for_the_device(dtype, layout, bias, monkeypatch):
+    """On a GPU without torch's grouped kernel (an A100, an RTX 4090): offs is never read by the
+    host, in any of the products of a step."""
+    kernels, started = pytest.importorskip("hfpatch.kernels.experts"), []
+    monkeypatch.setattr(kernels, "launch", lambda k, *a, **kw: started.append(k.fn.__name__))
+    monkeypatch.setattr(op, "use_kernel", lambda *tensors: True)
+    monkeypatch.setattr(op, "_parts", lambda offs: pytest.fail("the host reads offs"))
+    gradients(experts, given(layout, dtype, bias), routes("spread"), layout)
+    assert started.count("expert_product_kernel") == 4
+    assert started.count("expert_sums_kernel") == 2 + bias
+
+
+@pytest.mark.parametrize(
+    "sm, there",
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
+)
+def test_torchs_grouped_product_runs_where_it_is_a_kernel(sm, there, monkeypatch):
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: sm)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, w = (torch.empty(shape, dtype=dtype) for shape in ((8, 16), (2, 16, 8)))
+        found = op._grouped(x.as_subclass(OnGPU), w)
+        assert (found is not None) == (there and dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["spread", "no token", "other rank"])
+@pytest.mark.parametrize("layout, bias", [(SILU, False), (OSS, True)])
+def test_nothing_relies_on_what_a_grouped_product_leaves_unwritten(layout, bias, kind, monkeypatch):
+    """torch's kernel for B200 leaves the product of an expert without rows, and rows behind the
+    last expert's, as they were."""
+
+    def stand_in(a, b, offs):
+        ends = offs.tolist()
+        parts = list(enumerate(zip([0, *ends], ends)))
+        if b.dim() == 3:
+            out = a.new_full((len(a), b.shape[2]), torch.nan)
+            for e, (i, j) in parts:
+                out[i:j] = a[i:j] @ b[e]
+            return out
+        out = a.new_full((len(ends), len(a), b.shape[1]), torch.nan)
+        for e, (i, j) in parts:
+            if i < j:
+                out[e] = a[:, i:j] @ b[i:j]
+        return out
+
+    values, ids = given(layout, HALF, bias), routes(kind)
+    values |= {n: values[n].detach()[: len(ids)].requires_grad_() for n in ("x", "w")}
+    exact = gradients(experts_ref, doubled(values), ids, layout)
+    plain = gradients(experts_ref, values, ids, layout)
+    calls = []
+    monkeypatch.setattr(op, "_major", lambda x: 10)
+    monkeypatch.setattr(op, "grouped_mm", lambda: calls.append(1) or stand_in)
+    got = gradients(experts, values, ids, layout)
+    assert calls or INTERPRET
+    for name in exact:
+        assert_close(got[name], plain[name], exact[name], name)
 
 
 def test_experts_of_several_shapes_are_refused():

@@ -134,3 +134,23 @@ def test_steps_of_a_model_pin_once(monkeypatch):
         assert device.held == 24 * row
         hfpatch.undo(model)
         assert device.held == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_host_memory_that_the_user_gives_is_all_that_is_pinned(ranks, monkeypatch):
+    """What pools hold counts once: lengths that grow never take more than HFPATCH_HOST_MEMORY."""
+    row = 2 * (64 * 8 + 64 * 8 + 4 * 8)
+    monkeypatch.setenv("HFPATCH_HOST_MEMORY", str(ranks * 100 * row))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(session_module, "SCARCE_HOST", 0)
+    with standing_in(CPU, Pinning()) as device:
+        model = tiny_llama(num_hidden_layers=2)
+        settings = hfpatch.Checkpointing(offload="host", tile=16, save_attention=True)
+        hfpatch.apply(model, checkpointing=settings)
+        held = []
+        for T in (20, 30, 45, 60, 85, 20):
+            ids = tokens(1, T)
+            model(ids, labels=ids).loss.backward()
+            held.append(device.held // row)
+        assert held == [20, 40, 80, 80, 90, 90]
+        hfpatch.undo(model)

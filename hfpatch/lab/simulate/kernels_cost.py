@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfpatch.budget.flops import attended
 from hfpatch.lab.compat import schema_of
-from hfpatch.ops.experts import EXPERT_SUMS
+from hfpatch.ops.experts import EXPERT_PRODUCT, EXPERT_SUMS
 
 aten = torch.ops.aten
 
@@ -100,6 +100,9 @@ def matmul_shape(func, args) -> tuple[int, float, float, float] | None:
     if func is EXPERT_SUMS:
         _, a, b, offs = args[:4]
         return len(offs), a.shape[1], len(a) / len(offs), b.shape[1]
+    if func is EXPERT_PRODUCT:
+        x, w = args[:2]
+        return len(w), len(x) / len(w), x.shape[1], w.shape[2]
     if packet in (aten.mm, aten.bmm, aten._int_mm, *GROUPED):
         a, b = args[0], args[1]
     elif packet in _ADDING:
