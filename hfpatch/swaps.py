@@ -87,11 +87,6 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
         report.skipped.append(("loss", f"{reason}: the loss runs through whole logits"))
     else:
         report.swaps.append(("loss", type(outer).__name__, 1))
-        if logits is not True:
-            report.notes.append(
-                "outputs.logits is None in training, as the loss needs no logits; "
-                "hfpatch.apply(model, logits=True) returns them."
-            )
 
 
 def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:

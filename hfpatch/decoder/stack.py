@@ -53,6 +53,8 @@ from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.parallel.shards import alike
 from hfpatch.parts.angles import narrow
 
+# Arguments that this file and batch.py add to the caller's.
+_ADDED = {"attention_mask", "return_dict", "use_cache", *CACHE_NAMES}
 _ADVICE = (
     f"rotary angles of more than {FLOAT32_ANGLES:,} tokens are off in float32 by more than "
     "bfloat16 rounds; "
@@ -86,6 +88,9 @@ class OurAttention(KeepsSignature):
         return bool(traits.ours and (timed or not traits.mixers) and known and causal)
 
     def _hfpatch_stock(self, kwargs):
+        taken = self._hfpatch_taken
+        if taken is not None:  # a user's own class
+            kwargs = {n: x for n, x in kwargs.items() if n in taken or n not in _ADDED}
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
         embeds = current.embeds if current.causal else self

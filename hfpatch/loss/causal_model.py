@@ -32,7 +32,7 @@ from hfpatch.context.classes import KeepsSignature, is_mixed, package_of, whose
 from hfpatch.context.current import asks_for_hidden_states, current, having
 from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
-from hfpatch.loss.logits import Head, Logits
+from hfpatch.loss.logits import USED, Head, Logits
 from hfpatch.report import say
 from hfpatch.store.device import ToHost, beside
 
@@ -243,7 +243,7 @@ class FusedCausalLM(KeepsSignature):
         """ForCausalLMLoss of these arguments: what the class's forward passes decides."""
         aligned = labels if shift_labels is None else shift_labels
         if not isinstance(logits, Logits):
-            self._tell_of_whole_logits("the model's forward makes logits without its lm_head")
+            self._tell_of_whole_logits(USED)
         elif logits.takes(aligned, vocab_size, shifts=shift_labels is None):
             _, target, ignored, count = current.target
             counted = count is not None and aligned is target and ignore_index == ignored

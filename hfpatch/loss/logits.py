@@ -15,6 +15,8 @@ from hfpatch.compat import autocast_dtype, pytree
 from hfpatch.context.current import current
 from hfpatch.loss.head import has_rows_of_it, linear_of, rows_of, through
 
+USED = "the model's forward does more with logits than hand its lm_head's to the loss"
+
 
 class Logits(Tensor):
     """steps(hidden @ head.T), not computed: inner * logits, or outer * tanh(inner * logits),
@@ -64,7 +66,7 @@ class Logits(Tensor):
         """The logits as the model would have computed them, and in-place operations changed
         them."""
         if self.computed is None:
-            self.owner._tell_of_whole_logits("the model's forward uses the logits")
+            self.owner._tell_of_whole_logits(USED)
             with torch.set_grad_enabled(self.requires_grad):
                 z = self.owner._hfpatch_head()(self.hidden)
                 for step in self.steps:

@@ -68,9 +68,7 @@ def test_second_backward_under_retain_graph(options):
     """
     *leaves, labels = make((2, 20, 8), 11, torch.float32)
     inputs = [leaves[0] * 1.0, *leaves[1:]]
-    loss = linear_cross_entropy(
-        *inputs[:2], labels, bias=inputs[2], **options
-    ).sum()
+    loss = linear_cross_entropy(*inputs[:2], labels, bias=inputs[2], **options).sum()
     first = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
     second = torch.autograd.grad(loss * 3.0, leaves, retain_graph=True)
     kept = [g.clone() for g in first]
