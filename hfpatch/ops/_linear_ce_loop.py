@@ -167,7 +167,7 @@ def sweep(
     Returns:
         (dX, dW, dbias), None where not needed. dX is the sum over the ranks of a shard.
     """
-    (order, count), vocab_size, dtype = kept, weight_VD.shape[0], opts.dtype
+    (order, _), vocab_size, dtype = kept, weight_VD.shape[0], opts.dtype
     wide, need_dx = wide_dtype(dtype), needs[0]
     # Row strides that are multiples of 16 bytes allow the fast matmuls for any vocabulary.
     width = -(-vocab_size // 8) * 8 if on_cuda(hidden_ND) else vocab_size
