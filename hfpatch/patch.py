@@ -214,6 +214,11 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
     turn = Turn()
     swaps.checkpoint(decoder, settings, found, turn, report)
     swaps.checkpoint_towers(model, decoder, settings, turn, report)
+    if report.count("loss") and logits is not True:
+        report.notes.append(
+            "outputs.logits is None in training, as the loss needs no logits; "
+            "hfpatch.apply(model, logits=True) returns them."
+        )
     for module in model.modules():
         if isinstance(module, KeepsSignature):
             module._hfpatch_turn = turn

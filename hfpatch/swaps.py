@@ -79,8 +79,8 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
         holder = next(path for path, m in outer.named_modules() if m is model)
         swap(outer, FusedCausalLM)
         outer._hfpatch_holder, outer._hfpatch_head_name = holder, name
-        outer._hfpatch_norm_path = decoder.norm_path and f"{holder}.{decoder.norm_path}".lstrip(".")
         outer._hfpatch_logits = logits
+        outer._hfpatch_report = report
     model._hfpatch_trl = trl
     reason = why_whole_logits(model, model._hfpatch_head())
     if reason:  # each call checks again: an adapter may come off the head

@@ -218,8 +218,9 @@ class KeepsSignature:
             with self._hfpatch_turn:
                 return self._hfpatch_forward(args, kwargs)
 
+        taken = inspect.signature(base.forward).parameters
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = (
-            n for n, p in inspect.signature(base.forward).parameters.items() if p.kind in kinds
-        )
+        names = (n for n, p in taken.items() if p.kind in kinds)
         cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]
+        any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        cls._hfpatch_taken = None if any_name else frozenset(taken)  # None: any

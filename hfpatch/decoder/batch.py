@@ -68,6 +68,7 @@ class Given:
         use_cache, cache: the arguments use_cache and `cache_name`.
         makes_cache: transformers makes a cache if the caller passes neither of them.
         uncached: the caller of the outer model passed neither a cache nor use_cache.
+        causal: False where the caller or a module of attention says is_causal=False.
         weights: the caller asks for attention's probabilities.
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
@@ -94,6 +95,7 @@ class Given:
     cache_name: str | None = None
     makes_cache: bool = False
     uncached: bool = False
+    causal: bool = True
     weights: bool = False
     encoder: bool = False
     idle_BT: Tensor | None = None
@@ -321,7 +323,7 @@ def _why_not_ours(given: Given, traits: StackTraits) -> str | None:
         return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
     if name is None:
         return f"attention of another library ({named(given.config)})"
-    if not getattr(given.config, "is_causal", True):
+    if not (given.causal and getattr(given.config, "is_causal", True)):
         return "attention that is not causal"
     if given.encoder:
         return "attention to an encoder's states"  # they have masks and lengths of their own

@@ -16,15 +16,12 @@ class Decoder:
         layers: the decoder layers in order.
         stack: the module whose forward runs them.
         causal: the module around it that has the head, or None.
-        norm_path: the path, from `causal`, of the norm between the last layer and the head, or
-            None.
         around: outer models of `causal` that compute a loss from its head's output.
     """
 
     layers: tuple[nn.Module, ...]
     stack: nn.Module
     causal: nn.Module | None
-    norm_path: str | None
     around: tuple[nn.Module, ...] = ()
 
 
@@ -104,7 +101,7 @@ def find_decoder(model: nn.Module) -> Decoder | None:
         ),
         None,
     )
-    path, around = None, ()
+    around = ()
     if causal is not None:
         head = causal.get_output_embeddings()
         outer = (
@@ -115,17 +112,7 @@ def find_decoder(model: nn.Module) -> Decoder | None:
         around = tuple(
             m for m in outer if _computes_losses(m) and m.get_output_embeddings() is head
         )
-        norm = next(
-            (
-                n
-                for n, m in stack.named_children()
-                if n in ("norm", "final_layernorm", "ln_f", "final_norm")
-            ),
-            None,
-        )
-        place = next(n for n, m in causal.named_modules() if m is stack)
-        path = None if norm is None else f"{place}.{norm}" if place else norm
-    return Decoder(layers, stack, causal, path, around)
+    return Decoder(layers, stack, causal, around)
 
 
 def _computes_losses(module: nn.Module) -> bool:

@@ -131,17 +131,17 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
     """Scales a table of RoPE settings to SIZES. latent: head_dim is the rotated part alone."""
     if "original_max_position_embeddings" in rope:
         rope["original_max_position_embeddings"] = SIZES["original_max_position_embeddings"]
-    for name in ("short_factor", "long_factor"):
-        if name in rope:  # one factor a rotated pair
-            rope[name] = rope[name][: SIZES["head_dim"] // 2]
     if latent and "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = 1.0
+    width = _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
+    pairs = (int(width * share) + 1) // 2
+    for name, value in rope.items():
+        if isinstance(value, (list, tuple)):  # one factor a rotated pair
+            rope[name] = value[:pairs]
     if not any(isinstance(inner, dict) for inner in rope.values()):
         # Numbers of rotated pairs for height, width and time. ERNIE needs the first two equal.
         # Models without images do not read mrope_section.
-        width = _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
-        share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
-        pairs = int(width * share) // 2
         rope["mrope_section"] = [pairs * 3 // 8, pairs * 3 // 8, pairs - 2 * (pairs * 3 // 8)]
 
 

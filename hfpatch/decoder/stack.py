@@ -5,6 +5,9 @@ Each forward decides once whether our attention can run, and which tokens see ea
 (context/documents.py).
 """
 
+from contextlib import suppress
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +21,7 @@ from hfpatch.compat import (
     modules_in,
     modules_of,
     name_attention,
+    submodule,
     transforming,
 )
 from hfpatch.context.attention import CAUSAL_NAME
@@ -53,6 +57,8 @@ from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.parallel.shards import alike
 from hfpatch.parts.angles import narrow
 
+# Arguments that this file and batch.py add to the caller's.
+_ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAMES}
 _ADVICE = (
     f"rotary angles of more than {FLOAT32_ANGLES:,} tokens are off in float32 by more than "
     "bfloat16 rounds; "
@@ -86,6 +92,9 @@ class OurAttention(KeepsSignature):
         return bool(traits.ours and (timed or not traits.mixers) and known and causal)
 
     def _hfpatch_stock(self, kwargs):
+        taken = self._hfpatch_taken
+        if taken is not None:  # a user's own class
+            kwargs = {n: x for n, x in kwargs.items() if n in taken or n not in _ADDED}
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
         embeds = current.embeds if current.causal else self
@@ -117,6 +126,8 @@ class OurAttention(KeepsSignature):
                 "pixel_values came; leave them out, or load the model with its images."
             )
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
+        if given is not None and _says_not_causal(layers, kwargs):
+            given = replace(given, causal=False)
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
         if weights_move(hooked if layers else modules_in(self)):
@@ -173,7 +184,7 @@ class OurAttention(KeepsSignature):
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
         plain = not kwargs["use_cache"] and attention_of(config) == "sdpa"
-        for name in ("attention_mask", "position_ids", *CACHE_NAMES, "cu_seq_lens_q"):
+        for name in ("attention_mask", "position_ids", *CACHE_NAMES, "cu_seq_lens_q", "is_causal"):
             plain = plain and kwargs.get(name) is None
         if not plain or not _full_attention(config):
             return self._hfpatch_stock(kwargs)
@@ -247,6 +258,22 @@ class OurAttention(KeepsSignature):
 def _wrapped(module: nn.Module) -> UntiledLayer | None:
     """The hfpatch layer inside an engine's wrapper (FSDP1, torch's checkpoint wrapper), or None."""
     return next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
+
+
+def _says_not_causal(layers, kwargs: dict) -> bool:
+    """Whether the caller, or a module that calls attention, says is_causal=False.
+
+    If all modules say so, the caller is made to say it too, for one answer also beside padding and
+    documents: transformers makes its masks by the config and the call.
+    """
+    said = []
+    for layer in layers:
+        names = layer._hfpatch_traits.attention if isinstance(layer, UntiledLayer) else ()
+        with suppress(AttributeError):  # a layer that was rebuilt runs whole
+            said += [vars(submodule(layer, name)).get("is_causal") for name in names]
+    if said and not any(answer is None or answer for answer in said):
+        kwargs["is_causal"] = False
+    return any(answer is not None and not answer for answer in (kwargs.get("is_causal"), *said))
 
 
 def _full_attention(config) -> bool:

@@ -8,18 +8,18 @@ hooks around that call gather the weight.
 import sys
 import warnings
 import weakref
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.utils import ModelOutput
 
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
     cache_name,
     caller_reads_logits,
     context_parallel,
-    forward_hooks,
     hooks_on_all,
     modules_in,
     modules_of,
@@ -28,17 +28,21 @@ from hfpatch.compat import (
     values_for_now,
     watched_by_user,
 )
-from hfpatch.context.classes import KeepsSignature, as_made, is_mixed, whose
+from hfpatch.context.classes import KeepsSignature, is_mixed, package_of, whose
 from hfpatch.context.current import asks_for_hidden_states, current, having
 from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
-from hfpatch.loss.logits import Head, Logits
-from hfpatch.parts.parts import FusedRMSNorm
+from hfpatch.loss.logits import USED, Head, Logits
+from hfpatch.report import say
 from hfpatch.store.device import ToHost, beside
 
 _WHOLE = (
-    "the loss runs through whole logits, as {}; leave lm_head a plain Linear and the loss "
-    "transformers' own for a fused one."
+    "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
+    "transformers' own loss, and a forward that only hands the logits to it."
+)
+_UNREAD = (
+    "outputs.{} is None, as the loss was computed without logits; "
+    "hfpatch.apply(model, logits=True) returns them."
 )
 _NOT_ITS_LOSS = (
     "expected the model's own loss under context parallelism, compute_loss_func or label smoothing "
@@ -83,15 +87,15 @@ class FusedCausalLM(KeepsSignature):
     Attributes:
         _hfpatch_head_name: the attribute that holds the head.
         _hfpatch_logits: "auto", True or False.
-        _hfpatch_norm_path: path of the norm before the head, or None.
         _hfpatch_trl: the TrlHead of the trainer's own head, or None.
+        _hfpatch_report: the Report of `apply`, or None.
         _hfpatch_beside: `apply` with this model's options, for another model.
         _hfpatch_holder: path of the inner model that holds the head, for a model that computes only
             the loss (Llama 4 with images).
     """
 
     # Defaults for an instance that apply() has not seen: it behaves as transformers' class.
-    _hfpatch_head_name = _hfpatch_norm_path = _hfpatch_trl = None
+    _hfpatch_head_name = _hfpatch_report = _hfpatch_trl = None
     _hfpatch_holder = ""
     _hfpatch_logits = "auto"
 
@@ -172,27 +176,20 @@ class FusedCausalLM(KeepsSignature):
         Within it, a stand-in for the head lies in the holder's `__dict__`, where attribute access
         finds it before the module of that name, and `loss_function` is `_hfpatch_loss`.
         """
-        return_dict = kwargs.pop("return_dict", None)
         kwargs.pop("skip_logits", None)
-        shifted, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
-        target, first = (labels, 1) if shifted is None else (shifted, 0)
+        given, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
+        target = labels if given is None else given
         # On a CPU the op counts the labels itself.
-        labels_in = lambda target: (target[..., first:] != ignore).sum()  # noqa: E731
+        labels_in = lambda target: (target != ignore).sum()  # noqa: E731
         count = ToHost(labels_in, target) if target.is_cuda else None
         holder, head = vars(self.get_submodule(self._hfpatch_holder)), Head(self._hfpatch_head())
         with (
             values_for_now([(holder, self._hfpatch_head_name, head)]),
-            having(target=(self, target, shifted is None, count)),
-            self._read_where_labelled(target, first, ignore, kwargs),
+            having(target=(self, target, ignore, count)),
+            self._read_where_labelled(target, ignore, kwargs),
         ):
-            out = self._hfpatch_stock({**kwargs, "return_dict": True})
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        if isinstance(out.get("logits"), Logits):
-            fields = dict(out)
-            del fields["logits"]
-            out = type(out)(**fields)
-        return out if return_dict else out.to_tuple()
+            out = self._hfpatch_stock(kwargs)
+        return _answered(out)
 
     def _hfpatch_tokens_watched(self) -> bool:
         """Whether a user's hook receives hidden states."""
@@ -200,18 +197,20 @@ class FusedCausalLM(KeepsSignature):
         return bool(hooks_on_all()) or watched_by_user(inside) is not None
 
     @torch.compiler.disable
-    def _read_where_labelled(self, target, first: int, ignore: int, kwargs):
+    def _read_where_labelled(self, target, ignore: int, kwargs):
         """A context that holds the labels, and the tokens whose outputs are unread.
 
-        A token's output is unread if no label follows the token, unless a hook or the caller reads
-        hidden states.
+        A token's output is unread if neither the token nor the next one has a label, unless a hook,
+        the caller, or a forward that is not transformers' own may read hidden states.
         """
-        idle_BT = current.idle_BT
-        asked = kwargs.get("attention_mask") is None or asks_for_hidden_states(self, kwargs)
-        if not asked and not self._hfpatch_tokens_watched():
+        idle_BT, mask = current.idle_BT, kwargs.get("attention_mask")
+        by_rows = isinstance(mask, Tensor) and mask.shape == target.shape and target.dim() == 2
+        theirs = package_of(self) == "transformers" and not asks_for_hidden_states(self, kwargs)
+        if by_rows and theirs and not self._hfpatch_tokens_watched():
 
             def unread(target):
-                return [~nn.functional.pad(target[..., first:] != ignore, (0, first))]
+                labelled = target != ignore
+                return [~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))]
 
             # On a side stream: when looking for documents the host waits for this mask, and must
             # not wait for the previous step with it.
@@ -241,34 +240,25 @@ class FusedCausalLM(KeepsSignature):
         shift_labels=None,
         **kwargs,
     ):
+        """ForCausalLMLoss of these arguments: what the class's forward passes decides."""
+        aligned = labels if shift_labels is None else shift_labels
         if not isinstance(logits, Logits):
-            self._tell(_WHOLE.format("transformers' forward used the logits before its loss"))
-            return ForCausalLMLoss(
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            self._tell_of_whole_logits(USED)
+        elif logits.takes(aligned, vocab_size, shifts=shift_labels is None):
+            _, target, ignored, count = current.target
+            counted = count is not None and aligned is target and ignore_index == ignored
+            loss = logits.cross_entropy(
+                aligned.to(logits.device).reshape(logits.shape[:-1]),
+                shift=shift_labels is None,
+                ignore_index=ignore_index,
+                num_items=num_items_in_batch,
+                num_valid=count.number() if counted else None,
+                workspace_bytes=LOSS_WORKSPACE,
             )
-        _, target, shift, count = current.target
-        loss = logits.cross_entropy(
-            target.to(logits.hidden.device),
-            shift=shift,
-            ignore_index=ignore_index,
-            num_items=num_items_in_batch,
-            num_valid=count and count.number(),
-            inplace_hidden=self._hidden_is_ours(kwargs),
-            workspace_bytes=LOSS_WORKSPACE,
+            return as_stock(loss)
+        return ForCausalLMLoss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
-        return as_stock(loss)
-
-    def _hidden_is_ours(self, kwargs) -> bool:
-        """Whether nothing else can hold the normed hidden states, so their gradient may overwrite
-        them."""
-        path, module = self._hfpatch_norm_path, self
-        if path is None or asks_for_hidden_states(self, kwargs):
-            return False
-        for name in path.split("."):
-            module = modules_of(module)[name]
-            if not as_made(module) or forward_hooks(module):
-                return False
-        return isinstance(module, FusedRMSNorm)
 
     def _loss_is_fused(self, labels, kwargs) -> bool:
         """Whether a forward with these labels computes the loss without logits.
@@ -281,7 +271,7 @@ class FusedCausalLM(KeepsSignature):
             return False
         reason = why_whole_logits(self, self._hfpatch_head())
         if reason is not None:
-            self._tell(_WHOLE.format(reason))
+            self._tell_of_whole_logits(reason)
             return False
         if kwargs.get("skip_logits"):
             return True
@@ -294,13 +284,57 @@ class FusedCausalLM(KeepsSignature):
         columns = self.config.get_text_config().vocab_size
         return self.training or labels.numel() * columns * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
 
+    def _tell_of_whole_logits(self, reason: str) -> None:
+        self._tell(_WHOLE.format(reason))
+
     def _tell(self, words: str) -> None:
-        """Warns once per message."""
+        """Warns, and adds a line to the report, once per message."""
         if words not in vars(self).setdefault("_hfpatch_warned", set()):
             self._hfpatch_warned.add(words)
+            if self._hfpatch_report is not None:
+                self._hfpatch_report.notes.append(words)
             warnings.warn(f"hfpatch: {words}", stacklevel=5)
 
 
 def as_stock(loss: Tensor) -> Tensor:
     """The loss as float32, the dtype of transformers' loss for any model, float64 models too."""
     return loss.float()
+
+
+def _answered(out):
+    """A forward's output without the logits that nothing computed."""
+    value = lambda x: x.computed if isinstance(x, Logits) else x  # noqa: E731
+    if isinstance(out, Logits):
+        return out.real()
+    if type(out) is tuple:
+        return tuple(map(value, out))
+    missing = ()
+    if isinstance(out, dict):
+        missing = tuple(n for n, x in out.items() if isinstance(x, Logits))
+    if not missing:
+        return out
+    kind = _saying(type(out), missing) if isinstance(out, ModelOutput) else type(out)
+    return kind(**{n: value(x) for n, x in out.items()})
+
+
+@cache
+def _saying(kind: type, names: tuple[str, ...]) -> type:
+    """The class of outputs that says so, once, when code reads one of these fields and it is
+    None."""
+
+    def field(name):
+        def read(self):
+            found = vars(self).get(name)
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if found is None and not caller.startswith("transformers."):
+                _say_unread(name)
+            return found
+
+        return property(read, lambda self, value: vars(self).update({name: value}))
+
+    return type(kind.__name__, (kind,), {n: field(n) for n in names})
+
+
+@cache
+def _say_unread(name: str) -> None:
+    say(_UNREAD.format(name))

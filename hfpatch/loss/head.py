@@ -8,7 +8,9 @@ tensor parallelism the function gets this rank's rows.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from transformers.loss import loss_utils
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from hfpatch.compat import (
@@ -102,7 +104,25 @@ def why_whole_logits(model: nn.Module, head: nn.Module) -> str | None:
         return "the model has a loss function of its own"
     if own is None and LOSS_MAPPING.get(kind, ForCausalLMLoss) is not ForCausalLMLoss:
         return f"its loss is {kind}"
+    replaced = _replaced()
+    if replaced is not None:
+        return replaced
     return why_not_fused(head)
+
+
+@torch.compiler.assume_constant_result
+def _replaced() -> str | None:
+    """A phrase that names a function of transformers' causal loss that other code replaced."""
+    parts = (
+        (loss_utils, "ForCausalLMLoss"),
+        (loss_utils, "fixed_cross_entropy"),
+        (nn.functional, "cross_entropy"),
+    )
+    for home, name in parts:
+        found = whose(getattr(home, name))
+        if found != home.__name__:
+            return f"{name} is {found}'s"
+    return None
 
 
 def rows_of(head: nn.Module) -> int:

@@ -87,7 +87,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     kwargs["use_cache"] = False
     if getattr(asked.text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    with model._read_where_labelled(target, first, -100, kwargs):
+    with model._read_where_labelled(target, -100, kwargs):
         out = getattr(model, asked.backbone)(**kwargs)
     hidden = out.last_hidden_state
     target = target.to(hidden.device)
@@ -96,7 +96,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     scored = through(
         head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature,
         scale=asked.scale, softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names),
-        shift=shifted is None, inplace_hidden=model._hidden_is_ours(kwargs),
+        shift=shifted is None,
         num_valid=count.number() if count is not None and target.device.type == "cuda" else None,
     )  # fmt: skip
     fields = {}

@@ -1,72 +1,88 @@
 """Lazy logits: the head's output while a model computes a loss.
 
-The stand-in records a scale, a soft cap and a cut of the vocabulary. Any other use computes the
-real logits.
+They know the hidden states they would be computed from. A scale, a soft cap, a cut of the
+vocabulary and any choice of tokens are recorded; the loss function reads what was recorded. Any
+other use computes the real logits.
 """
 
-from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
-from hfpatch.compat import pytree
+from hfpatch.compat import autocast_dtype, pytree
 from hfpatch.context.current import current
 from hfpatch.loss.head import has_rows_of_it, linear_of, rows_of, through
 
+USED = "the model's forward does more with logits than hand its lm_head's to the loss"
 
-@dataclass(eq=False)
-class Logits:
-    """hidden @ head.T, not computed: inner * logits, or outer * tanh(inner * logits), [..., V].
 
-    words: V where only the first V rows of the head are used; None means all rows. Operations other
-    than scaling, capping and cutting compute the real logits.
+class Logits(Tensor):
+    """steps(hidden @ head.T), not computed: inner * logits, or outer * tanh(inner * logits),
+    [..., V].
+
+    A tensor without memory, so that code which asks for its class, shape or dtype gets the answer.
+
+    Attributes:
+        owner: the causal model that has the head.
+        hidden: [..., D].
+        inner, outer: the scale and, with a soft cap, the scale of the cap.
+        words: V if only the first V rows of the head are used; None for all rows.
+        steps: what the model did with the head's output, for `real`.
+        computed: the real logits, once something used them.
     """
 
-    owner: nn.Module  # the causal model that has the head
-    hidden: Tensor
-    inner: float = 1.0
-    outer: float | None = None
-    words: int | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        words = rows_of(self.owner._hfpatch_head()) if self.words is None else self.words
-        return torch.Size((*self.hidden.shape[:-1], words))
-
-    def _scaled(self, factor):
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            return self.real() * factor
-        if self.outer is None:
-            return replace(self, inner=self.inner * factor)
-        return replace(self, outer=self.outer * factor)
-
-    def __mul__(self, factor):
-        return self._scaled(factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor):
-        if isinstance(divisor, (int, float)) and divisor:
-            return self._scaled(1 / divisor)
-        return self.real() / divisor
-
-    def tanh(self):
-        return replace(self, outer=1.0) if self.outer is None else self.real().tanh()
-
-    def float(self):
-        return self  # the loss is computed in float32 for any dtype of the logits
-
-    def contiguous(self):
+    @staticmethod
+    def __new__(cls, owner, hidden, dtype, inner=1.0, outer=None, words=None, steps=()):
+        V = rows_of(owner._hfpatch_head()) if words is None else words
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            (*hidden.shape[:-1], V),
+            dtype=dtype,
+            device=hidden.device,
+            requires_grad=torch.is_grad_enabled(),
+        )
+        self.owner, self.hidden, self.computed = owner, hidden, None
+        self.inner, self.outer, self.words, self.steps = inner, outer, words, steps
+        if torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_no_gradient)
         return self
 
+    @classmethod
+    def of(cls, owner: nn.Module, hidden: Tensor) -> "Logits":
+        """The output of the owner's head for these hidden states."""
+        return cls(owner, hidden, autocast_dtype(hidden.device.type) or hidden.dtype)
+
+    def but(self, step=None, **changes) -> "Logits":
+        """Logits with these attributes, and one step more."""
+        now = {n: vars(self)[n] for n in ("owner", "hidden", "inner", "outer", "words", "steps")}
+        now |= {"dtype": self.dtype, **changes}
+        now["steps"] = now["steps"] if step is None else (*now["steps"], step)
+        return Logits(**now)
+
     def real(self) -> Tensor:
-        """The logits, computed as the model would have computed them."""
-        z = self.owner._hfpatch_head()(self.hidden)
-        z = z if self.words is None else z[..., : self.words]
-        z = z * self.inner if self.inner != 1 else z
-        return z if self.outer is None else self.outer * torch.tanh(z)
+        """The logits as the model would have computed them, and in-place operations changed
+        them."""
+        if self.computed is None:
+            self.owner._tell_of_whole_logits(USED)
+            with torch.set_grad_enabled(self.requires_grad):
+                z = self.owner._hfpatch_head()(self.hidden)
+                for step in self.steps:
+                    z = step(z)
+            self.computed = z
+        return self.computed
+
+    def takes(self, labels, vocab_size: int, shifts: bool) -> bool:
+        """Whether `cross_entropy` computes transformers' loss of these labels. shifts: the loss
+        moves the labels by one."""
+        if self.computed is not None or vocab_size != self.shape[-1]:
+            return False
+        if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32):
+            return False
+        rows = self.shape[:-1]
+        return labels.shape == rows if shifts else labels.numel() == rows.numel()
 
     def cross_entropy(self, labels, **options) -> Tensor:
         """The loss, computed inside one call of the head."""
@@ -74,37 +90,117 @@ class Logits:
             options["softcap"] = self.outer
         scale, hidden = self.inner * (self.outer or 1.0), self.hidden
         if scale != 1:
-            options["inplace_hidden"] = False
             hidden = hidden * scale
         loss = ops.linear_cross_entropy
         if self.words is not None:
             loss = partial(_loss_over, self.words)
         return through(self.owner._hfpatch_head(), loss, hidden, labels, **options)
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.real(), name)
-
-    def __getitem__(self, index):
-        last = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis
-        words = index[1] if last else None
-        if isinstance(words, slice) and words.start is None and words.step is None:
-            # cuts off a padded vocabulary
-            if words.stop is None or words.stop >= self.shape[-1]:
-                return self
-            if words.stop > 0 and not has_rows_of_it(linear_of(self.owner._hfpatch_head())):
-                return replace(self, words=words.stop)
-        return self.real()[index]
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.tanh and len(args) == 1 and not kwargs:
-            return args[0].tanh()
+        kwargs, name = kwargs or {}, function.__name__
+        if name == "__get__":  # of an attribute
+            name = function.__self__.__name__
+        if name in _OF_ITS_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        first = args[0] if args else None
+        if name in _RECORDED and type(first) is Logits and first.computed is None and not kwargs:
+            recorded = _RECORDED[name](first, *args[1:])
+            if recorded is not None:
+                return recorded
         args, kwargs = pytree().tree_map(
-            lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs or {})
+            lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs)
         )
         return function(*args, **kwargs)
+
+    # torch asks for it; only code that torch's functions do not reach comes here.
+    __torch_dispatch__ = __torch_function__
+
+
+def _no_gradient(grad):
+    raise RuntimeError(
+        "hfpatch: a gradient came for logits that were not computed, from an autograd function "
+        "that the model's forward calls. Call hfpatch.apply(model, logits=True)."
+    )
+
+
+# --- what is recorded: each returns Logits, or None where the real ones are needed ----------------
+
+
+def _times(z: Logits, factor=None, *more):
+    if not _is_number(factor) or more:
+        return None
+    return _scaled(z, factor, lambda z: z * factor)
+
+
+def _over(z: Logits, divisor=None, *more):
+    if not _is_number(divisor) or more:
+        return None
+    return _scaled(z, 1 / divisor, lambda z: z / divisor)
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and x != 0
+
+
+def _scaled(z: Logits, factor: float, step) -> Logits:
+    name = "inner" if z.outer is None else "outer"
+    return z.but(step, **{name: getattr(z, name) * factor})
+
+
+def _capped(z: Logits, *more):
+    return None if more or z.outer is not None else z.but(torch.tanh, outer=1.0)
+
+
+def _as_float(z: Logits, *more):
+    # The loss is computed in float32 for logits of any dtype.
+    return None if more else z.but(Tensor.float, dtype=torch.float32)
+
+
+def _contiguous(z: Logits, *more):
+    return None if more else z
+
+
+def _indexed(z: Logits, index):
+    """A choice of tokens, of the vocabulary's first words, or of both."""
+    index = index if isinstance(index, tuple) else (index,)
+    *tokens, last = index
+    used, whole = 0, False  # the dimensions that the index names; whether it has an ellipsis
+    for k in index:
+        if k is ...:
+            whole = True
+        elif isinstance(k, Tensor):
+            used += k.dim() if k.dtype == torch.bool else 1
+        elif type(k) in (int, slice):
+            used += 1
+        elif k is not None:
+            return None
+    if last is ... or not whole and used < z.dim():  # not the vocabulary's
+        return z.but(hidden=z.hidden[index])
+    if not isinstance(last, slice) or last.start or last.step is not None:
+        return None
+    V, hidden = z.shape[-1], z.hidden[(*tokens, slice(None))]
+    words = V if last.stop is None else min(last.stop, V)
+    if words == V:
+        return z.but(hidden=hidden)
+    if words <= 0 or has_rows_of_it(linear_of(z.owner._hfpatch_head())):
+        return None
+    return z.but(lambda z: z[..., :words], hidden=hidden, words=words)
+
+
+_RECORDED = {
+    "mul": _times,
+    "div": _over,
+    "tanh": _capped,
+    "float": _as_float,
+    "contiguous": _contiguous,
+    "__getitem__": _indexed,
+}
+_OF_ITS_SHAPE = {
+    "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "size", "dim",
+    "numel", "__len__", "is_floating_point",
+}  # fmt: skip
 
 
 def _loss_over(words: int, hidden, weight, labels, bias: Tensor | None = None, **options) -> Tensor:
@@ -113,18 +209,19 @@ def _loss_over(words: int, hidden, weight, labels, bias: Tensor | None = None, *
     return ops.linear_cross_entropy(hidden, weight[:words], labels, bias=bias, **options)
 
 
-@dataclass(eq=False)
 class Head:
     """Replaces a model's head for one forward. A call returns Logits; attributes are the head's."""
 
-    _head: nn.Module
+    def __init__(self, head: nn.Module):
+        self._head = head
 
     @torch.compiler.disable
-    def __call__(self, hidden: Tensor) -> "Logits | Tensor":
+    def __call__(self, *args, **kwargs):
         # None in a call from another thread.
         owner = None if current.target is None else current.target[0]
-        asked = owner is not None and owner._hfpatch_head() is self._head
-        return Logits(owner, hidden) if asked else self._head(hidden)
+        if owner is None or owner._hfpatch_head() is not self._head or kwargs or len(args) != 1:
+            return self._head(*args, **kwargs)
+        return Logits.of(owner, *args)
 
     def __getattr__(self, name):
         return getattr(self._head, name)

@@ -10,9 +10,8 @@ The logits of a few thousand tokens are computed and turned, in place, into thei
 Legend: N tokens, M tokens kept (label is not ignore_index), C rows of one chunk, D hidden,
 V vocabulary.
 
-A sweep allocates: one logits buffer [C, V], reused by every chunk; dX [N, D], unless it overwrites
-hidden; the gathered rows [C, D] and their dX, where ignored tokens are dropped; dW
-(_linear_ce_weight.py). All of it comes from aten calls, so a TorchDispatchMode that follows
+A sweep allocates: one logits buffer [C, V], reused by every chunk; dX [N, D]; the gathered rows
+[C, D] and their dX, where ignored tokens are dropped; dW (_linear_ce_weight.py). All of it comes from aten calls, so a TorchDispatchMode that follows
 allocations sees it, also over fake tensors.
 """
 
@@ -152,7 +151,6 @@ def sweep(
     kept: tuple[Tensor | None, int],
     step: Callable[[Tensor, int, int], None],
     needs: tuple[bool, bool, bool],
-    overwrite: bool = False,
     stats: bool = False,
 ) -> Grads:
     """Runs `step` over chunks of the kept tokens and collects the gradients.
@@ -164,13 +162,12 @@ def sweep(
         step: step(logits_CV, start, end) turns the logits of kept tokens [start, end) into their
             gradient, in place.
         needs: which of hidden, weight and bias need a gradient.
-        overwrite: write dX over hidden_ND, which has the logits' dtype.
         stats: whether entropy and related values take workspace.
 
     Returns:
         (dX, dW, dbias), None where not needed. dX is the sum over the ranks of a shard.
     """
-    (order, count), vocab_size, dtype = kept, weight_VD.shape[0], opts.dtype
+    (order, _), vocab_size, dtype = kept, weight_VD.shape[0], opts.dtype
     wide, need_dx = wide_dtype(dtype), needs[0]
     # Row strides that are multiples of 16 bytes allow the fast matmuls for any vocabulary.
     width = -(-vocab_size // 8) * 8 if on_cuda(hidden_ND) else vocab_size
@@ -185,7 +182,7 @@ def sweep(
     if need_dx:
         written = order is None and bounds  # the loop writes every row
         make = torch.empty_like if written else torch.zeros_like
-        dx_ND = hidden_ND if overwrite else make(hidden_ND, memory_format=torch.contiguous_format)
+        dx_ND = make(hidden_ND, memory_format=torch.contiguous_format)
     if needs[1]:
         dw = WeightGrad(weight_VD, dtype, len(bounds), opts.workspace_bytes // 16)
     if needs[2]:
@@ -208,8 +205,6 @@ def sweep(
         if need_dx:
             where = slice(start, end) if index_C is None else index_C
             _write_product(dx_ND, where, logits_CV, weight_work_VD)
-    if overwrite and order is not None:
-        dx_ND.index_fill_(0, order[count:], 0)
     logits_CV = buffer_CV = hidden_CD = weight_work_VD = None
     if opts.shard is not None and need_dx:
         opts.shard.reduce_(dx_ND, dist.ReduceOp.SUM)
@@ -240,7 +235,6 @@ def forward_pass(
     *,
     best: bool = False,
     stats: bool = False,
-    overwrite: bool = False,
 ) -> Forward:
     """The loss and other outputs from logits computed once.
 
@@ -250,7 +244,6 @@ def forward_pass(
         needs: which of hidden, weight and bias get a gradient of the total now.
         best: also find the word with the largest logit.
         stats: also compute entropy, mean logit and the sum of squared probabilities.
-        overwrite: write dX over hidden_ND.
     """
     _check_labels(labels_N, opts.vocab_size, opts.ignore_index)
     device, wide, tokens = hidden_ND.device, wide_dtype(opts.dtype), labels_N.numel()
@@ -279,7 +272,7 @@ def forward_pass(
         options = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, grad
         cross_entropy_chunk_(*head, *row, *options)
 
-    grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, stats)
+    grads = sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, stats)
     if order is not None:
         for out, values in zip(outputs, written):
             if out.numel():
@@ -295,7 +288,6 @@ def backward_pass(
     rows_KN: Tensor,
     opts: Options,
     needs: tuple[bool, bool, bool],
-    overwrite: bool = False,
 ) -> Grads:
     """(dX, dW, dbias) from logits computed a second time.
 
@@ -313,4 +305,4 @@ def backward_pass(
         cross_entropy_chunk_bwd_(logits_CV, labels_C, rows_KC, *options)
 
     stats = rows_KN.shape[0] > 4
-    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, overwrite, stats)
+    return sweep(hidden_ND, weight_VD, bias_V, opts, kept, step, needs, stats)

@@ -73,10 +73,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of the token losses over total_by. grad: whether autograd records."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, grad, inplace_hidden):
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, grad):
         needs = ctx.needs_input_grad[:3] if grad else (False,) * 3
         ctx.set_materialize_grads(False)
-        fits = hidden_ND.is_contiguous() and hidden_ND.dtype == opts.dtype
         with autocast(hidden_ND.device.type, enabled=False):
             out = forward_pass(
                 hidden_ND.detach(),
@@ -86,7 +85,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total_by,
                 opts,
                 needs,
-                overwrite=inplace_hidden and needs[0] and fits,
             )
         ctx.save_for_backward(*out.grads)
         return out.total
@@ -105,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grads[i] = grad.clone() if keep else grad  # another backward may follow
                     if not one:
                         scale_(grads[i], dloss)
-        return *grads, *[None] * 5
+        return *grads, *[None] * 4
 
 
 # Under torch.compile the loss runs outside the graph: its loop over chunks depends on the labels.
@@ -127,7 +125,6 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
     workspace_bytes: int = 512 << 20,
-    inplace_hidden: bool = False,
     shard: VocabShard | None = None,
 ) -> Tensor:
     """cross_entropy(hidden @ weight.T + bias, labels), without whole logits.
@@ -161,10 +158,6 @@ def linear_cross_entropy(
         workspace_bytes: how much may be allocated beyond the gradients; limits the number of tokens
             whose logits exist at a time. If a 16-bit weight's gradient is summed over several
             chunks, the sum is float32.
-        inplace_hidden: the gradient of hidden may overwrite hidden. For a caller that made hidden
-            and does not share it, if the op that produced hidden does not need it in its backward
-            (autograd raises if it does). Ignored if hidden is a leaf, not contiguous or of another
-            dtype than the logits.
         shard: hfpatch.ops.VocabShard(group, V), for a vocabulary split over the ranks of a group
             (tensor parallelism), without label_smoothing. weight and bias are then this rank's
             rows. hidden and labels are the same on every rank, and so are the result and hidden's
@@ -212,7 +205,7 @@ def linear_cross_entropy(
             hidden, weight, labels, bias=bias, softcap=softcap, ignore_index=ignore_index,
             num_valid=num_valid,
             outputs=("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse"),
-            workspace_bytes=workspace_bytes, inplace_hidden=inplace_hidden, shard=shard,
+            workspace_bytes=workspace_bytes, shard=shard,
         )  # fmt: skip
         loss = z_loss * out.lse.square() - (1.0 - label_smoothing) * out.log_prob
         if label_smoothing:
@@ -224,5 +217,5 @@ def linear_cross_entropy(
     )  # fmt: skip
     return _apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), total_by, opts,
-        torch.is_grad_enabled(), inplace_hidden and not hidden.is_leaf,
+        torch.is_grad_enabled(),
     )  # fmt: skip

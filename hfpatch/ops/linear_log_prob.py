@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.compat import autocast, keeps_graph
+from hfpatch.compat import autocast
 from hfpatch.ops._library import no_second_derivative, one_gradient, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import whole_lse
 from hfpatch.ops._linear_ce_inputs import check, shift_labels
@@ -108,9 +108,9 @@ class _LinearLogProb(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts, private):
+    def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts):
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs, ctx.private = opts, ctx.needs_input_grad[:3], private
+        ctx.opts, ctx.needs = opts, ctx.needs_input_grad[:3]
         with autocast(hidden_ND.device.type, enabled=False):
             out = forward_pass(
                 hidden_ND.detach(),
@@ -133,12 +133,10 @@ class _LinearLogProb(torch.autograd.Function):
             no_second_derivative("linear_log_prob")(ctx)
         hidden_ND, weight_VD, bias_V, labels_N, lse_2N, stats_3N = ctx.saved_tensors
         rows_KN = _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, ctx.opts.vocab_size)
-        # Detached: autograd need not see the overwrite, because the values are not read again.
-        head = hidden_ND.detach(), weight_VD, bias_V
-        overwrite = ctx.private and not keeps_graph()
+        head = hidden_ND, weight_VD, bias_V
         with autocast(hidden_ND.device.type, enabled=False):
-            grads = backward_pass(*head, labels_N, rows_KN, ctx.opts, ctx.needs, overwrite)
-        return *grads, None, None, None, None, None
+            grads = backward_pass(*head, labels_N, rows_KN, ctx.opts, ctx.needs)
+        return *grads, None, None, None, None
 
 
 # Under torch.compile this runs outside the graph, as linear_cross_entropy does.
@@ -159,7 +157,6 @@ def linear_log_prob(
     outputs: tuple[str, ...] = ("log_prob",),
     shift: bool = False,
     workspace_bytes: int = 512 << 20,
-    inplace_hidden: bool = False,
     shard: VocabShard | None = None,
 ) -> LinearLogProbOutput:
     """log softmax(hidden @ weight.T + bias) at the labels, and other values per token, without
@@ -175,8 +172,6 @@ def linear_log_prob(
         outputs: names of the requested fields of LinearLogProbOutput, defined at the top of this
             file. entropy, mean_logit and sum_sq_prob are computed together: one costs as much as
             all three.
-        inplace_hidden: the backward may write hidden's gradient over hidden, as in
-            linear_cross_entropy; ignored if the graph is kept for another backward.
 
     Returns:
         A LinearLogProbOutput. Each requested field is shaped like labels, and 0 (False) where the
@@ -211,10 +206,8 @@ def linear_log_prob(
     )  # fmt: skip
     stats = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs)
     best, labels_N = "is_top1" in outputs, labels.reshape(-1)
-    private = inplace_hidden and not hidden.is_leaf
-    private = private and hidden.is_contiguous() and hidden.dtype == dtype
     log_prob_N, lse_2N, stats_3N, best_N = _apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels_N, stats, best, opts, private
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels_N, stats, best, opts
     )
     entropy_N, mean_N, square_N = stats_3N
     is_top1_N = (best_N == labels_N) & (labels_N != ignore_index) if best else None

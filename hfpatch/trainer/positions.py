@@ -76,7 +76,7 @@ class PositionTrainer(FiniteTrainer):
         self._head_said = True
         labels_BT = call.args[0]
         one = torch.ones((), device=labels_BT.device)  # what the sum of the losses is divided by
-        options = call.options | {"num_items": one, "num_valid": None, "inplace_hidden": False}
+        options = call.options | {"num_items": one, "num_valid": None}
         for i in range(_bucket(self._at_BT.shape[1] - 1, self.args.eval_positions) + 1):
             here = (self._at_BT == i).to(labels_BT.device)
             loss = replace(call, args=(labels_BT.where(here, IGNORE),), options=options)(*args)

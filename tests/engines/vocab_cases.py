@@ -71,7 +71,7 @@ def loss_case(
     workspace_bytes=1 << 15, alone=False,
     **options,
 ) -> float:  # fmt: skip
-    """alone: hidden may be overwritten, and evaluation gives the same loss."""
+    """alone: evaluation gives the same loss."""
     hidden, weight, bias, labels = make(V, options.get("ignore_index", -100), nothing, ruled_out)
     shard = ops.VocabShard(None, V)
     upstream = (
@@ -86,7 +86,7 @@ def loss_case(
         w.requires_grad_(not frozen)
         more = {"bias": b} if with_bias else {}
         if mine:
-            more |= {"shard": shard, "workspace_bytes": workspace_bytes, "inplace_hidden": alone}
+            more |= {"shard": shard, "workspace_bytes": workspace_bytes}
         loss = (ops.linear_cross_entropy if mine else linear_cross_entropy_ref)(
             x * 1, w, labels, **options, **more
         )
