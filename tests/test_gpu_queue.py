@@ -404,19 +404,15 @@ def test_plan_is_held_against_measured_rows(tmp_path):
         "impl": "hfpatch",
         "layers": "32",
         "tokens": "131072",
-        "policy": "host every=1 save=1 stream=0 tile=8192",
+        "policy": "host every=1 save=1 tile=8192",
     }
     expected = plan.planned(row, plan.gpu_row("h100"))
     assert (
-        plan.policy_from(row["policy"]) == Policy("host", 1, True, False, 8192)
+        plan.policy_from(row["policy"]) == Policy("host", 1, True, 8192)
         and plan.policy_from("") is None
     )
-    kept = plan.policy_from(
-        "gpu every=1 save=1 stream=0 offload_dx=1 by_group=1 again=3 wide=1 loss=1024 tile=8192 plain=2 "
-        "keep=qkv,mid"
-    )
-    more = {"offload_dx": True, "by_group": True, "again": 3, "wide": True, "loss_bytes": 1024}
-    assert kept == Policy("gpu", 1, True, False, 8192, plain=2, keep=("qkv", "mid"), **more)
+    kept = plan.policy_from("gpu every=1 save=1 again=3 wide=1 tile=8192 plain=2 keep=qkv,mid")
+    assert kept == Policy("gpu", 1, True, 8192, plain=2, keep=("qkv", "mid"), again=3, wide=True)
     GiB = common.GiB
     row |= {
         "peak_gib": expected["gpu"] / GiB,

@@ -183,7 +183,9 @@ def find_rows(
     (starts_N, seen_N), (holes, read) = found[:-2].view(2, -1), found[-2:].tolist()
     documents = _from_bounds(_bounds(starts_N), B, T, device)
     alone = padding and not (holes or read or seen_N.all())
-    blind_BT = attention_mask.bool().cumsum(1) == 0 if read and padding else None
+    # True for a row that begins with padding whose output is read.
+    left = padding and read and not seen_N.view(B, T)[:, 0].all()
+    blind_BT = attention_mask.bool().cumsum(1) == 0 if left else None
     return Rows(documents, _bounds(starts_N[seen_N]) if alone else None, holes, blind_BT)
 
 

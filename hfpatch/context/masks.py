@@ -172,11 +172,8 @@ class Mask:
         """[B, 1, T, T], dense also for plain causality."""
         allowed, b = self.dense(), self.batch
         if allowed is None:
-            allowed = (
-                torch.ones(b.t, b.t, dtype=torch.bool, device=b.device)
-                .tril()
-                .expand(b.B, 1, -1, -1)
-            )
+            allowed = torch.ones(1, 1, b.t, b.t, dtype=torch.bool, device=b.device).tril()
+        allowed = allowed.expand(b.B, -1, -1, -1)
         if self.added is None:
             return allowed
         return allowed.new_zeros(allowed.shape, dtype=self.added).masked_fill_(

@@ -47,19 +47,15 @@ SOURCES = (
 
 def policy_from(text: str) -> Policy | None:
     """The Policy that step.policy_of wrote, or None."""
-    pattern = r"(\w+) every=(\d+) save=(\d) stream=(\d)(?: offload_dx=(\d))?(?: by_group=(\d))?(?: again=(\d+))?"
-    pattern += r"(?: wide=(\d) loss=(\d+))?"
+    pattern = r"(\w+) every=(\d+) save=(\d)(?: again=(\d+))?(?: wide=(\d))?"
     pattern += r" tile=(\d+)(?: plain=(\d+) keep=([\w,]*))?"
     found = re.fullmatch(pattern, text or "")
     if not found:
         return None
-    offload, every, save, stream, offload_dx, by_group, again, wide, loss, tile, plain, keep = (
-        found.groups()
-    )
+    offload, every, save, again, wide, tile, plain, keep = found.groups()
     kept = {"plain": int(plain or 0), "keep": tuple(filter(None, (keep or "").split(",")))}
-    kept |= {"offload_dx": offload_dx == "1", "by_group": by_group == "1", "again": int(again or 0)}
-    kept |= {"wide": wide == "1", "loss_bytes": int(loss or LOSS_WORKSPACE)}
-    return Policy(offload, int(every), save == "1", stream == "1", int(tile), **kept)
+    kept |= {"again": int(again or 0), "wide": wide == "1"}
+    return Policy(offload, int(every), save == "1", int(tile), **kept)
 
 
 def planned(row: dict, gpu) -> dict | None:

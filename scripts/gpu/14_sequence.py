@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hfpatch
 from hfpatch.context.ranks import sequence_of, sharded
-from hfpatch.loss.shared_rows import part_of
+from hfpatch.trainer.shared_rows import part_of
 
 WORDS = """
 Each row is one sequence over all GPUs: a rank has its part of the tokens, attention exchanges heads

@@ -102,7 +102,6 @@ def policy_of(model) -> str:
     p = policy_used(model)
     if p is None:
         return ""
-    flags = f"save={int(p.save_attention)} stream={int(p.stream_attention)} offload_dx={int(p.offload_dx)}"
-    flags += f" by_group={int(p.by_group)} again={p.again} wide={int(p.wide)} loss={p.loss_bytes}"
+    flags = f"save={int(p.save_attention)} again={p.again} wide={int(p.wide)}"
     kept = f"tile={p.tile} plain={p.plain} keep={','.join(p.keep)}"
     return f"{p.offload} every={p.every} {flags} {kept}"

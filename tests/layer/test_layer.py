@@ -13,14 +13,12 @@ import pytest
 import tiny
 import torch
 from tiny import OfAnEngine, classes, gradients, largest_difference, stock_loss
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfpatch
 from hfpatch.attention import heads as heads_module
 from hfpatch.budget.policy import KEEPABLE
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch
-from hfpatch.layer import backward as backward_module
 from hfpatch.layer import function as tiled_module
 from tests.families import small_model
 from tests.layer.deep import pair, tiny_llama, tokens
@@ -708,6 +706,64 @@ def test_some_layers_run_again_what_others_keep(offload, tile, keep, tmp_path, m
 
 
 
+
+
+@pytest.mark.parametrize(
+    "offload, save, every, copied",
+    [
+        ("gpu", True, 1, False),
+        ("host", True, 1, False),
+        ("host", False, 2, False),
+        ("host", True, 1, True),
+    ],
+)
+@pytest.mark.parametrize("tile", [14, 4096])
+def test_attention_forward_is_one_launch(offload, save, every, copied, tile, monkeypatch):
+    """Only backward goes by groups of heads, or all at once where the policy is wide; gradients are
+    those of a launch a group, to the bit. Where kernels are given copies of q, k and v, it is a
+    group's at a time. Two rows: what is cut out of lse is not contiguous, and kernels read it as if
+    it were.
+    """
+    import dataclasses
+
+    from hfpatch.layer.runtime import LayerRuntime
+
+    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
+    resolve, found, launched = LayerRuntime._resolve, {}, []
+    forward, backward = heads_module.attention_forward, heads_module.attention_backward
+
+    def noted(douts, q, k, v, out, lse, *args, **kwargs):
+        assert out.shape == q.shape and lse.shape[-2] == q.shape[2]  # packed [H, N], else [B, H, T]
+        assert name != "one" or lse.is_contiguous()
+        # In several tiles the kernel finds its group of this one apart, and copies nothing.
+        assert tile == 4096 or douts.is_contiguous()
+        launched.append(-q.shape[2])
+        return backward(douts, q, k, v, out, lse, *args, **kwargs)
+
+    patched = (
+        ("forward", lambda q, *a, **k: launched.append(q.shape[2]) or forward(q, *a, **k)),
+        ("backward", noted),
+    )
+    ways = {"one": {}, "wide": {"wide": True}}
+    wanted = {"one": {2 if copied else 8, -2}, "wide": {8, -8}}
+    monkeypatch.setattr(heads_module, "copies_inputs", lambda *_: copied)
+    for name, way in ways.items():
+        launched.clear()
+        monkeypatch.setattr(
+            LayerRuntime, "_resolve", lambda *a, way=way: dataclasses.replace(resolve(*a), **way)
+        )
+        settings = hfpatch.Checkpointing(
+            offload=offload, tile=tile, every=every, save_attention=save
+        )
+        model = tiny_llama(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+        hfpatch.apply(model, checkpointing=settings)
+        with monkeypatch.context() as here:
+            for direction, function in patched:
+                here.setattr(heads_module, f"attention_{direction}", function)
+            model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
+        found[name] = [p.grad for p in model.parameters()]
+        assert set(launched) == wanted[name]
+    assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
 @pytest.mark.parametrize("tile", [14, 4096])

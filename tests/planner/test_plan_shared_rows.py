@@ -99,14 +99,10 @@ def test_sizes_that_cannot_be_are_refused(arguments, said):
         hfpatch.plan("llama-3.1-8b", seq_len=M, **arguments)
 
 
-def test_uneven_heads_are_planned_under_fsdp2_alone():
-    """28 query and 4 KV heads over eight GPUs: 32 are computed, each with a KV head of its own."""
-    plan = hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=8, **EIGHT)
-    assert plan.fits and plan.placement == "fsdp2"
-    even = hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=4, **{**EIGHT, "gpus": 4})
-    assert plan.seconds["attention"] == pytest.approx(
-        even.seconds["attention"] / 2 * 32 / 28, rel=0.01
-    )
+def test_ranks_that_do_not_divide_the_heads_are_refused():
+    """28 query and 4 KV heads over eight GPUs."""
+    with pytest.raises(ValueError, match="^hfpatch: .* heads"):
+        hfpatch.plan("Qwen/Qwen2.5-7B", seq_len=M, sp_size=8, **EIGHT)
 
 
 OTHERS = {"model_type": "helium", "hidden_size": 256, "intermediate_size": 512,
