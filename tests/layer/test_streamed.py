@@ -309,9 +309,7 @@ def test_weights_written_to_at_rest_are_those_of_the_next_forward():
     loss = ours(**tiny.labelled()).loss
     weight = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
     weight.data = weight.data / 2
-    with pytest.raises(
-        RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"
-    ):
+    with pytest.raises(RuntimeError, match="expected the weights that forward used"):
         loss.backward()
     assert tiny.step(ours, tiny.labelled()) and at_rest(ours)  # packed anew
 
