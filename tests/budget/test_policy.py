@@ -379,23 +379,6 @@ QUICKSTART = {
 }  # fmt: skip
 
 
-# Models from the quickstart's up to 160M, rows from 8k to 128k. Layers that keep everything make
-# the loss's moment the peak whatever it takes itself, so none does.
-@pytest.mark.parametrize("settings", [Checkpointing(plain=0), parse_checkpointing("least")])
-@pytest.mark.parametrize(
-    "name, more", [("llama-tiny", QUICKSTART), ("llama-tiny", {}), ("llama-160m", {})]
-)
-def test_the_loss_is_never_the_peak_of_a_small_model(name, more, settings):
-    shape = ModelShape.from_config(preset_config(name) | more)
-    for itemsize in (2, 4):
-        for tokens in (8192, 32768, 131072):
-            sizes = {"batch": 1, "tokens": tokens, "itemsize": itemsize}
-            policy = choose(settings, shape, **sizes)  # nobody knows what is free
-            moments = step_memory(shape, policy, **sizes).moments
-            peak = max(moments, key=lambda m: m.beyond)
-            assert peak.name != "loss", (tokens, itemsize, policy, moments)
-
-
 def test_free_memory_buys_speed():
     rooms = [6, 10, 20, 40, 70]
     search = Search(Checkpointing(), LLAMA_8B, batch=1, tokens=16384)
