@@ -183,9 +183,10 @@ class Backward:
     # -- D -----------------------------------------------------------------------------------------
     def before_backward(self) -> None:
         call, parts = self.call, self.call.parts
-        ticket = call.ticket(self.parked)
-        if ticket is not None:
-            self.dx, self.parked = ticket.wait()[0], []
+        for saved in self.parked:
+            # A tensor of its own, not a view: the layer before may overwrite it.
+            self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
+            call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         dx, grads = self.dx, list(map(call.cut, self.qkv))
         for index, x_t, _, _ in self._tiles():
             a, b = call.bounds[index]

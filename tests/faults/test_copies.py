@@ -78,11 +78,6 @@ REMOVALS = {
     "Transfers.fetch: device.wait(device.mark() if slot is None else slot.after, self.to_device)": STEP,
     "Kept._room_for_outs: "
     "transfers.device.wait(transfers.device.mark(), transfers.to_device)": STEP,
-    "LayerCall._materialise: transfers.device.wait(transfers.device.mark(), transfers.to_device)": (
-        "host",
-        "tiles again",
-        "step",
-    ),
     "Ticket.wait: self.device.wait(self.ready, self.user)": STEP,
     "Ticket.done: device.wait(self.ready or device.mark(self.side), self.owner)": PARTIAL,
     "Ticket.done: device.wait(device.mark(self.user), self.owner)": HANDED,
