@@ -13,7 +13,7 @@ from hfpatch.lab.presets import preset_config
 RANKS = 8
 HOST = Policy("host")
 M = 1 << 20
-PROMISED = {M: 8.5, 4 * M: 33.0}  # GiB of a GPU beyond sharded parameters and gradients
+PROMISED = {M: 9.0, 4 * M: 35.0}  # GiB of a GPU beyond sharded parameters and gradients
 
 
 def shape(layers=32, ranks=RANKS):

