@@ -120,9 +120,7 @@ class TiledStep:
         # Tensors on their way to the host stay until the layer has run.
         leaving = self.qkv if off and "qkv" in policy.keep else 0
         on_device = 0 if off else self.on_device - twice
-        return forward_moment(
-            z, self.n - 1, self.t, self.single, self.join, on_device, leaving
-        )
+        return forward_moment(z, self.n - 1, self.t, self.single, self.join, on_device, leaving)
 
     def _last(self) -> list[Moment]:
         """The last tiled layer, and the last layer whose attention runs again."""

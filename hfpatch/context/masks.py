@@ -73,9 +73,7 @@ class Batch:
         if (rows.start, a, b) not in self._parts:
             visible = None if self.said[0] is None else self.said[0][rows, a:b]
             B = len(range(self.B)[rows])
-            part = self._parts[rows.start, a, b] = Batch(
-                B, b - a, self.device, visible
-            )
+            part = self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible)
             if B == 1 and visible is None:
                 part._rows[None] = self.rows().part(
                     (rows.start or 0) * self.T + a, b - a, self.device

@@ -236,7 +236,8 @@ def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
             f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
             f"{gpus}."
         )
-    if why := why_not_shared_out(shape.num_heads, shape.num_kv_heads, sp_size):
+    heads = shape.num_heads, shape.num_kv_heads
+    if heads[0] > 1 and (why := why_not_shared_out(*heads, sp_size)):  # 1: it has no attention
         raise ValueError(f"hfpatch: {why}; pass another --sp-size.")
     return replace(shape, ranks=sp_size)
 

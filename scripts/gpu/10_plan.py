@@ -19,7 +19,7 @@ import common
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.hardware import gpu_named, gpu_row
-from hfpatch.budget.policy import LOSS_WORKSPACE, Policy
+from hfpatch.budget.policy import Policy
 from hfpatch.lab.first_step import first_step
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.stock import flops_of, memory_of

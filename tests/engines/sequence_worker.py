@@ -49,9 +49,7 @@ SHORT_FAMILIES = ("qwen3", "gemma2", *PACKED)
 
 
 def batch(kind: str, B: int) -> dict:
-    """Whole rows. plain, packed, padded (left and right, a hole), or without a label in the second
-    half.
-    """
+    """Whole rows. plain, packed, padded (left and right), or without a label in the second half."""
     ids = tiny.ids(B, T)
     positions, labels, given = torch.arange(T).expand(B, -1).clone(), ids.clone(), {}
     labels[0, :7] = -100
@@ -60,7 +58,7 @@ def batch(kind: str, B: int) -> dict:
         labels[:, 0] = -100
     elif kind == "padded":
         given["attention_mask"] = torch.ones(B, T, dtype=torch.long)
-        given["attention_mask"][0, -5:] = given["attention_mask"][-1, 11:13] = 0
+        given["attention_mask"][0, -5:], labels[0, -5:] = 0, -100
         if B > 1:
             given["attention_mask"][1, :4] = 0
             labels[1, :4] = -100  # and what sees nobody predicts the first token
@@ -208,6 +206,8 @@ def family(ranks: Ranks, name: str, contract: str = "sharded", kind: str = "plai
         for n, x in given.items()
     }
     model = families.small_model(name)
+    if hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = False  # refused where ranks share rows
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, offload="host"))
     with sharded(False):  # whole rows
         wanted = {n: x.clone() for n, x in reference(model, given).items()}

@@ -41,7 +41,9 @@ def test_weights_written_to_before_backward_are_noticed(settings, trained):
     loss = model(ids, labels=ids).loss
     with torch.no_grad():
         weight.mul_(1.1)
-    with pytest.raises(RuntimeError, match="Linear.weight was replaced or modified in place.*after backward"):
+    with pytest.raises(
+        RuntimeError, match="Linear.weight was replaced or modified in place.*after backward"
+    ):
         loss.backward()
 
 

@@ -666,8 +666,6 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
         model(ids, labels=ids)
 
 
-
-
 @pytest.mark.parametrize(
     "offload, tile, keep", [("host", 14, KEEPABLE), ("host", 14, ()), ("disk", 4096, ())]
 )
@@ -703,12 +701,6 @@ def test_some_layers_run_again_what_others_keep(offload, tile, keep, tmp_path, m
     model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
     assert calls == [(True, keep), (True, keep), (bool(keep), ())]
     assert len(forwards) == 3 + (not keep)
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize(

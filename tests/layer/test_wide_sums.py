@@ -107,7 +107,9 @@ def test_one_gradient_is_no_sum():
     module, x = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16), torch.ones(2, 4)
     with weights.WeightGradients(ForwardState(module, [module]), several=True) as found:
         for dtype in (torch.bfloat16, torch.float32):
-            weights.walk([found], [module(x.bfloat16()).sum()], [torch.ones((), dtype=torch.bfloat16)], [])
+            weights.walk(
+                [found], [module(x.bfloat16()).sum()], [torch.ones((), dtype=torch.bfloat16)], []
+            )
             assert found.sums[0].dtype == dtype
         found.round()
         assert torch.equal(found.handed_over()[0], torch.full((4, 4), 4.0, dtype=torch.bfloat16))
