@@ -121,9 +121,9 @@ rows. Zamba2's shared layers run whole, for attention and Mamba follow each othe
 
 Whatever `attn_implementation` names (eager, sdpa, flash_attention_2, a kernel of the hub), attention
 runs in FlashAttention-2, cuDNN or FlashAttention-3, whichever a trial on the device finds fastest.
-Windows and packed rows take FlashAttention-2. Soft caps (Gemma 2), and masked tokens at heads of 256
-columns, go through torch's `flex_attention`: tested on CPUs only. Heads of more than 256 columns
-(Gemma 4 has 512) take torch's memory-efficient kernel. FlashAttention-3 has run on no GPU of ours.
+Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
+layers run whole, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
+torch's memory-efficient kernel. FlashAttention-3 has run on no GPU of ours.
 
 ## Versions
 

@@ -209,27 +209,6 @@ def test_kernels_that_are_gone():
     )
 
 
-def test_flex_attention_without_its_names(monkeypatch):
-    """A GPU then runs layers with soft caps whole, and says why."""
-    import torch._dynamo  # an import that is broken off leaves half of it behind
-
-    from hfpatch.attention import attention
-
-    without_imports(
-        monkeypatch, "torch.nn.attention.flex_attention", "torch.fx.experimental.proxy_tensor"
-    )
-    monkeypatch.setattr(torch, "__version__", "0.0")
-    assert compat.flex_operators() is None
-    with pytest.raises(RuntimeError, match="hfpatch: expected a torch that has"):
-        compat.compiled_for(lambda x: x, [torch.zeros(1)])
-    reason = attention.supported(
-        64, torch.bfloat16, torch.device("cuda:7"), attention.Pattern(softcap=7.0)
-    )
-    assert (
-        reason == "soft caps of scores need flex_attention, and torch 0.0 has no operators for it"
-    )
-
-
 def test_attention_without_the_cpu_kernel_is_exact(monkeypatch):
     import tiny
 

@@ -70,14 +70,15 @@ def link_bytes(
     keeping = n - min(policy.keeps_less, n)
     kept = keeping * rows * sum(kept_columns(shape, name) for name in policy.keep)
     single = tiles(batch, tokens, policy.tile)[0] == 1
-    outputs = memory.host - inputs - kept
+    parked = rows * shape.hidden_size if policy.parks_dx and not single else 0
+    outputs = memory.host - inputs - kept - parked
     # Each phase that reads x fetches it; a kept sum after attention is read in place of x.
     passes = 1 if single else 3 - ("qkv" in policy.keep) - ("mid" in policy.keep)
     back = passes * inputs + kept + outputs
     back += (0 if single else 3 - passes) * (n - keeping) * rows * shape.hidden_size
     if policy.every > 1:  # a segment of several layers fetches its input again to run forward
         back += _segments(policy, n) * rows * shape.hidden_size
-    return memory.host, back
+    return memory.host - parked + n * parked, back + n * parked
 
 
 def _segments(policy: Policy, layers: int) -> int:

@@ -77,12 +77,7 @@ def spare_bytes(
     memory: of the same policy and sizes.
     """
     n, tiled = shape.num_layers, shape.num_layers - min(policy.plain, shape.num_layers)
-    if (
-        policy.offload == "gpu"
-        or policy.every > 1
-        or shape.ranks > 1
-        or not tiled
-    ):
+    if policy.offload == "gpu" or policy.every > 1 or shape.ranks > 1 or not tiled:
         return (0,) * (n + 1)
     (forward,) = (m.beyond for m in memory.moments if m.name == FORWARD)
     left, sizes, found = (

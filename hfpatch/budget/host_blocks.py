@@ -38,6 +38,8 @@ def host_blocks(
     sizes = Counter({kept * hidden: -(-tiled // policy.every)})
     if whole:
         return sizes
+    if policy.parks_dx and tiled and len(bounds) > 1:
+        sizes[rows * hidden] += 1
     groups = head_groups(batch, tokens, shape, policy.wide)
     saved = policy.save_attention and policy.every == 1
     saved *= tiled - min(policy.attends_again, tiled)

@@ -346,6 +346,13 @@ class Policy:
         return replace(self, again=0, **({} if full else less))
 
     @property
+    def parks_dx(self) -> bool:
+        """Whether the gradient of a layer's input waits on the host while attention's backward
+        runs. Short of memory only: where there is more, attention takes all heads at once.
+        """
+        return self.offload == "host" and not self.wide
+
+    @property
     def attends_again(self) -> int:
         """The number of layers that run attention again although save_attention is set."""
         return 0 if self.keep else self.again

@@ -234,6 +234,8 @@ class ModelShape(Layout, Parameters):
         """The reason why its layers run whole on a GPU, if no kernel known to run there has a
         backward for its attention; else "".
         """
+        if self.softcap:
+            return "no GPU kernel caps scores and has a backward of its own"
         width = max(self.head_dim, self.v_head_dim)
         return (
             f"no GPU kernel has a backward for heads of {width} columns"

@@ -57,6 +57,7 @@ class TiledStep:
         self.unsaved = min(policy.attends_again, n) if self.save else n
         self.kept_out = n - self.unsaved
         self.kept_inside = sum(z.rows * kept_columns(shape, name) * s for name in policy.keep)
+        self.parked = z.u if policy.parks_dx and not self.single else 0
         self.qkv = z.q + z.kv
         self.tile_D = self.t * shape.hidden_size * s
         self.join = self.t * shape.out_size * s if self.groups > 1 and shape.ranks > 1 else 0
@@ -95,7 +96,7 @@ class TiledStep:
     @property
     def host(self) -> int:
         """Bytes of pinned host memory, or of files."""
-        return self.stored if self.off and self.n else 0
+        return self.stored + self.parked if self.off and self.n else 0
 
     def moments(self) -> list[Moment]:
         """All moments of the step."""
@@ -119,9 +120,7 @@ class TiledStep:
         # Tensors on their way to the host stay until the layer has run.
         leaving = self.qkv if off and "qkv" in policy.keep else 0
         on_device = 0 if off else self.on_device - twice
-        return forward_moment(
-            z, self.n - 1, self.t, self.single, self.join, on_device, leaving
-        )
+        return forward_moment(z, self.n - 1, self.t, self.single, self.join, on_device, leaving)
 
     def _last(self) -> list[Moment]:
         """The last tiled layer, and the last layer whose attention runs again."""
@@ -287,7 +286,7 @@ class _Layer:
             # the outputs of the rounds under way are freed
             outs -= 2 * min(outs, z.out) // groups
         whole = 0 if kept and not step.off else qkv
-        c = z.u + z.out + whole + outs + self.held + step.grads
+        c = z.u - step.parked + z.out + whole + outs + self.held + step.grads
         done = after * z.g  # this layer's gradients that are rounded by then
         # A tile's latents, and the heads joined from them, while q, k and v are computed again.
         latents = (z.latent + 2 * z.q + z.kv) * step.t // z.rows

@@ -44,7 +44,7 @@ def add_arguments(parser, implementations=IMPLEMENTATIONS) -> None:
     parser.add_argument(
         "--policy", nargs="+", default=[], metavar="FIELD=VALUE",
         help="for experts, fields of the policy as it is resolved, over what --checkpointing makes of it: "
-        "offload=host every=1 save_attention=true stream_attention=false tile=8192 (the default)",
+        "offload=host every=1 save_attention=true tile=8192 (the default)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true")
 

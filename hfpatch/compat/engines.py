@@ -235,5 +235,3 @@ def context_parallel_group():
     mesh = getattr(_accelerator_state(), "device_mesh", None)
     shares = getattr(parallelism_config(), "cp_enabled", False) and mesh is not None
     return mesh["cp"].get_group() if shares and "cp" in (mesh.mesh_dim_names or ()) else None
-
-

@@ -9,8 +9,8 @@ tokens restart: at a smaller one, or at the row's least again. Jumps (PoSE), fra
 isolated, where transformers lets their documents see each other.
 
 Padding needs no mask: before a row's first visible token it is a document of its own, and behind the
-last one causality hides it. What its own outputs are is nobody's business. A mask with holes, masked
-tokens between visible ones, is left to transformers (decoder/batch.py).
+last one causality hides it. What its own outputs are is nobody's business. A mask with holes is left
+to transformers (decoder/batch.py): masked tokens between visible ones, or behind them with labels.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Rows:
         documents: None where every row is one document.
         real: the document starts among the visible tokens alone, and their number. None without
             padding, or where padding is read.
-        holes: whether masked tokens lie between visible ones.
+        holes: whether masked tokens lie between visible ones, or a loss reads those behind.
         blind_BT: tokens before a row's first visible one; None if their output is unread.
     """
 
@@ -183,7 +183,9 @@ def find_rows(
     (starts_N, seen_N), (holes, read) = found[:-2].view(2, -1), found[-2:].tolist()
     documents = _from_bounds(_bounds(starts_N), B, T, device)
     alone = padding and not (holes or read or seen_N.all())
-    blind_BT = attention_mask.bool().cumsum(1) == 0 if read and padding else None
+    # True for a row that begins with padding whose output is read.
+    left = padding and read and not seen_N.view(B, T)[:, 0].all()
+    blind_BT = attention_mask.bool().cumsum(1) == 0 if left else None
     return Rows(documents, _bounds(starts_N[seen_N]) if alone else None, holes, blind_BT)
 
 
@@ -209,7 +211,9 @@ def _marks(
     if attention_mask is not None and padding:
         before_BT, after_BT = seen_BT.cumsum(1) == 0, seen_BT.flip(1).cumsum(1).flip(1) == 0
         starts_BT[:, 1:] |= before_BT[:, :-1] & ~before_BT[:, 1:]
-        holes = ~(seen_BT | before_BT | after_BT).all()
+        # A loss that reads padding counts what transformers' mask makes of it.
+        unread_BT = after_BT if idle_BT is None else after_BT & idle_BT
+        holes = ~(seen_BT | before_BT | unread_BT).all()
         read = (~seen_BT if idle_BT is None else ~seen_BT & ~idle_BT).any()
     if chunk is not None:
         at = torch.arange(T, device=device)

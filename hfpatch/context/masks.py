@@ -73,9 +73,7 @@ class Batch:
         if (rows.start, a, b) not in self._parts:
             visible = None if self.said[0] is None else self.said[0][rows, a:b]
             B = len(range(self.B)[rows])
-            part = self._parts[rows.start, a, b] = Batch(
-                B, b - a, self.device, visible
-            )
+            part = self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible)
             if B == 1 and visible is None:
                 part._rows[None] = self.rows().part(
                     (rows.start or 0) * self.T + a, b - a, self.device
@@ -172,11 +170,8 @@ class Mask:
         """[B, 1, T, T], dense also for plain causality."""
         allowed, b = self.dense(), self.batch
         if allowed is None:
-            allowed = (
-                torch.ones(b.t, b.t, dtype=torch.bool, device=b.device)
-                .tril()
-                .expand(b.B, 1, -1, -1)
-            )
+            allowed = torch.ones(1, 1, b.t, b.t, dtype=torch.bool, device=b.device).tril()
+        allowed = allowed.expand(b.B, -1, -1, -1)
         if self.added is None:
             return allowed
         return allowed.new_zeros(allowed.shape, dtype=self.added).masked_fill_(

@@ -130,11 +130,12 @@ def attention_ref(
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
     lse = scores.logsumexp(-1)
-    blind = lse == float("-inf")  # a query that sees no key gets zeros
     if sinks_H is not None:
         lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
-    out = (scores - lse.masked_fill(blind, 0)[..., None]).exp() @ v
-    return out.transpose(1, 2).to(q_BTHE.dtype), lse
+    out = ((scores - lse[..., None]).exp() @ v).transpose(1, 2)
+    if pattern.blind_BT is not None:
+        out = out.masked_fill(pattern.blind_BT[:, :, None, None], 0)
+    return out.to(q_BTHE.dtype), lse
 
 
 def attention(
@@ -196,8 +197,6 @@ def patterns(T: int, device) -> dict:
     """name -> (pattern, whether with sinks) of attention other than plain causal, T >= 30."""
     bounds = (0, T // 3, T // 3 + 1, T)
     documents = Documents(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
-    hidden = torch.zeros(1, T, dtype=torch.bool, device=device)
-    hidden[:, T // 4 : T // 3] = True
     return {
         "packed": (Pattern(documents), False),
         "window": (Pattern(window=T // 3), False),

@@ -17,7 +17,8 @@ Tensors in memory, besides those that the forward kept (kept.py):
     D     by tiles    added to     -         dq, dk, dv            -            -
 
 x is fetched in A, B and D: not in A if "mid" is kept, not in B if "qkv" is. Attention outputs in
-the store fill whole buffers, tile by tile, in A. dx uses dy's memory if nothing else refers to it (privacy.py).
+the store fill whole buffers, tile by tile, in A. dx uses dy's memory if nothing else refers to it
+(privacy.py). Short of memory, it waits on the host during C (Policy.parks_dx).
 
 Kept values are not recomputed: q, k and v replace B; the residual after attention ("mid") replaces
 the projection before it, and x in A. If attention's outputs were not kept, B comes first, then the
@@ -25,12 +26,11 @@ attention forward. With a single tile x stays from the first phase to the last. 
 were kept, B then comes before A, and the graph that B builds serves D.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
-
 
 
 @dataclass(eq=False)
@@ -43,6 +43,7 @@ class Backward:
         weights: layer.weight_gradients.WeightGradients.
         retain: whether another backward of the same call may come.
         stays: single tile: the item of its only pass, for all phases.
+        parked: dx in the store, during attention's backward.
         qkv: q, k, v, later overwritten by their gradients.
         outs: attention's outputs, if recomputed.
         back: single tile: function from the gradients of q, k, v to dx.
@@ -54,6 +55,7 @@ class Backward:
     retain: bool
     stays: list | None = None
     dx: Tensor | None = None
+    parked: list = field(default_factory=list)
     qkv: list | None = None
     outs: list | None = None
     lses: list | None = None
@@ -119,6 +121,11 @@ class Backward:
             for dout, dout_t in zip(self.douts, douts_t):
                 dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
+        if need_x and call.mixes and call.policy.parks_dx:
+            self.parked = [call.queue.transfers.save(dx)]
+            call.queue.transfers.settle()
+            # dx may be dy, which frames of autograd and of callers still hold: this frees its memory.
+            dx.data = dx.new_empty(0)
         self.dx = dx
         self.weights.round()
 
@@ -176,6 +183,10 @@ class Backward:
     # -- D -----------------------------------------------------------------------------------------
     def before_backward(self) -> None:
         call, parts = self.call, self.call.parts
+        for saved in self.parked:
+            # A tensor of its own, not a view: the layer before may overwrite it.
+            self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
+            call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         dx, grads = self.dx, list(map(call.cut, self.qkv))
         for index, x_t, _, _ in self._tiles():
             a, b = call.bounds[index]

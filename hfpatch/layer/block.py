@@ -3,10 +3,8 @@
 Calls the layer's modules in the same order as the traced layer (layer/traced.py), with the same
 bits. The residual is added inside the second norm's kernel.
 
-Blocks with plain weights take layer/direct.py instead. This form serves adapters, quantised
-weights, engines' hooks inside a layer, and autocast. Tracing the layer in these cases costs, for
-LoRA on a Llama of 4 layers, 22-25% more launches, 13-16% more bytes in small ops, 1% more matmul
-FLOPs and 37-61% more Python calls.
+Tracing such a layer costs, for LoRA on a Llama of 4 layers, 22-25% more launches, 13-16% more bytes
+in small ops, 1% more matmul FLOPs and 37-61% more Python calls.
 """
 
 from torch import Tensor, nn

@@ -44,16 +44,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def places_in(modules: list[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """(module, name) of each parameter and buffer, and of tensors with a gradient beside them
-    (FSDP1's views).
-    """
+    """(module, name) of each parameter and buffer, and of FSDP1's views beside them."""
     found = []
     for module in modules:
         own, buffers = parameters_of(module), buffers_of(module)
         found += [(module, name) for name in own if own[name] is not None]
         found += [(module, name) for name in buffers if buffers[name] is not None]
         for name, x in module.__dict__.items():
-            if isinstance(x, Tensor) and x.requires_grad:
+            if isinstance(x, Tensor) and x.requires_grad and is_view_of_flat(x):
                 found.append((module, name))
     return found
 

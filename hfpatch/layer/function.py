@@ -95,9 +95,7 @@ def parts_of(
     )  # fmt: skip
 
 
-def tiled_layer(
-    runtime, policy: Policy, parts: Traced, x: Tensor
-) -> list[Tensor]:
+def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is

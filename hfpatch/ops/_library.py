@@ -19,8 +19,7 @@ LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# overload -> implementation: for the simulator, which follows allocations inside an op, and for
-# layer/direct.py, which skips the dispatcher.
+# overload -> implementation: for the simulator, which follows allocations inside an op.
 IMPLEMENTATIONS: dict = {}
 
 

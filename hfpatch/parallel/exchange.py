@@ -183,7 +183,7 @@ class ExchangedAttention(Attention):
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from its rounds' [B, t, P*w, E]."""
         joined, outs, P = [], list(outs), self.sequence.size
-        for n, rounds in zip(self.counts(), self.rounds):
+        for n in self.counts():
             mine, outs = outs[:n], outs[n:]
             out = (
                 mine[0]

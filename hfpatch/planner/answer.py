@@ -124,15 +124,6 @@ class Run:
     def ranks(self) -> int:
         return getattr(self.shape, "ranks", 1)
 
-    @property
-    def uneven(self) -> str | None:
-        """Why the ranks that share rows cannot split heads evenly; None if they can."""
-        return (
-            None
-            if self.ranks == 1
-            else why_not_shared_out(self.shape.num_heads, self.shape.num_kv_heads, self.ranks)
-        )
-
 
 def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
     """The Plan under one placement, from the text model's memory, FLOPs, seconds and bytes over the
@@ -239,23 +230,21 @@ def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
 
 def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
     """The shape for sp_size ranks that share each row. ValueError if sp_size does not divide the
-    GPUs."""
+    GPUs, or the heads."""
     if gpus % sp_size:
         raise ValueError(
             f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
             f"{gpus}."
         )
+    heads = shape.num_heads, shape.num_kv_heads
+    if heads[0] > 1 and (why := why_not_shared_out(*heads, sp_size)):  # 1: it has no attention
+        raise ValueError(f"hfpatch: {why}; pass another --sp-size.")
     return replace(shape, ranks=sp_size)
 
 
 FLOAT8 = (
     "float8 products at the rate of torchtitan's published steps, which were compiled; not measured "
     "here"
-)
-ASSUMED = (
-    "assumed: flex_attention, which caps its scores, passes the trial that it gets on such a GPU, "
-    "in the memory of flash "
-    "attention; where it does not, layers run whole"
 )
 
 
@@ -290,15 +279,11 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
         )
     name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     reason = getattr(shape, "whole_because", "")
-    if gpu == "this" and (reason or shape.softcap):  # the same check as a layer's on this GPU
+    if gpu == "this" and reason:  # the same check as a layer's on this GPU
         from hfpatch.planner.measure import why_no_kernels
 
-        reason = why_no_kernels(
-            max(shape.head_dim, getattr(shape, "v_head_dim", 0)), shape.softcap or None
-        )
-    if not isinstance(shape, ModelShape):
-        shape = replace(shape, no_flex=reason or None)
-    elif reason and checkpointing not in WHOLE:
+        reason = why_no_kernels(max(shape.head_dim, shape.v_head_dim), shape.softcap or None)
+    if reason and checkpointing not in WHOLE:
         raise UnknownFamily(f"{name}, whose layers run whole ({reason}),")
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)

@@ -25,10 +25,7 @@ class Counted:
         carries_states: mixers carry states over tokens, which no closed form covers.
         nbytes: bytes of all parameters, with the scales of packed weights.
         trained_bytes: bytes of the trained parameters.
-        head_dim: the largest of the model's modules.
         ranks: GPUs that share each row.
-        softcap: the cap of attention's scores, or 0.
-        no_flex: why flex_attention cannot be used, or None.
     """
 
     parameters: int
@@ -43,10 +40,7 @@ class Counted:
     trained_bytes: int = 0
     num_heads: int = 1
     num_kv_heads: int = 1
-    head_dim: int = 1
     ranks: int = 1
-    softcap: float = 0.0
-    no_flex: str | None = None
 
     @classmethod
     def of(cls, model: nn.Module, layers, adapters=None) -> "Counted":
@@ -75,8 +69,6 @@ class Counted:
             getattr(model.config, "num_attention_heads", 1),
         )
         keys = getattr(model.config, "num_key_value_heads", None) or heads
-        softcap = getattr(model.config, "attn_logit_softcapping", None) or 0.0
-        widest = max((getattr(m, "head_dim", None) or 1 for m in model.modules()), default=1)
         return cls(
             *sizes,
             adapters,
@@ -86,8 +78,6 @@ class Counted:
             trained_bytes_of(model),
             heads,
             keys,
-            widest,
-            softcap=softcap,
         )
 
     def parameter_bytes(self) -> int:

@@ -14,7 +14,6 @@ from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.lab.first_step import first_step
 from hfpatch.lab.stock import flops_of, memory_of
 from hfpatch.planner.answer import (
-    ASSUMED,
     FLOAT8,
     PROCESS_BYTES,
     WHOLE,
@@ -149,8 +148,6 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
         run.rates, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize
     )
     why = why_not or _why(run, policy)
-    if isinstance(policy, Policy) and run.shape.softcap and not run.gpu.measured:
-        why += f"; {ASSUMED}"
     why += f"; {FLOAT8}" if run.gpu.float8 > 1 else ""
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
     return replace(
@@ -287,7 +284,7 @@ def placements(run: Run, asked: str) -> list[str]:
     """The placements that a plan tries. With float8 only those without an engine, as in
     `hfpatch train`. ValueError if there is none.
     """
-    found = candidates(asked, run.gpus, bool(run.shape.adapters), run.uneven)
+    found = candidates(asked, run.gpus, bool(run.shape.adapters))
     if run.gpu.float8 > 1:
         found = [name for name in found if not placement_named(name).sharded]
     if not found:

@@ -118,29 +118,16 @@ def under(optimizer: str, placement: str) -> str:
 ADAPTED = ("gpu8bit", "adamw")
 
 
-def candidates(
-    name: str, gpus: int, adapters: bool = False, uneven: str | None = None
-) -> list[str]:
-    """The placements to try. uneven: why the ranks that share rows cannot split heads evenly, which
-    DeepSpeed refuses; None if they can.
+def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
+    """The placements to try.
 
     Raises:
-        ValueError: the name is unknown, or impossible with this number of GPUs, with adapters, or
-            with ranks that share rows.
+        ValueError: the name is unknown, or impossible with this number of GPUs or with adapters.
     """
     if name in _OF_OPTIMIZERS or name in OPTIMIZERS and name not in PLACEMENTS:
         return _of_an_optimizer(name, gpus, adapters)
     possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
     possible = list(ADAPTED) if adapters else possible
-    if uneven:
-        possible = [n for n in possible if n.startswith("fsdp2")]
-        if name in PLACEMENTS and name not in possible or not possible:
-            # adapters are not planned under fsdp2
-            other = ", or --placement fsdp2" if possible else ""
-            raise ValueError(
-                f"hfpatch: {uneven}, which DeepSpeed's Ulysses refuses; pass another "
-                f"--sp-size{other}."
-            )
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]
     if name not in PLACEMENTS:

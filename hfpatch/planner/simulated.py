@@ -21,7 +21,7 @@ from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, UNTILED
-from hfpatch.planner.answer import ASSUMED, WHOLE, Plan, Run, assembled
+from hfpatch.planner.answer import WHOLE, Plan, Run, assembled
 from hfpatch.planner.counted import Counted, Values, layers_of, trained_bytes_of
 from hfpatch.planner.evaluate import free_bytes
 from hfpatch.planner.fewer import (
@@ -95,7 +95,6 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
     try:
         how = {
             "ranks": counted.ranks,
-            "no_flex": counted.no_flex,
             "most_operations": max(OPERATIONS, batch * seq_len),
         }
         return simulate(ready, batch, seq_len, policy=policy if tiled else None, **how)
@@ -337,7 +336,6 @@ def _under(config: Values, run: Run, names: list, policy) -> Plan:
         who = "delta rules take what fla's kernels do, other mixers" if installed() else "mixers"
         why += f"; {who} run in plain code, which takes more memory than their kernels do"
     why += f"; {WAITS}" if counted.carries_states and run.ranks > 1 else ""
-    why += f"; {ASSUMED}" if counted.softcap and not run.gpu.measured else ""
     if slow:
         *shorter, last = (f"{n * tile:,}" for n in STRETCHED)
         why += f"; run at {', '.join(shorter)} and {last} tokens and carried on by a {'square' if rows else 'line'}"

@@ -6,6 +6,7 @@ from hfpatch.budget.choice import HOST_SHARE
 from hfpatch.budget.formula import GiB, ModelShape
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import Checkpointing
+from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.planner.answer import (
     WHOLE,
     Plan,
@@ -83,10 +84,12 @@ def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
             break
     for size in range(2, run.gpus + 1):
         if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
+            if why_not_shared_out(run.shape.num_heads, run.shape.num_kv_heads, size):
+                continue
             part = replace(
                 run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size)
             )
-            if not part.uneven and offers.add(f"--sp-size {size}", part, names):
+            if offers.add(f"--sp-size {size}", part, names):
                 break
 
 

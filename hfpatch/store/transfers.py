@@ -275,7 +275,7 @@ class Transfers:
             return ticket
         # New memory: earlier kernels of the compute stream may still use it. That wait includes the
         # one of settle(), so the data to read has been written. A slot's last use may be older:
-        # there the caller orders the write (FetchQueue.begin, LayerCall._materialise).
+        # there the caller orders the write (FetchQueue.begin).
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             self._write()  # a read waits for the writes that it finds started

@@ -9,6 +9,8 @@ from hfpatch.budget.limits import environment_number
 from hfpatch.context.ranks import sequence_of, summed_gradients
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
+from hfpatch.parallel.exchange import Sequence
+from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
 from hfpatch.trainer.shared_rows import (
     evaluation_loss,
     labelled_alike,
@@ -16,8 +18,6 @@ from hfpatch.trainer.shared_rows import (
     part_of,
     shares_rows,
 )
-from hfpatch.parallel.exchange import Sequence
-from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
 
 
 def parallelism(engine: str | None, values: dict, *, size: int, attention: str):

@@ -10,12 +10,12 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from hfpatch.trainer.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import folders
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.positions import PositionTrainer
 from hfpatch.trainer.sequence import sequence_under, share_rows
+from hfpatch.trainer.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
 
 
 class Trainer(PositionTrainer):

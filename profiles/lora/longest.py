@@ -16,7 +16,7 @@ CARDS = {f"{n} GiB": replace(GPUS["rtx4090"], memory_bytes=n * GiB) for n in (12
 CARDS |= {name: GPUS[name] for name in ("rtx5090", "l40s", "a100-80gb", "h100")}
 FIELDS = ("card", "host_gib", "inputs_alone", "tokens", "gpu_gib", "host_taken_gib", "step_seconds",
           "every", "tile",
-          "save_attention", "stream_attention", "offload_dx", "by_group", "frozen_weights")  # fmt: skip
+          "save_attention", "frozen_weights")  # fmt: skip
 
 
 def main() -> None:

@@ -20,8 +20,7 @@ RUNS = [("llama-3.1-70b", n, "least") for n in (512, 336, 240)] + [
 RUNS += [("llama-3.1-70b", 512, "fastest"), ("Qwen/Qwen3-32B", 336, "fastest")]
 FIELDS = ("model", "gpu", "host_ram_gib", "aim", "tokens", "fits", "gpu_gib", "beyond_gib",
           "simulated_gib", "host_gib",
-          "step_seconds", "copy_wait", "every", "save_attention", "stream_attention", "offload_dx",
-          "by_group", "tile")  # fmt: skip
+          "step_seconds", "copy_wait", "every", "save_attention", "tile")  # fmt: skip
 
 
 def simulated(name: str, found) -> str:

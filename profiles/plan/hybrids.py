@@ -54,7 +54,7 @@ def row(family: str, tokens: int, word: str, ranks: int = 1) -> str:
     sums = 4 * body // len(find_decoder(model).layers)
     policy = unplanned(settings, tokens // ranks, False, config["hidden_size"], None, sums)
     if word == "before":
-        policy = replace(policy, chain=0, by_group=False, stream_attention=False)
+        policy = replace(policy, chain=0)
     if word == "whole":
         verdict._verdict.cache_clear()
         with mock.patch.object(verdict, "ask_in_time", lambda stack, layer, traits: traits):

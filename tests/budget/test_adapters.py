@@ -89,18 +89,13 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
 
 
 # The forward's, the tiles', the attention's and one tile's moment are the highest here, in this
-# order; by group the forward's.
+# order.
 @pytest.mark.parametrize("base, tokens, policy", [
-    ("8bit", 32768, Policy("host", tile=4096, stream_attention=True)),
+    ("8bit", 32768, Policy("host", tile=4096)),
     ("4bit", 32768, Policy("host", tile=4096, save_attention=False)),
     ("4bit", 32768, Policy("host", tile=4096)), ("bf16", 8192, Policy("host")),
-    ("4bit", 32768, Policy("host", tile=4096, save_attention=False, by_group=True)),
     ("bf16", 16384, Policy("host", tile=1024, keep=("qkv",))),
-    ("4bit", 16384, Policy("host", tile=1024, dense=True)),
-    pytest.param(
-        "4bit", 32768, Policy("host", tile=1024, save_attention=False, by_group=True, dense=True),
-        marks=LONG,
-    ),
+    ("4bit", 16384, Policy("host", tile=1024)),
     ("bf16", 16384, Policy("host", tile=4096, frozen_weights="host")),
     ("4bit", 16384, Policy("gpu", every=2, frozen_weights="host")),
 ])  # fmt: skip

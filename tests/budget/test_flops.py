@@ -204,7 +204,7 @@ def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     several = tokens // tile
     sums = (SUM_BYTES * several + SUM_BYTES_ONCE) * shape.trained_of(0) if several > 1 else 0
     assert forward == pytest.approx(counted["forward"], rel=0.05)
-    assert backward + sums == pytest.approx(counted["backward"], rel=0.03)
+    assert backward + sums == pytest.approx(counted["backward"], rel=0.05)
 
 
 SMALL = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,

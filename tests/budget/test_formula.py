@@ -17,7 +17,6 @@ from hfpatch.budget.host_blocks import host_blocks
 from hfpatch.budget.ladder import policies
 from hfpatch.budget.policy import (
     KEEPABLE,
-    LOSS_WORKSPACE,
     Checkpointing,
     Policy,
     auto_tile,
@@ -350,7 +349,6 @@ def test_the_blocks_of_the_host_are_the_bytes_of_the_formula(preset, tokens, bat
     shape = ModelShape.from_config(preset_config(preset))
     ladder = policies(
         Checkpointing(offload="host"), shape, batch=batch, tokens=tokens, able=KEEPABLE,
-        loss_bytes=LOSS_WORKSPACE,
     )  # fmt: skip
     more = [dataclasses.replace(p, plain=3, again=p.save_attention * 2) for p in ladder]
     for policy in (*ladder, *more):

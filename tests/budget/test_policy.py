@@ -28,10 +28,10 @@ from hfpatch.budget.choice import (
     reserve,
 )
 from hfpatch.budget.copies import link_bytes
-from hfpatch.budget.cuts import loss_chunk_rows, loss_workspaces, tile_bounds
+from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS
-from hfpatch.budget.ladder import DENSE_TILE, TILES, unplanned
+from hfpatch.budget.ladder import TILES, unplanned
 from hfpatch.budget.policy import (
     CHAIN,
     KEEPABLE,
@@ -79,7 +79,7 @@ def test_settings_take_a_directory(tmp_path):
 
 def test_nothing_known_is_offloaded_and_saved():
     # which costs nothing at this length
-    assert chosen() == Policy("host", 1, True, False, 8192, loss_bytes=2 << 30)
+    assert chosen() == Policy("host", 1, True, 8192)
 
 
 # The host's room falls: attention outputs go first, then every other layer, and so on; the GPU is
@@ -128,7 +128,7 @@ def test_too_little_host_memory_says_what_would_do(settings):
 def test_segments_keep_no_attention_outputs_whatever_is_said_of_them():
     sizes, shape = {"batch": 1, "tokens": 32768}, LLAMA_8B
     ways = (
-        dataclasses.replace(Policy("host", 2, by_group=True), save_attention=save)
+        dataclasses.replace(Policy("host", 2), save_attention=save)
         for save in (True, False)
     )
     assert (
@@ -140,7 +140,7 @@ def test_segments_keep_no_attention_outputs_whatever_is_said_of_them():
 def test_what_was_set_is_kept():
     settings = Checkpointing(offload="gpu", every=4, save_attention=False, tile=777)
     policy = chosen(settings=settings, host_free=GiB, gpu_free=GiB)
-    assert dataclasses.replace(policy, loss_bytes=512 << 20) == Policy("gpu", 4, False, False, 777)
+    assert policy == Policy("gpu", 4, False, 777)
 
 
 def test_what_was_asked_to_be_kept_is_kept_over_a_slow_link():
@@ -159,16 +159,13 @@ def test_small_checkpoints_stay_on_the_device():
     assert chosen(tokens=131072, gpu_free=60 * GiB, host_free=200 * GiB).offload == "host"
 
 
-def test_a_short_device_streams_attention_and_shrinks_tiles():
+def test_a_short_device_shrinks_tiles():
     def beyond(policy):
         return step_memory(LLAMA_8B, policy, batch=1, tokens=131072).beyond
 
     plain = chosen()
     shorter = chosen(gpu_free=beyond(plain) - 1, host_free=200 * GiB)
-    streamed = chosen(gpu_free=4 * GiB, host_free=200 * GiB)
-    assert shorter.offload_dx or shorter.stream_attention
-    assert streamed.stream_attention and streamed.tile < plain.tile
-    assert beyond(streamed) < beyond(shorter) < beyond(plain)
+    assert shorter.tile < plain.tile and beyond(shorter) < beyond(plain)
     policy = chosen(gpu_free=GiB, host_free=200 * GiB)  # nothing fits: the least comes closest
     assert beyond(policy) <= beyond(
         chosen(settings=Checkpointing(aim="least"), host_free=200 * GiB)
@@ -199,7 +196,7 @@ def every_policy(shape, batch, tokens, coarse=False):
     """All that a session runs, whether they make sense or not. coarse: of many layers, some counts
     of them.
     """
-    n, packed = shape.num_layers, shape.adapters is not None
+    n = shape.num_layers
     keeps = [
         k for count in range(len(shape.keepable) + 1) for k in combinations(shape.keepable, count)
     ]
@@ -210,38 +207,15 @@ def every_policy(shape, batch, tokens, coarse=False):
         (1, 2, 4, 8, n) if coarse else range(1, n + 1),
         range(0, n + 1, max(1, n // 16) if coarse else 1),
     )
-    for place, every, save, (stream, wide), tile, plain, keep, (offload_dx,
-                                                                group), dense, loss in product(
-        ("gpu", "host"), everys, (True, False), ((True, False), (False, False), (False, True)),
-        tiles[-2:] if coarse else tiles,
-        plains, keeps, ((False, False), (True, False), (False, True)),
-        (False, True) if packed else (False,),
-        LOSSES[::2] if coarse else LOSSES,
+    for place, every, save, wide, tile, plain, keep in product(
+        ("gpu", "host"), everys, (True, False), (True, False), tiles[-2:] if coarse else tiles,
+        plains, keeps,
     ):  # fmt: skip
-        several = max(1, tile // batch) < tokens
-        segments = every > 1 and (keep or save or stream)
-        by_group = group and (keep or wide or stream != (save and every == 1))
-        if (
-            segments
-            or by_group
-            or stream
-            and not save
-            or (offload_dx or group)
-            and (place == "gpu" or not several)
-        ):
+        if every > 1 and (keep or save):
             continue
-        if stream and place == "gpu" or dense and (tile > DENSE_TILE or not several):
-            continue
-        fields = {
-            "offload_dx": offload_dx,
-            "by_group": group,
-            "wide": wide,
-            "dense": dense,
-            "loss_bytes": loss,
-        }
         agains = range(0, max(1, n - plain), max(1, n // 3) if coarse else 1)
         for again in agains if save and every == 1 and place == "host" else (0,):
-            yield Policy(place, every, save, stream, tile, plain, keep, again=again, **fields)
+            yield Policy(place, every, save, tile, plain, keep, again=again, wide=wide)
 
 
 def assert_no_policy_is_faster(
@@ -308,7 +282,7 @@ def test_a_plain_layer_that_spares_the_host_is_found_where_none_fits():
         gpu=gpu,
     )
     budget = Budget(5_299_623_184, 918_617_216, None)
-    kept = Policy("host", tile=16384, keep=("mid",), wide=True, loss_bytes=1 << 30)
+    kept = Policy("host", tile=16384, keep=("mid",), wide=True)
     none, one = (search.price(dataclasses.replace(kept, plain=n)) for n in (0, 1))
     assert budget.admits(one) and not budget.admits_host(none)
     assert search.best(budget).seconds <= SLOWER * one.seconds
@@ -338,7 +312,7 @@ def test_no_policy_that_fits_is_faster_than_what_is_chosen_of_any_model(seed):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "seed, model",
-    enumerate(("llama-3.1-8b", "Qwen/Qwen3-30B-A3B", "google/gemma-3-12b", "microsoft/phi-4")),
+    [*enumerate(("llama-3.1-8b", "Qwen/Qwen3-30B-A3B", "google/gemma-3-12b", "microsoft/phi-4"))],
 )
 def test_no_policy_that_fits_is_faster_of_real_depth(seed, model):
     shape = ModelShape.from_config(preset_config(model))
@@ -399,65 +373,10 @@ def test_attention_takes_all_heads_at_once_where_memory_is_free():
     )
 
 
-def test_the_loss_takes_larger_chunks_where_memory_is_free():
-    """Fewer passes over the float32 sums of the head's gradient, none at 8k; and its smallest
-    matmul, of 128 x 256 tiles, then fills 108 and 132 processors in all but a tenth of its time.
-    """
-    shape, room = LLAMA_8B, {"gpu_free": 45 * GiB, "host_free": 200 * GiB}
-    for tokens in (8192, 32768, 131072):
-        policy = chosen(tokens, **room)
-        rows, chunks = loss_chunk_rows(shape, tokens, 2, policy.loss_bytes)
-        assert (rows, chunks) == (8192, tokens // 8192)
-        pieces = -(-rows // 128) * -(-shape.hidden_size // 256)
-        assert all(
-            pieces / processors / -(-pieces // processors) > 0.9 for processors in (108, 132)
-        )
-    # nobody knows what is free
-    for aim in (parse_checkpointing("least"), Checkpointing(aim="fastest")):
-        policy = chosen(16384, settings=aim, host_free=200 * GiB)
-        more = dataclasses.replace(policy, loss_bytes=2 * policy.loss_bytes)
-        one, two = (
-            max(m.beyond for m in step_memory(shape, p, batch=1, tokens=16384).moments)
-            for p in (policy, more)
-        )
-        assert two > one
-    frozen = dataclasses.replace(shape, adapters=Adapters(rank=8))
-    sizes = {"batch": 1, "tokens": 8192}
-    # no sums: nothing is gained
-    assert choose(Checkpointing(), frozen, **sizes, **room).loss_bytes == 512 << 20
-
-
 QUICKSTART = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,
     "vocab_size": 8192, "max_position_embeddings": 16384,
 }  # fmt: skip
-
-
-# Models from the quickstart's up to 160M, rows from 8k to 128k. Layers that keep everything make
-# the loss's moment the peak whatever it takes itself, so none does.
-@pytest.mark.parametrize("settings", [Checkpointing(plain=0), parse_checkpointing("least")])
-@pytest.mark.parametrize(
-    "name, more", [("llama-tiny", QUICKSTART), ("llama-tiny", {}), ("llama-160m", {})]
-)
-def test_the_loss_is_never_the_peak_of_a_small_model(name, more, settings):
-    shape = ModelShape.from_config(preset_config(name) | more)
-    for itemsize in (2, 4):
-        for tokens in (8192, 32768, 131072):
-            sizes = {"batch": 1, "tokens": tokens, "itemsize": itemsize}
-            policy = choose(settings, shape, **sizes)  # nobody knows what is free
-            moments = step_memory(shape, policy, **sizes).moments
-            peak = max(moments, key=lambda m: m.beyond)
-            assert peak.name != "loss", (tokens, itemsize, policy, moments)
-
-
-def test_the_smallest_workspace_of_the_loss_follows_the_model():
-    assert loss_workspaces(LLAMA_8B, 8192, 2) == LOSSES, "as ever"
-    tiny = ModelShape.from_config(preset_config("llama-tiny") | QUICKSTART)
-    for rows in (8192, 1 << 20):
-        least, *larger = loss_workspaces(tiny, rows, 4)
-        assert tuple(larger[-3:]) == LOSSES or least == LOSSES[0]
-        assert loss_chunk_rows(tiny, rows, 4, least)[0] >= 512
-    assert loss_workspaces(tiny, 8192, 4)[0] < 20 << 20
 
 
 def test_free_memory_buys_speed():
@@ -731,16 +650,12 @@ def test_layers_without_attention_share_an_input_as_far_as_memory_is_free():
     assert (short.chain, short.time_tile) == (4, 2048)
 
 
-def test_least_takes_one_layer_and_heads_in_the_tier():
+def test_least_takes_one_layer_without_attention_at_a_time():
     least = unplanned_for(120 * GiB, settings={"aim": "least"})
     assert (least.chain, least.tile, least.time_tile) == (1, 2048, 0)
-    assert least.by_group and least.stream_attention and least.offload_dx
     assert unplanned_for(40 * GiB, settings={"aim": "least"}, short=True).chain == 4
     one = unplanned_for(120 * GiB, 2048, settings={"aim": "least"})  # a row of one tile
-    assert not one.by_group and not one.stream_attention
     # a short row: all sums of a layer at once are more than what a chain spares
     assert one.chain == unplanned_for(GiB, 32768).chain == 0
-    here = unplanned_for(120 * GiB, settings={"aim": "least", "offload": "gpu"})
-    assert not here.by_group
     every = unplanned_for(None, settings={"every": 1})
     assert every.chain == 0 and every.save_attention

@@ -36,13 +36,13 @@ def check(reports: list[dict], n_cases: int) -> None:
 
 @tiny.not_with_transformers_5_0("runs experts' layers whole, of which packed rows are refused")
 def test_gradients_are_those_of_one_process(tmp_path):
-    """Fewer KV heads than ranks, uneven heads, batch 1 and 2, packed, padded, zigzag, LoRA, every,
+    """Fewer KV heads than ranks, batch 1 and 2, packed, padded, zigzag, LoRA, every,
     tiers, saved or not, no label on a rank.
     """
     reports = torchrun("sequence_worker.py", "short", folder=tmp_path)
-    check(reports, 15)
+    check(reports, 12)
     for report in reports:
-        assert report["calls"] > 15 * 3  # every layer's attention was exchanged
+        assert report["calls"] > 12 * 3  # every layer's attention was exchanged
         positions, packed = report["said"]
         assert positions.startswith(
             "hfpatch: expected position_ids where a row's tokens lie on several ranks"
@@ -62,8 +62,6 @@ def test_gradients_are_those_of_one_process(tmp_path):
             "rank 1 has input_ids [1, 10], labels [1, 10], position_ids [1, 10], rank 0" in tokens
         )
         assert max(report["evaluation"]) <= 1e-6 and report["scores"] <= 1e-5
-        # three losses alone, of a row of each rank, in two layers
-        assert report["shared"] == 3 * 2 * 2
         parts, errors = report["parts"]
         said = (
             "attention that can be exchanged",
@@ -100,7 +98,7 @@ def test_numbers_that_the_host_reads_travel_over_a_group_of_their_own(tmp_path):
 def test_every_way_and_family(ranks, tmp_path):
     check(
         torchrun("sequence_worker.py", "all", folder=tmp_path, ranks=ranks, seconds=1500),
-        15 + 2 * 5 * 3 * 4,
+        12 + 2 * 3 * 3 * 4,
     )
 
 

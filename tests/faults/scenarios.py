@@ -209,27 +209,17 @@ ACTIONS = {
     "whole other order": whole(other_order), "whole raise": whole(raising("mlp", "forward")),
     "whole side stream": whole(side_stream), "written at rest": written_at_rest,
 }  # fmt: skip
-# name -> (tile, save_attention, stream_attention, every, keep[, offload_dx[, by_group[, again[,
-# weights]]]])
+# name -> (tile, save_attention, every, keep[, again[, weights]])
 WAYS = {
-    "tiles": (16, True, False, 1, ()), "tiles again": (16, False, False, 1, ()),
-    "one": (4096, True, False, 1, ()),
-    "one again": (4096, False, False, 1, ()), "streamed": (16, True, True, 1, ()),
-    "every 2": (16, False, False, 2, ()),
-    "every 3": (4096, False, False, 3, ()), "keep": (16, True, False, 1, KEEPABLE),
-    "keep one": (4096, True, False, 1, KEEPABLE),
-    "keep streamed": (16, True, True, 1, ("gate_up", "mid")), "plain": (16, True, False, 1, ()),
-    "parked": (16, True, False, 1, (), True), "parked again": (16, False, False, 2, (), True),
-    "by group": (16, True, True, 1, (), False, True), "by group again": (16, False, False, 1, (),
-                                                                         False, True),
-    "one again alone": (16, True, True, 1, (), False, False, 1),
-    "one keeps less": (16, True, False, 1, KEEPABLE, False, False, 1),
-    "weights": (16, True, False, 1, (), False, False, 0, "host"),
-    "weights every 2": (16, False, False, 2, (), False, False, 0, "host"),
-    "weights one": (4096, True, False, 1, (), True, False, 0, "host"),
-    "weights by group": (16, True, True, 1, (), False, True, 0, "host"),
-    "by group 2": (16, False, False, 2, (), False, True),
-    "shared": (16, True, False, 1, KEEPABLE), "shared every 2": (16, False, False, 2, ()),
+    "tiles": (16, True, 1, ()), "tiles again": (16, False, 1, ()), "one": (4096, True, 1, ()),
+    "one again": (4096, False, 1, ()), "every 2": (16, False, 2, ()),
+    "every 3": (4096, False, 3, ()), "keep": (16, True, 1, KEEPABLE),
+    "keep one": (4096, True, 1, KEEPABLE), "keep two": (16, True, 1, ("gate_up", "mid")),
+    "plain": (16, True, 1, ()), "one again alone": (16, True, 1, (), 1),
+    "one keeps less": (16, True, 1, KEEPABLE, 1), "weights": (16, True, 1, (), 0, "host"),
+    "weights every 2": (16, False, 2, (), 0, "host"),
+    "weights one": (4096, True, 1, (), 0, "host"),
+    "shared": (16, True, 1, KEEPABLE), "shared every 2": (16, False, 2, ()),
 }  # fmt: skip
 TIERS = ("gpu", "host", "disk")
 REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers that run whole
@@ -237,14 +227,7 @@ REFUSED = [way for way, row in WAYS.items() if row[-1] == "host"]  # by layers t
 
 def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
     row = WAYS[way]
-    tile, save, stream, every, keep, offload_dx, by_group, again, weights = (
-        *row,
-        *(False, False, 0, "gpu")[len(row) - 5 :],
-    )
-    by_group, offload_dx = (
-        by_group and tier != "gpu",
-        offload_dx and tier != "gpu",
-    )  # as the policy has it
+    tile, save, every, keep, again, weights = (*row, *(0, "gpu")[len(row) - 4 :])
     where = str(directory) if tier == "disk" else tier
     settings = hfpatch.Checkpointing(
         offload=where,
@@ -266,13 +249,7 @@ def build(tier: str, way: str, directory, stack: contextlib.ExitStack):
         mock.patch.object(
             LayerRuntime,
             "_resolve",
-            lambda *a: dataclasses.replace(
-                resolve(*a),
-                stream_attention=stream and not a[4],
-                offload_dx=offload_dx,
-                by_group=by_group,
-                again=again,
-            ),
+            lambda *a: dataclasses.replace(resolve(*a), again=again),
         )
     )
     return model

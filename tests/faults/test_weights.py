@@ -19,31 +19,16 @@ STREAMED = hfpatch.Checkpointing(offload="host", tile=14, frozen_weights="host")
 
 @pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_functional_call_left_before_backward(settings, frozen):
-    stock, model = pair()
+def test_functional_call_left_before_backward_is_refused(settings, frozen):
+    _, model = pair()
     hfpatch.apply(model, checkpointing=settings)
     ids = tokens()
-    found = []
-    for m in (stock, model):
-        m.requires_grad_(not frozen)
-        generator = torch.Generator().manual_seed(7)
-        weights = {
-            n: (
-                p.detach() * (1 + 0.2 * torch.rand(p.shape, generator=generator, dtype=p.dtype))
-            ).requires_grad_(not frozen or "norm" in n)
-            for n, p in m.named_parameters()
-        }
-        if m is stock:
-            out = functional_call(m, weights, (), {"input_ids": ids, "use_cache": False}).logits[
-                :, :-1
-            ]
-            loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ids[:, 1:].flatten())
-        else:
-            loss = functional_call(m, weights, (), {"input_ids": ids, "labels": ids}).loss
+    weights = {n: 2 * p.detach() for n, p in model.named_parameters()}
+    for name, weight in weights.items():
+        weight.requires_grad_(not frozen or "norm" in name)
+    loss = functional_call(model, weights, (), {"input_ids": ids, "labels": ids}).loss
+    with pytest.raises(RuntimeError, match="was replaced or modified in place before its backward"):
         loss.backward()
-        found.append({n: w.grad for n, w in weights.items()})
-        assert all(p.grad is None for p in m.parameters())
-    assert largest_difference(*found) < BUDGET
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
@@ -56,28 +41,10 @@ def test_weights_written_to_before_backward_are_noticed(settings, trained):
     loss = model(ids, labels=ids).loss
     with torch.no_grad():
         weight.mul_(1.1)
-    with pytest.raises(RuntimeError, match="Linear.weight was modified in place.*after backward"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("settings", WAYS, ids=["tiles", "every 2"])
-def test_weights_replaced_before_backward_are_noticed(settings):
-    """`.data = other` (averaged weights put in for a moment) changes no version; autograd itself
-    keeps the old ones.
-    """
-    _, model = pair()
-    hfpatch.apply(model, checkpointing=settings)
-    ids = tokens()
-    loss = model(ids, labels=ids).loss
-    weights = torch.nn.utils.parameters_to_vector(model.parameters())
-    torch.nn.utils.vector_to_parameters(2 * weights, model.parameters())
     with pytest.raises(
-        RuntimeError, match="was given other values by its .data before its backward"
+        RuntimeError, match="Linear.weight was replaced or modified in place.*after backward"
     ):
         loss.backward()
-    torch.nn.utils.vector_to_parameters(weights, model.parameters())
-    model.zero_grad()
-    model(ids, labels=ids).loss.backward()  # and nothing of it stays
 
 
 @hfpatch.token_wise
@@ -89,17 +56,16 @@ class Casting(torch.nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize(
     "settings", [None, *WAYS, STREAMED], ids=["whole", "tiles", "every 2", "streamed"]
 )
-def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing(settings, trained):
+def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing(settings):
     stock, model = pair()
     for m in (stock, model):
         for layer in m.model.layers:
             up = Casting(*reversed(layer.mlp.up_proj.weight.shape), bias=False)
             up.weight.data = layer.mlp.up_proj.weight.data
-            layer.mlp.up_proj = up.requires_grad_(trained)
+            layer.mlp.up_proj = up.requires_grad_(False)
             layer.mlp.gate_proj.requires_grad_(False)
     hfpatch.apply(model, checkpointing=settings or WAYS[0])
     if settings is None:
@@ -113,8 +79,6 @@ def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing(settings, t
                 layer.mlp.up_proj.float()
         stock_loss(stock, ids, input_ids=ids).backward()
         model(ids, labels=ids).loss.backward()
-        if trained:
-            assert model.model.layers[0].mlp.up_proj.weight.grad.dtype == torch.float64
         assert largest_difference(gradients(stock), gradients(model)) < BUDGET
 
 
@@ -132,28 +96,17 @@ class Gained(torch.nn.Module):
         return self.drop(self.mlp(x) * self.gain)
 
 
-def halved(tensor):
-    tensor.data = tensor.data / 2
-
-
 EDITS = {
     # what is done to layer 1 (a gained one, frozen) between forward and backward -> what is said,
     # None where gradients are as ever
-    "frozen .data": (lambda m, layer: halved(layer.mlp.mlp.up_proj.weight),
-                     "Linear.weight was given other values"),
-    "frozen norm's .data": (lambda m, layer: halved(layer.input_layernorm.weight),
-                            "LlamaRMSNorm.weight was given other"),
-    "buffer's .data": (lambda m, layer: halved(layer.mlp.gain),
-                       "Gained.gain was given other values"),
     "buffer in place": (lambda m, layer: layer.mlp.gain.mul_(2),
-                        "Gained.gain was modified in place"),
-    "another buffer": (lambda m, layer: setattr(layer.mlp, "gain", layer.mlp.gain * 2), None),
+                        "Gained.gain was replaced or modified in place"),
+    "another buffer": (lambda m, layer: setattr(layer.mlp, "gain", layer.mlp.gain * 2),
+                       "Gained.gain was replaced or modified in place"),
     "another module": (lambda m, layer: setattr(layer.mlp, "mlp", torch.nn.Identity()),
                        "a LlamaDecoderLayer has others"),
     "undo": (lambda m, layer: hfpatch.undo(m), "a LlamaDecoderLayer has others"),
     "eval": (lambda m, layer: m.eval(), None),
-    "trained from now on": (lambda m, layer: layer.requires_grad_(True), None),
-    "frozen from now on": (lambda m, layer: m.model.layers.requires_grad_(False), None),
 }  # fmt: skip
 
 

@@ -13,14 +13,12 @@ import pytest
 import tiny
 import torch
 from tiny import OfAnEngine, classes, gradients, largest_difference, stock_loss
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import hfpatch
 from hfpatch.attention import heads as heads_module
 from hfpatch.budget.policy import KEEPABLE
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch
-from hfpatch.layer import backward as backward_module
 from hfpatch.layer import function as tiled_module
 from tests.families import small_model
 from tests.layer.deep import pair, tiny_llama, tokens
@@ -430,6 +428,7 @@ def test_plain_chain_needs_no_copies(monkeypatch):
     )
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
+    seen.clear()  # of the small instance
     ids = tokens()
     model(ids, labels=ids).loss.backward()
     assert seen == [True] * 3
@@ -604,14 +603,16 @@ def test_host_memory_does_not_grow_and_is_released():
         loss = model(ids, labels=ids).loss
         loss.backward()
         held.append(model.model._hfpatch_runtime.transfers.pool.bytes_held)
-    # x and out of 3 layers in float64, and the log-sum-exp: exactly, with nothing rounded up.
-    assert held == [3 * 2 * 37 * (64 * 8 + 64 * 8 + 4 * 8)] * 4
+    # x and out of 3 layers in float64, the log-sum-exp, and dx of the layer that runs: exactly, with
+    # nothing rounded up.
+    token = 2 * (3 * (64 * 8 + 64 * 8 + 4 * 8) + 64 * 8)
+    assert held == [37 * token] * 4
     pool = model.model._hfpatch_runtime.transfers.pool
 
     def step(T):
         ids = tokens(2, T)
         model(ids, labels=ids).loss.backward()
-        return pool.bytes_held // (3 * 2 * (64 * 8 + 64 * 8 + 4 * 8))
+        return pool.bytes_held // token
 
     # Shorter batches use the same memory; a longer one makes room for those up to twice as long.
     assert [step(T) for T in (30, 37, 10, 41, 40, 70, 80, 30)] == [37, 37, 37, 74, 74, 74, 148, 148]
@@ -665,8 +666,6 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
         model(ids, labels=ids)
 
 
-
-
 @pytest.mark.parametrize(
     "offload, tile, keep", [("host", 14, KEEPABLE), ("host", 14, ()), ("disk", 4096, ())]
 )
@@ -704,10 +703,62 @@ def test_some_layers_run_again_what_others_keep(offload, tile, keep, tmp_path, m
     assert len(forwards) == 3 + (not keep)
 
 
+@pytest.mark.parametrize(
+    "offload, save, every, copied",
+    [
+        ("gpu", True, 1, False),
+        ("host", True, 1, False),
+        ("host", False, 2, False),
+        ("host", True, 1, True),
+    ],
+)
+@pytest.mark.parametrize("tile", [14, 4096])
+def test_attention_forward_is_one_launch(offload, save, every, copied, tile, monkeypatch):
+    """Only backward goes by groups of heads, or all at once where the policy is wide; gradients are
+    those of a launch a group, to the bit. Where kernels are given copies of q, k and v, it is a
+    group's at a time. Two rows: what is cut out of lse is not contiguous, and kernels read it as if
+    it were.
+    """
+    import dataclasses
 
+    from hfpatch.layer.runtime import LayerRuntime
 
+    monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 1)
+    resolve, found, launched = LayerRuntime._resolve, {}, []
+    forward, backward = heads_module.attention_forward, heads_module.attention_backward
 
+    def noted(douts, q, k, v, out, lse, *args, **kwargs):
+        assert out.shape == q.shape and lse.shape[-2] == q.shape[2]  # packed [H, N], else [B, H, T]
+        assert name != "one" or lse.is_contiguous()
+        # In several tiles the kernel finds its group of this one apart, and copies nothing.
+        assert tile == 4096 or douts.is_contiguous()
+        launched.append(-q.shape[2])
+        return backward(douts, q, k, v, out, lse, *args, **kwargs)
 
+    patched = (
+        ("forward", lambda q, *a, **k: launched.append(q.shape[2]) or forward(q, *a, **k)),
+        ("backward", noted),
+    )
+    ways = {"one": {}, "wide": {"wide": True}}
+    wanted = {"one": {2 if copied else 8, -2}, "wide": {8, -8}}
+    monkeypatch.setattr(heads_module, "copies_inputs", lambda *_: copied)
+    for name, way in ways.items():
+        launched.clear()
+        monkeypatch.setattr(
+            LayerRuntime, "_resolve", lambda *a, way=way: dataclasses.replace(resolve(*a), **way)
+        )
+        settings = hfpatch.Checkpointing(
+            offload=offload, tile=tile, every=every, save_attention=save
+        )
+        model = tiny_llama(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+        hfpatch.apply(model, checkpointing=settings)
+        with monkeypatch.context() as here:
+            for direction, function in patched:
+                here.setattr(heads_module, f"attention_{direction}", function)
+            model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
+        found[name] = [p.grad for p in model.parameters()]
+        assert set(launched) == wanted[name]
+    assert all(torch.equal(a, b) for a, b in zip(*found.values()))
 
 
 @pytest.mark.parametrize("tile", [14, 4096])

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import sys
 import warnings
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,8 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 
 import hfpatch
-from hfpatch.attention import heads
-from hfpatch.layer import runtime as session
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.traced import Traced
-from hfpatch.parts import quantised as quantised_module
 from hfpatch.parts import unread as dead
 from hfpatch.parts.quantised import base_of
 from tests import tiny
@@ -117,74 +113,6 @@ def tiles_of(model: nn.Module, first: str, monkeypatch) -> int:
         count.clear()
         assert all("lora_" in name for name in gradients(model))
     return len(count)
-
-
-def with_dense(dense: bool, monkeypatch):
-    """Policies that write weights of 4 bits out once a phase, or once a tile."""
-    resolve = session.LayerRuntime._resolve
-    monkeypatch.setattr(
-        session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), dense=dense)
-    )
-
-
-def test_weights_are_written_out_once_for_all_tiles(monkeypatch):
-    """Of the NF4 of our GPU scripts: the same bits, each weight made once a phase and gone with
-    it.
-    """
-    import nf4
-
-    made, stock = [], nf4.Nf4Linear.dequantised
-    monkeypatch.setattr(
-        nf4.Nf4Linear, "dequantised", lambda m: made.append(dense := stock(m)) or dense
-    )
-    row = ("4bit", lambda module, dtype: module.dequantised().to(dtype))
-    monkeypatch.setitem(quantised_module._QUANTISED, "nf4.Nf4Linear", row)
-    model = tiny.llama(dtype=torch.bfloat16)
-    nf4.quantise(model)
-    model, found, counts = adapted(model), [], []
-    attend = heads.attention_backward
-
-    def watched(*args, **kwargs):
-        alive = [weakref.ref(dense) for dense in made]
-        counts.append(len(made))
-        made.clear()
-        assert not any(ref() is not None for ref in alive)
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr(heads, "attention_backward", watched)
-    for dense in (False, True):
-        with monkeypatch.context() as patch:
-            with_dense(dense, patch)
-            hfpatch.apply(ours := copy.deepcopy(model), checkpointing=tiny.TILED)
-            found.append(gradients(ours))
-        counts.append(len(made))
-        made.clear()
-    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0]) and len(found[0]) > 20
-    # To attention's backward of layer 1: two forwards, then o, gate, up and down, q, k and v; q, k,
-    # v's gradients, and layer 0, whose input wants none.
-    assert counts[-3:] == [2 * 7 + 4 + 3, 3 + 4 + 3, 0] and counts[-6] > 2 * counts[-3]
-
-
-def test_those_of_bitsandbytes_too(quantised, monkeypatch):
-    functional = pytest.importorskip("bitsandbytes.functional")
-    if not any("Linear4bit" in type(m).__name__ for m in quantised.modules()):
-        pytest.skip("of 8 bits, whose forward has products of its own")
-    found, made, stock = [], [], functional.dequantize_4bit
-    monkeypatch.setattr(
-        functional, "dequantize_4bit", lambda *a, **k: made.append(1) or stock(*a, **k)
-    )
-    model = adapted(copy.deepcopy(quantised))
-    model(**tiny.labelled())  # settles what each computes in
-    for dense in (False, True):
-        with monkeypatch.context() as patch:
-            with_dense(dense, patch)
-            hfpatch.apply(ours := copy.deepcopy(model), checkpointing=tiny.TILED)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                mixed = gradients(ours)
-            made.clear()
-            found.append(gradients(ours) | {f"{n}, autocast": grad for n, grad in mixed.items()})
-    assert len(made) == 2 * (7 + 4 + 3) + 3  # nobody wants the gradient of what is embedded
-    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 
 @pytest.fixture

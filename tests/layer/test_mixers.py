@@ -73,7 +73,9 @@ def falcon():
 @OWN_MASK
 @pytest.mark.parametrize("name", names())
 def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
-    """Twice, forward and backward, as with any checkpointing; also with holes in the mask."""
+    """Twice, forward and backward, as with any checkpointing. With holes in the mask all runs whole,
+    and is exact.
+    """
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
@@ -96,7 +98,7 @@ def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
         _, wanted_loss, wanted = step(stock, given)
         assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
         assert_close(grads, wanted)
-        assert runs == [40, 40] and max(tiles, default=0) <= 16
+        assert runs == [40, 40] and (given is holes or max(tiles, default=0) <= 16)
         runs.clear(), tiles.clear()
     for handle in handles:
         handle.remove()

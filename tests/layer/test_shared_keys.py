@@ -44,9 +44,7 @@ POLICIES = [
     Policy("gpu", keep=("qkv",)),
     Policy("host", tile=14, keep=("qkv",)), Policy("host", tile=16, save_attention=False),
     Policy("host", 3, False, tile=14),
-    Policy("host", 2, False, tile=4096), Policy("host", tile=16, stream_attention=True, offload_dx=True),
-    Policy("host", tile=16, again=5), Policy("host", tile=16, by_group=True, stream_attention=True,
-                                             offload_dx=True),
+    Policy("host", 2, False, tile=4096), Policy("host", tile=16, again=5),
     Policy("host", tile=14, plain=2), Policy("host", tile=14, plain=5),
 ]  # fmt: skip
 

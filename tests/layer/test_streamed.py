@@ -19,7 +19,6 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.attention import heads
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.hardware import GPUS
@@ -310,9 +309,7 @@ def test_weights_written_to_at_rest_are_those_of_the_next_forward():
     loss = ours(**tiny.labelled()).loss
     weight = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
     weight.data = weight.data / 2
-    with pytest.raises(
-        RuntimeError, match="a weight of a LlamaDecoderLayer was given other values by its .data"
-    ):
+    with pytest.raises(RuntimeError, match="expected the weights that forward used"):
         loss.backward()
     assert tiny.step(ours, tiny.labelled()) and at_rest(ours)  # packed anew
 
@@ -368,37 +365,6 @@ def test_moving_the_model_leaves_them():
         match="^hfpatch: expected weights that wait on the host to keep their dtype[^\n]*$",
     ):
         model.half()
-
-
-def by_group(monkeypatch):
-    """Every layer's heads in groups that wait in the tier."""
-    resolve = session.LayerRuntime._resolve
-    monkeypatch.setattr(heads, "heads_per_group", lambda *sizes: 1)
-    ways = {"by_group": True, "stream_attention": True}
-    monkeypatch.setattr(
-        session.LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), **ways)
-    )
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_heads_by_groups_over_weights_that_come_from_the_host(every, monkeypatch):
-    """What a base larger than the card takes at long context: the bits of neither."""
-    model = adapted(tiny.llama(num_hidden_layers=LAYERS))
-    plain = patched(copy.deepcopy(model), offload="host", every=every, frozen_weights="gpu")
-    found = tiny.step(plain, tiny.labelled())
-    by_group(monkeypatch)
-    ours = assert_same_steps(model, steps=1, offload="host", every=every)
-    assert streams(ours).on and all(
-        torch.equal(p.grad, found[n]) for n, p in ours.named_parameters() if n in found
-    )
-    settled = next(
-        iter(
-            next(
-                m for m in ours.modules() if hasattr(m, "_hfpatch_runtime")
-            )._hfpatch_runtime.policies.values()
-        )
-    )
-    assert settled.by_group and settled.frozen_weights == "host"
 
 
 def test_a_weight_of_two_layers_is_refused():

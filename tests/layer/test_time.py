@@ -328,7 +328,7 @@ def test_autocast_reaches_every_tile():
 class Summing:
     """A mixer of one row that sums its tokens, for TimeTiles: its state is the sum so far."""
 
-    B, module = 1, torch.nn.Identity()
+    B, module, weights = 1, torch.nn.Identity(), ()
 
     def documents(self, T):
         return [(slice(None), 0, T)]

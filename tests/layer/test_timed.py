@@ -15,7 +15,6 @@ import hfpatch
 from hfpatch.budget import policy
 from hfpatch.decoder.find import find_decoder
 from hfpatch.layer.layer import TiledLayer
-from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.timed import LayerAsMixer, TimedCall
 from hfpatch.store.transfers import Transfers
 from tests.decoder.test_families import batch, step
@@ -363,13 +362,3 @@ def test_a_tile_launches_no_more_than_a_row_of_its_length(most, monkeypatch):
     tile = operations(ours, 1024) - operations(ours, 768)
     row = operations(stock, 256)
     assert 0 < tile <= row
-
-
-def test_heads_and_the_gradient_wait_beside_chains(chains, monkeypatch):
-    """As "least" has it of long rows."""
-    how = {"tile": 64, "by_group": True, "stream_attention": True, "offload_dx": True, "chain": 1}
-    stock = families.small_model(FAMILY)
-    ours = ready(stock, chains)
-    monkeypatch.setattr(LayerRuntime, "_resolve", lambda *given: policy.Policy("host", **how))
-    compared(ours, stock, batch(TOKENS))
-    assert [place for _, place in chains] == [0, 0, 0]

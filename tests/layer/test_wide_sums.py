@@ -105,9 +105,11 @@ def test_a_backward_that_fails_leaves_no_sums(monkeypatch):
 def test_one_gradient_is_no_sum():
     """Around a mixer's tiles most weights have one: a float32 copy of it would be twice as large."""
     module, x = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16), torch.ones(2, 4)
-    with weights.WeightGradients(ForwardState(module, [module], False), several=True) as found:
+    with weights.WeightGradients(ForwardState(module, [module]), several=True) as found:
         for dtype in (torch.bfloat16, torch.float32):
-            module(x.bfloat16()).sum().backward()
+            weights.walk(
+                [found], [module(x.bfloat16()).sum()], [torch.ones((), dtype=torch.bfloat16)], []
+            )
             assert found.sums[0].dtype == dtype
         found.round()
         assert torch.equal(found.handed_over()[0], torch.full((4, 4), 4.0, dtype=torch.bfloat16))

@@ -309,33 +309,6 @@ def _kernel(forward):
     return lambda self, x: forward(self, x)
 
 
-def test_the_loss_has_the_workspace_that_the_policy_gives_it(monkeypatch):
-    """Chosen beside what layers keep; a loss in many chunks has the gradients of one in few."""
-    import dataclasses
-
-    from hfpatch.layer.runtime import LayerRuntime
-
-    resolve, fused, given, found = LayerRuntime._resolve, hfpatch.ops.linear_cross_entropy, [], []
-    monkeypatch.setattr(
-        hfpatch.ops,
-        "linear_cross_entropy",
-        lambda *a, **k: given.append(k["workspace_bytes"]) or fused(*a, **k),
-    )
-    for nbytes in (512 << 20, 48 * 64 + 20_000):
-        more = {"loss_bytes": nbytes}
-        monkeypatch.setattr(
-            LayerRuntime, "_resolve", lambda *a, more=more: dataclasses.replace(resolve(*a), **more)
-        )
-        hfpatch.apply(model := tiny.llama())
-        ids = torch.arange(64).view(1, 64) % 32
-        model(input_ids=ids, labels=ids).loss.backward()
-        found.append(model.lm_head.weight.grad)
-        assert given[-1] == nbytes
-    assert (found[0] - found[1]).abs().max() <= 64 * torch.finfo(torch.float32).eps * found[
-        0
-    ].abs().max()
-
-
 class _Around:
     """Runs another forward, whose name and module it has taken over."""
 

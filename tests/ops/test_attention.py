@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hfpatch import compat
 from hfpatch.attention import attention as A
 from hfpatch.attention import backends as R
-from hfpatch.attention import efficient, flex
+from hfpatch.attention import efficient
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.lab.float64 import attention_ref
 from tests.numerics import assert_close
@@ -105,15 +104,6 @@ def test_documents(dtype):
         check(got, p, e, name, dtype, 20)
 
 
-def _hidden():
-    hidden = torch.zeros(2, 45, dtype=torch.bool)
-    hidden[0, 7:9], hidden[1, 40:], hidden[0, 30] = True, True, True  # holes and right padding
-    # What sees nobody: a row's first tokens, a document of one, the end of a hole longer than the
-    #     window.
-    hidden[1, :2], hidden[0, 3], hidden[1, 20:33] = True, True, True
-    return hidden
-
-
 def _blind():
     blind = torch.zeros(2, 45, dtype=torch.bool)
     blind[0, :3], blind[1] = True, True  # padding before a row, and a row of nothing else
@@ -124,11 +114,10 @@ def _blind():
 # wider than q.
 @pytest.mark.parametrize("E_v", [16, 8, 24])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("names", ["", "window", "hidden_BT", "softcap", "documents",
-                                   "documents hidden_BT",
-                                   "blind_BT", "documents window hidden_BT softcap blind_BT"])  # fmt: skip
+@pytest.mark.parametrize("names", ["", "window", "softcap", "documents", "blind_BT",
+                                   "documents window softcap blind_BT"])  # fmt: skip
 @pytest.mark.parametrize("sinks", [False, True])
-def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
+def test_patterns(names, dtype, E_v, sinks, monkeypatch):
     # 7 queries a block
     monkeypatch.setattr("hfpatch.attention.blocks.BLOCK_BYTES", 8 * 2 * 4 * 45 * 7)
     q, k, v, dout = inputs(2, 45, 4, 2, 16, dtype)
@@ -138,7 +127,7 @@ def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
     bounds = (0, 3, 4, 45, 60, 90)
     every = {"documents": A.Documents(bounds, torch.tensor(bounds, dtype=torch.int32)), "window": 9,
              "softcap": 2.0,
-             "hidden_BT": _hidden(), "blind_BT": _blind()}  # fmt: skip
+             "blind_BT": _blind()}  # fmt: skip
     pattern = {name: every[name] for name in names.split()}
     documents = pattern.pop("documents", None)
     sink = torch.linspace(-2, 2, 4, dtype=torch.float64).to(dtype) if sinks else None
@@ -156,109 +145,16 @@ def test_patterns(names, dtype, E_v, sinks, monkeypatch, backend="cpu"):
         "scale": 0.25,
         "pattern": A.Pattern(documents, **pattern),
         "sinks_H": sink,
-        "backend": backend,
+        "backend": "cpu",
     }
     out, lse, state = A.attention_forward(q, k, v, **asked)
     grads = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
     assert [g.dtype for g in grads] == [dtype] * len(grads)
-    # A kernel has a log-sum-exp of its own for what sees nobody.
-    seen = asked["pattern"].allowed(range(45), range(45), 2, 45, "cpu").any(-1)
-    lse, *theirs = (torch.where(seen, x, 0) for x in (A._per_head(lse, 2, 45), plain[1], exact[1]))
-    plain, exact = ((x[0], y, *x[2:]) for x, y in zip((plain, exact), theirs))
+    lse = A._per_head(lse, 2, 45)
     for name, got, p, e in zip(
         ("out", "lse", "dq", "dk", "dv", "dsink"), (out, lse, *grads), plain, exact
     ):
         check(got, p, e, name, dtype, 45)
-
-
-@pytest.mark.parametrize("E_v", [16, 8])
-@pytest.mark.parametrize(
-    "names", ["softcap", "hidden_BT", "blind_BT", "documents window hidden_BT softcap blind_BT"]
-)
-def test_flex_attention_in_torchs_plain_code(names, E_v, monkeypatch):
-    """What a GPU compiles: its masks by blocks of 16, its score function and its backward from out
-    and lse, with sinks.
-    """
-    monkeypatch.setattr(flex, "SIZE", 16)
-    test_patterns(names, torch.float64, E_v, names != "hidden_BT", monkeypatch, "flex")
-
-
-def test_blocks_of_a_flex_mask():
-    """No block that is seen is left out, and those said to be seen whole are; nothing of [T, T] is
-    made.
-    """
-    documents = A.Documents(
-        (0, 130, 512, 700, 1024), torch.tensor((0, 130, 512, 700, 1024), dtype=torch.int32)
-    )
-    hidden = torch.zeros(2, 512, dtype=torch.bool)
-    hidden[1, 300] = True
-    for pattern in (
-        A.CAUSAL,
-        A.Pattern(window=200),
-        A.Pattern(documents, hidden_BT=hidden),
-        A.Pattern(documents, 100),
-    ):
-        allowed = pattern.allowed(range(512), range(512), 2, 512, "cpu").expand(2, 1, -1, -1)
-        blocks = allowed.unflatten(3, (4, 128)).unflatten(2, (4, 128)).transpose(3, 4)
-        some, whole = flex._blocks_of(
-            flex._first_seen(pattern, 2, 512, "cpu"), hidden & (pattern.hidden_BT is not None)
-        )
-        assert torch.equal(some | whole, blocks.flatten(4).any(4)), pattern
-        assert not (whole & ~blocks.flatten(4).all(4)).any() and not (some & whole).any()
-        assert whole.any() == (pattern.window is None)
-
-
-def test_what_fills_up_a_length_sees_itself_alone():
-    """Behind a row's tokens: without a start it was computed against all of them, the most of a
-    window's work at 131,073 tokens.
-    """
-    _, *seen_by = flex._mask(None, 64, None, 1, 4097, 4608, torch.device("cpu"))
-    some, whole = flex._blocks_of(*seen_by)
-    assert (some | whole).sum(-1).max() == 4 == 512 // flex.SIZE
-
-
-def test_flex_attention_compiled(monkeypatch):
-    """As a GPU runs it, but for the compiler's last step: traced for a length rounded up, the
-    backward by itself.
-    """
-    q, k, v, dout = inputs(1, 45, 4, 2, 16, torch.float64)
-    pattern, kinds = A.Pattern(window=9, softcap=2.0), []
-    wanted = [*flex.flex_forward(q, k, v, pattern, 0.25)]
-    wanted += flex.flex_backward(dout, q, k, v, *wanted, pattern, 0.25)
-
-    def compiled(function, args):
-        kinds.append([x.shape[2] for x in args[:3]])
-        return compat.compiled_for(function, args, "aot_eager")
-
-    monkeypatch.setattr(flex, "compiled_for", compiled)
-    monkeypatch.setattr(flex, "COMPILED", ("cpu",))
-    for _ in range(2):
-        got = [*flex.flex_forward(q, k, v, pattern, 0.25)]
-        got += flex.flex_backward(dout, q, k, v, *got, pattern, 0.25)
-        for a, b in zip(got[:2] + got[3:], wanted[:2] + wanted[3:]):
-            assert (a - b).abs().max() <= 45 * 2.0**-52 * b.abs().max()
-    assert kinds == [[128] * 3] * 2  # once a direction
-    assert flex.why_no_flex(q.device, torch.float64, 16, 3.0) is None
-    real = flex._score
-    monkeypatch.setattr(flex, "_score", lambda softcap: real(None))
-    assert "other numbers" in flex.why_no_flex(q.device, torch.float64, 16, 4.0)
-
-
-def test_what_flex_attention_is_found_to_do_stands_for_the_process(monkeypatch):
-    """So an evaluation, autocast, or a device that is full at the moment has no part in it."""
-    modes = []
-
-    def forward(q, *rest):
-        modes.append((q.is_inference(), torch.is_autocast_enabled("cpu")))
-        raise torch.OutOfMemoryError if len(modes) == 1 else RuntimeError
-
-    monkeypatch.setattr(flex, "flex_forward", forward)
-    asked = torch.device("cpu"), torch.float32, 16, 7.0
-    with torch.inference_mode(), torch.autocast("cpu"):
-        with pytest.raises(torch.OutOfMemoryError):
-            flex.why_no_flex(*asked)
-        assert "RuntimeError" in flex.why_no_flex(*asked)
-    assert modes == [(False, False)] * 2
 
 
 def test_flash_attention_3_takes_what_fa2_takes(monkeypatch):
@@ -602,9 +498,8 @@ def test_widened_heads_go_to_fa2():
     """
     q = torch.empty(1, 256, 4, 128, dtype=torch.bfloat16, device="meta")
     wide = q.new_empty(1, 256, 4, 136)
-    hidden = A.Pattern(hidden_BT=torch.zeros(1, 256, dtype=torch.bool, device="meta"))
     for backend in ("cudnn", "fa3"):
-        assert A._chosen(q, q, hidden, backend) == A._chosen(q, wide, A.CAUSAL, backend) == "flash"
+        assert A._chosen(q, wide, A.CAUSAL, backend) == "flash"
         assert A._chosen(q, q[..., :64], A.CAUSAL, backend) == backend  # zeros behind v's columns
 
 
@@ -622,12 +517,8 @@ def test_backend_of_each_device():
         128, torch.float32, torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
     )
     assert "window" in A.supported(128, torch.float32, torch.device("cuda"), A.Pattern(window=4))
-    for pattern in (
-        A.Pattern(softcap=30.0),
-        A.Pattern(hidden_BT=torch.zeros(1, 4, dtype=torch.bool)),
-    ):
-        reason = A.supported(256, torch.bfloat16, torch.device("cuda"), pattern)
-        assert "need flex_attention, and it raises" in reason  # there is no such device here
+    capped = A.Pattern(softcap=30.0)
+    assert "caps scores" in A.supported(256, torch.bfloat16, torch.device("cuda"), capped)
 
 
 class _Efficient:
@@ -666,17 +557,15 @@ class _Efficient:
 
 
 def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatch):
-    """Gemma 4's full attention has heads of 512 columns; hidden keys take a column more."""
+    """Gemma 4's full attention has heads of 512 columns."""
     played = _Efficient()
     monkeypatch.setattr(efficient, "aten", played)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 40, h, 264, dtype=torch.float64) for h in (4, 2, 2, 4))
-    hidden = torch.zeros(2, 40, dtype=torch.bool)
-    hidden[0, :7] = True
     documents = A.Pattern(
         A.Documents((0, 33, 34, 40, 80), torch.tensor([0, 33, 34, 40, 80], dtype=torch.int32))
     )
-    for pattern in (A.CAUSAL, A.Pattern(hidden_BT=hidden), documents):
+    for pattern in (A.CAUSAL, documents):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         wanted, _ = attention_ref(*leaves, scale=0.1, pattern=pattern)
         expected = torch.autograd.grad(wanted, leaves, dout)
@@ -689,7 +578,7 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
             )
             for got, value in zip((out, *grads), (wanted.detach(), *expected)):
                 assert (got - value).norm() <= 1e-12 * value.norm()
-    assert played.columns == 2 * [264] + 2 * [272] + 2 * 4 * [264]
+    assert played.columns == 2 * [264] + 2 * 4 * [264]
 
     wide = SimpleNamespace(
         device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 4096, 8, 512)
@@ -702,7 +591,6 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     cuda, packed = torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
     for pattern, served in (
         (A.CAUSAL, True),
-        (A.Pattern(hidden_BT=hidden), True),
         (packed, True),
         (A.Pattern(window=4), False),
     ):

@@ -4,20 +4,16 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numerics
 import pytest
 import tiny
 import torch
 import torch.distributed.tensor.experimental._attention
-from transformers import MixtralConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
 from hfpatch import compat
 from hfpatch.context import ranks as parallel
-from hfpatch.context.current import current
 from hfpatch.context.ranks import sharded
-from hfpatch.decoder import stack
+from hfpatch.decoder import batch as batches
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.loss import causal_model as loss
 from hfpatch.trainer import shared_rows
@@ -48,8 +44,6 @@ def test_what_cannot_be_shared_is_refused(make, more, said):
         make()(**given(**more))
 
 
-
-
 @pytest.mark.parametrize("engine", ["ulysses_group", "context_parallel_group"])
 def test_a_graph_of_whole_rows_may_run_where_ranks_share_them(engine, monkeypatch):
     """Traced in an evaluation before, it would take this rank's part for the row."""
@@ -70,7 +64,6 @@ def test_windows_are_those_of_whole_rows():
     """A window wider than this rank's part still ends within the row."""
     from transformers import AutoModelForCausalLM, MistralConfig
 
-    import hfpatch
     from hfpatch.parallel import exchange
 
     config = MistralConfig(
@@ -99,24 +92,10 @@ def test_no_mask_is_built_from_a_parts_positions(monkeypatch):
     note = lambda layer, args, kwargs: masks.append(kwargs["attention_mask"])  # noqa: E731
     for layer in model.model.layers:
         layer.register_forward_pre_hook(note, with_kwargs=True)
-    monkeypatch.setattr(stack, "sequence_now", lambda *_: LoneRank(2))
+    monkeypatch.setattr(batches, "sequence_now", lambda *_: LoneRank(2))
     ids, positions = tiny.ids(1, t), torch.cat([torch.arange(30), torch.arange(100, 123)])[None]
     model(input_ids=ids, labels=ids, position_ids=positions)
     assert len(masks) == 2 and not [m for m in masks if isinstance(m, torch.Tensor)]
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def test_labels_that_transformers_takes_out_are_said(monkeypatch):
@@ -135,50 +114,33 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
         )
 
 
-
-
-@pytest.mark.parametrize(
-    "others, forwards", [((1, 1), [(2, 6)]), ((1, 0), [(2, 6)] * 2), ((0,), [(2, 12)])]
-)
-def test_ranks_of_every_group_run_as_many_forwards(others, forwards, monkeypatch):
+@pytest.mark.parametrize("other, forwards", [(1, [(2, 6)]), (0, [(2, 6)] * 2)])
+def test_ranks_of_every_group_run_as_many_forwards(other, forwards, monkeypatch):
     """For each an engine gathers weights over all of them: one that runs one forward less would
-    leave the others waiting.
+    leave the others waiting. other: whether the rows of a rank of another group are all the same.
     """
-    assert evaluated(monkeypatch, others) == forwards
+    model, seen = tiny.patched(tiny.llama(num_hidden_layers=1), logits=False).eval(), []
+    monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
+    monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
+    monkeypatch.setattr(shared_rows, "least_of", lambda _, mine, device: [min(other, *mine)])
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: seen.append(tuple(args[0].shape[:2]))
+    )
+    batch = {"input_ids": tiny.ids(2, 12), "labels": tiny.ids(2, 12)}
+    shared_rows.evaluation_loss(model, batch, LoneRank(2), torch.device("cpu"))
+    assert seen == forwards
 
 
-@pytest.mark.parametrize("labels", [tiny.ids(2, 12), None])
-def test_labels_on_some_ranks_alone_are_refused_on_all(labels, monkeypatch):
+@pytest.mark.parametrize("labelled", [True, False])
+def test_labels_on_some_ranks_alone_are_refused_on_all(labelled, monkeypatch):
     """In evaluation by Trainer: those with labels would wait for the others, whose forward asks for
     no loss.
     """
-    names = {"__name__": "transformers.trainer"}
-    exec("def prediction_step(run): return run()", names)
     monkeypatch.setattr("hfpatch.parallel.shards.of_hosts", lambda group: None)
     monkeypatch.setattr("hfpatch.parallel.shards.dist", SimpleNamespace(
         ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_,
         **__: x.copy_(x.new_zeros(3))))  # fmt: skip
-    least = shared_rows.least_of
     with pytest.raises(
         ValueError, match="^hfpatch: expected labels on all ranks or on none in evaluation"
     ):
-        names["prediction_step"](lambda: evaluated(monkeypatch, labels=labels, least=least))
-
-
-@pytest.mark.parametrize("positions", [None, torch.arange(12)[None]])
-def test_positions_may_be_none_or_of_one_row(positions, monkeypatch):
-    assert evaluated(monkeypatch, position_ids=positions) == [(2, 6)]
-
-
-@pytest.mark.parametrize("more", [
-    {"attention_mask": torch.ones(2, 1, 12, 12).tril().bool()}, {"output_hidden_states": True},
-    {"use_cache": True},
-    {"ignore_index": 0}, {"token_type_ids": torch.zeros(2, 12)}, {"change": mixing},
-    {"change": lambda model: setattr(model.config, "output_hidden_states", True)},
-])  # fmt: skip
-def test_more_than_a_loss_of_rows_is_each_ranks_own(more, monkeypatch):
-    assert evaluated(monkeypatch, **more) == [(2, 12)]
-
-
-
-
+        shared_rows.labelled_alike(labelled, labelled, torch.device("cpu"))

@@ -199,17 +199,12 @@ def test_settings_reach_the_policy(tmp_path):
         "offload": "disk",
         "every": 2,
         "save_attention": False,
-        "stream_attention": False,
         "tile": 2048,
         "plain": 0,
         "keep": (),
-        "offload_dx": False,
-        "by_group": False,
         "again": 0,
         "frozen_weights": "gpu",
-        "dense": False,
         "wide": True,
-        "loss_bytes": 2 << 30,
         "time_tile": 0,
         "chain": 0,
     }
@@ -452,49 +447,15 @@ def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
     assert cli.main(arguments) == 0
 
 
-def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatch):
-    """On a named GPU flex_attention is assumed to pass its trial, said so, and the simulator agrees
-    with the closed form; of this machine's GPU it is asked, and layers are planned whole where it
-    does not serve.
-    """
+def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys):
+    """On a GPU its layers run whole: no kernel there caps scores."""
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    arguments = [
-        "plan",
-        "--model",
-        str(tmp_path),
-        "--seq-len",
-        "8192",
-        "--placement",
-        "gpu8bit",
-        "--json",
-    ]
-    assert cli.main([*arguments, "--checkpointing", "least", "--simulate"]) == 0
+    asked = ["plan", "--model", str(tmp_path), "--seq-len", "8192", "--placement", "gpu8bit"]
+    assert cli.main([*asked, "--json"]) == 0
     named = json.loads(capsys.readouterr().out)
-    assert (
-        named["closed_form"]
-        and named["policy"]["tile"]
-        and "assumed: flex_attention" in named["why"]
-    )
-    assert named["simulated_beyond_bytes"] == pytest.approx(
-        named["gpu_bytes"]["activations"], rel=0.05
-    )
-    answers = {50.0: None}
-    monkeypatch.setattr(
-        "hfpatch.planner.measure.why_no_kernels", lambda head_dim, softcap: answers.get(softcap)
-    )
-    measured = dataclasses.replace(GPUS["h100"], measured=True)
-    monkeypatch.setattr("hfpatch.planner.measure.measure_this", lambda: measured)
-    asked = {"seq_len": 8192, "gpu": "this", "host_ram": "64GiB", "placement": "gpu8bit"}
-    here = plan(small, **asked)
-    assert here.closed_form and here.policy["tile"] and "assumed" not in here.why
-    answers[50.0] = "soft caps of scores need flex_attention, and it raises KeyError on this device"
-    whole = plan(small, **asked)
-    assert whole.gpu_bytes["activations"] > here.gpu_bytes["activations"] and whole.why.startswith(
-        "simulated"
-    )
-    assert whole.policy.startswith("layers run whole (soft caps of scores need flex_attention")
-    assert "runs on fake tensors" in capsys.readouterr().err
+    assert named["policy"].startswith("layers run whole (no kernel caps scores")
+    assert named["why"].startswith("simulated")
 
 
 def test_a_model_without_closed_forms_is_simulated(tmp_path, capsys):
@@ -553,13 +514,11 @@ def test_auto_spends_free_memory_where_no_closed_form_helps(family):
 
 
 def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
-    """The placements of each of its plans, under which heads go as they must, at one simulation a
-    length.
-    """
+    """Several placements, at one simulation a length."""
     from hfpatch.planner import simulated
 
     values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 2,
+              "num_attention_heads": 4,
               "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(values))
     runs, run = [], simulated._run
@@ -578,11 +537,7 @@ def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsy
     ]
     assert cli.main(arguments) == 0
     plans = json.loads(capsys.readouterr().out)
-    assert (
-        {p["placement"] for p in plans} == {"fsdp2", "fsdp2-offload"}
-        and len(plans) == 4
-        and runs == [256, 512]
-    )
+    assert {p["placement"] for p in plans} >= {"fsdp2", "zero3"} and runs == [256, 512]
 
 
 def test_layers_of_several_sizes_leave_what_is_around_them_its_own():
@@ -888,14 +843,14 @@ def test_a_step_nearly_as_fast_in_far_less_memory_is_shown():
 
 
 def test_a_policy_is_said_in_words():
-    said = policy_text(vars(Policy(plain=1, again=1, offload_dx=True)))
+    said = policy_text(vars(Policy(plain=1, again=1)))
     assert said.startswith(
         "1 layer keeps everything; the others keep their input and attention in all but 1 on the "
         "host, in"
     )
     kept = policy_text(vars(Policy(again=2, keep=("qkv", "gate_up"))))
     assert "keep their input, attention, q, k and v and gate and up in all but 2 on" in kept
-    assert said.endswith("; dx parked during attention") and policy_text("off") == "off"
+    assert policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
     found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(offload="host", every=4))
     assert (

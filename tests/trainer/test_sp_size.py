@@ -15,12 +15,12 @@ import hfpatch
 from hfpatch.context.attention import attention
 from hfpatch.context.current import having
 from hfpatch.lab.simulate.sequence import LoneRank
-from hfpatch.trainer.shared_rows import part_of
 from hfpatch.trainer import checks, sequence
 from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows, apply_options
 from hfpatch.trainer.compat import deals_for_any_attention, unless_shared
 from hfpatch.trainer.dataset import Collator
 from hfpatch.trainer.sequence import SharedRows, parallelism, share_rows, shares_exactly
+from hfpatch.trainer.shared_rows import part_of
 
 
 def rank_of(rank: int, size: int = 2, zigzag: bool = False) -> LoneRank:

@@ -176,7 +176,7 @@ def _on_cuda(supported):
 
 
 @contextlib.contextmanager
-def _hfpatch_as(model: nn.Module, policy, cuda: bool, no_flex: str | None = None):
+def _hfpatch_as(model: nn.Module, policy, cuda: bool):
     """A context in which hfpatch follows the policy, if there is one, and its CUDA paths as far as
     these differ in memory.
 
@@ -316,7 +316,6 @@ def simulate(
     cuda: bool = True,
     policy=None,
     ranks: int = 1,
-    no_flex: str | None = None,
     most_operations: int | None = None,
     follower=Follower,
 ) -> Simulation:
@@ -332,7 +331,6 @@ def simulate(
         is
             written: host blocks stand in.
         ranks: that share each row of a patched model. seq_len is this rank's part.
-        no_flex: why flex_attention does not serve on the device to simulate, None if it does.
         follower: makes the Follower from its settings.
     """
     files = policy is not None and policy.offload == "disk"
@@ -353,7 +351,7 @@ def simulate(
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
     around = (
-        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda, no_flex), shares,
+        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares,
         plain_scans(), scans_by_blocks(),
         few_blocks(follower), few_queries(follower), fake_weights(model, shadows),
     )  # fmt: skip

@@ -1,0 +1,71 @@
+"""The size of the house: statements, tokens and fields may not grow unnoticed.
+
+Whoever adds code deletes as much in the same commit, or raises a number here in a commit of its own
+that names the user it is for. A number is what the code has, plus 2%.
+"""
+
+import ast
+import io
+import tokenize
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYOUT = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER, tokenize.STRING,
+}  # fmt: skip
+
+# Folder of hfpatch ("." are its own files): most statements without docstrings, most tokens.
+FOLDERS = {
+}  # fmt: skip
+TESTS = 0  # most statements of tests/
+
+
+def statements(tree: ast.AST) -> int:
+    """Without docstrings."""
+
+    def docstring(node):
+        return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+    return sum(isinstance(n, ast.stmt) and not docstring(n) for n in ast.walk(tree))
+
+
+def size(paths) -> tuple[int, int]:
+    """(statements, tokens) of files. Comments, strings and layout are no tokens."""
+    count, tokens = 0, 0
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        count += statements(ast.parse(text))
+        found = tokenize.generate_tokens(io.StringIO(text).readline)
+        tokens += sum(token.type not in LAYOUT for token in found)
+    return count, tokens
+
+
+def folders() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "hfpatch").rglob("*.py")):
+        parts = path.relative_to(ROOT / "hfpatch").parts
+        found.setdefault(parts[0] if len(parts) > 1 else ".", []).append(path)
+    return found
+
+
+def test_every_folder_has_a_limit():
+    assert set(folders()) == set(FOLDERS)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_does_not_grow(name):
+    count, tokens = size(folders()[name])
+    most_statements, most_tokens = FOLDERS[name]
+    assert count <= most_statements, f"{name}: {count} statements, at most {most_statements}"
+    assert tokens <= most_tokens, f"{name}: {tokens} tokens, at most {most_tokens}"
+    # A limit that is far above the code holds nothing.
+    assert count >= 0.9 * most_statements, f"{name}: {count} statements; lower {most_statements}"
+
+
+def test_the_tests_do_not_grow():
+    count, _ = size(sorted((ROOT / "tests").rglob("*.py")))
+    assert 0.9 * TESTS <= count <= TESTS, f"{count} statements of tests, the limit is {TESTS}"
