@@ -4,7 +4,9 @@ A Case says what to train. `run` yields a row per step: memory of the real cachi
 launches, copies, host waits and host seconds. Seconds of the device do not exist here.
 """
 
+import collections
 import contextlib
+import copy
 import gc
 import io
 import re
@@ -16,10 +18,6 @@ import stub
 import torch
 
 GiB = 2**30
-WAITS = (
-    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy",
-    "pageable cudaMemcpyAsync", "cudaFree", "cuCtxSynchronize", "cuStreamSynchronize",
-)  # fmt: skip
 # hfpatch's line on a shape: what layers will take, of what is free, and what goes to the host.
 PLANNED = re.compile(r"([\d.]+) of ([\d.]+) GiB free on the device(?:, ([\d.]+) GiB on the host)?")
 
@@ -98,6 +96,9 @@ def shortened(values: dict, layers: int) -> dict:
             values[name] = value[:layers]  # a kind of each layer
     if whole:
         values["num_hidden_layers"] = layers
+    by_layer = values.get("per_layer_config")
+    if by_layer:
+        values["per_layer_config"] = {k: v for k, v in by_layer.items() if int(k) < layers}
     if "depth" in values:  # of a tower
         values["depth"] = min(values["depth"], layers)
     return values
@@ -105,14 +106,30 @@ def shortened(values: dict, layers: int) -> dict:
 
 def build(case: Case):
     """The model in training mode on the device."""
-    from hfpatch.lab import made
-
-    model = made.model_of(config_of(case), torch.device("cuda"), getattr(torch, case.dtype))
+    model = model_of(config_of(case), getattr(torch, case.dtype))
     if case.four_bits:
         four_bits(model)
     if case.adapters:
         model = adapted(model, case.adapters)
     return model
+
+
+def model_of(config, dtype: torch.dtype):
+    """As hfpatch.lab.made makes it, for models with images and for those without sdpa too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        kind = AutoModelForImageTextToText
+    with torch.device("cuda"):
+        try:
+            own = copy.deepcopy(config)  # a refusal leaves its name in the configuration
+            model = kind.from_config(own, dtype=dtype, attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = kind.from_config(config, dtype=dtype)
+    return model.train()
 
 
 def adapted(model, adapters: str):
@@ -131,8 +148,28 @@ def adapted(model, adapters: str):
     return get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype="float32" in words)
 
 
+class Unpacked(torch.autograd.Function):
+    """A product with a weight of half a byte an element, unpacked in forward and again in backward,
+    as bitsandbytes does."""
+
+    @staticmethod
+    def weight(packed, shape, dtype):
+        return packed.to(dtype).repeat(2, 1).view(shape)
+
+    @staticmethod
+    def forward(ctx, x, packed, shape):
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return torch.nn.functional.linear(x, Unpacked.weight(packed, shape, x.dtype))
+
+    @staticmethod
+    def backward(ctx, dy):
+        (packed,) = ctx.saved_tensors
+        return dy @ Unpacked.weight(packed, ctx.shape, dy.dtype), None, None
+
+
 class FourBitLinear(torch.nn.Linear):
-    """Half a byte a weight, unpacked for each product: what QLoRA's layers do to memory."""
+    """Stands in for bitsandbytes' layer in what it does to memory and launches."""
 
     def __init__(self, linear: torch.nn.Linear):
         torch.nn.Module.__init__(self)
@@ -142,10 +179,7 @@ class FourBitLinear(torch.nn.Linear):
         self.bias = None
 
     def forward(self, x):
-        with torch.no_grad():
-            weight = self.weight.to(x.dtype).repeat(2, 1)
-            weight = weight.view(self.out_features, self.in_features)
-        return torch.nn.functional.linear(x, weight)
+        return Unpacked.apply(x, self.weight, (self.out_features, self.in_features))
 
 
 def four_bits(model) -> None:
@@ -241,12 +275,13 @@ def run(case: Case):
     """Yields a row for each step, and first one with the report."""
     torch.manual_seed(0)
     model = build(case)
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     said = Both()
     with contextlib.redirect_stderr(said), without(case.without_wait):
         report = patch(model, case)
         yield {
-            "parameters": parameters,
+            "parameters": sum(size for size, _ in sizes),
+            "trained": sum(size for size, trained in sizes if trained),
             "report": str(report),
             "notes": report.notes if report else [],
             "layers": sum(1 for m in model.modules() if type(m).__name__.endswith("DecoderLayer")),
@@ -290,6 +325,9 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         except torch.OutOfMemoryError as error:
             row["error"] = str(error)
     found, after = stub.counts(), torch.cuda.memory_stats()
+    own = collections.Counter(
+        {where: count for where, count in waits.found.items() if "garbage.py" not in where[1]}
+    )
     row |= {
         "allocated_before": before["allocated_bytes.all.current"],
         "allocated_peak": after["allocated_bytes.all.peak"],
@@ -301,8 +339,8 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         "stream_waits": found["call"]["cudaStreamWaitEvent"],
         "copies": dict(found["copies"]),
         "bytes": dict(found["bytes"]),
-        "waits": {name: found["call"][name] for name in WAITS if found["call"][name]},
-        "stacks": [[count, *where] for where, count in waits.found.most_common()],
+        "waits": sum(own.values()),
+        "stacks": [[count, *where] for where, count in own.most_common()],
         "complaints": stub.complaints() - complained,
         "said": said.getvalue()[written:],
     }
