@@ -136,7 +136,9 @@ def _accesses(words: list[str], line: int) -> list[Access]:
 def _kernel(name: str) -> str:
     for word in ("cublas", "cudnn", "flash", "elementwise"):
         if word in name:
-            return {"cublas": "product", "elementwise": "ATen kernel"}.get(word, f"{word} attention")
+            return {"cublas": "product", "elementwise": "ATen kernel"}.get(
+                word, f"{word} attention"
+            )
     return f"kernel {name}"
 
 

@@ -37,7 +37,11 @@ def check_products_and_autograd():
 
 def check_attention():
     q = torch.randn(1, 8, 512, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    backends = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    backends = (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    )
     for backend in backends:
         with sdpa_kernel(backend):
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -124,9 +128,10 @@ def check_optimizers_and_grouped_products():
 
 
 def check_the_log_has_an_order():
-    import order
     from pathlib import Path
     from tempfile import TemporaryDirectory
+
+    import order
 
     host = torch.empty(1 << 22, dtype=torch.uint8, pin_memory=True)
     side = torch.cuda.Stream()

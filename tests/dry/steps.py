@@ -39,7 +39,9 @@ class Case:
         micro_steps: forward and backward passes of a step, which keep .grad.
         keep_gradients: .grad also stays between steps.
         batch: "", "packed" or "padded".
-        stop_on_oom: otherwise the error is noted and the next step begins.
+        before: an action of ACTIONS, just before each step, which is part of it.
+        log: the path of a log of the last step, for order.py.
+        without_wait: [file's end, line] of a call of hfpatch's Device.wait that does nothing.
     """
 
     model: str
@@ -55,8 +57,9 @@ class Case:
     micro_steps: int = 1
     keep_gradients: bool = False
     batch: str = ""
+    before: str = ""
     log: str = ""
-    without_wait: list = field(default_factory=list)  # [file, line] of a Device.wait to leave out
+    without_wait: list = field(default_factory=list)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -240,6 +243,51 @@ def batch_of(case: Case, B: int, T: int) -> dict:
     return {name: x.cuda() for name, x in batch.items()}
 
 
+# --- what may come before a step ------------------------------------------------------------------
+
+
+def partial_backward(model, batch: dict) -> None:
+    """A backward that ends at the last layer: fetches for the layer before are not used."""
+    hidden = model.model(batch["input_ids"]).last_hidden_state
+    torch.autograd.grad(hidden.float().sum(), model.model.layers[-1].mlp.up_proj.weight)
+
+
+def dropped_graph(model, batch: dict) -> None:
+    """A forward whose backward never comes."""
+    model(**batch, use_cache=False)
+
+
+def handed_over(model, batch: dict) -> None:
+    """Tensors of a fetch that another stream uses, values for the host that nobody reads, and a
+    tensor made beside the layers."""
+    from hfpatch.store.device import ToHost, beside
+
+    transfers = model.model._hfpatch_runtime.transfers
+    device = transfers.device
+    x = torch.ones(2, 4096, 512, device="cuda")
+    saved = transfers.save(x)
+    transfers.settle()
+    ticket, other = transfers.fetch([(saved, 0, 4096, None)]), device.stream()
+    device.wait(device.mark(), other)
+    with device.on(other):
+        ticket.wait()[0].add_(1)
+    ticket.done()
+    del ticket, saved
+    torch.ones(2, 4096, 512, device="cuda")  # takes the memory that the other stream uses
+    ToHost(lambda t: t.add(1), x.add(1))
+    for _ in range(4):
+        torch.ones(2, 4096, 512, device="cuda")
+    (made,) = beside(lambda t: [t.add(1)], x)
+    made.add_(1)
+
+
+ACTIONS = {
+    "": lambda model, batch: None,
+    "partial": partial_backward,
+    "dropped": dropped_graph,
+    "handed over": handed_over,
+}
+
 # --- steps ----------------------------------------------------------------------------------------
 
 
@@ -306,9 +354,11 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
     row = {"step": index, "shape": list(batch["input_ids"].shape)}
     with stub.HostWaits() as waits:
         try:
+            ACTIONS[case.before](model, batch)
             forward = backward = 0.0
             launched = 0
             for _ in range(case.micro_steps):
+                # [Step 1] Launches and host seconds of each direction.
                 began, count = time.process_time(), stub.launches()
                 loss = model(**batch, use_cache=False).loss
                 between = time.process_time()

@@ -49,7 +49,9 @@ def serve() -> None:
 
 
 def show(case: dict) -> None:
-    print(f"{torch.cuda.get_device_name()} (dry: kernels compute nothing), torch {torch.__version__}")
+    print(
+        f"{torch.cuda.get_device_name()} (dry: kernels compute nothing), torch {torch.__version__}"
+    )
     for row in rows_of(case):
         if "report" in row:
             print(row["report"], flush=True)
