@@ -262,7 +262,10 @@ def handed_over(model, batch: dict) -> None:
     tensor made beside the layers."""
     from hfpatch.store.device import ToHost, beside
 
-    transfers = model.model._hfpatch_runtime.transfers
+    queues = model.model._hfpatch_runtime.queues
+    if not queues:
+        return  # before the first step
+    transfers = next(iter(queues.values())).transfers
     device = transfers.device
     x = torch.ones(2, 4096, 512, device="cuda")
     saved = transfers.save(x)
@@ -281,7 +284,14 @@ def handed_over(model, batch: dict) -> None:
     made.add_(1)
 
 
+def batch_in_flight(model, batch: dict) -> None:
+    """A batch that kernels make on the device. In place, so that its values stay."""
+    for x in batch.values():
+        x.add_(0)
+
+
 ACTIONS = {
+    "batch in flight": batch_in_flight,
     "": lambda model, batch: None,
     "partial": partial_backward,
     "dropped": dropped_graph,

@@ -23,7 +23,7 @@ WAYS = {
     "weights on the host": {
         "adapters": "lora", "checkpointing": {"frozen_weights": "host", "plain": 0, "tile": 512},
     },
-    "packed": {"batch": "packed", "checkpointing": TILES},
+    "packed": {"batch": "packed", "before": "batch in flight", "checkpointing": TILES},
     "partial": {"before": "partial", "checkpointing": TILES},
     "dropped": {"before": "dropped", "checkpointing": TILES},
     "handed over": {"before": "handed over", "checkpointing": TILES},
@@ -48,7 +48,7 @@ def test_every_copy_is_ordered(way, dry, table, tmp_path):
     table("order", way, "conflicts", sum(found.seen.values()))
     table("order", way, "without an order", sum(found.races().values()), 0)
     assert found.races() == {}
-    assert sum(found.seen.values()) > 20 or way == "auto", "nothing was compared"
+    assert found.seen, "nothing was compared"
 
 
 def waits() -> list[tuple[str, int, str]]:
@@ -73,11 +73,16 @@ SEEN_IN = {
     "device.wait(event, device.side)": "packed",
     "device.wait(event, device.current())": "handed over",
 }
+# Needed, but not seen here: the allocator never gave these buffers memory that kernels had used
+# after the slot's last use. tests/faults/test_copies.py shows the race on a CPU.
+NOT_SEEN = ("transfers.device.wait(transfers.device.mark(), transfers.to_device)",)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("file, line, source", waits(), ids=lambda x: str(x).split("(")[0])
 def test_each_wait_is_needed(file, line, source, dry, table, tmp_path):
+    if source in NOT_SEEN:
+        pytest.skip("the allocator hides what this wait is for")
     way = SEEN_IN.get(source, "tiles")
     before = logged(dry, tmp_path / "with", way)
     found = logged(dry, tmp_path / "without", way, without_wait=[file, line])
