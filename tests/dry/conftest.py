@@ -72,11 +72,23 @@ class Dry:
     def __init__(self, logs: Path):
         self.process, self.settings, self.logs = None, None, logs
 
-    def run(self, model: str, *, env: dict | None = None, **case) -> Ran:
-        """Runs the case (steps.Case). env: DRY_* variables, and others of the process."""
+    def run(self, model: str, *, env: dict | None = None, alone: bool = False, **case) -> Ran:
+        """Runs the case (steps.Case).
+
+        Args:
+            env: DRY_* variables, and others of the process.
+            alone: in a process of its own, as for what patches classes of the whole process.
+        """
         settings = env or {}
-        if self.process is None or self.settings != settings:
+        if self.process is None or self.settings != settings or alone:
             self._start(settings)
+        try:
+            return self._answer(model, case)
+        finally:
+            if alone:
+                self.stop()
+
+    def _answer(self, model: str, case: dict) -> Ran:
         print(json.dumps({"model": model, **case}), file=self.process.stdin, flush=True)
         rows: list[dict] = []
         for line in self.process.stdout:
