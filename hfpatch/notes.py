@@ -1,7 +1,11 @@
-"""Lines of the report: the swapped modules, how the layers run, the memory of one long sequence."""
+"""Lines of the report: the swapped modules, how the layers run, the memory of one long sequence,
+the allocator's setting.
+"""
 
+import os
 from collections import Counter
 
+import torch
 from torch import nn
 
 from hfpatch.budget.choice import choose
@@ -11,6 +15,24 @@ from hfpatch.decoder.find import Decoder
 from hfpatch.layer.condition import look
 from hfpatch.layer.freeze_base import widened
 from hfpatch.report import Report
+
+# torch's variable for its allocator, and the older name.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+GROWS = "expandable_segments:True"
+
+
+def grow_segments(report: Report) -> None:
+    """Lets torch's allocator grow its segments, unless the user set it: fixed ones fragment at long
+    rows. Once CUDA has started the setting comes too late, and the report names it.
+    """
+    chosen = any(name in os.environ for name in ALLOCATOR)
+    if torch.cuda.is_initialized() and not chosen:
+        report.notes.append(
+            f"set {ALLOCATOR[0]}={GROWS} before Python starts: without it long rows fragment the "
+            "GPU's memory."
+        )
+    elif not chosen:
+        os.environ[ALLOCATOR[0]] = GROWS
 
 
 def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:
@@ -55,8 +77,9 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
             "(prepare_model_for_kbit_training): call hfpatch.freeze_base(model) in its place."
         )
     if shape is not None and not whole and not shape.whole_because:
-        itemsize = next(stack.parameters()).element_size()
-        notes.append(_memory_note(stack.config, shape, settings, itemsize))
+        notes.append(
+            _memory_note(stack.config, shape, settings, next(stack.parameters()).element_size())
+        )
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
         notes.append(

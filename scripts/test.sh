@@ -6,6 +6,9 @@
 #                                   and the GPU queue under the versions of its machine
 #   bash scripts/test.sh --hosts    tests/hosts alone: each trainer that hfpatch works in, in an environment of its own, by pip
 #                                   (HFPATCH_HOSTS="lightning ms_swift" names some; HFPATCH_BARE=0 uses the torch that is here)
+#   bash scripts/test.sh --dry      tests/dry alone: a CUDA build of torch on a driver that computes nothing (tests/dry/README.md),
+#                                   in environments of its own (4 GB each), and an 8B model at 131,072 tokens to watch;
+#                                   --dry short: four minutes of it, and a line instead where no CUDA build can be had
 #   bash scripts/test.sh --docs     also every command of README and docs/, at tiny size (five minutes; alone: --docs tests/docs)
 #   bash scripts/test.sh ARGS...    anything else goes to pytest in the plain run, such as tests/ops -k rope
 #   HFPATCH_TEST_WORKERS=1          how many processes share the tests without a GPU (as many as there are cores, up to four)
@@ -32,6 +35,39 @@ if [ "${1:-}" = "--hosts" ]; then
             python -m pytest -q -W ignore --all "tests/hosts/test_$name.py"
         ) || { status=1 && echo "hfpatch: $name failed, or cannot be installed here" >&2; }
     done
+    exit $status
+fi
+if [ "${1:-}" = "--dry" ]; then
+    shift
+    short=0
+    [ "${1:-}" = short ] && short=1 && shift
+    export HFPATCH_BARE=1 HFPATCH_DRY=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+    dry_env() { # dry_env FOLDER TORCH MORE...: an environment with this torch and what the tests train with
+        HFPATCH_VENV=$HFPATCH_ROOT/$1 HFPATCH_TORCH=$2
+        shift 2
+        make_env train &&
+            python -m pip install -q -c "$HFPATCH_KEEP" trl liger-kernel numpy pytest pytest-timeout "$@" &&
+            python -c 'import sys, torch; sys.exit(not (torch.version.cuda or "").startswith("13."))'
+    }
+    if [ $short = 1 ]; then
+        dry_env .venv-dry 'torch==2.14.1' >"$HFPATCH_ROOT/.venv-dry.log" 2>&1 || {
+            echo "hfpatch: the dry device is not tested here: no CUDA 13 build of torch 2.14.1 can be installed (.venv-dry.log)"
+            exit 0
+        }
+        exec timeout 300 python -m pytest -q --durations=3 "${@:-tests/dry}"
+    fi
+    status=0
+    (
+        dry_env .venv-dry 'torch==2.14.1' || exit 2
+        HFPATCH_HOST_MEMORY=$((200 << 30)) PYTORCH_ALLOC_CONF=expandable_segments:True tests/dry/dry.sh \
+            python tests/dry/worker.py '{"model": "llama-3.1-8b", "rows": [[1, 131072], [1, 131072]]}'
+        python -m pytest -q --all "${@:-tests/dry}"
+    ) || status=1
+    # The versions of the GPU queue's machine: scripts/gpu/README.md.
+    (
+        dry_env .venv-dry-queue 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' || exit 2
+        python -m pytest -q "${@:-tests/dry}"
+    ) || status=1
     exit $status
 fi
 make_env test || exit 2

@@ -187,8 +187,14 @@ class Error:
         return self.got <= self.allowed(dtype)
 
     def share(self, dtype: torch.dtype) -> float:
-        """The error over the allowed one: above 1 it fails, and NaN is infinite."""
+        """The error over the allowed one: above 1 it fails, and NaN is infinite.
+
+        A reference of zeros is infinite too: it shows nothing, and a device that computes nothing
+        gives it.
+        """
         allowed = self.allowed(dtype)
+        if self.exact_squares == 0:
+            return float("inf")
         if self.got == 0:
             return 0.0
         share = self.got / allowed if allowed else float("inf")

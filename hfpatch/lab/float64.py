@@ -16,13 +16,37 @@ from hfpatch.attention.attention import (
     attention_backward,
     attention_forward,
 )
-from hfpatch.lab.elementwise import Error, Op, Widths, errors
+from hfpatch.lab.elementwise import OPS, Error, Op, Widths, errors
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy_ref
 
 
 def worst_of(found: dict[str, Error], dtype: torch.dtype) -> str:
     """The name of the result with the largest share of its allowed error."""
     return max(found, key=lambda name: found[name].share(dtype))
+
+
+def of_the_cpu(dtype, widths: Widths, device) -> dict[str, Error]:
+    """A product and a norm on the device against float64 on the CPU, which another computes.
+
+    Every other reference here is computed on the device that it checks: of one that computes
+    nothing they are all zeros, and equal.
+    """
+    tokens = 67
+    g = torch.Generator().manual_seed(tokens)
+    x, w = (torch.randn(n, widths.hidden, generator=g).to(dtype) for n in (tokens, 131))
+    scale = torch.rand(widths.hidden, generator=g).to(dtype) + 1
+    norm = OPS["rms_norm"]
+    got = {
+        "product": x.to(device) @ w.to(device).T,
+        "rms_norm": norm.ours(x.to(device), scale.to(device))[0],
+    }
+    plain = {"product": x @ w.T, "rms_norm": norm.plain(x, scale)[0]}
+    wide = x.double(), w.double(), scale.double()
+    true = {"product": wide[0] @ wide[1].T, "rms_norm": norm.exact(wide[0], wide[2])[0]}
+    found = {name: Error() for name in got}
+    for name, error in found.items():
+        error.see(got[name].cpu(), plain[name], true[name])
+    return found
 
 
 def element_wise(op: Op, dtype, T: int, widths: Widths, device, only=None) -> dict[str, Error]:

@@ -14,6 +14,7 @@ from hfpatch.budget.choice import reserve
 from hfpatch.layer.policies import rounded
 from hfpatch.layer.room import SHRINK, Room
 from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.notes import ALLOCATOR, GROWS
 
 FILE, GiB = "hfpatch_memory.json", 1 << 30
 ALIKE = ("model", "card", "ranks", "dtype", "batch")  # a run takes entries that agree in these
@@ -98,15 +99,9 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
         return
     learnt, planned = state(room), room.step[2]
     path = write(model, args, shape, learnt)
-    set_ = any(
-        "expandable_segments:True" in os.environ.get(name, "")
-        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    )
-    advice = (
-        'pass checkpointing="least" to hfpatch.apply'
-        if set_
-        else "set PYTORCH_ALLOC_CONF=expandable_segments:True"
-    )
+    grows = any(GROWS in os.environ.get(name, "") for name in ALLOCATOR)
+    least = 'pass checkpointing="least" to hfpatch.apply'
+    advice = least if grows else f"set {ALLOCATOR[0]}={GROWS}"
     sentence = (
         f"hfpatch: expected the layers of {shape[0]} x {shape[1]:,} tokens to take "
         f"{planned / GiB:.1f} GiB beside {room.step[0] / GiB:.1f} GiB that were there, the peak was "

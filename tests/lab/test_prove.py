@@ -40,6 +40,9 @@ def test_the_page_names_every_op_and_every_way(out):
         "attention",
         "sinks",
         "model, host",
+        "model, lengths",
+        "attention cpu, backward",
+        "against the CPU",
     ):
         assert what in text
     assert (
@@ -65,7 +68,11 @@ def test_the_row_is_small_and_says_nothing_of_whose_it_is(out):
 
 
 def proof(**changes) -> Proof:
-    made = Proof({"name": "cpu"}, {"torch": "2"}, True, [Check("rope", "float32", 37, 0.5, "out0")])
+    checks = [
+        Check("rope", "float32", 37, 0.5, "out0"),
+        Check("model, host", "float32", 45, 0.5, "loss"),
+    ]
+    made = Proof({"name": "cpu"}, {"torch": "2"}, True, checks)
     return replace(made, **changes)
 
 
@@ -109,6 +116,59 @@ def of_rope(op: Op) -> Check:
     return check
 
 
+# What a device that computes nothing gives: zeros, and no error at all.
+def test_an_error_of_zero_and_a_reference_of_zeros_fail():
+    right = OPS["rope"]
+    zeros = lambda *x: tuple(0 * y for y in right.exact(*x))  # noqa: E731
+    found = of_rope(replace(right, ours=zeros, plain=zeros, exact=zeros))
+    assert found.share == float("inf") and not found.passed
+    assert Check("rope", "bfloat16", 1, 0.0, "out0").passed  # a single token has the angle 0
+    assert Check("rope", "float32", 37, 0.0, "out0").passed
+    assert not Check("rope", "bfloat16", 37, 0.0, "out0").passed
+
+
+# An op that leaves a part of its output unwritten fails: new memory holds NaN.
+def test_what_nothing_wrote_fails(monkeypatch):
+    right = OPS["swiglu"]
+
+    def half(gate, up):
+        out = torch.empty_like(gate)
+        (whole,) = right.ours(gate, up)
+        out[:20] = whole[:20]
+        return (out,)
+
+    given = (
+        replace(right, ours=half),
+        torch.bfloat16,
+        37,
+        checks.SMALL.widths,
+        torch.device("cpu"),
+    )
+    job = (
+        "swiglu",
+        lambda: checks.of_op("swiglu", torch.bfloat16, 37, checks.float64.element_wise, given),
+    )
+    monkeypatch.setattr(checks, "jobs", lambda *_: [job])
+    (found,), _ = checks.run(torch.device("cpu"), checks.SMALL, time.monotonic() + 60)
+    assert found.share == float("inf") and found.where == "out0"
+
+
+# The first line's reference is the CPU's, and a model's gradients come before other dtypes.
+def test_the_order_of_the_checks():
+    names = [name for name, _ in checks.jobs(torch.device("cpu"), checks.SMALL)]
+    assert names[0] == "against the CPU bfloat16"
+    models = [i for i, name in enumerate(names) if name.startswith("model")]
+    others = [i for i, name in enumerate(names) if name.endswith("float32")]
+    assert models[0] < min(others) and "linear_cross_entropy, vocabulary 257 bfloat16" in names
+    assert checks.LARGE.odd_vocab.vocab == 128257
+
+
+# Ops alone are no proof of a step.
+def test_without_a_model_nothing_is_shown():
+    found = proof(done=[Check("rope", "float32", 37, 0.5, "out0")])
+    assert not found.ok and "NOT SHOWN" in page(found) and "all is well" not in page(found)
+
+
 # An op that is wrong by some rounding steps fails.
 def test_a_wrong_op_fails():
     right = OPS["rope"]
@@ -122,8 +182,7 @@ def test_what_raises_fails_but_for_a_backend_that_refuses(monkeypatch):
         raise RuntimeError("no kernel found")
 
     jobs = [("attention cudnn bfloat16", refuses), ("swiglu bfloat16", refuses)]
-    monkeypatch.setattr(checks, "ops", lambda *_: jobs)
-    monkeypatch.setattr(checks, "models", lambda *_: [])
+    monkeypatch.setattr(checks, "jobs", lambda *_: jobs)
     cpu = torch.device("cpu")
     done, left_out = checks.run(cpu, checks.SMALL, time.monotonic() + 60)
     assert left_out == ["attention cudnn bfloat16: RuntimeError: no kernel found"]
@@ -141,7 +200,7 @@ def test_a_card_is_asked_for_what_it_has(new, monkeypatch):
     monkeypatch.setattr(checks, "supported", lambda *args: refused)
     documents = {"window": (checks.CAUSAL, False)}
     monkeypatch.setattr(checks.float64, "patterns", lambda *args: documents)
-    names = [name for name, _ in checks.ops(torch.device("cuda"), checks.LARGE)]
+    names = [name for name, _ in checks.jobs(torch.device("cuda"), checks.LARGE)]
     names = [name for name in dict.fromkeys(names) if name.startswith("attention")]
     half = "bfloat16" if new else "float16"
     first = [f"attention {key} {half}" for key in (("flash", "cudnn") if new else ("efficient",))]

@@ -1,0 +1,418 @@
+"""Training steps on the dry device: a model, its rows, and what each step took.
+
+A Case says what to train. `run` yields a row per step: memory of the real caching allocator,
+launches, copies, host waits and host seconds. Seconds of the device do not exist here.
+"""
+
+import collections
+import contextlib
+import copy
+import gc
+import io
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+
+import stub
+import torch
+
+GiB = 2**30
+# hfpatch's line on a shape: what layers will take, of what is free, and what goes to the host.
+PLANNED = re.compile(r"([\d.]+) of ([\d.]+) GiB free on the device(?:, ([\d.]+) GiB on the host)?")
+
+
+@dataclass
+class Case:
+    """A run. The defaults are full fine-tuning of the preset in bfloat16, without an optimizer.
+
+    Attributes:
+        model: a preset of hfpatch.lab.presets, or a family of `hfpatch env --families`.
+        changes: to the configuration.
+        rows: (batch, tokens) of each step.
+        way: "hfpatch", "stock", "stock checkpointed", "liger" or "liger checkpointed".
+        checkpointing: hfpatch.apply's; a dict gives a Checkpointing's fields.
+        adapters: "" for none; "lora", "lora qv", "lora dropout", "lora float32" (as PEFT makes
+            them) or "lora experts".
+        four_bits: stand-ins for bitsandbytes' linear layers, where it is not installed.
+        optimizer: "", "adamw" or "adamw8bit".
+        micro_steps: forward and backward passes of a step, which keep .grad.
+        keep_gradients: .grad also stays between steps.
+        batch: "", "packed" or "padded".
+        before: an action of ACTIONS, just before each step, which is part of it.
+        log: the path of a log of the last step, for order.py.
+        without_wait: [file's end, line] of a call of hfpatch's Device.wait that does nothing.
+    """
+
+    model: str
+    layers: int = 0
+    rows: list = field(default_factory=lambda: [(1, 8192)] * 2)
+    changes: dict = field(default_factory=dict)
+    dtype: str = "bfloat16"
+    way: str = "hfpatch"
+    checkpointing: object = "auto"
+    adapters: str = ""
+    four_bits: bool = False
+    optimizer: str = ""
+    micro_steps: int = 1
+    keep_gradients: bool = False
+    batch: str = ""
+    before: str = ""
+    log: str = ""
+    without_wait: list = field(default_factory=list)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def config_of(case: Case):
+    from transformers import AutoConfig
+
+    from hfpatch.cli.support import family_config
+    from hfpatch.lab import made
+    from hfpatch.lab.presets import _ROWS
+
+    tokens = max(tokens for _, tokens in case.rows)
+    changes = dict(case.changes)
+    if case.layers:
+        changes["num_hidden_layers"] = case.layers
+    if case.model in _ROWS:
+        return made.config_of(case.model, changes, tokens)
+    values = family_config(case.model)
+    if case.layers:
+        values = shortened(values, case.layers)
+    values |= case.changes
+    values["use_cache"] = False
+    # Ids of special tokens are none of the made rows'.
+    values |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def shortened(values: dict, layers: int) -> dict:
+    """The configuration's values with this many layers, at its true width."""
+    values = dict(values)
+    whole = values.get("num_hidden_layers")
+    for name, value in values.items():
+        if isinstance(value, dict) and "num_hidden_layers" in value:
+            values[name] = shortened(value, layers)
+        elif isinstance(value, list) and whole and len(value) == whole:
+            values[name] = value[:layers]  # a kind of each layer
+    if whole:
+        values["num_hidden_layers"] = layers
+    by_layer = values.get("per_layer_config")
+    if by_layer:
+        values["per_layer_config"] = {k: v for k, v in by_layer.items() if int(k) < layers}
+    if "depth" in values:  # of a tower
+        values["depth"] = min(values["depth"], layers)
+    return values
+
+
+def build(case: Case):
+    """The model in training mode on the device."""
+    model = model_of(config_of(case), getattr(torch, case.dtype))
+    if case.four_bits:
+        four_bits(model)
+    if case.adapters:
+        model = adapted(model, case.adapters)
+    return model
+
+
+def model_of(config, dtype: torch.dtype):
+    """As hfpatch.lab.made makes it, for models with images and for those without sdpa too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        kind = AutoModelForImageTextToText
+    with torch.device("cuda"):
+        try:
+            own = copy.deepcopy(config)  # a refusal leaves its name in the configuration
+            model = kind.from_config(own, dtype=dtype, attn_implementation="sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = kind.from_config(config, dtype=dtype)
+    return model.train()
+
+
+def adapted(model, adapters: str):
+    from peft import LoraConfig, get_peft_model
+
+    words = adapters.split()
+    options = {"r": 16, "target_modules": "all-linear"}
+    if "qv" in words:
+        options["target_modules"] = ["q_proj", "v_proj"]
+    if "experts" in words:
+        options["target_modules"] = ["q_proj", "v_proj"]
+        options["target_parameters"] = ["gate_up_proj", "down_proj"]
+    if "dropout" in words:
+        options["lora_dropout"] = 0.05
+    # get_peft_model's own default keeps adapters in float32 over a bfloat16 base.
+    return get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype="float32" in words)
+
+
+class Unpacked(torch.autograd.Function):
+    """A product with a weight of half a byte an element, unpacked in forward and again in backward,
+    as bitsandbytes does."""
+
+    @staticmethod
+    def weight(packed, shape, dtype):
+        return packed.to(dtype).repeat(2, 1).view(shape)
+
+    @staticmethod
+    def forward(ctx, x, packed, shape):
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return torch.nn.functional.linear(x, Unpacked.weight(packed, shape, x.dtype))
+
+    @staticmethod
+    def backward(ctx, dy):
+        (packed,) = ctx.saved_tensors
+        return dy @ Unpacked.weight(packed, ctx.shape, dy.dtype), None, None
+
+
+class FourBitLinear(torch.nn.Linear):
+    """Stands in for bitsandbytes' layer in what it does to memory and launches."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        packed = torch.empty(linear.weight.numel() // 2, 1, dtype=torch.uint8, device="cuda")
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.bias = None
+
+    def forward(self, x):
+        return Unpacked.apply(x, self.weight, (self.out_features, self.in_features))
+
+
+def four_bits(model) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and name != "lm_head":
+                setattr(parent, name, FourBitLinear(child))
+    model.requires_grad_(False)
+
+
+def patch(model, case: Case):
+    """Applies hfpatch, Liger or nothing. Returns hfpatch's report, or None."""
+    kind, _, checkpointed = case.way.partition(" ")
+    if kind == "hfpatch":
+        import hfpatch
+
+        settings = case.checkpointing
+        if isinstance(settings, dict):
+            settings = hfpatch.Checkpointing(**settings)
+        return hfpatch.apply(model, checkpointing=settings)
+    if kind == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return None
+
+
+def optimizer_of(model, case: Case):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    if case.optimizer == "adamw8bit":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(trained, lr=1e-5, bf16_stochastic_round=True)
+    return None
+
+
+# --- its rows -------------------------------------------------------------------------------------
+
+
+def batch_of(case: Case, B: int, T: int) -> dict:
+    """Random tokens that are their own labels, as a collator gives them, moved to the device."""
+    ids = torch.randint(3, 90, (B, T))
+    batch = {"input_ids": ids, "labels": ids}
+    if case.batch == "packed":
+        thirds = [T // 3, T // 3, T - 2 * (T // 3)]
+        positions = torch.cat([torch.arange(n) for n in thirds])
+        batch["position_ids"] = positions.expand(B, -1).contiguous()
+    if case.batch == "padded":
+        mask = torch.ones(B, T, dtype=torch.long)
+        for row in range(1, B):
+            mask[row, T // 2 :] = 0
+        batch["attention_mask"] = mask
+        batch["labels"] = ids.masked_fill(mask == 0, -100)
+    return {name: x.cuda() for name, x in batch.items()}
+
+
+# --- what may come before a step ------------------------------------------------------------------
+
+
+def partial_backward(model, batch: dict) -> None:
+    """A backward that ends at the last layer: fetches for the layer before are not used."""
+    hidden = model.model(batch["input_ids"]).last_hidden_state
+    torch.autograd.grad(hidden.float().sum(), model.model.layers[-1].mlp.up_proj.weight)
+
+
+def dropped_graph(model, batch: dict) -> None:
+    """A forward whose backward never comes."""
+    model(**batch, use_cache=False)
+
+
+def handed_over(model, batch: dict) -> None:
+    """Tensors of a fetch that another stream uses, values for the host that nobody reads, and a
+    tensor made beside the layers."""
+    from hfpatch.store.device import ToHost, beside
+
+    queues = model.model._hfpatch_runtime.queues
+    if not queues:
+        return  # before the first step
+    transfers = next(iter(queues.values())).transfers
+    device = transfers.device
+    x = torch.ones(2, 4096, 512, device="cuda")
+    saved = transfers.save(x)
+    transfers.settle()
+    ticket, other = transfers.fetch([(saved, 0, 4096, None)]), device.stream()
+    device.wait(device.mark(), other)
+    with device.on(other):
+        ticket.wait()[0].add_(1)
+    ticket.done()
+    del ticket, saved
+    torch.ones(2, 4096, 512, device="cuda")  # takes the memory that the other stream uses
+    ToHost(lambda t: t.add(1), x.add(1))
+    for _ in range(4):
+        torch.ones(2, 4096, 512, device="cuda")
+    (made,) = beside(lambda t: [t.add(1)], x)
+    made.add_(1)
+
+
+def batch_in_flight(model, batch: dict) -> None:
+    """A batch that kernels make on the device. In place, so that its values stay."""
+    for x in batch.values():
+        x.add_(0)
+
+
+ACTIONS = {
+    "batch in flight": batch_in_flight,
+    "": lambda model, batch: None,
+    "partial": partial_backward,
+    "dropped": dropped_graph,
+    "handed over": handed_over,
+}
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class Both(io.StringIO):
+    """Keeps what is written, and writes it to the real stderr too."""
+
+    def write(self, text):
+        sys.__stderr__.write(text)
+        return super().write(text)
+
+
+@contextlib.contextmanager
+def without(place: list):
+    """Within, hfpatch's `device.wait` at [file's end, line] does nothing."""
+    from hfpatch.store.device import CudaDevice
+
+    real = CudaDevice.wait
+
+    def wait(self, event, stream=None):
+        frame = sys._getframe(1)
+        if place and frame.f_lineno == place[1] and frame.f_code.co_filename.endswith(place[0]):
+            return
+        real(self, event, stream)
+
+    CudaDevice.wait = wait
+    try:
+        yield
+    finally:
+        CudaDevice.wait = real
+
+
+def run(case: Case):
+    """Yields a row for each step, and first one with the report."""
+    torch.manual_seed(0)
+    model = build(case)
+    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
+    said = Both()
+    with contextlib.redirect_stderr(said), without(case.without_wait):
+        report = patch(model, case)
+        yield {
+            "parameters": sum(size for size, _ in sizes),
+            "trained": sum(size for size, trained in sizes if trained),
+            "report": str(report),
+            "notes": report.notes if report else [],
+            "layers": sum(1 for m in model.modules() if type(m).__name__.endswith("DecoderLayer")),
+        }
+        optimizer = optimizer_of(model, case)
+        for index, (B, T) in enumerate(case.rows):
+            if case.log and index == len(case.rows) - 1:
+                stub.log_to(case.log)
+            yield measured(model, case, optimizer, index, batch_of(case, B, T), said)
+    if case.log:
+        stub.log_to(None)
+
+
+def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) -> dict:
+    """One step. An out-of-memory error is noted in the row."""
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    written, complained = said.tell(), stub.complaints()
+    stub.reset()
+    stub.mark(f"step {index}")
+    row = {"step": index, "shape": list(batch["input_ids"].shape)}
+    with stub.HostWaits() as waits:
+        try:
+            ACTIONS[case.before](model, batch)
+            forward = backward = 0.0
+            launched = 0
+            for _ in range(case.micro_steps):
+                # [Step 1] Launches and host seconds of each direction.
+                began, count = time.process_time(), stub.launches()
+                loss = model(**batch, use_cache=False).loss
+                between = time.process_time()
+                launched += stub.launches() - count
+                loss.backward()
+                del loss
+                forward += between - began
+                backward += time.process_time() - between
+            row["launches_forward"] = launched
+            row["launches_backward"] = stub.launches() - launched
+            row["host_seconds"] = [forward, backward]
+            if optimizer is not None:
+                optimizer.step()
+        except torch.OutOfMemoryError as error:
+            row["error"] = str(error)
+    found, after = stub.counts(), torch.cuda.memory_stats()
+    own = collections.Counter(
+        {where: count for where, count in waits.found.items() if "garbage.py" not in where[1]}
+    )
+    row |= {
+        "allocated_before": before["allocated_bytes.all.current"],
+        "allocated_peak": after["allocated_bytes.all.peak"],
+        "allocated_after": after["allocated_bytes.all.current"],
+        "reserved_peak": after["reserved_bytes.all.peak"],
+        "retries": after["num_alloc_retries"] - before["num_alloc_retries"],
+        "ooms": after["num_ooms"] - before["num_ooms"],
+        "mallocs": found["call"]["cudaMalloc"] + found["call"]["cuMemCreate"],
+        "stream_waits": found["call"]["cudaStreamWaitEvent"],
+        "copies": dict(found["copies"]),
+        "bytes": dict(found["bytes"]),
+        "waits": sum(own.values()),
+        "stacks": [[count, *where] for where, count in own.most_common()],
+        "complaints": stub.complaints() - complained,
+        "said": said.getvalue()[written:],
+    }
+    planned = PLANNED.search(row["said"])
+    if planned:
+        row["planned_gib"] = [float(x) if x else 0.0 for x in planned.groups()]
+    if not case.keep_gradients or optimizer is not None or "error" in row:
+        model.zero_grad(set_to_none=True)
+    return row
+
+
+def cleared() -> None:
+    """Gives a finished case's memory back."""
+    gc.collect()
+    torch.cuda.empty_cache()
