@@ -49,6 +49,7 @@ class Batch:
         self._idle = idle_BT
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.weights = False  # whether attention returns its probabilities too
+        self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
         self.even = True  # whether the ranks that exchange tokens per tile have batches of one size
         self._rows: dict = {}
         self._parts: dict = {}
@@ -73,9 +74,7 @@ class Batch:
         if (rows.start, a, b) not in self._parts:
             visible = None if self.said[0] is None else self.said[0][rows, a:b]
             B = len(range(self.B)[rows])
-            part = self._parts[rows.start, a, b] = Batch(
-                B, b - a, self.device, visible
-            )
+            part = self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible)
             if B == 1 and visible is None:
                 part._rows[None] = self.rows().part(
                     (rows.start or 0) * self.T + a, b - a, self.device

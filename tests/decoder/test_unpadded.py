@@ -47,15 +47,15 @@ def assert_close(got: dict, wanted: dict) -> None:
 
 @pytest.fixture
 def rows(monkeypatch):
-    """The packed rows that ran, but for those of a small instance."""
-    ran, arguments = [], PackedRow.arguments
+    """The packed rows on which layers ran, but for those of a small instance."""
+    ran, padded = [], PackedRow._padded
 
-    def note(row, kwargs):
-        if row.T == tiny.TOKENS:
+    def note(row, x, y):
+        if x.shape[1] == tiny.TOKENS and row not in ran:
             ran.append(row)
-        return arguments(row, kwargs)
+        return padded(row, x, y)
 
-    monkeypatch.setattr(PackedRow, "arguments", note)
+    monkeypatch.setattr(PackedRow, "_padded", note)
     return ran
 
 
