@@ -10,7 +10,7 @@ B rows, T tokens of a row, N tokens of the packed row.
 """
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -46,23 +46,23 @@ class PackedRow:
         self.at_N = hidden_N.to(torch.uint8).argsort(stable=True)[:N]
         self.real, filler = bounds[-1], () if N == bounds[-1] else (N,)
         self.batch = Batch(1, N, batch.device, cu_seq_lens=(*bounds, *filler))
-        pack = partial(_packed, self.batch, self.at_N, batch.B, batch.T)
-        self.form = lru_cache(None, typed=True)(pack)
+        self.form = cache(partial(_packed, self.batch, self.at_N, batch.B, batch.T))
         self.last = (None, 0, None)
 
     def run(self, layer, x_BTD: Tensor, args, kwargs):
         """The layer's output for [B, T] tokens. It runs on all of them if it has residual streams,
         if an argument has no packed form, or if transformers records outputs inside.
         """
-        # Layers may write to a dict, such as that of keys they share.
-        is_dict = lambda x: isinstance(x, dict) and x is not kwargs  # noqa: E731
-        leaves, spec = pytree().tree_flatten((args, kwargs), is_leaf=is_dict)
-        given = [x if is_dict(x) else self.form(x) for x in leaves]
+        # Layers may write to a dict, such as that of the keys they share: it stays the same one.
+        leaves, spec = pytree().tree_flatten(
+            (args, kwargs), is_leaf=lambda x: isinstance(x, dict) and x is not kwargs
+        )
+        given = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
         if x_BTD.dim() != 3 or any(x is GONE for x in given) or collected_now():
             return layer(x_BTD, *args, **kwargs)
         args, kwargs = pytree().tree_unflatten(given, spec)
         y_BTD, writes, x_1ND = self.last
-        if y_BTD is not x_BTD or version(x_BTD) != writes:
+        if y_BTD is not x_BTD or version(x_BTD) != writes or x_BTD.is_inference():
             x_1ND = x_BTD.flatten(0, 1).index_select(0, self.at_N)[None]
         with having(batch=self.batch):
             out = layer(x_1ND, *args, **kwargs)
