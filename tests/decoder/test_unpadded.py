@@ -17,6 +17,7 @@ from hfpatch.decoder.unpadded import PackedRow, _rounded
 WAYS = {
     "tiled": tiny.TILED,
     "offloaded": hfpatch.Checkpointing(tile=8, offload="host"),
+    "segments": tiny.WAYS["segments"],
     "off": "off",
 }
 # Rows of 24 tokens: padding before, behind, on both sides, a single token, nothing, everything.
