@@ -159,10 +159,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     mixers = bool(mixing)
     timed = mixers and all(a.all_timed for a in mixing)
     stack._hfpatch_configs = configs
-    # Ranks that send tokens to each other's experts must run equal numbers of tiles.
-    asked = getattr((causal or stack).config, "distributed_config", None)
-    unpads = found.unpads and (getattr(asked, "ep_size", None) or 1) == 1
-    stack._hfpatch_traits = StackTraits(found.ours, mixers, found.apart, unpads, timed)
+    stack._hfpatch_traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         # A model between causal and stack may make a cache.
         if mixers or not found.apart or stack not in causal.children():

@@ -7,7 +7,6 @@ that names the user it is for. A number is what the code has, plus 2%.
 import ast
 import io
 import tokenize
-from dataclasses import fields
 from pathlib import Path
 
 import pytest

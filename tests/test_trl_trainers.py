@@ -209,16 +209,16 @@ def heads(monkeypatch):
 
 @pytest.fixture
 def rows_without_padding(monkeypatch):
-    """Of each packed row that ran in place of padded ones, but for those of a small instance: its
-    real tokens, its tokens, and those of the padded rows."""
-    ran, arguments = [], PackedRow.arguments
+    """Of each layer that ran on a packed row in place of padded ones, but for those of a small
+    instance: its real tokens, its tokens, and those of the padded rows."""
+    ran, padded = [], PackedRow._padded
 
-    def note(row, kwargs):
-        if row.T != TOKENS:
-            ran.append((row.real, len(row.at_N), row.B * row.T))
-        return arguments(row, kwargs)
+    def note(row, x, y):
+        if x.shape[1] != TOKENS:
+            ran.append((row.real, len(row.at_N), x.shape[:2].numel()))
+        return padded(row, x, y)
 
-    monkeypatch.setattr(PackedRow, "arguments", note)
+    monkeypatch.setattr(PackedRow, "_padded", note)
     return ran
 
 

@@ -51,7 +51,7 @@ from hfpatch.decoder.batch import (
     without_unread_cache,
 )
 from hfpatch.decoder.find import list_of_layers
-from hfpatch.decoder.unpadded import without_padding
+from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.parallel.shards import alike
@@ -137,19 +137,18 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_declined(kwargs)
         batch = None if given is None else self._hfpatch_batch(given, kwargs)
         if runtime is not None and runtime.exchange is not None:
+            # Ranks that send tokens to each other's experts must run equal numbers of tiles.
             sizes = (0, 0) if batch is None else (batch.B, batch.T)
             even = alike(runtime.exchange, sizes)
             if batch is not None:
                 batch.even = even
+        elif batch is not None:
+            batch.packed = packed_row(given, self._hfpatch_traits, layers, batch)
         if batch is None:
             return self._hfpatch_declined(kwargs)
         if runtime is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in runtime.warned:
             if narrow(self):
                 runtime.tell(_ADVICE)
-        row = without_padding(self, given, batch, kwargs)
-        if row is not None:
-            with having(idle_BT=None, positions=None):
-                return row.put_back(self._hfpatch_ours(row.batch, row.arguments(kwargs)))
         return self._hfpatch_ours(batch, kwargs)
 
     def _hfpatch_ours(self, batch: Batch, kwargs):

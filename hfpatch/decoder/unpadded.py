@@ -1,107 +1,113 @@
-"""Runs padded rows as one packed row, where nothing reads the outputs of padding.
+"""Runs the layers on the real tokens of padded rows alone, where nothing reads padding's outputs.
 
-The stack runs on the real tokens of all rows, with each document of each row isolated. Its outputs
-are put back at the tokens' places, with zeros at padding. In padded rows, a token of padding costs
+Every decoder layer takes and returns [B, T] tokens, so all around the layers sees the caller's
+shape. Inside, it runs on one packed row: the real tokens of all rows, each document of each row
+isolated. Its outputs go back to the tokens' places. A layer that gets the very output of the one
+before takes its packed row; else it packs what it is given. In padded rows, a token of padding costs
 as much as a real one in every module that treats tokens one by one.
 
-B rows, T tokens of a row, N tokens of the packed row, S layouts of positions (images have several).
+B rows, T tokens of a row, N tokens of the packed row.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from hfpatch.compat import compiled_by_itself, pytree
-from hfpatch.context.current import asks_for_hidden_states
-from hfpatch.context.masks import Batch
-from hfpatch.decoder.batch import Given
-from hfpatch.decoder.find import list_of_layers
+from hfpatch.compat import GONE, collected_now, compiled_by_itself, pytree, version
+from hfpatch.context.current import having
+from hfpatch.context.masks import Batch, Mask
+from hfpatch.decoder.batch import Given, StackTraits
+from hfpatch.layer.arguments import token_axis
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer
 
 # The most padding that stays, as a share of the real tokens. Lengths are rounded up so that few of
 # them occur: each new length needs new plans of attention kernels and new pinned memory.
 FILLER = 1 / 32
-_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
 
 
-@dataclass(frozen=True)
 class PackedRow:
     """The real tokens of padded rows, in their order, followed by some padding.
 
     Attributes:
         batch: the batch of the packed row, for the layers.
-        B, T: rows, and tokens of a row, before packing.
         at_N: the index of each token among the B * T tokens.
         real: the number of real tokens.
+        form: the packed form of a layer's argument, made once: layers share most of them.
+        last: the last layer's output as [B, T] tokens, the number of writes to it, and its packed
+            form. The next layer takes that, unless something changed the output in between.
     """
 
-    batch: Batch
-    B: int
-    T: int
-    at_N: Tensor
-    real: int
+    def __init__(self, batch: Batch, bounds: tuple[int, ...], N: int):
+        hidden_N = ~batch.said[0].flatten().bool()
+        # Real tokens first, in their order, then padding up to N.
+        self.at_N = hidden_N.to(torch.uint8).argsort(stable=True)[:N]
+        self.real, filler = bounds[-1], () if N == bounds[-1] else (N,)
+        self.batch = Batch(1, N, batch.device, cu_seq_lens=(*bounds, *filler))
+        self.form = cache(partial(_packed, self.batch, self.at_N, batch.B, batch.T))
+        self.last = (None, 0, None)
 
-    def arguments(self, kwargs: dict) -> dict:
-        """The stack's arguments, with the packed row in place of [B, T] tokens."""
-        row, positions = dict(kwargs), kwargs.get("position_ids")
-        for name in ("input_ids", "inputs_embeds"):
-            if row.get(name) is not None:
-                row[name] = row[name].flatten(0, 1)[self.at_N][None]
-        if positions is None:  # the small instance showed that transformers counts from 0 too
-            positions = torch.arange(self.T, device=self.at_N.device)[None]
-        positions_SBT = positions.expand(*positions.shape[:-2], self.B, self.T)
-        row["position_ids"] = positions_SBT.flatten(-2)[..., self.at_N].unsqueeze(-2)
-        row["attention_mask"] = None
-        return row
+    def run(self, layer, x_BTD: Tensor, args, kwargs):
+        """The layer's output for [B, T] tokens. It runs on all of them if it has residual streams,
+        if an argument has no packed form, or if transformers records outputs inside.
+        """
+        # Layers may write to a dict, such as that of the keys they share: it stays the same one.
+        leaves, spec = pytree().tree_flatten(
+            (args, kwargs), is_leaf=lambda x: isinstance(x, dict) and x is not kwargs
+        )
+        given = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
+        if x_BTD.dim() != 3 or any(x is GONE for x in given) or collected_now():
+            return layer(x_BTD, *args, **kwargs)
+        args, kwargs = pytree().tree_unflatten(given, spec)
+        y_BTD, writes, x_1ND = self.last
+        if y_BTD is not x_BTD or version(x_BTD) != writes or x_BTD.is_inference():
+            x_1ND = x_BTD.flatten(0, 1).index_select(0, self.at_N)[None]
+        with having(batch=self.batch):
+            out = layer(x_1ND, *args, **kwargs)
+        return pytree().tree_map_only(Tensor, partial(self._padded, x_BTD), out)
 
-    def put_back(self, out):
-        """The stack's output with [B, T] tokens, zero at padding."""
-        for name, value in out.items():
-            out[name] = pytree().tree_map(self._padded, value)
-        return out
-
-    def _padded(self, x):
-        """[1, N, ...] as [B, T, ...], and [N, ...] (router logits) as [B * T, ...]."""
-        N = len(self.at_N)
-        if not isinstance(x, Tensor) or N not in x.shape[:2]:
-            return x
-        rows = x.shape[:2] == (1, N)
-        x = x[0] if rows else x
-        full = x.new_zeros(self.B * self.T, *x.shape[1:])
-        full = full.index_copy(0, self.at_N[: self.real], x[: self.real])
-        return full.unflatten(0, (self.B, self.T)) if rows else full
+    def _padded(self, x_BTD: Tensor, y_1ND: Tensor) -> Tensor:
+        """A layer's output as [B, T, ...]. Padding keeps the layer's input: with zeros, a norm
+        might divide by zero."""
+        at, y = self.at_N[: self.real], y_1ND[0, : self.real]
+        y_BTD = x_BTD.detach().to(y).flatten(0, 1).index_copy(0, at, y).view_as(x_BTD)
+        self.last = y_BTD, version(y_BTD), y_1ND
+        return y_BTD
 
 
-def without_padding(stack, given: Given, batch: Batch, kwargs: dict) -> PackedRow | None:
-    """The packed row to run in place of padded rows; None if the batch stays padded.
+def _packed(batch: Batch, at_N: Tensor, B: int, T: int, x):
+    """[..., B or 1, T, ...] as [..., 1, N, ...], and a mask as that of the packed row; GONE for
+    other tensors with a token axis."""
+    if isinstance(x, Mask):
+        return replace(x, batch=batch) if x.build is None else GONE
+    axis = token_axis(x, B, T)
+    if axis is None:
+        return x
+    if not axis or x.shape[axis - 1] not in (1, B):
+        return GONE
+    rows = x.movedim((axis - 1, axis), (0, 1)).expand(B, *(-1,) * (x.dim() - 1))
+    return rows.flatten(0, 1).index_select(0, at_N)[None].movedim((0, 1), (axis - 1, axis))
 
-    The batch stays padded if any of these holds:
-        - something reads padding: it has a label, or the caller asks for hidden states
-        - padding lies between real tokens, whose distances a packed row would change
-        - other arguments have tokens too
+
+def packed_row(given: Given, traits: StackTraits, layers, batch: Batch) -> PackedRow | None:
+    """The packed row on which layers run in place of padded rows; None if they run on all tokens.
+
+    They run on all tokens if any of these holds:
+        - something reads padding, or padding lies between real tokens
+        - ranks share rows, or attention's probabilities are asked for
+        - transformers' mixers run, which do not isolate documents
         - a layer differs from the one that the small instance tried
         - the small instance's outputs differed
     """
-    traits, positions = stack._hfpatch_traits, kwargs.get("position_ids")
-    padded = traits.unpads and given.rows_mask is not None and given.idle_BT is not None
-    if not padded or given.offsets is not None or batch.sequence or batch.weights:
-        return None
-    others = pytree().tree_leaves([x for name, x in kwargs.items() if name not in _BY_TOKEN])
-    same = (
-        (given.tiled or not traits.mixers)  # transformers' mixers do not isolate documents
-        and (positions is None or positions.dim() > 1 and positions.shape[-1] == given.T)
-        and not any(isinstance(x, Tensor) and x.numel() > 1 for x in others)
-        and not asks_for_hidden_states(stack, kwargs)
-        and all(map(_as_tried, list_of_layers(stack) or (None,)))
-    )
-    if not same:
+    able = traits.unpads and (given.tiled or not traits.mixers) and not batch.weights
+    if not able or given.rows_mask is None or batch.sequence or not all(map(_as_tried, layers)):
         return None
     # The bounds cost nothing extra: the layers would read them, and wait for the device, anyway.
     bounds = batch.rows().real
     N = 0 if bounds is None else _rounded(bounds[-1])
-    return _packed_row(batch, bounds, N) if 0 < N < given.B * given.T else None
+    return PackedRow(batch, bounds, N) if 0 < N < given.B * given.T else None
 
 
 def _as_tried(layer) -> bool:
@@ -118,11 +124,3 @@ def _rounded(tokens: int) -> int:
     """A multiple of the largest power of two within FILLER of the tokens."""
     step = 1 << max(int(tokens * FILLER), 1).bit_length() - 1
     return -(-tokens // step) * step
-
-
-def _packed_row(batch: Batch, bounds: tuple[int, ...], N: int) -> PackedRow:
-    visible_BT, real = batch.said[0].bool(), bounds[-1]
-    # Real tokens first, in their order, then padding up to N.
-    at_N = (~visible_BT).flatten().to(torch.uint8).argsort(stable=True)[:N]
-    offsets = bounds if N == real else (*bounds, N)
-    return PackedRow(Batch(1, N, batch.device, cu_seq_lens=offsets), batch.B, batch.T, at_N, real)

@@ -12,7 +12,7 @@ from hfpatch.context.masks import Mask
 from hfpatch.layer.mixers import Mixer
 
 
-def _token_axis(x, B: int, T: int) -> int | None:
+def token_axis(x, B: int, T: int) -> int | None:
     """The axis of an argument that counts tokens: [B, T, ...] first, then [..., T, E], then [...,
     T].
     """
@@ -78,7 +78,7 @@ class Arguments:
 
     @cached_property
     def axes(self) -> list[int | None]:
-        return [_token_axis(x, self.B, self.T) for x in self.leaves]
+        return [token_axis(x, self.B, self.T) for x in self.leaves]
 
     @cached_property
     def cut(self) -> list:

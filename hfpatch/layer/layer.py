@@ -59,6 +59,12 @@ class UntiledLayer:
     _hfpatch_places: frozenset = frozenset()
     _hfpatch_streams: Streams | None = None
 
+    def __call__(self, hidden_states, *args, **kwargs):
+        if torch.compiler.is_compiling() or getattr(current.batch, "packed", None) is None:
+            return super().__call__(hidden_states, *args, **kwargs)
+        # Around the hooks of engines, which may hand on another tensor (FSDP2, DeepSpeed).
+        return current.batch.packed.run(super().__call__, hidden_states, args, kwargs)
+
     def stock_forward(self, *args, **kwargs):
         """transformers' own forward, on hidden states whose streams are joined."""
         return by_rows(super().forward, self._hfpatch_streams)(*args, **kwargs)

@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
+    MADE_FROM,
     cache_name,
     caller_reads_logits,
     context_parallel,
@@ -28,7 +29,14 @@ from hfpatch.compat import (
     values_for_now,
     watched_by_user,
 )
-from hfpatch.context.classes import KeepsSignature, is_mixed, package_of, whose
+from hfpatch.context.classes import (
+    LIBRARIES,
+    KeepsSignature,
+    home_of,
+    is_mixed,
+    package_of,
+    whose,
+)
 from hfpatch.context.current import asks_for_hidden_states, current, having
 from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
@@ -192,9 +200,11 @@ class FusedCausalLM(KeepsSignature):
         return _answered(out)
 
     def _hfpatch_tokens_watched(self) -> bool:
-        """Whether a user's hook receives hidden states."""
+        """Whether a user's hook or module receives hidden states."""
         inside = [m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]
-        return bool(hooks_on_all()) or watched_by_user(inside) is not None
+        code = {vars(m).get("forward", MADE_FROM[type(m)]) for m in inside}
+        own = not {home_of(x) for x in code} <= LIBRARIES
+        return own or bool(hooks_on_all()) or watched_by_user(inside) is not None
 
     @torch.compiler.disable
     def _read_where_labelled(self, target, ignore: int, kwargs):

@@ -11,17 +11,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hfpatch
 from hfpatch.context.current import current, having
+from hfpatch.context.masks import Batch
 from hfpatch.decoder.unpadded import PackedRow, _rounded
 
 WAYS = {
     "tiled": tiny.TILED,
     "offloaded": hfpatch.Checkpointing(tile=8, offload="host"),
+    "segments": tiny.WAYS["segments"],
     "off": "off",
 }
 # Rows of 24 tokens: padding before, behind, on both sides, a single token, nothing, everything.
 REAL = ((7, 24), (0, 13), (3, 20), (0, 1), (0, 0), (0, 24))
 COUNT = sum(b - a for a, b in REAL)
-FAMILIES = ("mistral", "gemma3_text", "gpt_oss", "qwen3_moe", "llama4_text", "qwen3_5_text")
+FAMILIES = (
+    "mistral", "gemma3_text", "gpt_oss", "qwen3_moe", "llama4_text", "qwen3_5_text", "opt",
+    "gemma4_text",
+)  # fmt: skip
 
 
 def padded(vocab: int = tiny.VOCAB, real=REAL, T: int = tiny.TOKENS) -> dict:
@@ -47,15 +52,15 @@ def assert_close(got: dict, wanted: dict) -> None:
 
 @pytest.fixture
 def rows(monkeypatch):
-    """The packed rows that ran, but for those of a small instance."""
-    ran, arguments = [], PackedRow.arguments
+    """The packed rows on which layers ran, but for those of a small instance."""
+    ran, padded = [], PackedRow._padded
 
-    def note(row, kwargs):
-        if row.T == tiny.TOKENS:
+    def note(row, x, y):
+        if x.shape[1] == tiny.TOKENS and row not in ran:
             ran.append(row)
-        return arguments(row, kwargs)
+        return padded(row, x, y)
 
-    monkeypatch.setattr(PackedRow, "arguments", note)
+    monkeypatch.setattr(PackedRow, "_padded", note)
     return ran
 
 
@@ -74,9 +79,9 @@ def test_a_step_is_that_of_padded_rows(way, rows):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family(family, rows):
-    """Windows, sinks, two rotations, chunks, a delta net, and the balance of experts, which counts
-    real tokens."""
+    """Windows, sinks, experts, two rotations, chunks, a delta net, positions counted by the mask."""
     stock = small_model(family)
+    stock.config.output_router_logits = False
     if family != "gpt_oss":
         stock.set_attn_implementation("sdpa")
     real = tuple(x for x in REAL if x[0] != x[1])  # eager attention makes NaN of nothing
@@ -180,7 +185,7 @@ STAYS = {
     "hidden states": lambda b: b.__setitem__("output_hidden_states", True),
     "no padding": lambda b: b["attention_mask"].fill_(1),
     "only padding": lambda b: b["attention_mask"].zero_(),
-    "a tensor of tokens": lambda b: b.__setitem__("more", torch.zeros(6, 24)),
+    "a tensor whose tokens have no rows": lambda b: b.__setitem__("more", torch.zeros(24, 5)),
 }
 
 
@@ -218,8 +223,10 @@ def test_a_layer_of_the_users_own_stays_padded(rows):
     assert not rows
 
 
-@pytest.mark.parametrize("family", ["opt", "bloom"])
-def test_families_that_count_by_the_mask_stay_padded(family, rows):
+@pytest.mark.parametrize("family", ["bloom", "gemma3n_text", "qwen3_moe"])
+def test_families_that_stay_padded(family, rows):
+    """Scores that depend on a key's place in its row, residual streams, and recorded outputs of
+    routers, whose balance counts real tokens."""
     stock = small_model(family)
     batch = padded(min(tiny.VOCAB, stock.config.vocab_size), ((0, 24), (0, 13), (0, 1)))
     with lifted():
@@ -240,11 +247,36 @@ def test_rounding_that_moves_one_token_keeps_no_padding(family):
     assert find_decoder(model).stack._hfpatch_traits.unpads
 
 
-def test_outputs_on_padding_are_zero(rows):
+def test_outputs_have_the_callers_shape(rows):
+    """What comes of padding is a number: nothing behind the layers divides by zero."""
     stack, batch = tiny.patched(tiny.llama()).model, padded()
-    hidden = batch["attention_mask"] == 0
-    with having(idle_BT=hidden), torch.no_grad():
+    idle_BT = batch["attention_mask"] == 0
+    with having(idle_BT=idle_BT), torch.no_grad():
         out = stack(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-        assert current.idle_BT is hidden
-    assert len(rows) == 1 and out.last_hidden_state.shape == (*hidden.shape, 64)
-    assert not out.last_hidden_state[hidden].any() and out.last_hidden_state[~hidden].all()
+        assert current.idle_BT is idle_BT
+    assert len(rows) == 1 and out.last_hidden_state.shape == (*idle_BT.shape, 64)
+    assert out.last_hidden_state.isfinite().all() and out.last_hidden_state.all()
+
+
+def test_a_layer_takes_what_it_is_given():
+    """A change between two layers is seen, in place too; what is not changed is packed once."""
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]])
+    row, given = PackedRow(Batch(2, 4, torch.device("cpu"), mask), (0, 2, 5), 6), []
+
+    def double(x, scale):
+        given.append(x)
+        return 2 * x * scale
+
+    x = torch.arange(1.0, 9).view(2, 4, 1).requires_grad_()
+    scale = torch.tensor([[[1.0], [2.0], [3.0], [4.0]]])
+    y = row.run(double, x, (), {"scale": scale})
+    assert given[0][0, :5, 0].tolist() == [2, 3, 5, 6, 7], "the real tokens, in their order"
+    assert y[..., 0].tolist() == [[1, 8, 18, 4], [10, 24, 42, 8]], "padding is as it was"
+    row.run(double, y, (), {"scale": scale})
+    assert given[1][0, :5, 0].tolist() == [8, 18, 10, 24, 42]
+    assert given[1].grad_fn.name().startswith("Mul"), "the last output itself"
+    y.mul_(10)
+    z = row.run(double, y, (), {"scale": scale})
+    assert given[2][0, :5, 0].tolist() == [80, 180, 100, 240, 420]
+    (z * mask[..., None]).sum().backward()
+    assert x.grad[..., 0].tolist() == [[0, 160, 360, 0], [40, 160, 360, 0]]

@@ -246,12 +246,12 @@ def test_rows_without_padding_wait_for_the_batch_alone():
         mark_batch_ready(batch)
         came = device.clocks["compute"]["compute"]
         torch.ones(3).mul_(2)  # the step before
-        with mock.patch.object(PackedRow, "put_back", autospec=True) as put_back:
-            put_back.side_effect = lambda row, out: found.append(row.real) or out
-            found: list = []
+        run, found = PackedRow.run, []
+        with mock.patch.object(PackedRow, "run", autospec=True) as layer:
+            layer.side_effect = lambda row, *args: found.append(row.real) or run(row, *args)
             with model._read_where_labelled(labels, 1, -100, batch), torch.no_grad():
                 model.model(tokens(2, 11), attention_mask=mask, use_cache=False)
-        assert found == [16]
+        assert set(found) == {16}
         assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
     assert not device.problems
 
