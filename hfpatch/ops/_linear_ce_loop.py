@@ -11,8 +11,8 @@ Legend: N tokens, M tokens kept (label is not ignore_index), C rows of one chunk
 V vocabulary.
 
 A sweep allocates: one logits buffer [C, V], reused by every chunk; dX [N, D]; the gathered rows
-[C, D] and their dX, where ignored tokens are dropped; dW (_linear_ce_weight.py). All of it comes from aten calls, so a TorchDispatchMode that follows
-allocations sees it, also over fake tensors.
+[C, D] and their dX, where ignored tokens are dropped; dW (_linear_ce_weight.py). All of it comes
+from aten calls, so a TorchDispatchMode that follows allocations sees it, also over fake tensors.
 """
 
 from collections.abc import Callable
