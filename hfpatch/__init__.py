@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the sa
     from hfpatch.budget.policy import Checkpointing as Checkpointing
     from hfpatch.lab.profile.run import profile as profile
     from hfpatch.lab.verify import verify as verify
-    from hfpatch.layer.freeze_base import freeze_base as freeze_base
     from hfpatch.layer.strangers import token_wise as token_wise
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
@@ -29,7 +28,6 @@ _PUBLIC = {
     "apply": "hfpatch.patch",
     "mark_batch_ready": "hfpatch.store.device",
     "undo": "hfpatch.patch",
-    "freeze_base": "hfpatch.layer.freeze_base",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
     "Plan": "hfpatch.planner.answer",
@@ -45,8 +43,7 @@ OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
 __all__ = [
     "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "mark_batch_ready",
-    "ops", "plan", "freeze_base",
-    "profile", "token_wise", "undo", "verify",
+    "ops", "plan", "profile", "token_wise", "undo", "verify",
 ]  # fmt: skip
 
 

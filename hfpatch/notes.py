@@ -13,7 +13,7 @@ from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.decoder.find import Decoder
 from hfpatch.layer.condition import look
-from hfpatch.layer.freeze_base import widened
+from hfpatch.parts.quantised import is_quantised
 from hfpatch.report import Report
 
 # torch's variable for its allocator, and the older name.
@@ -74,7 +74,7 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
         notes.append(
             f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, "
             "so residual stream and host memory are twice as large "
-            "(prepare_model_for_kbit_training): call hfpatch.freeze_base(model) in its place."
+            "(prepare_model_for_kbit_training): leave that call out, get_peft_model freezes the base."
         )
     if shape is not None and not whole and not shape.whole_because:
         notes.append(
@@ -86,6 +86,17 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
             f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
             "of tile by tile."
         )
+
+
+def widened(model: nn.Module) -> list[str]:
+    """Names of frozen float32 parameters in a 16-bit model whose Linear layers are quantised."""
+    named = getattr(getattr(model, "config", None), "dtype", None)
+    narrow = str(named).rpartition(".")[2] in ("bfloat16", "float16")
+    if not narrow or not any(is_quantised(m) for m in model.modules()):
+        return []
+    return [
+        n for n, p in model.named_parameters() if p.dtype == torch.float32 and not p.requires_grad
+    ]
 
 
 def _mixer_notes(layers, answers) -> list[str]:

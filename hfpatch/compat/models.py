@@ -160,12 +160,6 @@ def gate_of(module: nn.Module):
     return getattr(type(module), "_apply_gate", None) if told else None
 
 
-def asks_inputs_for_gradients(module: nn.Module) -> bool:
-    """Whether enable_input_require_grads() is on for this model."""
-    known = vars(module)
-    return bool(known.get("_require_grads_hooks")) or "_require_grads_hook" in known
-
-
 def own_loss(model: nn.Module):
     """The loss function that the user set on this model, or None."""
     return vars(model).get("_loss_function")

@@ -26,8 +26,6 @@ def gone(name: str, instead: str) -> RuntimeError:
 keeps_graph = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", functools.partial(bool, 1)
 )
-# Whether a transform of torch.func (grad, vjp, vmap) runs.
-transforming = getattr(torch._C, "_are_functorch_transforms_active", bool)
 # A number for each backward pass; -1 outside of one.
 graph_task = getattr(torch._C, "_current_graph_task_id", functools.partial(int, -1))
 try:
@@ -39,10 +37,10 @@ except ImportError:
         return type(x).__name__ == "FakeTensor"
 
 
-def forward_mode() -> bool:
-    """Whether forward-mode differentiation is active (torch.func.jvp, dual numbers); False if
-    unknown."""
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+def transforming() -> bool:
+    """Whether torch.func (grad, vjp, vmap) or forward-mode differentiation runs."""
+    dual = torch.autograd.forward_ad._current_level >= 0
+    return dual or torch._C._are_functorch_transforms_active()
 
 
 @contextmanager

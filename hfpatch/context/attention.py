@@ -17,7 +17,6 @@ from hfpatch.compat import autocast_dtype
 from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
 from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
 from hfpatch.context.ranks import attends_to_all_before
-from hfpatch.ops._library import one_gradient
 from hfpatch.parallel.exchange import ExchangedAttention
 
 # transformers' own sdpa in a compiled graph. No mask function is registered under this name, so no
@@ -111,7 +110,6 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @one_gradient
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, out, lse = ctx.saved_tensors

@@ -9,14 +9,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hfpatch.budget.sequence import FLOAT32_ANGLES
 from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    forward_mode,
     hooks_on_all,
     modules_in,
     modules_of,
@@ -110,8 +109,9 @@ class OurAttention(KeepsSignature):
         if current.causal:
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
-        if forward_mode() or transforming():
-            self._hfpatch_refuse_transforms(kwargs)
+        assert not transforming(), (
+            "hfpatch: torch.func and forward mode must run without hfpatch; call hfpatch.undo(model)."
+        )
         layers = list_of_layers(self) or ()
         hooked = {self, *modules_of(self).values()} - {None}
         for module in layers:
@@ -192,20 +192,6 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_stock(kwargs)
         finally:
             name_attention(config, "sdpa")
-
-    def _hfpatch_refuse_transforms(self, kwargs) -> None:
-        """RuntimeError for derivatives that our autograd functions would leave out."""
-        embeds, came = kwargs.get("inputs_embeds"), None
-        if forward_mode():
-            came = "forward-mode differentiation (jvp, dual numbers)"
-        elif torch.is_grad_enabled():
-            tensors = [x for x in (embeds, *self.parameters()) if isinstance(x, Tensor)]
-            came = "a gradient by torch.func" if any(x.requires_grad for x in tensors) else None
-        if came:
-            raise RuntimeError(
-                f"hfpatch: expected torch.autograd's own backward, {came} came; "
-                "call hfpatch.undo(model) before it, or torch.autograd.grad in its place."
-            )
 
     def _hfpatch_whole_layers(self) -> int:
         """A hash of which layers run whole in training; 0 outside training."""

@@ -17,7 +17,6 @@ from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
-from hfpatch.ops._library import refuse_a_batch
 from hfpatch.parallel.exchange import ExchangedAttention
 
 
@@ -52,15 +51,11 @@ class LayerFunction(torch.autograd.Function):
             )
         n = len(dextras) - len(call.parts.places)
         call.dextras, call.dleft = dextras[:n], dextras[n:]
-        try:
-            # on a line of its own, as in _Probe: an argument list holds a reference too
-            held = sys.getrefcount(dy), *holders(dy)
-            private = is_private(dy, held, call.private)
-            with call.runtime.turn:
-                dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
-        except RuntimeError as error:
-            refuse_a_batch(error)
-            raise
+        # on a line of its own, as in _Probe: an argument list holds a reference too
+        held = sys.getrefcount(dy), *holders(dy)
+        private = is_private(dy, held, call.private)
+        with call.runtime.turn:
+            dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
         # the graph, and the call with it, may live as long as the loss
         call.dextras = call.dleft = ()
         return None, dx, *grads

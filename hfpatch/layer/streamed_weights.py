@@ -136,7 +136,7 @@ class StreamedWeights:
             raise ValueError(
                 'hfpatch: expected frozen weights for Checkpointing(frozen_weights="host"), '
                 f"every parameter of {kind} "
-                "is trained; freeze the base (PEFT does, or hfpatch.freeze_base), or leave "
+                "is trained; freeze the base (get_peft_model does), or leave "
                 "frozen_weights out."
             )
 

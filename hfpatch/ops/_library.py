@@ -5,7 +5,6 @@ implementation serves all devices. It runs the Triton kernel for CUDA tensors (a
 TRITON_INTERPRET=1 for CPU tensors), else plain torch.
 """
 
-import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -124,34 +123,6 @@ def _autograd_impl(op, impl, backward, setup_context):
         return run(keyset, args)
 
     return autograd_impl
-
-
-def one_gradient(backward: Callable) -> Callable:
-    """Wraps backward(ctx, *grads), so that a batch of gradients raises a clear error
-    (refuse_a_batch).
-
-    Not for a backward that counts references to its gradients: the wrapper holds one.
-    """
-
-    @functools.wraps(backward)
-    def checked(ctx, *grads):
-        try:
-            return backward(ctx, *grads)
-        except RuntimeError as error:
-            refuse_a_batch(error)
-            raise
-
-    return checked
-
-
-def refuse_a_batch(error: RuntimeError) -> None:
-    """Raises a clear RuntimeError if `error` is torch's about a missing batching rule."""
-    if "Batching rule" in str(error) or "BatchedTensorImpl" in str(error):
-        raise RuntimeError(
-            "hfpatch: expected one gradient at a time, a batch of them came (is_grads_batched, "
-            "vectorize); "
-            "ask for one after the other, or call hfpatch.undo(model) before it."
-        ) from error
 
 
 def no_second_derivative(name: str) -> Callable:

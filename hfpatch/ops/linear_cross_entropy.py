@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast, is_fake, keeps_graph
-from hfpatch.ops._library import no_second_derivative, one_gradient, refuse, wide_dtype
+from hfpatch.ops._library import no_second_derivative, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
 from hfpatch.ops._linear_ce_inputs import check, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, forward_pass
@@ -90,7 +90,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return out.total
 
     @staticmethod
-    @one_gradient
     def backward(ctx, dloss):
         if torch.is_grad_enabled():
             no_second_derivative("linear_cross_entropy")(ctx)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast
-from hfpatch.ops._library import no_second_derivative, one_gradient, refuse, wide_dtype
+from hfpatch.ops._library import no_second_derivative, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import whole_lse
 from hfpatch.ops._linear_ce_inputs import check, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass
@@ -127,7 +127,6 @@ class _LinearLogProb(torch.autograd.Function):
         return out.token_loss_N.neg_(), out.lse_2N, out.stats_3N, out.best_N
 
     @staticmethod
-    @one_gradient
     def backward(ctx, dlog_prob_N, dlse_2N, dstats_3N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob")(ctx)

@@ -144,8 +144,6 @@ def with_lora(made, model):
     """
     import peft
 
-    from hfpatch.layer.freeze_base import freeze_base
-
     names = list(model.lora_target_modules)
     settings = peft.LoraConfig(
         r=model.lora_r,
@@ -155,7 +153,7 @@ def with_lora(made, model):
         task_type="CAUSAL_LM",
     )
     try:
-        made = freeze_base(peft.get_peft_model(made, settings))
+        made = peft.get_peft_model(made, settings)
     except ValueError as error:  # no layer of such a name
         raise ValueError(
             f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}; give "

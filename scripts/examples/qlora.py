@@ -44,8 +44,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
     model = AutoModelForCausalLM.from_pretrained(
         model_name, quantization_config=bits, dtype=torch.bfloat16
     )
-    # <- in place of prepare_model_for_kbit_training: freezes, and no more
-    model = hfpatch.freeze_base(model)
+    # No prepare_model_for_kbit_training: get_peft_model freezes the base, and no more.
     model = get_peft_model(
         model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     )
