@@ -25,7 +25,7 @@ def grow_segments(report: Report) -> None:
     """Lets torch's allocator grow its segments, unless the user set it: fixed ones fragment at long
     rows. Once CUDA has started the setting comes too late, and the report names it.
     """
-    chosen = any(name in os.environ for name in ALLOCATOR)
+    chosen = not torch.backends.cuda.is_built() or any(name in os.environ for name in ALLOCATOR)
     if torch.cuda.is_initialized() and not chosen:
         report.notes.append(
             f"set {ALLOCATOR[0]}={GROWS} before Python starts: without it long rows fragment the "
