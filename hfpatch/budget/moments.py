@@ -52,10 +52,10 @@ def loss_moment(z: Sizes, checkpoints: int) -> Moment:
     rows, chunks = loss_chunk_rows(z.shape, z.rows, z.s)
     single = chunks == 1 or z.s == 4
     wide = z.head if single else z.shape.trained_head * 4
-    # The layer's output, the normed one and its rstd; loss, lse and shifted labels; logits of one
-    # chunk.
+    # The layer's output, the normed one, its gradient and its rstd; loss, lse and shifted labels;
+    # logits of one chunk.
     loss = (
-        2 * z.u
+        3 * z.u
         + z.wide_loss
         + 4 * z.rows
         + 16 * z.rows
