@@ -452,7 +452,7 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
         "impl": "hfpatch",
         "layers": "32",
         "tokens": "131072",
-        "policy": "host every=1 save=1 stream=0 wide=1 loss=2147483648 tile=8192",
+        "policy": "host every=1 save=1 wide=1 tile=8192",
     }
     without, with_it = (
         plan.planned(r, plan.gpu_row("h100"))["gpu"] for r in (row, row | {"placement": "gpu8bit"})
@@ -477,7 +477,7 @@ def test_plan_adds_the_optimizer_that_a_placement_brings():
 def test_plan_of_adapters_over_four_bits_is_what_the_plan_says():
     plan = load("10_plan")
     row = {"impl": "hfpatch", "layers": "32", "tokens": "131072", "rank": "16", "base": "4bit"}
-    row["policy"] = "host every=1 save=1 stream=0 wide=1 loss=2147483648 tile=8192"
+    row["policy"] = "host every=1 save=1 wide=1 tile=8192"
     policy = hfpatch.Checkpointing(
         offload="host", every=1, save_attention=True, tile=8192, plain=0, keep=()
     )
