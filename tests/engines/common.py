@@ -62,7 +62,7 @@ def make_experts(dtype=torch.float32) -> MixtralForCausalLM:
                                     "num_hidden_layers", "num_attention_heads",
                                     "num_key_value_heads", "initializer_range",
                                     "pad_token_id")}  # fmt: skip
-    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 1.0}
+    experts = {"num_local_experts": 4}
     made = MixtralConfig(**given, **experts, attn_implementation="sdpa")
     run_experts_plainly(made)
     return MixtralForCausalLM(made).to(dtype)
