@@ -55,7 +55,7 @@ def make_model(tied: bool = False, dtype=torch.float32, **overrides) -> LlamaFor
 
 
 def make_experts(dtype=torch.float32) -> MixtralForCausalLM:
-    """Experts whose balance weighs in the loss."""
+    """A small Mixtral."""
     torch.manual_seed(0)
     config = make_config().to_dict()
     given = {n: config[n] for n in ("vocab_size", "hidden_size", "intermediate_size",
