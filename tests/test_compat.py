@@ -361,17 +361,6 @@ def called_by(trainer: str):
     return found and (found[0], getattr(found[1], "args", None))
 
 
-def test_the_step_under_ulysses(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepspeed", sys.modules.get("deepspeed", SimpleNamespace()))
-    assert called_by("batch_samples = [1, 2]; return loss(ask)") == ([1, 2], "arguments")
-    assert called_by("return ask()") is None  # somebody else's loss
-    # a Trainer that keeps a step's batches elsewhere
-    assert called_by("return loss(ask)") == ((), None)
-    # or has none yet
-    assert called_by("found = loss(ask); batch_samples = [1]; return found") == ((), "arguments")
-    assert called_by("batch_samples = [1]; self = None; return loss(ask)") == ((), None)
-
-
 def test_the_group_of_context_parallelism(monkeypatch):
     """From accelerate's state, also where its context is not entered."""
     mesh = type("Mesh", (dict,), {"mesh_dim_names": ("cp",)})(
@@ -384,18 +373,6 @@ def test_the_group_of_context_parallelism(monkeypatch):
         (SimpleNamespace(cp_enabled=n), n and "group") for n in (False, True)
     ):
         assert compat.context_parallel_group() == (wanted or None)
-
-
-def test_whose_evaluation_runs():
-    """That of transformers' Trainer, which divides by a number of tokens, and no other."""
-    for module, items, found in (
-        ("transformers.trainer", 5, True),
-        ("transformers.trainer", None, False),
-        ("a.script", 5, None),
-    ):
-        names = {"__name__": module}
-        exec("def prediction_step(ask, num_items_in_batch): return ask()", names)
-        assert names["prediction_step"](compat.evaluated_by_trainer, items) is found
 
 
 def test_a_step_is_exact_where_private_names_are_gone():

@@ -126,11 +126,10 @@ def main(engine: str, folder: str) -> None:
         evaluation.append(trainer.evaluate(rows[:4])["eval_loss"])
         eval_calls.append(len(exchanged) - before)
 
-    # With another number of labels in each row, which weigh by token, and experts, which are
-    # balanced over whole rows: in transformers' Trainer and in that of hfpatch train. Their config
-    # does not say how wide a head is.
+    # With another number of labels in each row, which weigh by token in the Trainer of hfpatch
+    # train, and experts. Their config does not say how wide a head is.
     rows = common.make_rows(positions=True)
-    both = [(TrainingArguments, called, {}), (TrainArguments, ours.Trainer, {"eval_positions": 0})]
+    both = [(TrainArguments, ours.Trainer, {"eval_positions": 0})]
     uneven = [
         run(
             "uneven",
