@@ -15,7 +15,7 @@ ANCHORS = {
     "weights-changed": r"expected the weights that forward used",
     "second-derivative": r"create_graph=True",
     "cache-and-packing": r"expected one document a row where a KV cache is kept",
-    "whole-logits": r"the loss runs through whole logits",
+    "whole-logits": r"the loss runs through whole logits|a gradient came for logits",
     "every-and-engines": r"every=.* runs several layers at once",
     "frozen-weights": r"expected layers that run tile by tile",
     "changed-file": r"changed since the checkpoint",

@@ -135,7 +135,9 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
         rope["partial_rotary_factor"] = 1.0
     width = _value(small, "head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
     share = rope.get("partial_rotary_factor") or _value(small, "partial_rotary_factor") or 1.0
-    pairs = (int(width * share) + 1) // 2
+    pairs = max(1, round(width * share / 2))
+    if share != 1.0 and isinstance(rope.get("partial_rotary_factor"), float):
+        rope["partial_rotary_factor"] = 2 * pairs / width  # whole pairs, as of the real width
     for name, value in rope.items():
         if isinstance(value, (list, tuple)):  # one factor a rotated pair
             rope[name] = value[:pairs]

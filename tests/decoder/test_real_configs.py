@@ -140,6 +140,7 @@ REAL = {
         256000, 4096, 14336, 32, 32, 8, head_dim=128, sliding_window=4096, logit_scale=0.25,
         layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8)),
     "phi-2": ("phi", sizes(51200, 2560, 10240, 32, 32, 32, partial_rotary_factor=0.4)),
+    "MiMo-V2-Flash": ("mimo_v2_flash", {}),  # rotates 0.334 of a head
     "stablelm-2-1_6b": ("stablelm", sizes(
         100352, 2048, 5632, 24, 32, 32, partial_rotary_factor=0.25)),
 }  # fmt: skip
