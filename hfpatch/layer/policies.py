@@ -3,7 +3,6 @@ free as its first step begins, and again if a step shows less memory, or more.
 """
 
 import dataclasses
-import os
 import sys
 from functools import partial
 
@@ -311,10 +310,7 @@ class Policies:
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""
         free, ranks = memory.host_free(), environment_number("LOCAL_WORLD_SIZE", 1, 1)
-        pools = [q.transfers.pool for q in self.queues.values()]
-        waits = sum(p.bytes_free for p in pools)
-        if free is not None and "HFPATCH_HOST_MEMORY" in os.environ:
-            free -= ranks * sum(p.bytes_held for p in pools)  # the variable counts all of it
+        waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
     def _shared(self) -> ModelShape:
