@@ -199,7 +199,8 @@ def test_sequence_parallel(engine, single, tmp_path):
     for report in reports:
         assert report["tokens"] == [12]  # each process has half of every row
         # two layers, eight micro-batches
-        assert report["calls"] == 2 * 8 and all(report["eval_calls"])
+        # another trainer's evaluation is its own; ours, and one with our callback, share rows
+        assert report["calls"] == 2 * 8 and all(report["eval_calls"][1:])
         assert_losses(report["losses"], single, "-rows")
         assert_losses(report["norms"], single, "-norms")
         for found in report["resumed"]:
@@ -207,7 +208,7 @@ def test_sequence_parallel(engine, single, tmp_path):
         for found, norms in report["uneven"]:
             assert_losses(found, single, "-uneven")
             assert_losses(norms, single, "-uneven-norms")
-        for found in report["evaluation"]:
+        for found in report["evaluation"][1:]:
             assert_losses([found], single, "-evaluation")
     if engine == "ulysses":
         stage, scatter = reports[0]["refused"]
