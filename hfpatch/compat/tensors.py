@@ -187,6 +187,15 @@ def autocast(device_type: str, **how):
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, **how)
 
 
+# The context in which a subclass of Tensor is treated as a plain one.
+as_plain_tensor = torch._C.DisableTorchFunctionSubclass
+
+
+def without_memory(kind: type, shape: tuple, **options) -> Tensor:
+    """A tensor of this subclass that has a shape, a dtype and a device, and no memory."""
+    return Tensor._make_wrapper_subclass(kind, shape, **options)
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of autocast on this type of device, or None if it is off."""
     on = device_type != "meta" and torch.is_autocast_enabled(device_type)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch import ops
-from hfpatch.compat import autocast_dtype, pytree
+from hfpatch.compat import as_plain_tensor, autocast_dtype, pytree, without_memory
 from hfpatch.context.current import current
 from hfpatch.loss.head import has_rows_of_it, linear_of, rows_of, through
 
@@ -36,7 +36,7 @@ class Logits(Tensor):
     @staticmethod
     def __new__(cls, owner, hidden, dtype, inner=1.0, outer=None, words=None, steps=()):
         V = rows_of(owner._hfpatch_head()) if words is None else words
-        self = Tensor._make_wrapper_subclass(
+        self = without_memory(
             cls,
             (*hidden.shape[:-1], V),
             dtype=dtype,
@@ -46,7 +46,7 @@ class Logits(Tensor):
         self.owner, self.hidden, self.computed = owner, hidden, None
         self.inner, self.outer, self.words, self.steps = inner, outer, words, steps
         if torch.is_grad_enabled():
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensor():
                 self.register_hook(_no_gradient)
         return self
 
@@ -102,7 +102,7 @@ class Logits(Tensor):
         if name == "__get__":  # of an attribute
             name = function.__self__.__name__
         if name in _OF_ITS_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensor():
                 return function(*args, **kwargs)
         first = args[0] if args else None
         if name in _RECORDED and type(first) is Logits and first.computed is None and not kwargs:

@@ -122,7 +122,7 @@ def test_ranks_of_every_group_run_as_many_forwards(other, forwards, monkeypatch)
     model, seen = tiny.patched(tiny.llama(num_hidden_layers=1), logits=False).eval(), []
     monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
     monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
-    monkeypatch.setattr(shared_rows, "least_of", lambda _, mine, device: [min(other, *mine)])
+    monkeypatch.setattr(shared_rows, "least_of", lambda _, mine: [min(other, *mine)])
     model.model.layers[0].register_forward_pre_hook(
         lambda _, args: seen.append(tuple(args[0].shape[:2]))
     )
@@ -143,4 +143,4 @@ def test_labels_on_some_ranks_alone_are_refused_on_all(labelled, monkeypatch):
     with pytest.raises(
         ValueError, match="^hfpatch: expected labels on all ranks or on none in evaluation"
     ):
-        shared_rows.labelled_alike(labelled, labelled, torch.device("cpu"))
+        shared_rows.labelled_alike(labelled, labelled)
