@@ -92,15 +92,6 @@ def swap(module: nn.Module, part: type) -> None:
     module.__class__ = mixed(part, type(module))
 
 
-def as_made(module: nn.Module) -> bool:
-    """Whether a call of this module runs the code for which its class was mixed, or its own
-    class's code."""
-    kind = type(module)
-    return "forward" not in vars(module) and MADE_FROM[kind].forward is getattr(
-        kind, "_hfpatch_code", kind.forward
-    )
-
-
 def is_mixed(module: nn.Module) -> bool:
     return isinstance(module, Mixed)
 

@@ -314,8 +314,6 @@ def as_stock(loss: Tensor) -> Tensor:
 def _answered(out):
     """A forward's output without the logits that nothing computed."""
     value = lambda x: x.computed if isinstance(x, Logits) else x  # noqa: E731
-    if isinstance(out, Logits):
-        return out.real()
     if type(out) is tuple:
         return tuple(map(value, out))
     missing = ()

@@ -5,6 +5,7 @@ vocabulary and any choice of tokens are recorded; the loss function reads what w
 other use computes the real logits.
 """
 
+import operator
 from functools import partial
 
 import torch
@@ -104,9 +105,10 @@ class Logits(Tensor):
         if name in _OF_ITS_SHAPE:
             with as_plain_tensor():
                 return function(*args, **kwargs)
-        first = args[0] if args else None
-        if name in _RECORDED and type(first) is Logits and first.computed is None and not kwargs:
-            recorded = _RECORDED[name](first, *args[1:])
+        z = args[0] if args else None
+        arity, record = _RECORDED.get(name, (0, None))
+        if arity == len(args) and not kwargs and type(z) is Logits and z.computed is None:
+            recorded = record(*args)
             if recorded is not None:
                 return recorded
         args, kwargs = pytree().tree_map(
@@ -128,38 +130,15 @@ def _no_gradient(grad):
 # --- what is recorded: each returns Logits, or None where the real ones are needed ----------------
 
 
-def _times(z: Logits, factor=None, *more):
-    if not _is_number(factor) or more:
+def _scaled(z: Logits, factor, step):
+    if type(factor) not in (int, float) or not factor:
         return None
-    return _scaled(z, factor, lambda z: z * factor)
-
-
-def _over(z: Logits, divisor=None, *more):
-    if not _is_number(divisor) or more:
-        return None
-    return _scaled(z, 1 / divisor, lambda z: z / divisor)
-
-
-def _is_number(x) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and x != 0
-
-
-def _scaled(z: Logits, factor: float, step) -> Logits:
     name = "inner" if z.outer is None else "outer"
-    return z.but(step, **{name: getattr(z, name) * factor})
+    return z.but(lambda z: step(z, factor), **{name: step(getattr(z, name), factor)})
 
 
-def _capped(z: Logits, *more):
-    return None if more or z.outer is not None else z.but(torch.tanh, outer=1.0)
-
-
-def _as_float(z: Logits, *more):
-    # The loss is computed in float32 for logits of any dtype.
-    return None if more else z.but(Tensor.float, dtype=torch.float32)
-
-
-def _contiguous(z: Logits, *more):
-    return None if more else z
+def _capped(z: Logits):
+    return z.but(torch.tanh, outer=1.0) if z.outer is None else None
 
 
 def _indexed(z: Logits, index):
@@ -189,13 +168,15 @@ def _indexed(z: Logits, index):
     return z.but(lambda z: z[..., :words], hidden=hidden, words=words)
 
 
+# name of torch's function -> (number of its arguments, what records it). The loss is computed in
+# float32 for logits of any dtype.
 _RECORDED = {
-    "mul": _times,
-    "div": _over,
-    "tanh": _capped,
-    "float": _as_float,
-    "contiguous": _contiguous,
-    "__getitem__": _indexed,
+    "mul": (2, partial(_scaled, step=operator.mul)),
+    "div": (2, partial(_scaled, step=operator.truediv)),
+    "tanh": (1, _capped),
+    "float": (1, lambda z: z.but(Tensor.float, dtype=torch.float32)),
+    "contiguous": (1, lambda z: z),
+    "__getitem__": (2, _indexed),
 }
 _OF_ITS_SHAPE = {
     "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "size", "dim",
