@@ -10,7 +10,6 @@ from hfpatch.planner.limits import check_ranges
 COMMANDS = {
     "plan": ("hfpatch.cli.plan", "does a run fit, and how long does a step take (no GPU needed)"),
     "profile": ("hfpatch.cli.profile", "run real steps and write a memory report"),
-    "bench": ("hfpatch.cli.bench", "time each fused op beside its plain version on this machine"),
     "prove": (
         "hfpatch.cli.prove",
         "check and measure hfpatch on this machine; a page, and a row to send",

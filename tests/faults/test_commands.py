@@ -146,8 +146,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "env --model nobody/nothing": "nothing is downloaded here",
         "profile --model llama-tiny --seq-len 64 --steps 0": "1 or more for --steps",
         "profile --model llama-tiny --seq-len 64 --warmup -1": "0 or more for --warmup",
-        "bench --model llama-tiny --tokens 0": "a length is tokens",
-        "bench --model llama-tiny --tokens 8 --seconds nan": "for --seconds, nan came",
         "env @/bad.yaml": "is not YAML",
         "env @/cut.json": "cut.json is not JSON",
         "env @/list.json": "list came",
@@ -449,7 +447,7 @@ def test_debug_shows_the_traceback_and_a_bug_its_own(capsys):
 def test_ranges_cover_the_flags_there_are():
     """Every row of the table is a flag of something, and every end is checked."""
     known = {action.dest for action in arguments.HfArgumentParser(arguments.CLASSES)._actions}
-    for command in ("plan", "profile", "bench"):
+    for command in ("plan", "profile", "prove"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hfpatch.cli.{command}").add_arguments(parser)
         known |= {action.dest for action in parser._actions}
