@@ -17,11 +17,6 @@ COMMANDS = {
     "env": ("hfpatch.cli.env", "versions, devices, limits, and what would go wrong"),
     "train": ("hfpatch.cli.train", "train a causal language model on texts or conversations"),
     "run": ("hfpatch.cli.run", "run a training command unmodified, with the patch on its models"),
-    "consolidate": (
-        "hfpatch.cli.consolidate",
-        "one model.safetensors from a checkpoint that ZeRO or FSDP sharded",
-    ),
-    "export-gguf": ("hfpatch.cli.export_gguf", "a trained Llama as one GGUF file for llama.cpp"),
     "simulate": (
         "hfpatch.cli.simulate",
         "memory of one implementation of one model, its code run on fake tensors",

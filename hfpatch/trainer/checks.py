@@ -312,5 +312,5 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
         raise ValueError(
             f"hfpatch: {checkpoint} was saved {there} FSDP, this run of {args.world_size} "
             f"processes is {here} it; launch as many with the same --engine, or start anew with "
-            "--model set to what hfpatch consolidate makes of it."
+            "--model set to what `accelerate merge-weights` makes of it."
         )
