@@ -17,10 +17,6 @@ COMMANDS = {
     "env": ("hfpatch.cli.env", "versions, devices, limits, and what would go wrong"),
     "train": ("hfpatch.cli.train", "train a causal language model on texts or conversations"),
     "run": ("hfpatch.cli.run", "run a training command unmodified, with the patch on its models"),
-    "simulate": (
-        "hfpatch.cli.simulate",
-        "memory of one implementation of one model, its code run on fake tensors",
-    ),
 }
 
 
