@@ -1,8 +1,13 @@
-"""The table of docs/models.md: what `apply` makes of each family's default config."""
+"""The table of docs/models.md: what `apply` makes of each family's default config.
+
+python scripts/families.py    # minutes
+"""
+
+import sys
 
 from hfpatch.cli.support import Support, support_of
 
-# The families of `--families`: those that budget/families.py describes, and others of transformers.
+# Those that budget/families.py describes, and others of transformers.
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral",
     "gpt_oss", "gemma", "gemma2",
@@ -39,7 +44,7 @@ def family_config(kind: str) -> dict:
     return AutoConfig.for_model(kind, **SHOWN.get(kind, {})).to_dict()
 
 
-# The columns of the table of `--families`, each with its usual cell.
+# The columns of the table, each with its usual cell.
 COLUMNS = {
     "fused": "norms, RoPE, MLP, loss", "layers tiled": "all", "mixers over whole rows": "none",
     "packed rows": "isolated", "verdict": "agrees",
@@ -47,7 +52,7 @@ COLUMNS = {
 
 
 def table_row(support: Support) -> dict[str, str]:
-    """A family's cells in the table of `--families`, by column."""
+    """A family's cells in the table, by column."""
     share = support.tiled / support.layers
     tiled = "all" if share == 1 else "no" if not share else f"{support.tiled} of {support.layers}"
     rows = f"{support.in_rows} of {support.layers}" if support.in_rows else "none"
@@ -56,7 +61,7 @@ def table_row(support: Support) -> dict[str, str]:
 
 
 def families_text(found: list[Support]) -> str:
-    """The text of `--families`: the names of families with the usual row, and a table of others."""
+    """The names of families with the usual row, and a table of others."""
     rows = {one.model: table_row(one) for one in found}
     usual = [kind for kind, row in rows.items() if row == COLUMNS]
     others = {kind: row for kind, row in rows.items() if row != COLUMNS}
@@ -67,3 +72,15 @@ def families_text(found: list[Support]) -> str:
         "All layers run in tiles, mixers through time, norms, RoPE, MLP and loss are fused, packed "
         f"rows are isolated, and the verdict agrees: {', '.join(usual)}.\n\nThe exceptions, by what differs:\n\n{table}"
     )
+
+
+def every_family() -> str:
+    found = []
+    for kind in FAMILIES:
+        print(f"{kind} ...", file=sys.stderr, flush=True)
+        found.append(support_of(kind, family_config(kind)))
+    return families_text(found)
+
+
+if __name__ == "__main__":
+    print(every_family())

@@ -94,9 +94,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         ),
         f"{plan} --checkpointing bogus": 'checkpointing must be "auto", "least", "off", "gpu", "host" or a directory',
         "plan --model @": "a model's folder holds a config.json",
-        "env --model llama-tiny @/file": "--model is told of alone, ",
-        "env --model llama-tiny --families": "--families is told of alone, --model came with it",
-        "env --families --json": "--families is told of alone, --json came with it",
+        "env --model llama-tiny @/file": "--model takes no config files, ",
         "env --seq-len 8k": "pass --model as well",
         f"{plan} --no-such 1": "unrecognized arguments: --no-such 1; see hfpatch plan --help",
         f"{plan} --seqlen 4k": (
