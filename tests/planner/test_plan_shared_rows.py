@@ -162,7 +162,7 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
 
     def simulated(ranks):
         model, tokens = prepare(build(DELTA), "hfpatch"), 8192 // ranks
-        policy = unplanned(Checkpointing("least"), tokens, False, DELTA["hidden_size"], None)
+        policy = unplanned(Checkpointing(aim="least"), tokens, False, DELTA["hidden_size"], None)
         return simulate(model, 1, tokens, policy=policy, ranks=ranks).to_dict()
 
     def asked(*words):
