@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# This folder has a profile.py, which the standard library must not find in place of its own.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
 TOKENS = "131072"
 # (name in the picture, implementation and policy in profiles/plan/results.csv)
 BARS = (

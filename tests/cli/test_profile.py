@@ -4,9 +4,12 @@ pipe.
 
 import argparse
 import json
+import os
 import re
 import stat
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,8 @@ from hfpatch.cli.profile import add_arguments, add_clock, add_run, add_step
 from hfpatch.lab.profile import run as runner
 from hfpatch.lab.profile.options import Options, words_of
 from hfpatch.planner.limits import parse_lengths
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(capfd, *arguments):
@@ -227,3 +232,33 @@ def test_wrong_values_for_the_clock_are_one_sentence(flags, said, capfd, tmp_pat
     )
     assert code != 0 and re.search(said, err) and not out, (out, err)
     assert err.count("hfpatch: ") == 1 and "Traceback" not in err
+
+
+def test_under_a_launcher_every_rank_runs(tmp_path):
+    """One report of two ranks; another launch into the same folder adds its run."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command = [*launch, "-m", "hfpatch", "profile",
+               "--model", "llama-tiny", "--seq-len", "64", "--steps", "1", "--warmup", "0",
+               "--device", "cpu", "--no-stacks", "--no-trace", "--out", str(tmp_path)]  # fmt: skip
+    for impl in ("hf", "hfpatch"):
+        done = subprocess.run([*command, "--impl", impl], env=environment, capture_output=True,
+                              text=True, timeout=240)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [run["impl"] for run in runs] == ["hf", "hfpatch"]
+    assert all(run["setup"]["engine"] == "multi_cpu, 2 ranks" for run in runs)
+    assert all(run["notes"][-1].startswith("peak by rank: ") for run in runs)
+
+
+def test_a_launch_runs_one_implementation(monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = call(capfd, "--model", "llama-tiny", "--out", tmp_path)
+    assert code == 2 and "hfpatch: a launch runs one --impl and one --seq-len" in err

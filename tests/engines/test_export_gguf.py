@@ -1,8 +1,6 @@
 """A trained Llama written as GGUF and read back through transformers' own loader."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -266,19 +264,6 @@ def test_a_part_of_somebody_else_stays(tmp_path):
     export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f32")
     assert (tmp_path / "m.gguf.part").read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "m.gguf.part"]
-
-
-@pytest.mark.parametrize("script", ["convergence", "placement_curves"])
-def test_runs_as_a_script(script):
-    """From its own folder, whose profile.py would hide the standard library's."""
-    found = subprocess.run(
-        [sys.executable, f"{script}.py", "--help"],
-        cwd=ROOT / "scripts",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert found.returncode == 0 and found.stdout.startswith(f"usage: {script}.py"), found.stderr
 
 
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path):

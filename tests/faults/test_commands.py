@@ -11,7 +11,6 @@ import pickle
 import shutil
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -459,19 +458,14 @@ def test_secrets_of_a_config_are_not_shown(tmp_path, capsys):
     assert "hf_secret" not in out and '"seed": 3' in out
 
 
-@pytest.mark.parametrize("name", ["profile", "convergence", "placement_curves"])
+@pytest.mark.parametrize("name", ["convergence", "placement_curves"])
 def test_scripts_share_the_handler(name, said, monkeypatch):
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     monkeypatch.setattr(sys, "path", list(sys.path))
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     flags = {
-        "profile": "--model llama-tiny --steps 0", "convergence": "--steps 0",
+        "convergence": "--steps 0",
         "placement_curves": "--learning_rate nan",
     }  # fmt: skip
     said(script.main(flags[name].split()))
-    if name == "profile":
-        assert "expected one --impl" in said(
-            script.main("--model llama-tiny --seq-len 8k,16k --impl hf".split())
-        )
-        assert Path(script.__file__).name == "profile.py"
