@@ -19,12 +19,13 @@ from watch import policy_of
 import hfpatch
 from hfpatch.budget.hardware import gpu_named, gpu_row
 from hfpatch.lab.checks import batch_of
-from hfpatch.lab.clock import DOWN, UP, clocked
+from hfpatch.lab.clock import DOWN, UP
 from hfpatch.lab.made import config_of
 from hfpatch.lab.profile.families import copy_wait, family
 from hfpatch.lab.simulate.implementations import build, prepare
-from hfpatch.lab.timeline import Timeline, trace_events
 from hfpatch.lab.watch import policy_used
+from profiles.clock.clocked import clocked
+from profiles.clock.timeline import Timeline, trace_events
 
 WORDS = """
 A warm step of Llama-3.1-8B's widths under torch's profiler, and the same model and policy on the
