@@ -19,6 +19,7 @@ from hfpatch.parallel.shards import least_of
 
 IGNORE = -100
 
+
 def part_of(sequence: Sequence, batch: dict) -> dict:
     """This rank's tokens of whole rows [B, T].
 
@@ -136,5 +137,3 @@ def shares_rows(model) -> bool:
     """Whether the ranks can exchange this model's attention in evaluation."""
     stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
     return bool(stacks) and all(m._hfpatch_shares_rows for m in stacks)
-
-

@@ -25,7 +25,7 @@ from hfpatch.cli.main import main
 from hfpatch.lab.presets import preset_config
 from hfpatch.planner.limits import RANGES, check_ranges
 from hfpatch.store.disk import File
-from hfpatch.trainer import arguments, checks, loading, placement, prepare
+from hfpatch.trainer import arguments, checks, data, loading, placement
 from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
 
 
@@ -327,7 +327,7 @@ def test_what_a_models_files_hold_is_checked(file, values, words, saved_tokenize
 
     def load():
         loaded = loading.load_config(model)
-        prepare.load_tokenizer(model, arguments.DataArguments(), None)
+        data.load_tokenizer(model, arguments.DataArguments(), None)
         loading.load_model(model, loaded, 0)
 
     with pytest.raises(
