@@ -77,7 +77,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --host-ram 1e400GiB": "'1e400GiB' came",
         f"{plan} --gpu=--": "expected a value, --gpu=-- came",
         f"{plan} --lora-r 4 --lora-target=,": "expected names of Linear layers to adapt",
-        f"{plan} --sweep=": "a length is tokens",
         f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
         "env --model=": "expected a known model, '' came; the nearest are",
         "plan --model @/none.json": "expected a model's folder or config.json, there is none at",
@@ -106,7 +105,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --every 0": "1 or more for --every, 0 came",
         f"{plan} --lora-r -1": "0 or more for --lora-r, -1 came",
         f"{plan} --sp-size 0": "1 or more for --sp-size, 0 came",
-        f"{plan} --sweep 8k --seq-len 16k": "takes the lengths that it is given, --seq-len came with it",
         f"{profile} --impl hf --checkpointing tile=64": "checkpointing is for hfpatch, impl named hf; add hfpatch",
         f"{profile} --impl hfpatch --no-gradient-checkpointing": "turned off for hf and liger, impl named hfpatch alone",
         f"{profile} --checkpointing": "--checkpointing: expected one argument",
@@ -115,8 +113,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{profile} --checkpointing tile=": "takes FIELD=VALUE, 'tile=' came",
         f"{profile} --from-first-step --warmup 2": "--warmup: not allowed with argument --from-first-step",
         f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, 1 came",
-        f"{plan} --sweep 8k --png @/none/x.png": "there is no such file or folder at",
-        f"{plan} --sweep 8k --png @/file/x.png": "expected a folder, a file stands in the way at",
         "plan --model @/cut.json": "is no JSON",
         "plan --model @/bytes.json": "is no JSON",
         "plan --model @/list.json": "a list came",
@@ -133,10 +129,9 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         ),
         "plan --model @/window.json": "sliding_window must be a number of 0 or more, 'x' came",
         "plan --model @/experts.json": "experts must be a whole number, 'a' came",
-        "plan --model @/rope.json --seq-len 64 --simulate --placement gpu8bit": (
+        "plan --model @/rope.json --seq-len 64 --placement gpu8bit": (
             "a llama config.json (KeyError: 'nope')"
         ),
-        f"{plan} --sweep 8k --png @": "expected a file, a folder came at",
         "env --model @/rope.json": "a llama config.json (KeyError: 'nope')",
         "env --model @/other.json": "expected a model type of transformers, 'theirs' came",
         "env --model nobody/nothing": "nothing is downloaded here",

@@ -324,53 +324,6 @@ def test_command_json_and_exit_codes(capsys):
     assert captured.out == "" and captured.err.count("\n") == 1
 
 
-def test_command_sweep_and_picture(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "sweep.png"
-    arguments = [
-        "plan",
-        "--model",
-        "llama-3.1-8b",
-        "--gpu",
-        "h100",
-        "--sweep",
-        "8192,131072",
-        "--png",
-        str(picture),
-    ]
-    assert cli.main(arguments) == 0
-    out = capsys.readouterr().out
-    assert out.count("131,072") == 3 and "\x1b" not in out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert cli.main(["plan", "--model", "llama-tiny", "--png", "x.png"]) == 2
-
-
-def test_the_picture_says_what_does_not_fit_and_where(monkeypatch, tmp_path):
-    """Hatched, with a legend that names the memory that is short; an axis has one unit."""
-    pytest.importorskip("matplotlib").use("Agg")
-    import matplotlib.pyplot as plt
-
-    drawn = []
-    monkeypatch.setattr(plt, "close", drawn.append)
-    fits = plan("llama-tiny", seq_len=8192, gpu="h100", placement="gpu8bit", host_ram="64GiB")
-    host = dataclasses.replace(fits, fits=False, seq_len=131072, host_peak_bytes=65 * GiB)
-    both = dataclasses.replace(host, seq_len=1 << 24, gpu_peak_bytes=1 << 50)
-    plans = [fits, host, both]
-    show.picture(plans, tmp_path / "sweep.png")
-    monkeypatch.undo()
-    (figure,) = drawn
-    axis, (legend,) = figure.axes[0], figure.legends
-    for bars in axis.containers:
-        plain, *hatched = [bar.get_hatch() for bar in bars]
-        assert not plain and all(hatched) and len(set(hatched)) == 2
-    words = [text.get_text() for text in legend.get_texts()]
-    assert {"does not fit on the host", "does not fit on the GPU and on the host"} <= set(words)
-    assert "slack (lost between blocks)" in words
-    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["8", "128", "16384"]
-    assert axis.get_ylim()[1] <= 2 * plans[0].gpu_usable_bytes / show.GiB
-    plt.close(figure)
-
-
 def test_the_search_of_the_longest_says_what_it_tries(monkeypatch, capsys):
     monkeypatch.setattr(plan_command, "PAUSE", 0)
     ask = ["plan", "--model", "llama-tiny", "--gpu", "rtx4090", "--max-seq-len"]
@@ -399,64 +352,14 @@ def test_an_unknown_model_gets_the_three_nearest(asked, near, capsys):
     assert said.count("\n") == 1 and "config.json" in said and "owner/name" in said
 
 
-def test_command_simulates_too(capsys, tmp_path):
-    assert (
-        cli.main(["plan", "--model", "llama-160m", "--seq-len", "16384", "--simulate", "--json"])
-        == 0
-    )
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["simulated_beyond_bytes"] == pytest.approx(
-        answer["gpu_bytes"]["activations"], rel=0.03
-    )
-    # Checkpoints in files: none is written, and none counts as host memory.
-    arguments = [
-        "plan",
-        "--model",
-        "llama-tiny",
-        "--seq-len",
-        "1024",
-        "--simulate",
-        "--checkpointing",
-        str(tmp_path),
-    ]
-    assert cli.main([*arguments, "--checkpointing", "tile=256", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (
-        answer["policy"]["offload"] == "disk"
-        and not answer["contradicted"]
-        and not any(tmp_path.iterdir())
-    )
-
-
-def test_a_simulation_that_takes_more_is_believed(monkeypatch, capsys):
-    import hfpatch.planner.simulated as simulated
-
-    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (6 * GiB, 0))
-    arguments = ["plan", "--model", "llama-3.1-8b", "--gpu", "rtx4090", "--seq-len", "32k",
-                 "--host-ram", "256GiB", "--simulate",
-                 "--checkpointing", "least"]  # fmt: skip
-    assert cli.main(arguments) == 3
-    out = capsys.readouterr().out
-    assert (
-        "fits" in out.splitlines()[0]
-        and "contradicts the plan" in out
-        and "6.0 GiB of activations" in out
-    )
-    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (60 * GiB, 0))
-    assert cli.main(arguments) == 3
-    assert "does NOT fit" in capsys.readouterr().out
-    # of 16 planned
-    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 60 * GiB))
-    assert cli.main(arguments) == 3 and "contradicts the plan" in capsys.readouterr().out
-    monkeypatch.setattr(simulated, "simulated_bytes", lambda config, plan, at_peak: (0, 0))
-    assert cli.main(arguments) == 0
-
-
 def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatch):
     """On a named GPU flex_attention is assumed to pass its trial, said so, and the simulator agrees
     with the closed form; of this machine's GPU it is asked, and layers are planned whole where it
     does not serve.
     """
+    from hfpatch.lab.simulate.implementations import build, prepare
+    from hfpatch.lab.simulate.simulator import simulate
+
     small = preset_config("google/gemma-2-9b") | {"num_hidden_layers": 2, "vocab_size": 1024}
     (tmp_path / "config.json").write_text(json.dumps(small))
     arguments = [
@@ -469,16 +372,15 @@ def test_soft_caps_are_planned_as_apply_serves_them(tmp_path, capsys, monkeypatc
         "gpu8bit",
         "--json",
     ]
-    assert cli.main([*arguments, "--checkpointing", "least", "--simulate"]) == 0
+    assert cli.main([*arguments, "--checkpointing", "least"]) == 0
     named = json.loads(capsys.readouterr().out)
     assert (
         named["closed_form"]
         and named["policy"]["tile"]
         and "assumed: flex_attention" in named["why"]
     )
-    assert named["simulated_beyond_bytes"] == pytest.approx(
-        named["gpu_bytes"]["activations"], rel=0.05
-    )
+    step = simulate(prepare(build(small), "hfpatch"), 1, 8192, policy=Policy(**named["policy"]))
+    assert step.most_beyond_bytes == pytest.approx(named["gpu_bytes"]["activations"], rel=0.05)
     answers = {50.0: None}
     monkeypatch.setattr(
         "hfpatch.planner.measure.why_no_kernels", lambda head_dim, softcap: answers.get(softcap)
@@ -550,39 +452,6 @@ def test_auto_spends_free_memory_where_no_closed_form_helps(family):
     step = simulate(prepare(build(values), "hfpatch"), 1, 2048, policy=Policy(**auto.policy))
     taken = step.peak_bytes - step.categories["parameters"]
     assert taken <= auto.gpu_bytes["activations"] + auto.gpu_bytes["gradients"]
-
-
-def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
-    """The placements of each of its plans, under which heads go as they must, at one simulation a
-    length.
-    """
-    from hfpatch.planner import simulated
-
-    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 2,
-              "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    runs, run = [], simulated._run
-    monkeypatch.setattr(simulated, "_run", lambda *args: runs.append(args[2]) or run(*args))
-    arguments = [
-        "plan",
-        "--model",
-        str(tmp_path),
-        "--gpus",
-        "4",
-        "--sp-size",
-        "4",
-        "--sweep",
-        "1024,2048",
-        "--json",
-    ]
-    assert cli.main(arguments) == 0
-    plans = json.loads(capsys.readouterr().out)
-    assert (
-        {p["placement"] for p in plans} == {"fsdp2", "fsdp2-offload"}
-        and len(plans) == 4
-        and runs == [256, 512]
-    )
 
 
 def test_layers_of_several_sizes_leave_what_is_around_them_its_own():

@@ -201,10 +201,3 @@ def test_the_command(capsys):
     words = "--model llama-3.1-8b --gpus 8 --sp-size 8 --seq-len 1M --host-ram 2048GiB --json"
     assert command.main(parser.parse_args(words.split())) == 0
     assert json.loads(capsys.readouterr().out)["seq_len"] == M
-    # Heads that do not go evenly are planned under FSDP2, in a sweep of all placements as well.
-    words = "--model Qwen/Qwen2.5-7B --gpus 8 --sp-size 8 --sweep 128k --json"
-    assert command.main(parser.parse_args(words.split())) == 0
-    assert {p["placement"] for p in json.loads(capsys.readouterr().out)} == {
-        "fsdp2",
-        "fsdp2-offload",
-    }
