@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,11 @@ from hfpatch.trainer.dataset import RowDataset, make_row
 from hfpatch.trainer.loading import loads
 from hfpatch.trainer.rows import Rows, rows_of
 
-NAMED = 20  # malformed rows that are printed; the rest are counted
+MOST_MALFORMED = 0.1  # of the rows; more stop the run unless --allow_malformed
+NO_TEMPLATE = (
+    "hfpatch: some of the data are chat messages and the tokenizer has no chat template; give "
+    "--chat_template FILE"
+)
 TOKENS = datasets.Features(
     {
         "ids": datasets.List(datasets.Value("int32")),
@@ -72,6 +76,8 @@ def encoded(rows, tokenizer, data, template, vocab_size: int) -> Iterator[dict]:
                 if kind == "text":
                     row = chat.text_of(row, data.text_field)
                 else:
+                    if chat.is_chat(row, kind) and not tokenizer.chat_template:
+                        raise ValueError(f"{NO_TEMPLATE} (the first at {place}).")
                     row = chat.encode(row, tokenizer, kind=kind, template=template)
         except chat.BadRow as error:
             row = error
@@ -81,14 +87,41 @@ def encoded(rows, tokenizer, data, template, vocab_size: int) -> Iterator[dict]:
     yield from flush()
 
 
-def _report(bad: list[str], data, say) -> None:
-    """Says which rows were left out. ValueError under --strict."""
-    for reason in bad[:NAMED]:
+@dataclass
+class Malformed:
+    """Rows left out, by reason: how many, and the place of the first."""
+
+    rows: int = 0
+    bad: int = 0
+    reasons: dict[str, list] = field(default_factory=dict)
+
+    def see(self, place_and_reason: str, data) -> None:
+        """Counts one row; an empty text is a good one. ValueError under --strict."""
+        self.rows += 1
+        if not place_and_reason:
+            return
         if data.strict:
-            raise ValueError(f"hfpatch: --strict expects no malformed row, came {reason}.")
-        say(f"hfpatch: malformed row left out: {reason}")
-    if len(bad) > NAMED:
-        say(f"hfpatch: {len(bad) - NAMED} more malformed rows left out")
+            raise ValueError(
+                f"hfpatch: --strict expects no malformed row, came {place_and_reason}."
+            )
+        place, _, reason = place_and_reason.partition(": ")
+        self.bad += 1
+        self.reasons.setdefault(reason, [0, place])[0] += 1
+
+    def report(self, data, say) -> None:
+        """Says each reason once, with its count. ValueError for too many bad rows."""
+        for reason, (count, place) in self.reasons.items():
+            rows = "row" if count == 1 else "rows"
+            say(f"hfpatch: {count} malformed {rows} left out: {reason} (the first at {place})")
+        self.expect_few(data)
+
+    def expect_few(self, data, least: int = 0) -> None:
+        """ValueError for too many bad rows. least: rows of which the share is taken at least."""
+        if self.bad > MOST_MALFORMED * max(self.rows, least) and not data.allow_malformed:
+            raise ValueError(
+                f"hfpatch: {self.bad} of {self.rows} rows are malformed, more than "
+                f"{MOST_MALFORMED:.0%}. Mend the data, or pass --allow_malformed True."
+            )
 
 
 def prepared(table, documents, name: str, data, pad_id: int, windows, say) -> tuple:
@@ -136,13 +169,22 @@ class Stream(torch.utils.data.IterableDataset):
         self.table.set_epoch(epoch)
 
     def _pieces(self):
+        malformed, said = Malformed(), set()
         for row in self.table:
             ids, learned = row["ids"], row["learned"]
-            _report([row["bad"]] * bool(row["bad"]), self.data, self.say)
+            malformed.see(row["bad"], self.data)
+            new = malformed.reasons.keys() - said
+            said |= new
+            for reason in new:
+                self.say(
+                    f"hfpatch: rows left out: {reason} (the first at {malformed.reasons[reason][1]})"
+                )
+            malformed.expect_few(self.data, least=100)
             cut = packing.cut([len(ids)], self.data.seq_len, long_rows=self.data.long_rows)
             for p in cut.pieces:
                 if any(learned[p.start + 1 : p.start + p.length]):
                     yield ids[p.start : p.start + p.length], learned[p.start : p.start + p.length]
+        malformed.report(self.data, self.say)
 
     def __iter__(self):
         held, used, limit = [], 0, self.data.seq_len if self.data.packing else 0
@@ -183,10 +225,7 @@ def template_of(tokenizer, data, rows) -> chat.Template:
     if not chat.is_chat(next(rows.good(), {}), data.kind):
         return chat.OWN
     if not tokenizer.chat_template:
-        raise ValueError(
-            "hfpatch: the data are chat messages and the tokenizer has no template; give "
-            "--chat_template FILE."
-        )
+        raise ValueError(f"{NO_TEMPLATE}.")
     return chat.training_template(tokenizer)
 
 
@@ -240,9 +279,15 @@ def load_data(model, data, args, config, *, say) -> tuple:
 def _kept(rows: Rows, encode, settings, data) -> datasets.Dataset:
     """TOKENS of the rows, from the cache if they were made before."""
     name = hashlib.blake2b(repr((1, rows.digest, *settings)).encode(), digest_size=16).hexdigest()
-    return datasets.Dataset.from_generator(
-        encode, features=TOKENS, cache_dir=os.path.expanduser(data.cache_dir), fingerprint=name
-    )
+    cache = os.path.expanduser(data.cache_dir)
+    try:
+        return datasets.Dataset.from_generator(
+            encode, features=TOKENS, cache_dir=cache, fingerprint=name
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, (ValueError, OSError)):
+            raise error.__cause__ from None  # our own sentence, or the system's
+        raise
 
 
 def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Datasets:
@@ -260,13 +305,16 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
     def tokens_of(rows):
         made = _kept(rows, encode(rows), settings, data)
         bad = made.data.column("bad").to_pylist()
-        _report([reason for reason in bad if reason], data, say)
         good = np.flatnonzero([not reason for reason in bad])
         if not len(good):
             raise ValueError(
                 f"hfpatch: expected rows to train on, all {len(bad)} are malformed "
                 f"({next(iter(bad), 'no row')}); mend the data or name its columns."
             )
+        malformed = Malformed()
+        for reason in bad:
+            malformed.see(reason, data)
+        malformed.report(data, say)
         return made, good
 
     held = None

@@ -175,6 +175,9 @@ class DataArguments:
         "~/.cache/hfpatch/data", "Where read and tokenized data is kept, named by its content."
     )
     strict: bool = _flag(False, "Stop at the first malformed row instead of counting it.")
+    allow_malformed: bool = _flag(
+        False, "Train also where more than a tenth of the rows are malformed."
+    )
     show_batch: int = _flag(
         0, "Print this many rows of the first batch, coloured by label, and stop."
     )

@@ -92,10 +92,11 @@ def test_data_without_a_row_to_learn(load, tmp_path, content, words):
 def test_malformed_rows_are_named_and_strict_stops(load, tokenizer, tmp_path, streaming):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": ""}\n{"text"\n{"text": "b"}\n')
     flags = {"data": [str(tmp_path / "a.jsonl")], "streaming": streaming}
-    made, told = load(**flags)
+    made, told = load(**flags, allow_malformed=True)
     assert documents(made.train, tokenizer) == ["a", "b"]
     for line, why in ((3, "'text' is empty"), (4, "not JSON: Expecting ':' delimiter")):
-        assert any(f"left out: {tmp_path}/a.jsonl:{line}: {why}" in one for one in told)
+        at = f"(the first at {tmp_path}/a.jsonl:{line})"
+        assert any(f"left out: {why}" in one and one.endswith(at) for one in told), told
     with pytest.raises(ValueError, match="--strict expects no malformed row, .*a.jsonl:[34]: "):
         list(load(**flags, strict=True)[0].train)
 
@@ -160,11 +161,41 @@ def test_the_hub(load, tokenizer, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     for streaming in (False, True):
-        made, told = load(data=["someone/texts"], streaming=streaming)
+        made, told = load(data=["someone/texts"], streaming=streaming, allow_malformed=True)
         assert documents(made.train, tokenizer) == ["a = 1"]
-        assert any("malformed row left out" in line for line in told)
+        assert any("left out: expected a column 'text'" in line for line in told), told
     with pytest.raises(ValueError, match="^hfpatch: 'nobody/nothing' is no file .*doesn't exist"):
         load(data=["nobody/nothing"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_many_malformed_rows_stop_the_run(load, tokenizer, tmp_path, streaming):
+    """11 of 100 rows, with two reasons: each is said once, with its count."""
+    rows = ['{"text": "a"}'] * 89 + ['{"text": ""}'] * 5 + ['{"body": "b"}'] * 6
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    flags = {"data": [str(tmp_path / "a.jsonl")], "streaming": streaming}
+    with pytest.raises(ValueError, match="^hfpatch: 11 of 100 rows .* pass --allow_malformed True"):
+        list(load(**flags)[0].train)
+    made, told = load(**flags, allow_malformed=True)
+    assert sum("left out: 'text' is empty" in line for line in told) == 1
+    if not streaming:
+        assert any(line.startswith("hfpatch: 6 malformed rows left out: expected") for line in told)
+    assert documents(made.train, tokenizer).count("a") == 89
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:99], rows[0]]) + "\n")
+    list(load(**flags)[0].train)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_beside_texts_need_a_template(load, tokenizer, tmp_path, streaming, monkeypatch):
+    """They were left out row by row, and the run went on without them."""
+    chats = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    )
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 30)
+    (tmp_path / "b.jsonl").write_text(chats)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="chat messages .* no chat template; .*b.jsonl:1"):
+        list(load(data=[str(tmp_path)], streaming=streaming)[0].train)
 
 
 def test_packed_rows_know_the_models_windows(load, tmp_path):
