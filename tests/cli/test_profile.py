@@ -4,9 +4,11 @@ pipe.
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,35 @@ def test_a_launch_runs_one_implementation(monkeypatch, capfd, tmp_path):
     monkeypatch.setenv("RANK", "0")
     code, _, err = call(capfd, "--model", "llama-tiny", "--out", tmp_path)
     assert code == 2 and "hfpatch: a launch runs one --impl and one --seq-len" in err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"])
+def test_the_worker_ends_with_its_parent(name, tmp_path):
+    """It holds the memory of a step, on a GPU too."""
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "hfpatch", "profile", "--model", "llama-tiny", "--impl", "hf",
+         "--seq-len", "4096", "--steps", "100000", "--device", "cpu", "--no-stacks", "--no-trace",
+         "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    worker, end = "", time.monotonic() + 120
+    while not worker and time.monotonic() < end:
+        time.sleep(0.05)
+        worker = next((p for p in children.read_text().split() if b"worker" in cmdline(p)), "")
+    assert worker, "no worker began"
+    parent.send_signal(getattr(signal, name))
+    parent.wait(60)
+    end = time.monotonic() + 30
+    while cmdline(worker) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not cmdline(worker)
+
+
+def cmdline(process: str) -> bytes:
+    """Empty if the process is gone."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""

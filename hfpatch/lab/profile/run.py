@@ -17,6 +17,7 @@ from hfpatch.lab.profile.options import Options, check_together, words_of
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
 from hfpatch.lab.profile.worker import PROGRESS
+from hfpatch.planner.machine import ends_with
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,10 +143,15 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
                 text=True,
                 errors="replace",
                 env=environment,
+                preexec_fn=ends_with(os.getpid()),
             ) as process:
-                for text in process.stdout:
-                    if text.startswith(PROGRESS):
-                        progress(text[len(PROGRESS) :].strip())
+                try:
+                    for text in process.stdout:
+                        if text.startswith(PROGRESS):
+                            progress(text[len(PROGRESS) :].strip())
+                except BaseException:  # Ctrl-C to this process alone: the worker holds its memory
+                    process.terminate()
+                    raise
             code = process.returncode
             errors.seek(0)
             said = [text for text in errors.read().splitlines() if text.strip()]
