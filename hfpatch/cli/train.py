@@ -42,7 +42,7 @@ def main(argv=None) -> int:
 def train(argv) -> int:
     """Parses the arguments, refuses a run that cannot work, loads, trains, saves and evaluates."""
     expandable_segments()
-    from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs
+    from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly
 
@@ -58,6 +58,7 @@ def train(argv) -> int:
             print(line, flush=True)
 
     config = loading.load_config(model_args)
+    loading.expect_attention(model_args, config)
     checks.length(data_args.seq_len, config)
     if args.deepspeed:
         checks.sharing(model_args.sp_size, config)
@@ -66,6 +67,7 @@ def train(argv) -> int:
     if data_args.show_batch:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
+    schedule.check(args, schedule.steps_of(args, data.train, model_args.sp_size), say)
     footprint.check(config, model_args, data_args, args)
     record = runs.record(config, model_args, data_args, args, data.fingerprint)
     if checkpoint:
@@ -75,12 +77,12 @@ def train(argv) -> int:
         say(f"hfpatch: {f'resuming from {checkpoint}' if checkpoint else none}.")
     first = args.process_index == 0
     with locks.alone_in(args.output_dir) if first else contextlib.nullcontext():
-        run = _trainer(model_args, data_args, args, config, tokenizer, data, record, stop)
+        run = _trainer(model_args, data_args, args, config, tokenizer, data, record, stop, say)
         checks.engine_is_on(args, run.accelerator, checkpoint)
         return _fit(run, checkpoint, stop, say)
 
 
-def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict, stop):
+def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict, stop, say):
     """The Trainer of the run, with its model loaded."""
     from transformers import EarlyStoppingCallback
 
@@ -90,6 +92,7 @@ def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict,
     from hfpatch.trainer.dataset import Collator
 
     model = loading.load_model(model_args, config, args.seed)
+    loading.expect_saves(model, say)
     placed = (
         placement.trainer_arguments(model, args, model_args.placement)
         if model_args.placement

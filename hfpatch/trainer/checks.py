@@ -96,6 +96,7 @@ def flags(model, data, args) -> None:
         _float8_rules(model, args),
         _implementation_rules(model, args),
         _data_rules(model, data, args),
+        _report_rules(args),
     )
     for broken, sentence in rules:  # in order: later rules build on earlier ones
         if broken:
@@ -221,6 +222,18 @@ def _implementation_rules(model, args):
             "came."
         ),
     )
+
+
+def _report_rules(args):
+    """A reporter that is not installed; Trainer would say so after the data are tokenized."""
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+    for name in args.report_to:
+        try:
+            INTEGRATION_TO_CALLBACK.get(name, object)()
+        except (RuntimeError, ImportError) as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            yield True, f"--report_to {name}: {why}, or pass --report_to none."
 
 
 def _data_rules(model, data, args):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
 
 RUN_FILE = "hfpatch_run.json"  # what a resume must match
 STATE_FILE, SAVING = "trainer_state.json", "_saving"
@@ -123,6 +124,16 @@ class WholeCheckpoints:
 
     def _push_from_checkpoint(self, checkpoint_folder):
         """Waits until the folder has its name."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception:
+            weights = self.model.state_dict() if state_dict is None else state_dict
+            if self.args.should_save and weights:
+                save_torch_state_dict(weights, output_dir or self.args.output_dir)
+            raise
 
     @contextmanager
     def _alone_in(self, staging: Path):

@@ -5,11 +5,12 @@ overwritten.
 from types import SimpleNamespace
 
 import pytest
+from transformers.integrations import integration_utils
 from workbench import JSON_SOURCES
 
 import hfpatch.trainer.loading
 from hfpatch.cli import train
-from hfpatch.trainer import checks
+from hfpatch.trainer import checks, data
 
 
 @pytest.fixture
@@ -36,6 +37,9 @@ def refused(run_train, monkeypatch):
     return check
 
 
+FLASH = "flash_attention_2"  # no machine without a GPU has it
+
+
 @pytest.mark.parametrize(
     "words, flags",
     [
@@ -52,6 +56,7 @@ def refused(run_train, monkeypatch):
             {"config_overrides": "vocab_size=299"},
         ),
         ("--impl liger needs a GPU", {"impl": "liger"}),
+        ("--attn_implementation flash_attention_2 does not", {"attn_implementation": FLASH}),
         ("both patch the model", {"use_liger_kernel": True}),
         ("--gradient_checkpointing would checkpoint", {"gradient_checkpointing": True}),
         ("belong to --impl hfpatch", {"impl": "hf", "checkpointing": "tile=64"}),
@@ -125,6 +130,28 @@ def test_data_without_a_row_to_learn(refused, tmp_path, content, words):
     file = tmp_path / "data.jsonl"
     file.write_text(content)
     refused(words, data=file, data_glob=None, long_rows="truncate", seq_len=16)
+
+
+def test_a_reporter_that_is_missing_is_named_before_tokenizing(refused, monkeypatch):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    monkeypatch.setattr(data, "load_data", lambda *args, **kwargs: pytest.fail("tokenized"))
+    refused("--report_to wandb: WandbCallback requires wandb", report_to="wandb")
+
+
+@pytest.mark.parametrize("words, kind, settings", [
+    ("is 0 in each of 6 steps", "cosine_with_min_lr", '{"min_lr": NaN}'),
+    ("gives -0.", "polynomial", '{"lr_end": -1}'),
+    ("the learning-rate schedule does not work: ", "polynomial", '{"power": -1}'),
+    ("the learning-rate schedule does not work: ", "cosine", '{"nothing": 1}'),
+    ("does not work", "warmup_stable_decay", "{}"),
+])  # fmt: skip
+def test_a_schedule_that_does_not_train_is_refused(refused, words, kind, settings):
+    refused(words, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
+
+
+def test_a_warm_up_longer_than_the_run_is_said(run_train):
+    code, out, err, _ = run_train(max_steps=2, warmup_steps=10)
+    assert code == 0 and "the warm-up of 10 steps is as long as the run of 2 or longer" in out, err
 
 
 def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
