@@ -21,7 +21,7 @@ from pathlib import Path
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.failures import BAD_INPUT, Parser
 from hfpatch.cli.flags import add_checkpointing, checkpointing_of
-from hfpatch.planner.machine import ends_with
+from hfpatch.lab.children import ends_with
 from hfpatch.trainer import marks
 
 NOTHING_TRAINED = 3

@@ -1,8 +1,6 @@
 """What this process may use of its machine: host memory, a GPU's memory, cores."""
 
 import os
-import signal
-import sys
 from pathlib import Path
 
 from hfpatch.budget.free import cgroup_paths, meminfo, read_number, share_of_device
@@ -28,21 +26,6 @@ def gpu_limit(device=None) -> int:
 def cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def ends_with(parent: int):
-    """The preexec_fn of a child that Linux ends when the process `parent`, which starts it, is gone,
-    however it ended. None on other systems.
-    """
-
-    def before_exec() -> None:
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was gone before
-            os._exit(1)
-
-    return before_exec if sys.platform == "linux" else None
 
 
 def expandable_segments() -> None:

@@ -68,8 +68,8 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
             words[flag] = [f"--{key}", *map(str, value)] if value else []
         else:
             value = json.dumps(typed[name_]) if flag in dicts and isinstance(value, dict) else value
-            # YAML's own words, of which argparse's yes and no lack two.
-            boolean = isinstance(typed[name_], bool) and value.lower() in ("on", "off")
+            # YAML's own words, such as yes and off.
+            boolean = isinstance(typed[name_], bool)
             choices = actions[key].choices or (actions[key].metavar or "").split("|")
             if boolean and value not in choices:
                 value = str(typed[name_]).lower()

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfpatch.lab.children import ends_with
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
 from hfpatch.lab.profile.worker import PROGRESS
-from hfpatch.planner.machine import ends_with
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
