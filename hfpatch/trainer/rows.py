@@ -27,6 +27,7 @@ READERS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
+READ_WHOLE = 32 << 20
 OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 READ_ERRORS = (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, lzma.LZMAError,
                pyarrow.ArrowException, datasets.exceptions.DatasetsError)  # fmt: skip
@@ -89,12 +90,14 @@ def rows_of(paths, data, split: str) -> Rows:
     files = files_of(paths, data)
     made = hashlib.blake2b(digest_size=16)
     for file in files:
-        size, opened = file.stat().st_size, file.open("rb")
+        size = file.stat().st_size
         made.update(b"%b\0%d\0" % (os.fsencode(file.name), size))
-        with opened:  # pieces alone of what is too large to be read twice
-            for at in range(0, size, max(1 << 20, size // 64) if data.streaming else 1 << 20):
+        # Of a large file that is streamed, pieces alone: reading it twice would take too long.
+        pieces = data.streaming and size > READ_WHOLE
+        with file.open("rb") as opened:
+            for at in range(0, size, size // 64 if pieces else 1 << 20):
                 opened.seek(at)
-                made.update(opened.read(1 << 12 if data.streaming else 1 << 20))
+                made.update(opened.read(1 << 16 if pieces else 1 << 20))
     return Rows(partial(_of_files, files, data), made.hexdigest())
 
 

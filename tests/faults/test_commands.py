@@ -129,9 +129,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         ),
         "plan --model @/window.json": "sliding_window must be a number of 0 or more, 'x' came",
         "plan --model @/experts.json": "experts must be a whole number, 'a' came",
-        "plan --model @/rope.json --seq-len 64 --placement gpu8bit": (
-            "a llama config.json (KeyError: 'nope')"
-        ),
         "env --model @/rope.json": "a llama config.json (KeyError: 'nope')",
         "env --model @/other.json": "expected a model type of transformers, 'theirs' came",
         "env --model nobody/nothing": "nothing is downloaded here",
