@@ -5,6 +5,7 @@ forward that TRL put on the model is put aside. Parameters, hooks, names and che
 same.
 """
 
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -55,7 +56,9 @@ _LOOPS = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Raises ValueError for a model that an engine wrapped, or whose modules Liger replaced."""
+    """Raises ValueError for a model that an engine wrapped, that a device_map offloads, or whose
+    modules Liger replaced.
+    """
     for module in model.modules():
         for kind in type(module).__mro__:
             home = kind.__module__.split(".")[0]
@@ -65,15 +68,44 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"hfpatch: expected a model before {late}, found {came}; "
                     f"call apply() before {late}."
                 )
-        forward = vars(module).get("forward")
-        code = getattr(forward, "__func__", forward)
-        homes = type(module).__module__, getattr(code, "__module__", None) or ""
-        if any(home.split(".")[0] == "liger_kernel" for home in homes):
+        _refuse_liger(module)
+        hook = getattr(module, "_hf_hook", None)  # accelerate's; several are one hook with a list
+        if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook])):
             raise ValueError(
-                "hfpatch: expected transformers' own modules, found Liger's in "
-                f"{type(module).__name__}; "
-                "drop use_liger_kernel (apply_liger_kernel_to_...), or do not call apply()."
+                "hfpatch: expected a model on one device, found weights that a device_map keeps on "
+                "the CPU or on disk. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread a "
+                "model that does not fit)."
             )
+
+
+def _refuse_liger(module: nn.Module) -> None:
+    """Raises ValueError for a module of Liger, or with a forward of Liger's."""
+    forward = vars(module).get("forward")
+    code = getattr(forward, "__func__", forward)
+    homes = type(module).__module__, getattr(code, "__module__", None) or ""
+    if any(home.split(".")[0] == "liger_kernel" for home in homes):
+        raise ValueError(
+            "hfpatch: expected transformers' own modules, found Liger's in "
+            f"{type(module).__name__}; "
+            "drop use_liger_kernel (apply_liger_kernel_to_...), or do not call apply()."
+        )
+
+
+class _WithoutLiger(Turn):
+    """The model's lock. It refuses a forward after Liger replaced one of these modules' forwards,
+    as `TrainingArguments(use_liger_kernel=True)` does when Trainer is made.
+    """
+
+    def __init__(self, modules):
+        super().__init__()
+        self.modules = [weakref.ref(module) for module in modules]
+
+    def __enter__(self):
+        for reference in self.modules:
+            module = reference()
+            if module is not None:
+                _refuse_liger(module)
+        return super().__enter__()
 
 
 def _unpin(module: nn.Module) -> None:
@@ -212,7 +244,8 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
             else "plain PyTorch: Triton is not installed"
         )
         report.notes.append(f"fused ops run as {runs}.")
-    turn = Turn()
+    first = decoder.layers[0].modules() if len(decoder.layers) else ()
+    turn = _WithoutLiger([model, decoder.causal or model, *first])
     swaps.checkpoint(decoder, settings, found, turn, report)
     swaps.checkpoint_towers(model, decoder, settings, turn, report)
     if report.count("loss") and logits is not True:

@@ -20,7 +20,7 @@ from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))  # a clone that was not installed
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

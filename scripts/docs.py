@@ -1,7 +1,7 @@
 """Writes the generated parts of docs/: `python scripts/docs.py [NAME]...`, all by default.
 
 cli: docs/reference/cli.md, from each command's --help. models: docs/models.md, from
-`hfpatch env --families` (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. axolotl:
+scripts/families.py (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. axolotl:
 docs/assets/axolotl-yaml.svg, from the block of docs/start/run.md. description: DESCRIPTION.md, from README.md.
 Tests hold each to what it would be now.
 """
@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# This folder has a profile.py, which the standard library must not find in place of its own.
-sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
 TOKENS = "131072"
 # (name in the picture, implementation and policy in profiles/plan/results.csv)
 BARS = (
@@ -84,10 +83,9 @@ def train_flags() -> list[str]:
 
 def models() -> str:
     """The page of models."""
-    from hfpatch.cli import support
+    from scripts.families import every_family
 
-    found = [support.support_of(kind, support.family_config(kind)) for kind in support.FAMILIES]
-    return MODELS.format(table=support.families_text(found))
+    return MODELS.format(table=every_family())
 
 
 MODELS = """# Models
@@ -105,7 +103,7 @@ hfpatch env --model llama-3.1-8b --seq-len 32k
 
 ## What to expect
 
-Default configs of transformers 5.24, by `hfpatch env --families`. *Packed rows* are documents that
+Default configs of transformers 5.24, by `scripts/families.py`. *Packed rows* are documents that
 `position_ids` tell apart, also beside an attention mask of ones. *Verdict* is the comparison of the
 small instance with stock.
 

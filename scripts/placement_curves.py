@@ -19,13 +19,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
-# This folder has a profile.py, which cProfile must not find in place of the standard one; its
-# parent has hfpatch.
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != _HERE)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hfpatch.cli.failures import Parser, guarded  # noqa: E402
-from hfpatch.planner.limits import check_ranges  # noqa: E402
+from hfpatch.cli.failures import Parser, guarded
+from hfpatch.planner.limits import check_ranges
 
 # the word in front of each row is its placement; colours are of the Okabe-Ito set
 RUNS = {

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hfpatch.cli.support import SHOWN
+from scripts.families import SHOWN
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.small_instance import kind_of, scaled_config
 

@@ -7,6 +7,8 @@ from unittest import mock
 
 import torch
 
+from hfpatch.lab.budget import allowed_error
+
 
 def budget(plain: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None = None) -> float:
     """Twice the sum of what plain PyTorch loses in the working dtype and one rounding step of the
@@ -20,7 +22,7 @@ def budget(plain: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype | None =
     step = torch.finfo(dtype or plain.dtype).eps * (
         exact.abs().max().item() if exact.numel() else 0.0
     )
-    return 2.0 * (lost + step)
+    return allowed_error(lost, step)
 
 
 def assert_close(

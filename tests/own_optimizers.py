@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from hfpatch.planner import optimizers
-
 
 def split(model):
     """(the layers' matrices, all else)"""
@@ -26,7 +24,7 @@ def made(name: str, model) -> list:
     if name in ("apollo", "galore"):
         module = pytest.importorskip(f"{name}_torch")
         more = {"proj": "random", "scale_type": "channel"} if name == "apollo" else {}
-        low = {"params": matrices, "rank": optimizers.RANK, "update_proj_gap": 200, "scale": 1.0,
+        low = {"params": matrices, "rank": 128, "update_proj_gap": 200, "scale": 1.0,
                "proj_type": "std", **more}  # fmt: skip
         kind = module.APOLLOAdamW if name == "apollo" else module.GaLoreAdamW
         return [kind([{"params": rest}, low])]

@@ -442,6 +442,24 @@ def test_liger_refused():
             setattr(hf, name, value)
 
 
+def test_liger_after_apply_is_refused():
+    """As TrainingArguments(use_liger_kernel=True) does when a Trainer is made of a patched model."""
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", exc_type=ImportError)
+    model = tiny.llama()
+    hfpatch.apply(model)
+    kept = {n: getattr(hf, n) for n in dir(hf)}
+    try:
+        try:
+            liger._apply_liger_kernel_to_instance(model=model)
+        except ImportError as error:
+            pytest.skip(str(error))  # this Liger wants another transformers
+        with pytest.raises(ValueError, match="^hfpatch: .*Liger's .*drop use_liger_kernel"):
+            model(**tiny.labelled())
+    finally:
+        for name, value in kept.items():
+            setattr(hf, name, value)
+
+
 # --- models other than LlamaForCausalLM -----------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Bytes that a step copies between host and device, and the seconds of copies that nothing hides.
 
 A pass's copies hide behind the work of that pass, and behind layers as far as memory has room for
-the copies' sources. `hfpatch profile --clock` shows the same copy by copy (lab/clock.py). Standard
+the copies' sources. lab/clock.py shows the same copy by copy. Standard
 library only.
 """
 

@@ -49,9 +49,6 @@ def add_arguments(parser) -> None:
         type=flag(parse_length),
         help="with --model: also what a step of that many tokens takes, as hfpatch plan says",
     )
-    parser.add_argument(
-        "--families", action="store_true", help="the same of many families (takes minutes)"
-    )
     parser.add_argument("--json", action="store_true", help="everything on stdout as JSON")
 
 
@@ -60,17 +57,11 @@ def main(args) -> int:
         raise ValueError(
             "hfpatch: --seq-len plans a step of a model, none came; pass --model as well."
         )
-    asked = [name for name in ("families", "model") if getattr(args, name) not in (None, False)]
-    if asked:
-        beside = [
-            *(f"--{name}" for name in asked[1:]),
-            *["--json"] * (args.families and args.json),
-            *args.files,
-        ]
-        if beside:
+    if args.model is not None:
+        if args.files:
             raise ValueError(
-                f"hfpatch: --{asked[0]} is told of alone, {beside[0]} came with it; drop one of "
-                "them."
+                f"hfpatch: --model takes no config files, {args.files[0]} came with it; drop one "
+                "of them."
             )
         from hfpatch.cli import support
 

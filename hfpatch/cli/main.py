@@ -10,7 +10,6 @@ from hfpatch.planner.limits import check_ranges
 COMMANDS = {
     "plan": ("hfpatch.cli.plan", "does a run fit, and how long does a step take (no GPU needed)"),
     "profile": ("hfpatch.cli.profile", "run real steps and write a memory report"),
-    "bench": ("hfpatch.cli.bench", "time each fused op beside its plain version on this machine"),
     "prove": (
         "hfpatch.cli.prove",
         "check and measure hfpatch on this machine; a page, and a row to send",
@@ -18,15 +17,6 @@ COMMANDS = {
     "env": ("hfpatch.cli.env", "versions, devices, limits, and what would go wrong"),
     "train": ("hfpatch.cli.train", "train a causal language model on texts or conversations"),
     "run": ("hfpatch.cli.run", "run a training command unmodified, with the patch on its models"),
-    "consolidate": (
-        "hfpatch.cli.consolidate",
-        "one model.safetensors from a checkpoint that ZeRO or FSDP sharded",
-    ),
-    "export-gguf": ("hfpatch.cli.export_gguf", "a trained Llama as one GGUF file for llama.cpp"),
-    "simulate": (
-        "hfpatch.cli.simulate",
-        "memory of one implementation of one model, its code run on fake tensors",
-    ),
 }
 
 

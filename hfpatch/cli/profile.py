@@ -2,37 +2,20 @@
 
 import argparse
 import contextlib
-import json
+import os
 import shlex
 import sys
 from pathlib import Path
 
-from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import add_checkpointing, checkpointing_of
 from hfpatch.cli.table import show_table
-from hfpatch.lab.profile.options import CHOICES, words_of
-from hfpatch.lab.profile.run import profile, results
+from hfpatch.lab.profile.options import CHOICES, Options, check_together, words_of
+from hfpatch.lab.profile.run import Profile, profile, read, results, write
 from hfpatch.lab.profile.timeline import size
 from hfpatch.planner.limits import parse_lengths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_step(parser)
-    parser.add_argument(
-        "--clock", action="store_true",
-        help=(
-            "the planned step with hfpatch on a GPU whose streams are clocks: where copies are "
-            "exposed; needs no GPU"
-        ),
-    )  # fmt: skip
-    add_clock(parser)
-    add_run(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="results on stdout as JSON, nothing else"
-    )
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of any step, run or clocked: the model, and the report's folder."""
     parser.add_argument(
         "--model",
         required=True,
@@ -46,10 +29,6 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", default="runs/profile", help="the report's folder (default runs/profile)"
     )
-
-
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of steps that run: implementations, repetitions, and what is recorded."""
     parser.add_argument(
         "--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)"
     )
@@ -87,36 +66,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-trace", action="store_true", help="no Chrome trace: a folder of a few hundred KiB"
     )
-
-
-def add_clock(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of the planned step on the clock (--clock)."""
-    parser.add_argument("--gpu", help="with --clock: the GPU, as of plan (default h100)")
     parser.add_argument(
-        "--host-ram", help="with --clock: of the machine, 256GiB for example (default: enough)"
+        "--json", action="store_true", help="results on stdout as JSON, nothing else"
     )
-    parser.add_argument("--placement", help="with --clock: gpu8bit or adamw (default gpu8bit)")
-    parser.add_argument(
-        "--sp-size", type=int, help="with --clock: GPUs that share each sequence (default 1)"
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="with --clock: the trace's file (default: one a length in --out)",
-    )
-    add_adapters(parser.add_argument)
-
-
-def _refuse_idle(args) -> None:
-    """ValueError for a flag that does nothing, with --clock or without it."""
-    parser = argparse.ArgumentParser()
-    (add_run if args.clock else add_clock)(parser)
-    for name, usual in vars(parser.parse_args([])).items():
-        if getattr(args, name) != usual:
-            raise ValueError(
-                f"hfpatch: --{name.replace('_', '-')} goes {'without' if args.clock else 'with'} "
-                f"--clock; {'drop one of them' if args.clock else 'add that, or leave it out'}."
-            )
 
 
 def options(args) -> dict:
@@ -131,47 +83,15 @@ def options(args) -> dict:
     }  # fmt: skip
 
 
-def clock_main(args) -> int:
-    """Runs one clocked step a length. Prints sentences or JSON on stdout, and writes a trace a
-    length to the folder, or to the file of --trace.
-    """
-    from hfpatch.lab.timeline import write_trace
-    from hfpatch.planner.clocked import clock
-
-    lengths = parse_lengths(args.seq_len)
-    if args.trace and len(lengths) > 1:
-        raise ValueError(
-            f"hfpatch: --trace takes one length, {args.seq_len} came; pass one --seq-len."
-        )
-    asked = {"gpu": args.gpu, "host_ram": args.host_ram, "placement": args.placement}
-    asked |= {"ranks": args.sp_size, "adapters": adapters_of(args)}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if args.checkpointing or args.every:
-        asked["checkpointing"] = checkpointing_of(args)
-    found = []
-    for seq_len in lengths:
-        timeline = clock(args.model, seq_len=seq_len, batch=args.batch, **asked)
-        model = args.model.rstrip("/").split("/")[-1].removesuffix(".json")
-        name = f"clock-{model}-{args.gpu or 'h100'}-{seq_len}.json"
-        trace = write_trace(timeline, args.trace or Path(args.out) / name)
-        found.append(timeline.to_dict() | {"trace": str(trace)})
-        if not args.json:
-            print(timeline, f"trace: {trace} (open it at https://ui.perfetto.dev)", "", sep="\n")
-    if args.json:
-        print(json.dumps(found, indent=1))
-    return 0
-
-
 def main(args) -> int:
-    _refuse_idle(args)
-    if args.clock:
-        return clock_main(args)
     command = (
         shlex.join(["hfpatch", *sys.argv[1:]])
         if sys.argv[1:2] == ["profile"]
         else "hfpatch profile"
     )
     lengths, impls = parse_lengths(args.seq_len), args.impl.split(",")
+    if {"ACCELERATE_MIXED_PRECISION", "RANK"} & os.environ.keys():  # by accelerate or torchrun
+        return launched_main(args, lengths, impls, command)
     wanted = {
         "seq_len": lengths,
         "impl": impls,
@@ -186,6 +106,35 @@ def main(args) -> int:
     with progress_bar(len(lengths) * len(impls)) as progress:
         done = profile(args.model, progress=progress, **wanted)
     show(done)
+    return 0
+
+
+def launched_main(args, lengths: list[int], impls: list[str], command: str) -> int:
+    """One run on every rank. Runs that the folder has already stay in its report."""
+    from accelerate import Accelerator
+
+    from hfpatch.lab.profile.launched import record
+
+    if len(lengths) > 1 or len(impls) > 1 or args.simulate:
+        raise ValueError(
+            "hfpatch: a launch runs one --impl and one --seq-len, and no --simulate. Launch again "
+            "with the same --out for others."
+        )
+    asked = options(args)
+    check_together(impls, asked["checkpointing"], asked["gradient_checkpointing"])
+    accelerator = Accelerator(cpu=args.device == "cpu")
+    asked |= {"model": args.model, "impl": impls[0], "seq_len": lengths[0], "folder": args.out}
+    asked["device"] = accelerator.device.type
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = record(accelerator, Options(**asked))
+    if accelerator.is_main_process:
+        earlier = read(folder) if (folder / "results.json").is_file() else []
+        runs = [*(r for r in earlier if r.key != run.key), run]
+        runs.sort(key=lambda r: (r.seq_len, CHOICES["impl"].index(r.impl)))
+        write(folder, runs, command=f"accelerate launch -m {command}")
+        show(Profile(folder, runs, []))
+    accelerator.end_training()
     return 0
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.failures import BAD_INPUT, Parser
 from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.lab.children import ends_with
 from hfpatch.trainer import marks
 
 NOTHING_TRAINED = 3
@@ -32,8 +33,9 @@ def main(argv=None) -> int:
     """Runs the command of argv (sys.argv[1:] by default) to its end.
 
     Returns:
-        The command's own exit code. 2 if there is no such command or an option is wrong. With
-        --require, 3 if the command succeeded but none of its processes trained a patched model.
+        The command's own exit code, also where a signal stopped it. 2 if there is no such command
+        or an option is wrong. With --require, 3 if the command succeeded but none of its processes
+        trained a patched model.
     """
     parser = _parser()
     try:
@@ -50,9 +52,10 @@ def main(argv=None) -> int:
     place = nullcontext(outer["folder"]) if inside else made(prefix="hfpatch-run-", **late)
     with place as folder:
         own = f"{marks.TRAINED}-{os.getpid()}"
-        code = _child(command, marks.environment(folder, outer.get("options", {}) | options, own))
+        variables = marks.environment(folder, outer.get("options", {}) | options, own)
+        code, stopped = _child(command, variables)
         trained = Path(folder, own).exists()
-    if code or trained or (inside and not args.require):
+    if code or trained or stopped or (inside and not args.require):
         return _as_ended(code)
     if os.environ.get("RANK", "0") == "0":
         print(
@@ -111,35 +114,40 @@ def _options(args) -> dict:
     return options
 
 
-def _child(command: list[str], environment: dict[str, str]) -> int:
+def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
     """Runs the command with these environment variables, and passes signals on to it.
 
-    Returns its exit code, -n if signal n ended it.
+    Returns its exit code, -n if signal n ended it, and whether a signal came meanwhile.
     """
-    linux = sys.platform == "linux"
     variables = os.environ | environment
-    first = _end_with_parent if linux else None
-    try:
-        child = subprocess.Popen(command, env=variables, preexec_fn=first)
-    except OSError as error:
-        print(
-            f"hfpatch: expected a command that the system can start, {command[0]} came "
-            f"({error.strerror}); name its interpreter, as in: hfpatch run bash {command[0]}",
-            file=sys.stderr,
-        )
-        return BAD_INPUT
     signals = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in signals}
     before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
+    came, children = [], []
 
     def pass_on(number, frame):
-        if number != signal.SIGINT or not _in_foreground():
-            child.send_signal(number)
+        came.append(number)
+        for child in children:
+            if number != signal.SIGINT or not _in_foreground():
+                child.send_signal(number)
 
     try:
+        # Before the child begins, so that no signal ends this process alone.
         for number in before:
             signal.signal(number, pass_on)
-        return child.wait()
+        try:
+            child = subprocess.Popen(command, env=variables, preexec_fn=ends_with(os.getpid()))
+        except OSError as error:
+            print(
+                f"hfpatch: expected a command that the system can start, {command[0]} came "
+                f"({error.strerror}); name its interpreter, as in: hfpatch run bash {command[0]}",
+                file=sys.stderr,
+            )
+            return BAD_INPUT, False
+        children.append(child)
+        for number in came:  # while the child began
+            child.send_signal(number)
+        return child.wait(), bool(came)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -161,13 +169,6 @@ def _in_foreground() -> bool:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-
-
-def _end_with_parent() -> None:
-    """Makes Linux end the child if this process is killed, so that no child trains on unseen."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ codes: 0 done; 143 and 130 stopped by SIGTERM and by Ctrl-C (with a checkpoint i
 begun); 2 bad input, refused before long work; 1 a failure of the machine such as a full disk.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -41,7 +42,8 @@ def main(argv=None) -> int:
 def train(argv) -> int:
     """Parses the arguments, refuses a run that cannot work, loads, trains, saves and evaluates."""
     expandable_segments()
-    from hfpatch.trainer import arguments, checks, footprint, loading, prepare, resume
+    from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
+    from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly
 
     checks.environment()
@@ -49,42 +51,48 @@ def train(argv) -> int:
     model_args, data_args, args = arguments.parse(argv)
     checks.flags(model_args, data_args, args)
     stop.time_limit = args.time_limit * 60
-    checkpoint, aside = resume.agreed(
-        args, lambda: resume.begin(args.output_dir, args.resume_from_checkpoint)
-    )
+    checkpoint = runs.begin(args.output_dir, args.resume_from_checkpoint)
 
     def say(line):
         if args.process_index == 0:
             print(line, flush=True)
 
     config = loading.load_config(model_args)
+    loading.expect_attention(model_args, config)
     checks.length(data_args.seq_len, config)
     if args.deepspeed:
         checks.sharing(model_args.sp_size, config)
-    tokenizer, data = prepare.load_data(model_args, data_args, args, config, say=say)
+    tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
     _warn_of_left_builds(args, say)
     if data_args.show_batch:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
+    schedule.check(args, schedule.steps_of(args, data.train, model_args.sp_size), say)
     footprint.check(config, model_args, data_args, args)
-    record = resume.run_record(config, model_args, data_args, args, data)
-    differs = checkpoint and resume.checkpoint_matches(checkpoint, record)
-    with resume.writing_to(args, aside) as moved:
-        _say_where_it_begins(args, checkpoint, moved, differs, say)
-        run = _trainer(model_args, data_args, args, config, tokenizer, data, record, stop)
+    record = runs.record(config, model_args, data_args, args, data.fingerprint)
+    if checkpoint:
+        runs.expect_same(checkpoint, record)
+    if args.resume_from_checkpoint:
+        none = "no checkpoint was finished before; starting from the first step"
+        say(f"hfpatch: {f'resuming from {checkpoint}' if checkpoint else none}.")
+    first = args.process_index == 0
+    with locks.alone_in(args.output_dir) if first else contextlib.nullcontext():
+        run = _trainer(model_args, data_args, args, config, tokenizer, data, record, stop, say)
         checks.engine_is_on(args, run.accelerator, checkpoint)
         return _fit(run, checkpoint, stop, say)
 
 
-def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict, stop):
+def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict, stop, say):
     """The Trainer of the run, with its model loaded."""
     from transformers import EarlyStoppingCallback
 
-    from hfpatch.trainer import arguments, loading, placement, prepare, trainer
+    from hfpatch.trainer import arguments, loading, placement, trainer
+    from hfpatch.trainer import data as sources
     from hfpatch.trainer.callback import Callback
     from hfpatch.trainer.dataset import Collator
 
     model = loading.load_model(model_args, config, args.seed)
+    loading.expect_saves(model, say)
     placed = (
         placement.trainer_arguments(model, args, model_args.placement)
         if model_args.placement
@@ -99,7 +107,7 @@ def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict,
         callbacks.append(
             EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_delta)
         )
-    pad_id, shares = prepare.pad_id(config, tokenizer), model_args.sp_size > 1
+    pad_id, shares = sources.pad_id(config, tokenizer), model_args.sp_size > 1
     return trainer.Trainer(
         model=model,
         args=args,
@@ -158,20 +166,6 @@ def _shown(rows, number: int, tokenizer) -> str:
     from hfpatch.trainer.dataset import show
 
     return show([row for _, row in zip(range(number), rows)], tokenizer)
-
-
-def _say_where_it_begins(
-    args, checkpoint: str | None, moved: list[str], differs: str | None, say
-) -> None:
-    from hfpatch.trainer import folders
-
-    if moved:
-        say(f"hfpatch: {', '.join(moved)} set aside in {args.output_dir}/{folders.ASIDE}.")
-    if args.resume_from_checkpoint:
-        none = "no checkpoint was finished before; starting from the first step"
-        say(f"hfpatch: {f'resuming from {checkpoint}' if checkpoint else none}.")
-    if differs:
-        say(f"hfpatch: {differs}")
 
 
 def held_out(run) -> str:

@@ -1,8 +1,7 @@
 """A training step on the clock: the real model, runtime and policy on fake tensors, and a device
 whose streams are clocks.
 
-    timeline = clock("llama-3.1-8b", seq_len=131072, gpu="h100")
-    print(timeline)
+    simulation, device, follower = run_on_clock(model, gpu, policy, batch=1, seq_len=131072)
 
 Nothing is computed, and no GPU is needed. Each operation takes seconds of its stream: FLOPs and
 bytes over the rates of budget/hardware.py, as in the step model (budget/seconds.py). A copy takes
@@ -18,6 +17,7 @@ that gather or offload weights, and kernels slower than the model's rates.
 import contextlib
 import re
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -33,7 +33,6 @@ from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.simulator import simulate
-from hfpatch.lab.timeline import Slice, Timeline
 from hfpatch.layer.call import LayerCall
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
@@ -45,6 +44,25 @@ LAUNCH_SECONDS = 15e-6
 COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
 EXCHANGES, RANK_WAITS = "exchanges", "waits for ranks"
 _LAYER = re.compile(r"\blayers\.(\d+)\b")
+
+
+@dataclass(slots=True)
+class Slice:
+    """Work of one kind on one stream, from start to end in seconds. turn: "forward", "backward" or
+    "optimizer".
+    """
+
+    stream: str
+    start: float
+    end: float
+    turn: str
+    layer: str
+    phase: str
+    nbytes: int = 0  # of a copy
+
+    @property
+    def name(self) -> str:
+        return " ".join(word for word in (self.layer, self.phase) if word)
 
 
 class Stream:
@@ -324,27 +342,22 @@ def _standing_in(clock: ClockDevice):
             DEVICES[clock.device] = before
 
 
-def clocked(
-    model,
-    gpu: Gpu,
-    policy: Policy,
-    *,
-    batch: int,
-    seq_len: int,
-    title: str = "a step",
-    optimizer=0.0,
-    ranks: int = 1,
-    follower=ClockFollower,
-) -> Timeline:
+def run_on_clock(
+    model, gpu: Gpu, policy: Policy | None, *, batch: int, seq_len: int, ranks: int = 1,
+    optimizer=None, follower=ClockFollower,
+):  # fmt: skip
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
     Args:
-        optimizer: seconds of its step, which follows the backward; or a function from parameters to
-            a torch optimizer, whose operations run.
+        optimizer: a function from parameters to a torch optimizer, whose operations run.
         ranks: that share each row. seq_len is this rank's part.
         follower: makes the ClockFollower from the clock and a Follower's settings.
+
+    Returns:
+        The Simulation, the ClockDevice with each stream's work, and the follower.
     """
-    drive = Drive(gpu.disk_rates) if policy.offload == "disk" else None
+    disk = policy is not None and policy.offload == "disk"
+    drive = Drive(gpu.disk_rates) if disk else None
     device, made = ClockDevice(gpu, torch.device("cpu"), drive), []
 
     def following(**settings):
@@ -352,27 +365,8 @@ def clocked(
         return made[0]
 
     rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
-    late = mock.patch.object(Transfers, "late", drive is not None)
+    late = mock.patch.object(Transfers, "late", disk)
     with _standing_in(device), _tiles_on(made), rank, late:
-        real = optimizer if callable(optimizer) else None
-        asked = {"policy": policy, "ranks": ranks, "follower": following, "optimizer": real}
+        asked = {"policy": policy, "ranks": ranks, "follower": following, "optimizer": optimizer}
         found = simulate(model, batch, seq_len, **asked)
-    begins, done = made[0].begins, device.compute.now
-    zero, turn, end = begins["forward"], begins["backward"], begins.get("optimizer", done)
-    if optimizer and not real:
-        done = end + optimizer
-        device.rows[COMPUTE].append(Slice(COMPUTE, end, done, "optimizer", "", "optimizer"))
-    parts = {"forward": turn - zero, "backward": end - turn, "optimizer": done - end}
-    seconds = parts | {"step": done - zero}
-    slices = [s for row in device.rows.values() for s in row]
-    for s in slices:
-        s.start, s.end = s.start - zero, s.end - zero
-    waits = device.rows[WAITS]
-    return Timeline(
-        title,
-        [s for s in slices if s.stream != WAITS],
-        waits,
-        seconds,
-        device.late,
-        found.peak_bytes,
-    )
+    return found, device, made[0]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch import ops
+from hfpatch.lab.budget import allowed_error
 from hfpatch.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from hfpatch.ops.rope import rope_ref
 from hfpatch.ops.swiglu import swiglu_ref
@@ -181,7 +182,7 @@ class Error:
         self.exact_squares += exact.square().sum().item()
 
     def allowed(self, dtype: torch.dtype) -> float:
-        return 2.0 * (self.plain + torch.finfo(dtype).eps * self.largest)
+        return allowed_error(self.plain, torch.finfo(dtype).eps * self.largest)
 
     def within(self, dtype: torch.dtype) -> bool:
         return self.got <= self.allowed(dtype)

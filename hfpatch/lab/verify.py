@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from hfpatch.compat import is_shard
 from hfpatch.decoder.find import find_decoder, list_of_layers
+from hfpatch.lab.budget import allowed_error
 from hfpatch.lab.compat import local_part
 from hfpatch.lab.device import clean, is_out_of_memory
 from hfpatch.patch import apply, undo
 
-# The tests' budget (tests/numerics.py) is twice the stock result's error plus two rounding steps.
-# Two results with one and two such errors differ by at most three.
-NOISES, STEPS = 3, 2
 FEW = 16  # gradients with fewer elements are not judged
 CHUNK = 1 << 24  # elements of a gradient compared at once
 
@@ -168,7 +166,11 @@ def _compared(model: nn.Module, batch: dict, layers: int) -> dict:
         got = _step(ours, batch)
     apart = {n: _distance(got[n], g) if n in got else math.inf for n, g in wanted.items()}
     middle = statistics.median(noise.values())
-    limits = {n: NOISES * max(noise[n], middle) + STEPS * rounding.step for n in noise}
+    limits = {}
+    for name in noise:
+        # The patched result may lose what `allowed_error` says, and the stock one its own noise.
+        lost = max(noise[name], middle)
+        limits[name] = lost + allowed_error(lost, rounding.step)
     worst = max(apart, key=lambda name: _share(apart[name], limits[name]))
     return {
         "loss": got["loss"].item(),

@@ -16,9 +16,6 @@ from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.placements import FLOAT8_RECIPES, Resident, float8_bytes, resident
 from hfpatch.planner.towers import Tower, tower_in_front
 
-# A simulated step contradicts the plan if its activations exceed the planned ones by more than this
-# share.
-CONTRADICTION = 0.05
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
 WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
 
@@ -36,7 +33,6 @@ class Plan:
         longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked, and of
             the longest sequences with fewer layers' inputs kept.
         adapters: the adapters trained over a frozen base; None if all weights are trained.
-        contradicted: a simulated step takes more than the plan says.
         sp_size: GPUs that share each sequence.
         closed_form: False if no closed form describes the model, so that the step was simulated.
         visual_tokens: the tokens of seq_len that are images or videos.
@@ -73,8 +69,6 @@ class Plan:
     max_seq_len: int | None = None
     longest: list = field(default_factory=list)
     adapters: dict | None = None
-    simulated_beyond_bytes: int | None = None
-    contradicted: bool = False
     sp_size: int = 1
     closed_form: bool = True
     num_layers: int | None = None
@@ -201,31 +195,6 @@ def with_float8(run: Run, recipe: str) -> Run:
             f"of {', '.join(FLOAT8_GPUS)}."
         )
     return replace(run, gpu=replace(run.gpu, float8=FLOAT8_RECIPES[recipe]))
-
-
-def judged(plan: Plan, stays, simulated: int, on_host: int) -> Plan:
-    """The plan compared with a simulated step. If the simulated bytes are larger than the planned
-    ones, they decide whether the plan fits.
-
-    Args:
-        stays: the placement's Resident.
-        simulated: the simulated bytes of activations.
-        on_host: the simulated bytes on the host.
-    """
-    planned = plan.gpu_bytes["activations"]
-    more = max(0, simulated - planned)
-    planned_on_host = (plan.host_peak_bytes - stays.host) // plan.gpus - PROCESS_BYTES
-    on_disk = isinstance(plan.policy, dict) and plan.policy["offload"] == "disk"
-    more_on_host = 0 if on_disk else max(0, on_host - planned_on_host)
-    roomy = (
-        plan.host_usable_bytes is None
-        or plan.host_peak_bytes + plan.gpus * more_on_host <= plan.host_usable_bytes
-    )
-    fits = plan.fits and roomy and plan.gpu_peak_bytes + more <= plan.gpu_usable_bytes
-    contradicted = more > CONTRADICTION * planned or more_on_host > CONTRADICTION * max(
-        planned_on_host, GiB
-    )
-    return replace(plan, simulated_beyond_bytes=simulated, fits=fits, contradicted=contradicted)
 
 
 def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:

@@ -12,9 +12,9 @@ SEED = (0, 2**32 - 1)
 COUNT = (1, 2**20)
 RANGES = {
     "batch": COUNT, "per_device_train_batch_size": COUNT, "per_device_eval_batch_size": COUNT,
-    "gradient_accumulation_steps": COUNT, "gpus": (1, None), "layers": (1, None),
+    "gradient_accumulation_steps": COUNT, "gpus": (1, None),
     "steps": (1, None),
-    "warmup": (0, None), "tokens": (1, None), "seconds": (0, None), "seed": SEED, "data_seed": SEED,
+    "warmup": (0, None), "seconds": (0, None), "seed": SEED, "data_seed": SEED,
     "seeds": (1, None), "time_limit": (0, None), "learning_rate": (0, None),
     "weight_decay": (0, None),
     "adam_beta1": (0, [1]), "adam_beta2": (0, [1]), "adam_epsilon": (0, None),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from hfpatch.budget.adapters import layer_linears
 from hfpatch.budget.formula import WEIGHT_SLOTS
 from hfpatch.budget.shape import ModelShape
-from hfpatch.planner.optimizers import OPTIMIZERS, state_numbers
 
 # The most parameters gathered and reused at once, by ds_configs/zero3*.json: 2 * 500,000,000
 LIVE_PARAMETERS = 1_000_000_000
@@ -25,7 +24,7 @@ class Placement:
         auto: False if only the name selects it.
         itemsize: bytes of a number of the weights. All activations count with it, though autocast
             makes some of them narrower.
-        optimizer: the row of optimizers.py if the user's own optimizer steps on the GPU, else "".
+        own: torch's AdamW steps on the GPU, in the dtype of the weights.
     """
 
     name: str
@@ -34,28 +33,12 @@ class Placement:
     summary: str
     auto: bool = True
     itemsize: int = 2
-    optimizer: str = ""
+    own: bool = False
 
     @property
     def sharded(self) -> bool:
         """Whether an engine gathers the weights layer by layer."""
         return self.many
-
-
-def _own(optimizer: str) -> tuple[Placement, Placement]:
-    """The placements of fp32 and of bf16 weights under the user's own optimizer, as Trainers train
-    by themselves. In bf16 small updates are rounded away (trainer/callback.py), so auto tries
-    neither.
-    """
-    title, more = OPTIMIZERS[optimizer][1], {"auto": False, "optimizer": optimizer}
-    wide = f"{title} on fp32 weights under bf16 autocast, all on the GPU"
-    narrow = f"{title} on bf16 weights, bf16 states, all on the GPU"
-    return (
-        Placement(f"{optimizer}-fp32", False, True, wide, itemsize=4, **more),
-        Placement(
-            "adamw" if optimizer == "adamw" else f"{optimizer}-bf16", False, True, narrow, **more
-        ),
-    )
 
 
 PLACEMENTS = {
@@ -81,37 +64,31 @@ PLACEMENTS = {
             True,
             "gpu8bit stepping inside backward: one layer's gradients at a time",
         ),
-        *_own("adamw"),
+        # In bf16 small updates are rounded away (trainer/callback.py), so auto tries neither.
+        Placement(
+            "adamw-fp32",
+            False,
+            True,
+            "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU",
+            auto=False,
+            itemsize=4,
+            own=True,
+        ),
+        Placement(
+            "adamw",
+            False,
+            True,
+            "torch's AdamW on bf16 weights, bf16 states, all on the GPU",
+            auto=False,
+            own=True,
+        ),
     )
 }
-# The placements of --optimizer that --placement does not name.
-_OF_OPTIMIZERS = {p.name: p for name in OPTIMIZERS if name != "adamw" for p in _own(name)}
 
 
 def placement_named(name: str) -> Placement:
-    """The Placement of that name, including those of --optimizer."""
-    return PLACEMENTS.get(name) or _OF_OPTIMIZERS[name]
-
-
-def under(optimizer: str, placement: str) -> str:
-    """The name for `candidates` of a placement under this optimizer. For "auto" it names both
-    placements of the optimizer. ValueError if the placement has its own optimizer, or if the
-    optimizer is unknown.
-    """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(
-            f"hfpatch: the optimizers are {', '.join(OPTIMIZERS)}, {optimizer!r} came; pass one of "
-            "them."
-        )
-    names = {"auto": "", "adamw": "-bf16", "adamw-fp32": "-fp32"}
-    if optimizer == "adamw":
-        return placement
-    if placement not in names:
-        raise ValueError(
-            f"hfpatch: --placement {placement} brings its optimizer, --optimizer {optimizer} came; "
-            "pass --placement adamw (bf16 weights) or adamw-fp32 with it, or drop one."
-        )
-    return optimizer + names[placement]
+    """The Placement of that name."""
+    return PLACEMENTS[name]
 
 
 # The placements for adapters: each GPU has a whole copy of the frozen base.
@@ -124,8 +101,6 @@ def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
     Raises:
         ValueError: the name is unknown, or impossible with this number of GPUs or with adapters.
     """
-    if name in _OF_OPTIMIZERS or name in OPTIMIZERS and name not in PLACEMENTS:
-        return _of_an_optimizer(name, gpus, adapters)
     possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
     possible = list(ADAPTED) if adapters else possible
     if name == "auto":
@@ -148,16 +123,6 @@ def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
             f"pass one of {', '.join(possible)}."
         )
     return [name]
-
-
-def _of_an_optimizer(name: str, gpus: int, adapters: bool) -> list[str]:
-    if gpus > 1 or adapters:
-        came = f"--gpus {gpus}" if gpus > 1 else "adapters"
-        raise ValueError(
-            f"hfpatch: --optimizer is planned for all weights on one GPU, {came} came; leave one "
-            "out."
-        )
-    return [name] if name in _OF_OPTIMIZERS else [f"{name}-fp32", f"{name}-bf16"]
 
 
 @dataclass(frozen=True)
@@ -210,13 +175,11 @@ def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
     if name == "gpu8bit-fused":
         return Resident(2 * P, 2 * largest, 2 * P + 8 * P // 256)
     own = placement_named(name)
-    if own.optimizer:
+    if own.own:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak. A tiled layer drops its copies.
         copies = 2 * (P if whole else largest) if own.itemsize == 4 else 0
-        states = own.itemsize * state_numbers(own.optimizer, shape)
-        gradients = own.itemsize * largest if own.optimizer == "lomo" else None
-        return Resident(own.itemsize * P + copies, gradients, states, passed=copies)
+        return Resident(own.itemsize * P + copies, None, 2 * own.itemsize * P, passed=copies)
     if name == "zero3-offload":
         # This rank's share of weights goes to the GPU twice, of gradients to the host once. The
         # optimizer reads 16 bytes a parameter and writes 14.

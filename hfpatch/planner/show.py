@@ -1,17 +1,12 @@
-"""A plan as text, and a sweep as a table or a picture. Standard library only, except for the
-picture.
-"""
+"""A plan as text. Standard library only."""
 
 from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.budget.sequence import FLOAT32_ANGLES
 from hfpatch.planner.placements import placement_named
 
-# Names of the parts of GPU memory in the lines of a plan and in a picture's legend.
+# Names of the parts of GPU memory in the lines of a plan.
 NAMES = {"slack": "slack (lost between blocks)"}
-COLOURS = {"parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#e15759",
-           "activations": "#59a14f",
-           "slack": "#bab0ac"}  # fmt: skip
 
 
 def gib(nbytes) -> str:
@@ -64,8 +59,6 @@ def text(plan) -> str:
     lines = _answer(plan)
     if plan.first_step:
         lines.insert(-3, _first_step(plan))
-    if plan.simulated_beyond_bytes is not None:
-        lines.append(_simulated(plan))
     points = _points(plan)
     if len(points) > 1:
         lines.append(f"frontier        the step in less or more GPU memory: {', '.join(points)}")
@@ -138,17 +131,6 @@ def _first_step(plan) -> str:
     return f"first step      {plan.step_seconds + more:.1f} s: a step, {beside}{late}"
 
 
-def _simulated(plan) -> str:
-    held = "agrees with the closed form"
-    if plan.contradicted:
-        held = "contradicts the plan: believe the simulator"
-    return (
-        f"simulated       {gib(plan.simulated_beyond_bytes)} of activations by running the "
-        "model on fake tensors, "
-        f"{gib(plan.gpu_bytes['activations'])} by the closed form; it {held}"
-    )
-
-
 def _longest(plan) -> str:
     longest, *fewer = plan.longest
     said = [
@@ -168,88 +150,3 @@ def _what_would_fit(plan) -> str:
         for s in plan.suggestions
     ]
     return table(rows, ("what would fit", "cost", "GPU", "host"))
-
-
-def sweep_table(plans) -> str:
-    """One line a plan."""
-    rows = [
-        (f"{p.seq_len:,}", p.placement, "yes" if p.fits else "no", gib(p.gpu_peak_bytes),
-         gib(p.host_peak_bytes),
-         f"{p.step_seconds:.1f}", f"{p.tokens_per_second:,.0f}", f"{p.mfu:.0%}")
-        for p in plans
-    ]  # fmt: skip
-    return table(rows, ("tokens", "placement", "fits", "GPU", "host", "s/step", "tokens/s", "MFU"))
-
-
-HATCHES = {
-    "": "", "on the host": "////", "on the GPU": "\\\\\\\\", "on the GPU and on the host": "xxx",
-}  # fmt: skip
-
-
-def _lacks(plan) -> str:
-    """Where memory is short: on the GPU, on the host, or on both; empty if the plan fits."""
-    host = plan.host_usable_bytes is not None and plan.host_peak_bytes > plan.host_usable_bytes
-    short = ["on the GPU"] * (plan.gpu_peak_bytes > plan.gpu_usable_bytes) + ["on the host"] * host
-    return " and ".join(short)
-
-
-def picture(plans, path) -> None:
-    """Stacked bars of GPU memory, one a length, one panel a placement, with the usable memory as a
-    line. Runs that do not fit, on the GPU or on the host, are hatched.
-
-    Raises ValueError where matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(
-            "hfpatch: --png draws with matplotlib, which is absent; pip install hfpatch[report]."
-        ) from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    placements = list(dict.fromkeys(p.placement for p in plans))
-    figure, axes = plt.subplots(
-        1, len(placements), figsize=(1.5 + 3.5 * len(placements), 4.2), sharey=True, squeeze=False
-    )
-    for axis, placement in zip(axes[0], placements):
-        chosen = [p for p in plans if p.placement == placement]
-        below = [0.0] * len(chosen)
-        for part, colour in COLOURS.items():
-            heights = [p.gpu_bytes[part] / GiB for p in chosen]
-            bars = axis.bar(
-                range(len(chosen)), heights, bottom=below, color=colour, edgecolor="white",
-                linewidth=0,
-            )  # fmt: skip
-            for bar, found in zip(bars, chosen):
-                bar.set_hatch(HATCHES[_lacks(found)])
-            below = [a + b for a, b in zip(below, heights)]
-        axis.axhline(
-            chosen[0].gpu_usable_bytes / GiB,
-            color="black",
-            linestyle="--",
-            linewidth=1,
-            label="usable",
-        )
-        axis.set_xticks(range(len(chosen)), [f"{p.seq_len / 1024:g}" for p in chosen])
-        axis.set_title(placement)
-        axis.set_xlabel("tokens, in units of 1,024")
-    # A run that does not fit may dwarf the others, so bars beyond twice the memory are cut.
-    usable = plans[0].gpu_usable_bytes / GiB
-    axes[0][0].set_ylim(
-        0, min(2 * usable, max(1.1 * usable, *(1.05 * p.gpu_peak_bytes / GiB for p in plans)))
-    )
-    axes[0][0].set_ylabel("GPU memory, GiB (planned)")
-    handles = [axes[0][0].lines[0]]
-    handles += [Patch(color=colour, label=NAMES.get(p, p)) for p, colour in COLOURS.items()]
-    handles += [
-        Patch(facecolor="#888888", edgecolor="white", hatch=HATCHES[w], label=f"does not fit {w}")
-        for w in sorted({_lacks(p) for p in plans} - {""})
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
-    first = plans[0]
-    figure.suptitle(f"{first.model}, batch {first.batch}, {first.gpus} x {first.gpu}")
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)

@@ -5,17 +5,14 @@ closed form describes.
 from dataclasses import replace
 from functools import lru_cache, partial
 
-import torch
 from torch import nn
 
-from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import Moment, StepMemory
 from hfpatch.budget.measured import Step, next_policy
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.sequence import rounds_for
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.simulate.implementations import build, prepare
@@ -45,47 +42,6 @@ WAITS = (
     "out"
 )
 IMPLEMENTATIONS = {STOCK: "hf", STOCK_CHECKPOINTING: "hf-ckpt", UNTILED: "hfpatch-off"}
-
-
-def simulated_bytes(config: dict, plan, *, at_peak: bool) -> tuple[int, int]:
-    """The simulated bytes of a step with the plan's batch and policy.
-
-    Args:
-        at_peak: takes the moment of the highest total, and subtracts the gradients that the plan
-            counts at its peak. Otherwise takes the most bytes at any moment.
-
-    Returns:
-        (bytes beyond parameters and gradients, host bytes beyond those of the placement).
-    """
-    tiled = isinstance(plan.policy, dict)
-    policy = Policy(**plan.policy) if tiled else None
-    wide = placement_named(plan.placement).itemsize == 4  # under autocast
-    adapters = Adapters(**plan.adapters) if plan.adapters else None
-    built = build(config, torch.float32 if wide else torch.bfloat16, adapters)
-    model = prepare(built, "hfpatch" if tiled else IMPLEMENTATIONS[plan.policy])
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=wide):
-        result = simulate(
-            model, plan.batch, -(-plan.seq_len // plan.sp_size), policy=policy, ranks=plan.sp_size
-        )
-    # The placement counts autocast's copies of the weights.
-    shape = replace(ModelShape.from_config(config), adapters=adapters)
-    stays = resident(plan.placement, shape, plan.gpus, policy or plan.policy)
-    copies = stays.parameters - 4 * shape.parameters if wide else 0
-    on_host = result.host_peak_bytes - stays.host // plan.gpus * bool(adapters)
-    if at_peak:
-        beyond = (
-            result.peak_bytes
-            - copies
-            - result.categories["parameters"]
-            - plan.gpu_bytes["gradients"]
-        )
-        return beyond, on_host
-    # Until a tied weight's gradient is complete, the simulator counts it as an activation. The plan
-    # counts it as a gradient.
-    head = model.get_output_embeddings().weight
-    tied = head is model.get_input_embeddings().weight
-    beyond = result.most_beyond_bytes - copies - (head.numel() * head.element_size() if tied else 0)
-    return beyond, on_host
 
 
 def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):

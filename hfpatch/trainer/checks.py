@@ -96,6 +96,7 @@ def flags(model, data, args) -> None:
         _float8_rules(model, args),
         _implementation_rules(model, args),
         _data_rules(model, data, args),
+        _report_rules(args),
     )
     for broken, sentence in rules:  # in order: later rules build on earlier ones
         if broken:
@@ -223,6 +224,18 @@ def _implementation_rules(model, args):
     )
 
 
+def _report_rules(args):
+    """A reporter that is not installed; Trainer would say so after the data are tokenized."""
+    from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+    for name in args.report_to:
+        try:
+            INTEGRATION_TO_CALLBACK.get(name, object)()
+        except (RuntimeError, ImportError) as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            yield True, f"--report_to {name}: {why}, or pass --report_to none."
+
+
 def _data_rules(model, data, args):
     yield (
         data.validation_split and data.eval_data,
@@ -312,5 +325,5 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
         raise ValueError(
             f"hfpatch: {checkpoint} was saved {there} FSDP, this run of {args.world_size} "
             f"processes is {here} it; launch as many with the same --engine, or start anew with "
-            "--model set to what hfpatch consolidate makes of it."
+            "--model set to what `accelerate merge-weights` makes of it."
         )

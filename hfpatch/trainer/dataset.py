@@ -10,21 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hfpatch.trainer import packing
-from hfpatch.trainer.count import Count
-from hfpatch.trainer.tokens import Tokens
-
 IGNORE = -100
 
 
 class RowDataset(torch.utils.data.Dataset):
     """Rows of pieces: item i is {"input_ids", "labels"} of [T] int64.
 
-    Packed rows have "position_ids" too.
+    Packed rows have "position_ids" too. table: of tokens (data.TOKENS), in memory maps.
     """
 
-    def __init__(self, tokens: Tokens, rows, *, pad_to: int | None = None, pad_id: int = 0):
-        self.tokens, self.pad_to, self.pad_id = tokens, pad_to, pad_id
+    def __init__(self, table, rows, *, pad_to: int | None = None, pad_id: int = 0):
+        self.table, self.pad_to, self.pad_id = table, pad_to, pad_id
         pieces = [(p.document, p.start, p.length) for row in rows for p in row]
         # Arrays, not millions of objects: the workers of a data loader copy these for free.
         self.pieces = np.asarray(pieces, dtype=np.int64).reshape(-1, 3)
@@ -34,12 +30,10 @@ class RowDataset(torch.utils.data.Dataset):
         return len(self.bounds) - 1
 
     def __getitem__(self, index: int) -> dict:
-        documents = []
+        columns, documents = [self.table.data.column(name) for name in ("ids", "learned")], []
         for document, start, length in self.pieces[self.bounds[index] : self.bounds[index + 1]]:
-            at = self.tokens.offsets[document] + start
-            documents.append(
-                (self.tokens.ids[at : at + length], self.tokens.learned[at : at + length])
-            )
+            parts = (column[int(document)].values.slice(start, length) for column in columns)
+            documents.append([part.to_numpy(zero_copy_only=False) for part in parts])
         return make_row(documents, pad_to=self.pad_to, pad_id=self.pad_id)
 
 
@@ -108,91 +102,6 @@ class Collator:
 def _continue(position_ids_T: torch.Tensor, T: int) -> torch.Tensor:
     # A new document rather than zeros: each zero would start one, and attention runs per document.
     return torch.cat([position_ids_T, torch.arange(T - len(position_ids_T))])
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A dataset, its log line, and two numbers of its tokens.
-
-    bytes_per_token: UTF-8 bytes a token of plain text, 0.0 for other kinds.
-    attention_share: as packing.attention_share gives it.
-    """
-
-    dataset: RowDataset
-    summary: str
-    bytes_per_token: float
-    attention_share: float
-
-
-def prepare(
-    tokens: Tokens,
-    documents,
-    *,
-    seq_len: int,
-    packed: bool,
-    long_rows: str = "split",
-    pad_id: int = 0,
-    name: str = "train",
-    windows: dict = packing.FULL,
-) -> Prepared:
-    """Rows of at most seq_len tokens from the chosen documents.
-
-    windows: as packing.attention_share takes them. Raises ValueError if no label is left.
-    """
-    documents = np.asarray(documents, dtype=np.int64)
-    lengths = tokens.offsets[documents + 1] - tokens.offsets[documents]
-    done = packing.cut(lengths, seq_len, long_rows=long_rows)
-    count = Count(
-        documents=len(documents),
-        tokens=int(lengths.sum()),
-        long_documents=done.documents,
-        long_tokens=done.tokens,
-        malformed=tokens.malformed,
-    )
-    kept = _with_labels(tokens, documents, done.pieces, count)
-    if not kept:
-        raise ValueError(
-            f"hfpatch: expected tokens to learn in the {name} data, none of {len(documents)} "
-            f"documents has a label left after masking and cutting to {seq_len}; check the roles, "
-            "--long_rows and --seq-len."
-        )
-    rows = packing.pack(kept, seq_len) if packed else [[piece] for piece in kept]
-    dataset = RowDataset(tokens, rows, pad_to=seq_len if packed else None, pad_id=pad_id)
-    fill = f" (packing fill {count.kept / (len(rows) * seq_len):.1%})" if packed else ""
-    summary = (
-        f"{name}: {count.read()}; {count.kept:,} tokens, {count.labels / count.kept:.1%} of them "
-        f"labels, in {len(rows):,} rows of up to {seq_len:,}{fill}; {count.left_out(long_rows)}"
-    )
-    per_token = tokens.text_bytes / max(1, int(tokens.offsets[-1]))
-    share = packing.attention_share(rows, seq_len, windows) if packed else 1.0
-    return Prepared(dataset, summary, per_token, share)
-
-
-def _with_labels(tokens: Tokens, documents, pieces, count: Count) -> list[packing.Piece]:
-    """The pieces that hold a label, with the documents' numbers in `tokens`; counts the others."""
-    before_N = np.concatenate(
-        [[0], np.cumsum(tokens.learned[: tokens.offsets[-1]], dtype=np.int64)]
-    )
-    kept = []
-    for piece in pieces:
-        document = int(documents[piece.document])
-        at = int(tokens.offsets[document]) + piece.start
-        # A piece's first token is never a label, because no token of its row precedes it.
-        labels = int(before_N[at + piece.length] - before_N[at + 1])
-        if labels:
-            kept.append(packing.Piece(document, piece.start, piece.length))
-            count.labels += labels
-        else:
-            count.unlabelled_parts += 1
-            count.unlabelled_tokens += piece.length
-    return kept
-
-
-def split(documents: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted (train, validation) document indices: `share` of them, at least one, by the seed."""
-    order = np.random.default_rng(seed).permutation(documents)
-    held = min(documents - 1, max(1, round(documents * share)))
-    return np.sort(order[held:]), np.sort(order[:held])
 
 
 def show(rows: list[dict], tokenizer) -> str:

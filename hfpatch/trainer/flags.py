@@ -11,7 +11,6 @@ from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.lab.presets import PRESETS
 from hfpatch.planner.placements import FLOAT8_RECIPES
-from hfpatch.trainer.data_files import FORMATS
 
 # Our flags -> their other spellings, which are TRL's.
 SPELLINGS = {
@@ -132,7 +131,9 @@ class DataArguments:
     )
     data_glob: str | None = _flag(None, 'Files taken from a folder, such as "**/*.py".')
     data_format: str = _flag(
-        "auto", "What the files of --data are; auto goes by their names.", choices=list(FORMATS)
+        "auto",
+        "What the files of --data are; auto goes by their names.",
+        choices=["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"],
     )
     data_exclude: list[str] = field(
         default_factory=list, metadata={"help": "Names of folders inside it to leave out."}
@@ -171,9 +172,12 @@ class DataArguments:
     )
     shuffle_buffer: int = _flag(10_000, "With --streaming: rows among which the next is drawn.")
     cache_dir: str = _flag(
-        "~/.cache/hfpatch/tokens", "Where tokenized data is kept, named by its content."
+        "~/.cache/hfpatch/data", "Where read and tokenized data is kept, named by its content."
     )
     strict: bool = _flag(False, "Stop at the first malformed row instead of counting it.")
+    allow_malformed: bool = _flag(
+        False, "Train also where more than a tenth of the rows are malformed."
+    )
     show_batch: int = _flag(
         0, "Print this many rows of the first batch, coloured by label, and stop."
     )

@@ -1,7 +1,9 @@
 """The config and the model that the flags ask for, with LoRA and quantisation."""
 
+import copy
 import errno
 import json
+import warnings
 from contextlib import contextmanager
 
 import torch
@@ -86,6 +88,23 @@ def _overrides(text: str | None) -> dict:
     return values
 
 
+def expect_attention(model, config) -> None:
+    """Builds the model without memory. ValueError if transformers refuses --attn_implementation."""
+    if model.attn_implementation in ("sdpa", "eager"):  # need no package
+        return
+    options = {"trust_remote_code": True} if model.trust_remote_code else {}
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(
+                config, attn_implementation=model.attn_implementation, **options
+            )
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"hfpatch: --attn_implementation {model.attn_implementation} does not work here: "
+            f"{_first(error)}. Leave the flag out: hfpatch brings its own attention."
+        ) from error
+
+
 def load_model(model, config, seed: int):
     """The model on the CPU, in --dtype, with LoRA where asked for. Raises ValueError."""
     dtype = getattr(torch, model.dtype, "auto")
@@ -117,6 +136,42 @@ def load_model(model, config, seed: int):
 
         return convert(made, model.fp8)
     return with_lora(made, model) if model.lora_r else made
+
+
+def expect_saves(model, say) -> None:
+    """Tries what save_pretrained does before it writes: it would fail only after training.
+
+    Sampling settings without do_sample get do_sample=True, which says so. ValueError for the rest.
+    """
+    if hasattr(model, "peft_config"):  # adapters alone are saved
+        return
+    settings = getattr(model, "generation_config", None)
+    if settings is not None and settings.do_sample is not True and _flaw(settings, strict=True):
+        sampling = copy.deepcopy(settings)
+        sampling.do_sample = True
+        if not _flaw(sampling, strict=True):
+            settings.do_sample = True
+            say("hfpatch: generation_config.json has sampling settings; do_sample=True is set.")
+    for name, made, options in (
+        ("generation_config.json", settings, {"strict": True}),
+        ("config.json", model.config, {}),
+    ):
+        why = _flaw(made, **options) if hasattr(made, "validate") else ""
+        if why:
+            raise ValueError(
+                f"hfpatch: the trained model could not be saved: {name}: {why}. Correct that file."
+            )
+
+
+def _flaw(settings, **options) -> str:
+    """Why settings do not validate, in one sentence; "" if they do."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            settings.validate(**options)
+    except Exception as error:  # of huggingface_hub's own classes
+        return " ".join(str(error.__cause__ or error).split()).rstrip(".")
+    return ""
 
 
 def _quantisation(model, config) -> dict:

@@ -1,10 +1,9 @@
-"""A lock on an open file, which the kernel frees when its process ends; and locks that killed
-builds of torch's extensions left, which nobody frees. (flock, not pids, so that PID namespaces do
-not matter.)
-"""
+"""A lock on a run's folder, and the locks that killed builds of torch's extensions left."""
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 try:
@@ -13,19 +12,34 @@ except ImportError:  # Windows
     fcntl = None
 
 
-def try_lock(fd: int, *, wait: bool = False) -> bool | None:
-    """True if the file is ours until fd is closed, False if another process holds it, None if this
-    file system has no locks.
+@contextlib.contextmanager
+def alone_in(folder: str) -> Iterator[None]:
+    """Holds the folder for this run. The kernel frees the lock of a process that died, also one of
+    another container. Without locks on this file system, nothing is held.
+
+    Raises:
+        ValueError: another run holds it.
     """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
-        return None
+        yield
+        return
+    held = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"hfpatch: another run writes to {folder}; wait for it, stop it, or name "
+                    "another --output_dir."
+                ) from None
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.rmdir()  # a run that was refused leaves no empty folder
+        os.close(held)
 
 
 BUILD_SECONDS = 600  # no file of an operator takes longer to compile

@@ -1,29 +1,24 @@
 """The Trainer of `hfpatch train`: exact evaluation, a stop at NaN, whole checkpoints."""
 
 import math
-import os
-import shutil
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hfpatch.store.device import mark_batch_ready
-from hfpatch.trainer import folders
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.positions import PositionTrainer
+from hfpatch.trainer.runs import WholeCheckpoints
 from hfpatch.trainer.sequence import sequence_under, share_rows
 from hfpatch.trainer.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
 
 
-class Trainer(PositionTrainer):
+class Trainer(WholeCheckpoints, PositionTrainer):
     """transformers' Trainer; args is a TrainArguments.
 
     The evaluation loss is the mean over tokens (stock: over batches), with perplexity and, for
-    plain text, nats per byte. A checkpoint is whole or not there; so is the final model, and
-    save_model pushes nothing. A resumed run that has had its steps takes no other.
+    plain text, nats per byte. A checkpoint is whole or not there. A resumed run that has had its steps takes no other.
 
     bytes_per_token: of plain text, 0.0 for other data. record: what a resume must match, written
     into each checkpoint.
@@ -31,8 +26,7 @@ class Trainer(PositionTrainer):
 
     def __init__(self, *args, bytes_per_token: float = 0.0, record: dict | None = None, **kwargs):
         self.bytes_per_token, self.record = bytes_per_token, record or {}
-        self._eval_sum = self._staging = None
-        self._unpushed = False
+        self._eval_sum = None
         with refusals():
             super().__init__(*args, **kwargs)
         self.add_callback(_NoStepMore)
@@ -156,81 +150,6 @@ class Trainer(PositionTrainer):
             self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
             self.is_in_train = False
             return TrainOutput(self.state.global_step, 0.0, {"train_runtime": 0.0})
-
-    # Saving: stock writes into the folder that _get_output_dir gives, which is _saving/ while a
-    # checkpoint is made.
-
-    def _get_output_dir(self, trial):
-        return str(self._staging) if self._staging else super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model, trial, *args, **kwargs):
-        folder = Path(super()._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        with self._beside(folder) as staging:
-            self._staging = staging
-            super()._save_checkpoint(model, trial, *args, **kwargs)
-            best = self.state.best_model_checkpoint
-            if best and Path(best).parent == staging:
-                self.state.best_model_checkpoint = str(folder / name)
-                if self.args.should_save:
-                    self.state.save_to_json(str(staging / name / folders.STATE_FILE))
-            self._on_each_disk(
-                lambda: folders.finish(staging / name, folder / name, self.record), staging / name
-            )
-        if self.args.should_save:
-            folders.rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
-        if self._unpushed:
-            self._unpushed = False
-            super()._push_from_checkpoint(str(folder / name))
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        self._unpushed = True  # the folder has its name only when this save is finished
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        if _internal_call or output_dir is not None:
-            return super().save_model(output_dir, _internal_call)
-        folder = Path(self.args.output_dir)
-        with self._beside(folder) as staging:
-            super().save_model(str(staging / "final"), _internal_call=True)
-            self._on_each_disk(
-                lambda: folders.publish(staging / "final", folder), staging / "final"
-            )
-
-    def save_state(self):
-        if self.is_world_process_zero():
-            beside = Path(self.args.output_dir) / f"_{folders.STATE_FILE}"
-            self.state.save_to_json(str(beside))
-            folders.sync(beside)
-            os.replace(beside, beside.with_name(folders.STATE_FILE))
-
-    @contextmanager
-    def _beside(self, folder: Path):
-        """An empty _saving/ in folder, without the remains of a killed save, removed afterwards."""
-        staging = folder / folders.SAVING
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-        self._barrier()
-        try:
-            yield staging
-        finally:  # after an error too: a full disk gets its room back
-            self._staging = None
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-
-    def _on_each_disk(self, move, saved: Path) -> None:
-        """Rank 0 moves what all ranks saved, then the first rank of each machine.
-
-        A machine with a disk of its own still holds its part then.
-        """
-        self._barrier()
-        for turn in (self.args.process_index == 0, self.args.local_process_index == 0):
-            if turn and saved.is_dir():
-                move()
-            self._barrier()
-
-    def _barrier(self) -> None:
-        if self.args.world_size > 1:
-            torch.distributed.barrier()
 
 
 class _Finished(Exception):

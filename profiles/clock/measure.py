@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from hfpatch.planner.clocked import clock
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for profiles
+
+from profiles.clock.clocked import clock
 
 NAMES = ("case", "model", "gpu", "host_gib", "tokens", "policy", "step_s", "forward_exposed_s",
          "backward_exposed_s", "exposed_percent", "planned_s", "difference_percent", "peak_gib",
@@ -216,12 +218,13 @@ COLOURS = {
 
 
 def picture(model: str, gpu: str, tokens: int, path: Path) -> None:
-    """The step's streams as a PNG, drawn from the trace that Perfetto opens."""
+    """The step's streams as a PNG, and beside it the trace that Perfetto opens."""
     from matplotlib import pyplot
 
-    from hfpatch.lab.timeline import trace_events
+    from profiles.clock.timeline import trace_events, write_trace
 
     found = clock(model, seq_len=tokens, gpu=gpu)
+    write_trace(found, path.with_suffix(".json"))
     events = trace_events(found)
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     figure, axes = pyplot.subplots(2, 1, figsize=(14, 5), layout="constrained")

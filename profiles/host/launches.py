@@ -13,16 +13,20 @@ chain: the most layers without attention that share one saved input.
 import contextlib
 import csv
 import sys
+from pathlib import Path
 from unittest import mock
 
 import torch
 
 from hfpatch.budget.policy import Policy
-from hfpatch.cli.support import family_config
 from hfpatch.decoder.small_instance import scaled_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.implementations import build, config_class, prepare
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for scripts
+
+from scripts.families import family_config
 
 TILE = 8192
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}

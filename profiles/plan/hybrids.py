@@ -12,17 +12,21 @@ The last says what one of eight GPUs takes that share each row.
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import torch
 
 from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.cli.support import family_config
 from hfpatch.decoder import verdict
 from hfpatch.decoder.find import find_decoder
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for scripts
+
+from scripts.families import family_config
 
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}
 LENGTHS = {8192: ("before", "least"), 32768: ("before", "least"), 131072: ("least",)}

@@ -1,6 +1,6 @@
 """Liger's and TRL's training steps on fake tensors, as comparisons that need no GPU.
 
-    python profiles/plan/rivals.py --impl liger-tiled-offload --seq-len 8192    # as hfpatch simulate
+    python profiles/plan/rivals.py --impl liger-tiled-offload --seq-len 8192    # as simulate.py
 
 The Python code is their own. A Triton kernel writes into what torch allocated and allocates nothing
 itself, so on fake tensors leaving the launch out changes no figure. Both rebind names in
@@ -15,8 +15,6 @@ import textwrap
 import torch
 from torch import nn
 
-from hfpatch.cli import simulate
-from hfpatch.cli.failures import Parser, guarded
 from hfpatch.lab.simulate import implementations
 from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import enable_checkpointing
@@ -244,10 +242,10 @@ def _enable_offload(model: nn.Module) -> None:
 
 
 def main(argv) -> int:
-    parser = Parser(prog="rivals.py", description=__doc__.splitlines()[0])
-    simulate.add_arguments(parser, IMPLEMENTATIONS)
-    return simulate.main(parser.parse_args(argv), prepare)
+    import simulate
+
+    return simulate.run(simulate.parser_of(IMPLEMENTATIONS).parse_args(argv), prepare)
 
 
 if __name__ == "__main__":
-    raise SystemExit(guarded(main, sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1:]))

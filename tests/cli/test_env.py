@@ -14,10 +14,10 @@ import torch
 
 from hfpatch.budget import families as memory_families
 from hfpatch.cli import env as doctor
-from hfpatch.cli import support
 from hfpatch.cli.main import main
 from hfpatch.planner.plan import plan
 from hfpatch.trainer.locks import left_builds
+from scripts import families
 
 GOOD = {
     "versions": {"python": "3.11.7", "torch": "2.13.0+cu130", "transformers": "5.23.0",
@@ -208,22 +208,22 @@ def page_row(kind: str) -> dict[str, str]:
     page = (Path(__file__).parent.parent.parent / "docs/models.md").read_text()
     [usual] = re.findall(r"the verdict agrees: (.*)\.$", page, re.M)
     if kind in usual.split(", "):
-        return dict(support.COLUMNS)
+        return dict(families.COLUMNS)
     cells = lambda line: [c.strip() for c in line.strip("|").split("|")]  # noqa: E731
     lines = page.splitlines()
     header = next(cells(line) for line in lines if line.startswith("| family |"))
     row = next(cells(line) for line in lines if line.startswith(f"| {kind} |"))
-    return support.COLUMNS | dict(zip(header[1:], row[1:], strict=True))
+    return families.COLUMNS | dict(zip(header[1:], row[1:], strict=True))
 
 
 # A dense family, and experts with sinks and windows.
 @pytest.mark.parametrize("kind", [
     kind if kind in ("olmo2", "gpt_oss") else pytest.param(kind, marks=pytest.mark.long)
-    for kind in support.FAMILIES
+    for kind in families.FAMILIES
 ])  # fmt: skip
 def test_the_models_page_says_of_a_family_what_its_verdict_says(kind):
-    found = support.support_of(kind, support.family_config(kind))
-    assert support.table_row(found) == page_row(kind)
+    found = families.support_of(kind, families.family_config(kind))
+    assert families.table_row(found) == page_row(kind)
 
 
 def test_what_the_plan_describes_is_tiled():

@@ -10,7 +10,7 @@ from hfpatch.cli.flags import checkpointing_of
 from hfpatch.trainer import arguments
 
 
-@pytest.mark.parametrize("command", ["plan", "profile", "simulate"])
+@pytest.mark.parametrize("command", ["plan", "profile"])
 @pytest.mark.parametrize(
     "length", ["--seq-len", "--seq_len", "--seq_length", "--max-length", "--max_length"]
 )

@@ -2,11 +2,14 @@
 pipe.
 """
 
-import argparse
 import json
-import re
+import os
+import signal
 import stat
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +17,11 @@ import torch
 import hfpatch
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.main import main
-from hfpatch.cli.profile import add_arguments, add_clock, add_run, add_step
 from hfpatch.lab.profile import run as runner
 from hfpatch.lab.profile.options import Options, words_of
 from hfpatch.planner.limits import parse_lengths
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(capfd, *arguments):
@@ -131,99 +135,63 @@ def test_lengths():
             parse_lengths(text)
 
 
-def test_a_clocked_step_says_what_its_copies_expose(capfd, tmp_path):
-    trace = tmp_path / "trace.json"
-    code, out, _ = call(
-        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", "--checkpointing",
-        "offload=host,plain=0",
-        "--gpu", "a100", "--json", "--out", tmp_path, "--trace", trace,
+def test_under_a_launcher_every_rank_runs(tmp_path):
+    """One report of two ranks; another launch into the same folder adds its run."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command = [*launch, "-m", "hfpatch", "profile",
+               "--model", "llama-tiny", "--seq-len", "64", "--steps", "1", "--warmup", "0",
+               "--device", "cpu", "--no-stacks", "--no-trace", "--out", str(tmp_path)]  # fmt: skip
+    for impl in ("hf", "hfpatch"):
+        done = subprocess.run([*command, "--impl", impl], env=environment, capture_output=True,
+                              text=True, timeout=240)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert [run["impl"] for run in runs] == ["hf", "hfpatch"]
+    assert all(run["setup"]["engine"] == "multi_cpu, 2 ranks" for run in runs)
+    assert all(run["notes"][-1].startswith("peak by rank: ") for run in runs)
+
+
+def test_a_launch_runs_one_implementation(monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = call(capfd, "--model", "llama-tiny", "--out", tmp_path)
+    assert code == 2 and "hfpatch: a launch runs one --impl and one --seq-len" in err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"])
+def test_the_worker_ends_with_its_parent(name, tmp_path):
+    """It holds the memory of a step, on a GPU too."""
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "hfpatch", "profile", "--model", "llama-tiny", "--impl", "hf",
+         "--seq-len", "4096", "--steps", "100000", "--device", "cpu", "--no-stacks", "--no-trace",
+         "--out", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    (row,) = json.loads(out)
-    assert code == 0 and set(row["seconds"]) == {"forward", "backward", "optimizer", "step"}
-    assert row["exposed_seconds"] == pytest.approx(sum(value for *_, value in row["exposed"]))
-    assert row["trace"] == str(trace)
-    assert json.loads(trace.read_text())["traceEvents"]
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    worker, end = "", time.monotonic() + 120
+    while not worker and time.monotonic() < end:
+        time.sleep(0.05)
+        worker = next((p for p in children.read_text().split() if b"worker" in cmdline(p)), "")
+    assert worker, "no worker began"
+    parent.send_signal(getattr(signal, name))
+    parent.wait(60)
+    end = time.monotonic() + 30
+    while cmdline(worker) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not cmdline(worker)
 
 
-# Every flag that the parser has for one of the two ways, with a value that is not its default.
-@pytest.mark.parametrize("clock, flags", [
-    *((False, f) for f in (
-        ("--gpu", "h100"), ("--host-ram", "1GiB"), ("--placement", "adamw"), ("--sp-size", 2),
-        ("--trace", "t.json"), ("--lora-r", 8), ("--base", "4bit"), ("--lora-target", "q_proj"),
-    )),
-    *((True, f) for f in (
-        ("--impl", "hf"), ("--steps", 1), ("--warmup", 2), ("--from-first-step",),
-        ("--dtype", "float32"), ("--optimizer", "sgd"), ("--no-gradient-checkpointing",),
-        ("--device", "cpu"), ("--simulate",), ("--no-stacks",), ("--no-trace",),
-    )),
-])  # fmt: skip
-def test_a_flag_that_does_nothing_is_refused(clock, flags, capfd, tmp_path):
-    code, out, err = call(
-        capfd, "--model", "llama-tiny", *["--clock"] * clock, *flags, "--out", tmp_path
-    )
-    flag = flags[0].replace("--no-grad", "--grad")
-    assert code == 2 and not out and err.count("\n") == 1 and not list(tmp_path.iterdir())
-    assert f"{flag} goes with{'out' if clock else ''} --clock" in err, err
-
-
-def test_the_two_ways_of_profile_have_every_flag_between_them():
-    """A flag that is added later is of one way, or of both and named here."""
-    parsers = [argparse.ArgumentParser() for _ in range(4)]
-    for add, parser in zip((add_arguments, add_step, add_run, add_clock), parsers):
-        add(parser)
-    named = ["--model", "m"]
-    every, both = (vars(p.parse_args(named)) for p in parsers[:2])
-    run, clock = (vars(p.parse_args([])) for p in parsers[2:])
-    assert not set(run) & set(clock)
-    assert set(every) - set(run) - set(clock) - {"clock", "json"} == set(both) == {
-        "model", "seq_len", "batch", "checkpointing", "every", "out",
-    }  # fmt: skip
-
-
-def test_a_trace_is_of_one_length(capfd):
-    code, _, err = call(
-        capfd, "--model", "llama-tiny", "--clock", "--trace", "t.json", "--seq-len", "64,128"
-    )
-    assert code != 0 and "--trace takes one length" in err
-
-
-@pytest.mark.parametrize("flags, title", [
-    (("--placement", "adamw", "--batch", 2), "2 x 512 tokens, h100: 2 layers keep everything"),
-    (("--sp-size", 2), "1 x 512 tokens, h100"),
-    (("--lora-r", 4, "--base", "4bit", "--gpu", "rtx4090"), "rtx4090"),
-    (("--host-ram", "64GiB", "--checkpointing", "offload=host,plain=0,every=2"),
-     "2 keep one input in 2 on the host"),
-])  # fmt: skip
-def test_what_the_clock_is_asked_for_is_what_runs(flags, title, capfd, tmp_path):
-    code, out, err = call(
-        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", *flags, "--out", tmp_path
-    )
-    assert code == 0 and title in out, (out, err)
-    assert "the plan's closed form says" in out and "ui.perfetto.dev" in out
-    (trace,) = tmp_path.glob("clock-*.json")
-    assert str(trace) in out and json.loads(trace.read_text())["traceEvents"]
-
-
-# A typing mistake, a size that does not go, weights that an engine moves, a card too small.
-@pytest.mark.parametrize("flags, said", [
-    (("--gpu", "h1000"), "the known GPUs are .*'h1000' came"),
-    (("--host-ram", "many"), "'many' came"),
-    (("--placement", "zero3-offload"), "weights that stay on the GPU"),
-    (("--placement", "zero3"), "weights that stay on the GPU"),
-    (("--placement", "fsdp2-offload"), "weights that stay on the GPU"),
-    (("--placement", "zero3", "--sp-size", 2), "ranks under FSDP, placement 'zero3' came; pass one of fsdp2"),
-    (("--checkpointing", "off"), "layers in tiles, 'off' came"),
-    (("--placement", "fastest"), "'fastest' came"),
-    (("--sp-size", 0), "1 or more for --sp-size"),
-    (("--sp-size", -2), "1 or more for --sp-size"),
-    (("--sp-size", 3), "3 ranks divide evenly, 512 tokens came; pass 510 or 513"),
-    (("--batch", 0), "batch"),
-    (("--seq-len", "0"), "a length"),
-    (("--gpu", "rtx4090", "--model", "llama-3.1-8b"), "a step that fits"),
-])  # fmt: skip
-def test_wrong_values_for_the_clock_are_one_sentence(flags, said, capfd, tmp_path):
-    code, out, err = call(
-        capfd, "--model", "llama-tiny", "--seq-len", 512, "--clock", "--out", tmp_path, *flags
-    )
-    assert code != 0 and re.search(said, err) and not out, (out, err)
-    assert err.count("hfpatch: ") == 1 and "Traceback" not in err
+def cmdline(process: str) -> bytes:
+    """Empty if the process is gone."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -82,24 +82,7 @@ def test_all_strategies_are_there():
 
 
 def test_top_level_table_is_what_deepspeed_reads(deepspeed_asks):
-    assert set(configs.deepspeed_keys()) == deepspeed_asks[""]
-    assert set(configs.AIO) == deepspeed_asks["aio"]
-    assert set(configs.DATA_TYPES) == deepspeed_asks["data_types"]
-
-
-def test_keys_of_the_sections_are_the_installed_deepspeeds():
-    """A nested section has its own keys; what DeepSpeed has deprecated is no key."""
-    keys = configs.deepspeed_keys()
-    zero = keys["zero_optimization"]
-    assert {"stage", "overlap_comm"} <= zero.keys() and "cpu_offload" not in zero
-    assert {"device", "nvme_path", "ratio"} <= zero["offload_optimizer"].keys()
-    assert "classes" in zero["leaf_module"] and "hysteresis" in keys["fp16"]
-
-
-def test_values_are_read_as_deepspeed_reads_them(tmp_path):
-    """Its documentation writes 5e8 for a size, and "auto" where Trainer knows the value."""
-    sizes = {"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8}
-    assert configs.load(_edited(tmp_path, "zero2", lambda c: c["zero_optimization"].update(sizes)))
+    assert set(configs.TOP) == deepspeed_asks[""]
 
 
 @pytest.mark.parametrize("path", DS, ids=lambda p: p.stem)
@@ -161,11 +144,10 @@ def _fsdp_keys_trainer_reads(version, wrap):
 
 
 @tiny.FSDP_FILES
-@pytest.mark.parametrize("version,table", [(1, configs.FSDP1), (2, configs.FSDP2)])
-def test_fsdp_table_is_what_trainer_reads(version, table):
-    read = _fsdp_keys_trainer_reads(version, "TRANSFORMER_BASED_WRAP")
-    read |= _fsdp_keys_trainer_reads(version, "SIZE_BASED_WRAP")
-    assert set(table) == read
+def test_fsdp_table_is_what_trainer_reads():
+    wraps = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")
+    read = set().union(*(_fsdp_keys_trainer_reads(v, wrap) for v in (1, 2) for wrap in wraps))
+    assert {*configs._FSDP_BOTH, *configs._FSDP1_ALONE} == read
 
 
 @tiny.FSDP_FILES
@@ -238,32 +220,15 @@ def _edited(tmp_path, stem, edit):
 
 # Each row: what someone once wrote, and the sentence that stops it.
 MISTAKES = [
-    ("overlap_comm at the top", "zero2", lambda c: c.update(overlap_comm=True),
-     'belongs in "zero_optimization"'),
+    ("overlap_comm at the top", "zero2", lambda c: c.update(overlap_comm=True), "unknown key"),
     ("a word as a boolean", "zero2",
-     lambda c: c["zero_optimization"].update(overlap_comm="often"),
-     '"zero_optimization.overlap_comm": .*boolean'),
-    ("half a byte", "zero2", lambda c: c["zero_optimization"].update(reduce_bucket_size=0.5),
-     "integer, .*came 0.5"),
-    ("a stage nobody knows", "zero2", lambda c: c["zero_optimization"].update(stage=5),
-     "should be 0, 1, 2"),
+     lambda c: c["zero_optimization"].update(overlap_comm="often"), "zero_optimization.overlap_comm"),
+    ("a stage nobody knows", "zero2", lambda c: c["zero_optimization"].update(stage=5), "stage"),
     ("a typing slip", "zero3", lambda c: c["zero_optimization"].update(stage3_max_live_parameter=1),
-     "did you mean"),
-    ("auto where nothing fills it", "zero3",
-     lambda c: c["zero_optimization"].update(sub_group_size="auto"), "nothing fills in"),
-    ("stage 3 keys in stage 2", "zero2",
-     lambda c: c["zero_optimization"].update(stage3_max_live_parameters=1),
-     "does nothing in stage 2"),
-    ("parameter offload in stage 2", "zero2",
-     lambda c: c["zero_optimization"].update(offload_param={"device": "cpu"}),
-     '"offload_param" needs "stage": 3'),
+     "stage3_max_live_parameter"),
     ("a device nobody knows", "zero3_cpu_offload",
-     lambda c: c["zero_optimization"]["offload_param"].update(device="disk"),
-     "'none', 'cpu' or 'nvme', came \"disk\""),
-    ("nvme without a path", "zero3_nvme_offload",
-     lambda c: c["zero_optimization"]["offload_optimizer"].pop("nvme_path"), "nvme_path"),
+     lambda c: c["zero_optimization"]["offload_param"].update(device="disk"), "offload_param.device"),
     ("stage 0", "zero1", lambda c: c["zero_optimization"].update(stage=0), "shards nothing"),
-    ("a section as a value", "zero1", lambda c: c.update(bf16=True), "expected a section"),
 ]  # fmt: skip
 
 
@@ -274,50 +239,26 @@ def test_mistakes_get_one_sentence(name, stem, edit, message, tmp_path):
     assert str(caught.value).startswith("hfpatch: ") and "\n" not in str(caught.value)
 
 
-def test_fsdp_mistakes_get_one_sentence(tmp_path):
-    for edit, message in [
-        ({"forward_prefetch": True}, "only FSDP1 reads it"),
-        ({"reshard_after_forwards": True}, "did you mean"),
-        ({"version": 3}, "expected 1 or 2, came 3"),
-        ({"state_dict_type": "auto"}, "nothing fills in"),
-    ]:
-        path = tmp_path / "fsdp.json"
-        path.write_text(json.dumps({**json.loads(FSDP[1].read_text()), **edit}))
-        with pytest.raises(ValueError, match=message):
-            configs.load(str(path))
-
-
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match="no engine config 'zero9'.*zero3_cpu_offload"):
         configs.load("zero9")
-    for text, message in [
-        ("{", "not JSON"),
-        ("[]", "one JSON object"),
-        ("{}", "neither"),
-        ('{"a":1,"a":2}', "twice"),
-    ]:
+    for text, message in [("{", "not JSON"), ("{}", "shards nothing")]:
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             configs.load(str(path))
 
 
-def test_a_config_that_contradicts_the_flags(tmp_path):
+def test_a_config_that_contradicts_the_flags():
     plain = configs.load("zero3")
     assert configs.training_arguments(plain, flags={"bf16": True})["deepspeed"] == plain.values
-    fixed = configs.load(
-        _edited(tmp_path, "zero2", lambda c: c.update(gradient_accumulation_steps=8))
-    )
-    assert configs.training_arguments(fixed, flags={"gradient_accumulation_steps": 8})
-    with pytest.raises(ValueError, match="gradient_accumulation_steps is 2"):
-        configs.training_arguments(fixed, flags={"gradient_accumulation_steps": 2})
     with pytest.raises(ValueError, match="keep one"):
         configs.training_arguments(plain, flags={"fsdp": "full_shard"})
 
 
 def test_nvme_path_is_put_in_and_must_exist(tmp_path):
     config = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path))
-    assert config.offload == "nvme" and config.values["zero_optimization"]["stage"] == 3
+    assert config.values["zero_optimization"]["stage"] == 3
     zero = configs.training_arguments(config)["deepspeed"]["zero_optimization"]
     assert zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
     gone = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path / "gone"))

@@ -1,7 +1,6 @@
 """A trained Llama written as GGUF and read back through transformers' own loader."""
 
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import gguf
@@ -28,8 +27,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hfpatch.cli import export_gguf
-from hfpatch.cli.main import main
+from scripts import export_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -241,7 +239,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
         ("gelu", "new.gguf", "SiLU"),
         ("small", "new.gguf", "vocab_size 290"),
     ]:
-        assert main(["export-gguf", str(tmp_path / source), str(tmp_path / target)]) == 2
+        assert export_gguf.main([str(tmp_path / source), str(tmp_path / target)]) == 2
         said = capsys.readouterr().err
         assert said.startswith("hfpatch: ") and message in said and said.count("\n") == 1
     assert (tmp_path / "taken.gguf").read_text() == "mine"
@@ -268,14 +266,8 @@ def test_a_part_of_somebody_else_stays(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "m.gguf.part"]
 
 
-@pytest.mark.parametrize("script", ["convergence", "placement_curves"])
-def test_runs_as_a_script(script):
-    """From its own folder, whose profile.py would hide the standard library's."""
-    found = subprocess.run(
-        [sys.executable, f"{script}.py", "--help"],
-        cwd=ROOT / "scripts",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert found.returncode == 0 and found.stdout.startswith(f"usage: {script}.py"), found.stderr
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path):
+    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names '../secret.safetensors', which leads out"):
+        export_gguf._tensor_files(tmp_path)

@@ -18,10 +18,9 @@ import pytest
 import ranks as ranks_of
 import tiny
 import torch
+from accelerate.utils import merge_fsdp_weights
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from safetensors.torch import load_file
-
-from hfpatch.cli import consolidate
-from hfpatch.cli.main import main
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -134,8 +133,10 @@ def test_fsdp(name, single, tmp_path):
         assert_losses(report["losses"], single)
         assert report["resumed"] == report["losses"]
     assert_gradients(reports, KINDS | ({"bfloat16"} if name == "fsdp2" else set()))
-    out = consolidate.consolidate(str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"))
-    assert_weights(out, single)
+    merge_fsdp_weights(
+        str(tmp_path / "whole" / "checkpoint-4" / "pytorch_model_fsdp_0"), str(tmp_path / "one")
+    )
+    assert_weights(tmp_path / "one" / "model.safetensors", single)
 
 
 def test_zero3_offload_through_accelerate_launch(single, tmp_path):
@@ -170,8 +171,10 @@ def test_zero3_offload_through_accelerate_launch(single, tmp_path):
     }
     assert_gradients(reports, KINDS | more)
     assert_weights(tmp_path / "final" / "model.safetensors", single)
-    out = consolidate.consolidate(str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"))
-    assert_weights(out, single)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        str(tmp_path / "whole" / "checkpoint-4"), str(tmp_path / "one"), safe_serialization=True
+    )
+    assert_weights(tmp_path / "one" / "model.safetensors", single)
 
 
 @pytest.mark.long
@@ -310,21 +313,6 @@ def test_a_vocabulary_of_four_ranks(tmp_path):
         assert report["worst"] and not {
             n: error for n, error in report["worst"].items() if not error <= EXACT
         }
-
-
-def test_consolidate_refuses_in_one_sentence(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "model.safetensors").write_text("mine")
-    for source, target, message in [
-        ("none", "new", "expected a checkpoint folder"),
-        ("empty", "new", "neither ZeRO nor sharded FSDP"),
-        ("empty", "taken", "already holds weights"),
-    ]:
-        assert main(["consolidate", str(tmp_path / source), str(tmp_path / target)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("hfpatch: ") and message in said
-    assert not (tmp_path / "new").exists()
 
 
 @tiny.not_with_transformers_5_0("runs hybrids' layers whole")

@@ -11,7 +11,6 @@ import pickle
 import shutil
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from hfpatch.cli.main import main
 from hfpatch.lab.presets import preset_config
 from hfpatch.planner.limits import RANGES, check_ranges
 from hfpatch.store.disk import File
-from hfpatch.trainer import arguments, checks, loading, placement, prepare
+from hfpatch.trainer import arguments, checks, data, loading, placement
 from tests.faults.runs import ROOT, run_train, saved_tokenizer, texts, tokenizer  # noqa: F401
 
 
@@ -67,7 +66,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
                                                    "factor": 2.0}}}.items():  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(preset_config("llama-tiny") | change))
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5", "num_layers": 2}))
-    simulate = "simulate --model llama-tiny --seq-len 64"
     plan, profile = (
         "plan --model llama-tiny",
         f"profile --model llama-tiny --out {tmp_path}/profile",
@@ -79,7 +77,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --host-ram 1e400GiB": "'1e400GiB' came",
         f"{plan} --gpu=--": "expected a value, --gpu=-- came",
         f"{plan} --lora-r 4 --lora-target=,": "expected names of Linear layers to adapt",
-        f"{plan} --sweep=": "a length is tokens",
         f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
         "env --model=": "expected a known model, '' came; the nearest are",
         "plan --model @/none.json": "expected a model's folder or config.json, there is none at",
@@ -95,9 +92,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         ),
         f"{plan} --checkpointing bogus": 'checkpointing must be "auto", "least", "off", "gpu", "host" or a directory',
         "plan --model @": "a model's folder holds a config.json",
-        "env --model llama-tiny @/file": "--model is told of alone, ",
-        "env --model llama-tiny --families": "--families is told of alone, --model came with it",
-        "env --families --json": "--families is told of alone, --json came with it",
+        "env --model llama-tiny @/file": "--model takes no config files, ",
         "env --seq-len 8k": "pass --model as well",
         f"{plan} --no-such 1": "unrecognized arguments: --no-such 1; see hfpatch plan --help",
         f"{plan} --seqlen 4k": (
@@ -110,7 +105,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --every 0": "1 or more for --every, 0 came",
         f"{plan} --lora-r -1": "0 or more for --lora-r, -1 came",
         f"{plan} --sp-size 0": "1 or more for --sp-size, 0 came",
-        f"{plan} --sweep 8k --seq-len 16k": "takes the lengths that it is given, --seq-len came with it",
         f"{profile} --impl hf --checkpointing tile=64": "checkpointing is for hfpatch, impl named hf; add hfpatch",
         f"{profile} --impl hfpatch --no-gradient-checkpointing": "turned off for hf and liger, impl named hfpatch alone",
         f"{profile} --checkpointing": "--checkpointing: expected one argument",
@@ -119,8 +113,6 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{profile} --checkpointing tile=": "takes FIELD=VALUE, 'tile=' came",
         f"{profile} --from-first-step --warmup 2": "--warmup: not allowed with argument --from-first-step",
         f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, 1 came",
-        f"{plan} --sweep 8k --png @/none/x.png": "there is no such file or folder at",
-        f"{plan} --sweep 8k --png @/file/x.png": "expected a folder, a file stands in the way at",
         "plan --model @/cut.json": "is no JSON",
         "plan --model @/bytes.json": "is no JSON",
         "plan --model @/list.json": "a list came",
@@ -137,31 +129,16 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         ),
         "plan --model @/window.json": "sliding_window must be a number of 0 or more, 'x' came",
         "plan --model @/experts.json": "experts must be a whole number, 'a' came",
-        "plan --model @/rope.json --seq-len 64 --simulate --placement gpu8bit": (
-            "a llama config.json (KeyError: 'nope')"
-        ),
-        f"{plan} --sweep 8k --png @": "expected a file, a folder came at",
         "env --model @/rope.json": "a llama config.json (KeyError: 'nope')",
         "env --model @/other.json": "expected a model type of transformers, 'theirs' came",
         "env --model nobody/nothing": "nothing is downloaded here",
         "profile --model llama-tiny --seq-len 64 --steps 0": "1 or more for --steps",
         "profile --model llama-tiny --seq-len 64 --warmup -1": "0 or more for --warmup",
-        "bench --model llama-tiny --tokens 0": "a length is tokens",
-        "bench --model llama-tiny --tokens 8 --seconds nan": "for --seconds, nan came",
         "env @/bad.yaml": "is not YAML",
         "env @/cut.json": "cut.json is not JSON",
         "env @/list.json": "list came",
         "env @/file/x": "a config file was expected",
-        "simulate --model llama-tiny -x": "unrecognized arguments: -x; see hfpatch simulate --help",
-        "simulate --model llama-tiny --seq-len 64 --layers 0": "1 or more for --layers",
-        f"{simulate} --policy tile=x": "--policy tile= takes a number",
-        f"{simulate} --policy every=0": "--policy every= takes a number of 1 or more, '0' came",
-        f"{simulate} --policy keep=q": "--policy keep= takes qkv, mid, gate_up, 'q' came",
-        f"{simulate} --policy frozen_weights=disk": "--policy frozen_weights= takes gpu, host, 'disk' came",
-        f"{simulate} --impl hf --checkpointing least": "--checkpointing is for hfpatch, --impl hf came",
-        f"{simulate} --checkpointing off,tile=8": 'checkpointing is "off", fields of it came too',
         f"{plan} --checkpointing gpu --checkpointing host": "says offload twice, 'gpu' and 'host' came",
-        f"{simulate} --impl hf --policy tile=8": "--policy is hfpatch's, --impl hf came",
     }.items():
         assert words in said(main(line.replace("@", str(tmp_path)).split()), (2,)), line
     assert not (tmp_path / "profile").exists()
@@ -342,7 +319,7 @@ def test_what_a_models_files_hold_is_checked(file, values, words, saved_tokenize
 
     def load():
         loaded = loading.load_config(model)
-        prepare.load_tokenizer(model, arguments.DataArguments(), None)
+        data.load_tokenizer(model, arguments.DataArguments(), None)
         loading.load_model(model, loaded, 0)
 
     with pytest.raises(
@@ -449,11 +426,11 @@ def test_debug_shows_the_traceback_and_a_bug_its_own(capsys):
 def test_ranges_cover_the_flags_there_are():
     """Every row of the table is a flag of something, and every end is checked."""
     known = {action.dest for action in arguments.HfArgumentParser(arguments.CLASSES)._actions}
-    for command in ("plan", "profile", "bench"):
+    for command in ("plan", "profile", "prove"):
         parser = argparse.ArgumentParser()
         importlib.import_module(f"hfpatch.cli.{command}").add_arguments(parser)
         known |= {action.dest for action in parser._actions}
-    known |= {"layers", "seeds"}  # simulate's, convergence's
+    known |= {"seeds"}  # convergence's
     assert set(RANGES) <= known, set(RANGES) - known
     for name, (least, most) in RANGES.items():
         for end, step in ((least, -1), (most, 1)):
@@ -473,19 +450,14 @@ def test_secrets_of_a_config_are_not_shown(tmp_path, capsys):
     assert "hf_secret" not in out and '"seed": 3' in out
 
 
-@pytest.mark.parametrize("name", ["profile", "convergence", "placement_curves"])
+@pytest.mark.parametrize("name", ["convergence", "placement_curves"])
 def test_scripts_share_the_handler(name, said, monkeypatch):
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     monkeypatch.setattr(sys, "path", list(sys.path))
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     flags = {
-        "profile": "--model llama-tiny --steps 0", "convergence": "--steps 0",
+        "convergence": "--steps 0",
         "placement_curves": "--learning_rate nan",
     }  # fmt: skip
     said(script.main(flags[name].split()))
-    if name == "profile":
-        assert "expected one --impl" in said(
-            script.main("--model llama-tiny --seq-len 8k,16k --impl hf".split())
-        )
-        assert Path(script.__file__).name == "profile.py"

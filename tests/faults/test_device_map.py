@@ -31,17 +31,30 @@ def lay_out(model, how, directory):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", ["apply", "device map"])
 @pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
-def test_evaluation_works_and_training_is_refused(how, first, tmp_path):
+def test_an_offloaded_model_is_not_patched(how, tmp_path):
+    model = tiny_llama(torch.float32).eval()
+    ids = tokens()
+    lay_out(model, how, tmp_path)
+    with torch.no_grad():
+        before, classes = model(ids).logits, [type(module) for module in model.modules()]
+    with pytest.raises(
+        ValueError, match="hfpatch: expected a model on one device.*without device_map"
+    ):
+        hfpatch.apply(model)
+    assert [type(module) for module in model.modules()] == classes
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model"])
+def test_evaluation_works_and_training_is_refused(how, tmp_path):
     stock = tiny_llama(torch.float32).eval()
     model = copy.deepcopy(stock)
     ids = tokens()
-    if first == "apply":
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     lay_out(model, how, tmp_path)
-    if first != "apply":
-        hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     with torch.no_grad():
         expected = stock(ids, labels=ids)
     for context in (torch.no_grad(), torch.enable_grad()):

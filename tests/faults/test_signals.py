@@ -12,7 +12,7 @@ import pytest
 from tiny import LONG
 
 from hfpatch.cli.failures import guarded
-from hfpatch.trainer import folders, stop
+from hfpatch.trainer import runs, stop
 from tests.faults.runs import (  # noqa: F401
     ROOT,
     end_group,
@@ -64,7 +64,7 @@ def test_a_stop_saves_a_whole_checkpoint(names, saved_tokenizer, tmp_path):  # n
                 time.sleep(0.1)
             assert found[1] == ("Ctrl-C" if name == "Ctrl-C" else "SIGTERM")
             assert "Traceback" not in out.read_text()
-            assert folders.flaw(run / f"checkpoint-{found[2]}") is None
+            assert run / f"checkpoint-{found[2]}" in runs.checkpoints(run)
             assert not (run / "model.safetensors").exists(), (
                 "an unfinished run leaves no final model"
             )
@@ -158,7 +158,7 @@ def test_two_ranks_stop_together(saved_tokenizer, tmp_path):  # noqa: F811
             r"SIGTERM at step (\d+): a checkpoint is saved", (folder / "out").read_text()
         )
         assert len(said) == 1, (folder / "out").read_text()[-3000:]
-        assert folders.flaw(folder / "run" / f"checkpoint-{said[0]}") is None
+        assert folder / "run" / f"checkpoint-{said[0]}" in runs.checkpoints(folder / "run")
         assert sorted(p.name
                       for p in (folder / "run" / f"checkpoint-{said[0]}").glob("rng_state*")) == [
             "rng_state_0.pth", "rng_state_1.pth",

@@ -22,16 +22,16 @@ from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
-from hfpatch.lab.timeline import trace_events, write_trace
 from hfpatch.layer import policies
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.parallel.shards import Shards
-from hfpatch.planner.clocked import clock
 from hfpatch.planner.placements import Resident
 from hfpatch.planner.plan import plan
 from hfpatch.planner.seconds import run_time
 from hfpatch.store.transfers import Transfers
+from profiles.clock.clocked import clock, clocked
+from profiles.clock.timeline import trace_events, write_trace
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
 # hides nothing.
@@ -63,7 +63,7 @@ def step(policy: Policy, share: float = 0.7):
         gpu, measured=True, peak_flops=gpu.matmul_flops, link=saved / (share * forward)
     )
     with mock.patch.object(lab, "LAUNCH_SECONDS", 0.0):
-        return lab.clocked(model(), gpu, policy, batch=1, seq_len=TOKENS)
+        return clocked(model(), gpu, policy, batch=1, seq_len=TOKENS)
 
 
 whole = cache(step)
@@ -138,7 +138,7 @@ def test_nothing_hides_q_k_v_where_attention_runs_again(more):
     policy = Policy("host", **{"tile": 4096, "keep": ("qkv", "mid"), "plain": 2} | more)
     policy = dataclasses.replace(policy, save_attention=False)
     gpu, shape = GPUS["a100-80gb"], ModelShape.from_config(config)
-    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=4096)
+    found = clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=4096)
     assert planned_step(gpu, shape, policy, 4096).copy_wait == pytest.approx(
         found.exposed_seconds, abs=0.005 * found.seconds["step"]
     )
@@ -155,7 +155,7 @@ def test_layers_that_keep_less_hide_what_others_copy():
     patched, found = prepare(build(config), "hfpatch"), {}
     for again in (0, 6):
         policy = dataclasses.replace(policy, again=again)
-        found[again] = lab.clocked(patched, gpu, policy, batch=1, seq_len=tokens)
+        found[again] = clocked(patched, gpu, policy, batch=1, seq_len=tokens)
         planned = planned_step(gpu, shape, policy, tokens)
         step = found[again].seconds["step"]
         assert planned.copy_wait == pytest.approx(found[again].exposed_seconds, abs=0.035 * step)
@@ -169,7 +169,7 @@ def test_a_segment_waits_for_the_input_from_which_it_runs_again(every, tile):
     config = CONFIG | {"num_hidden_layers": 12}
     policy = Policy("host", every=every, save_attention=False, tile=tile, plain=2)
     gpu, shape = GPUS["h100"], ModelShape.from_config(config)
-    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=TOKENS)
+    found = clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=TOKENS)
     planned = planned_step(gpu, shape, policy, TOKENS)
     waits = found.exposed("turn")["backward",]
     assert planned.copy_wait == pytest.approx(waits, rel=0.02) and exposed(found, "forward") < 0.001
@@ -191,7 +191,7 @@ def test_exchanges_of_ranks_take_their_bytes(every):
     sent = sent_bytes(shape, 4096, 2, forwards=forwards)
     gpu, waits = GPUS["h100"], []
     for one in (gpu, dataclasses.replace(gpu, peer=gpu.peer / 40)):
-        found = lab.clocked(model(), one, policy, batch=1, seq_len=4096, ranks=4)
+        found = clocked(model(), one, policy, batch=1, seq_len=4096, ranks=4)
         assert found.busy(lab.EXCHANGES) == pytest.approx(sent / one.peer_rate, rel=0.05)
         waits.append(found.busy(lab.RANK_WAITS))
     assert waits[0] < 0.05 * found.seconds["step"] < waits[1]
@@ -223,7 +223,7 @@ def test_tensor_parallel_ranks_gather_what_each_keeps_a_part_of(tile, passes, mo
             monkeypatch.setattr(policies, "together", lambda group, work: work())
             monkeypatch.setattr(policies, "Shards", Two)
         patched = prepare(build(CONFIG), "hfpatch")
-        found[ranks] = lab.clocked(patched, GPUS["h100"], policy, batch=1, seq_len=TOKENS)
+        found[ranks] = clocked(patched, GPUS["h100"], policy, batch=1, seq_len=TOKENS)
     x = 2 * TOKENS * CONFIG["hidden_size"]
     up = [sum(s.nbytes for s in f.slices if s.stream == lab.UP) for f in found.values()]
     sent = sum(s.nbytes for s in found[2].slices if s.stream == lab.EXCHANGES)
@@ -259,7 +259,7 @@ def test_shared_rows_take_what_the_plan_says(plain):
     """
     policy = Policy("host", tile=4096, plain=plain)
     shape = dataclasses.replace(ModelShape.from_config(CONFIG), ranks=4)
-    found = lab.clocked(model(), GPUS["h100"], policy, batch=1, seq_len=TOKENS, ranks=4)
+    found = clocked(model(), GPUS["h100"], policy, batch=1, seq_len=TOKENS, ranks=4)
     planned = planned_step(GPUS["h100"], shape, policy, TOKENS)
     assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.006)
 
@@ -269,7 +269,7 @@ def test_the_first_tiles_of_a_layer_s_backward_are_waited_for_as_planned():
     config, tokens = CONFIG | {"num_hidden_layers": 12}, 16384
     policy = Policy("host", tile=4096, keep=KEEPABLE, plain=2)
     gpu, shape = GPUS["h100"], ModelShape.from_config(config)
-    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
+    found = clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
     planned = planned_step(gpu, shape, policy, tokens)
     assert found.exposed("turn")["backward",] > 0.05 * found.seconds["step"]
     assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.03)
@@ -281,7 +281,7 @@ def test_streamed_weights_are_copies_on_the_clock():
     adapters, gpu = Adapters(16, "4bit"), GPUS["rtx4090"]
     shape = dataclasses.replace(ModelShape.from_config(config), adapters=adapters)
     patched = prepare(build(config, adapters=adapters), "hfpatch")
-    found = lab.clocked(patched, gpu, policy, batch=1, seq_len=TOKENS)
+    found = clocked(patched, gpu, policy, batch=1, seq_len=TOKENS)
     moved = sum(s.nbytes for s in found.slices if s.stream == lab.DOWN)
     assert moved == pytest.approx(sum(weight_bytes(shape, policy)), rel=0.05)
     planned = planned_step(gpu, shape, policy, TOKENS).total
@@ -352,7 +352,7 @@ def test_files_hold_up_what_the_plan_says(more):
     config, tokens = CONFIG | {"num_hidden_layers": 12}, 32768
     policy = Policy("disk", tile=8192, plain=2, **more)
     gpu, shape = dataclasses.replace(GPUS["h100"], sharing=8), ModelShape.from_config(config)
-    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
+    found = clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
     planned = planned_step(gpu, shape, policy, tokens)
     assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.04)
     assert found.exposed_seconds > 0.05 * found.seconds["step"]
@@ -368,7 +368,7 @@ def test_files_that_a_disk_writes_in_time_hold_up_nothing():
     config, tokens = CONFIG | {"num_hidden_layers": 5}, 131072
     gpu, shape = GPUS["a100-80gb"], ModelShape.from_config(config)
     policy = Policy("disk", tile=16384, plain=1)
-    found = lab.clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
+    found = clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=tokens)
     planned = planned_step(gpu, shape, policy, tokens)
     assert found.exposed("turn").get(("forward",), 0.0) < 0.002 * found.seconds["step"]
     assert found.seconds["step"] == pytest.approx(planned.total - planned.optimizer, rel=0.02)

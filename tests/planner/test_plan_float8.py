@@ -1,6 +1,5 @@
 """`hfpatch plan --fp8`: products faster, casts that take memory, and what is refused."""
 
-import json
 from dataclasses import fields
 
 import pytest
@@ -46,7 +45,7 @@ def test_the_recipes_are_those_of_train():
     assert flag.metadata["choices"] == list(FLOAT8_RECIPES)
 
 
-def test_auto_names_what_train_takes(capsys):
+def test_auto_names_what_train_takes():
     """`hfpatch train --fp8` runs without an engine: so does each placement that is planned."""
     asked = {"seq_len": 8192, "gpu": "h100", "host_ram": "1TiB"}
     assert plan("llama-3.1-8b", **asked).placement == "zero3-offload"
@@ -54,7 +53,3 @@ def test_auto_names_what_train_takes(capsys):
     short = plan("qwen3-32b", **asked, fp8="rowwise", checkpointing="stock")
     changes = " ".join(s["change"] for s in short.suggestions)
     assert not short.fits and "--gpus" not in changes and "zero3" not in changes
-    line = ["plan", "--model", "llama-3.1-8b", "--fp8", "rowwise", "--sweep", "4096,8192"]
-    assert program.main([*line, "--json"]) == 0
-    found = {p["placement"] for p in json.loads(capsys.readouterr().out)}
-    assert "gpu8bit" in found and not any("zero3" in name for name in found)

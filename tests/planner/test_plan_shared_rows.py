@@ -8,10 +8,14 @@ import tiny
 import hfpatch
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
+from hfpatch.budget.ladder import unplanned
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import sent_bytes
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as command
 from hfpatch.lab.models import resolve
+from hfpatch.lab.simulate.implementations import build, prepare
+from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.placements import resident
 
 M = 1 << 20
@@ -148,16 +152,21 @@ def test_a_hybrid_is_planned_on_one_of_its_ranks(tokens):
 
 
 @tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
-def test_the_commands_take_a_hybrid_on_one_of_its_ranks(tmp_path, capsys):
+def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
     """Each of four does a quarter of the row's work, in less memory."""
     (tmp_path / "config.json").write_text(json.dumps(DELTA))
+
+    def simulated(ranks):
+        model, tokens = prepare(build(DELTA), "hfpatch"), 8192 // ranks
+        policy = unplanned(Checkpointing(aim="least"), tokens, False, DELTA["hidden_size"], None)
+        return simulate(model, 1, tokens, policy=policy, ranks=ranks).to_dict()
 
     def asked(*words):
         arguments = [*words, "--model", str(tmp_path), "--seq-len", "8192", "--json"]
         assert cli.main([*arguments, "--checkpointing", "least"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    one, four = (asked("simulate", "--sp-size", size) for size in ("1", "4"))
+    one, four = (simulated(size) for size in (1, 4))
     assert four["whole"] == {} and four["rows"] == 0  # every mixer in tiles through time
     for kind in ("matmul", "attention"):
         for way in ("forward", "backward"):

@@ -2,15 +2,15 @@
 overwritten.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
+from transformers.integrations import integration_utils
 from workbench import JSON_SOURCES
 
 import hfpatch.trainer.loading
 from hfpatch.cli import train
-from hfpatch.trainer import checks
+from hfpatch.trainer import checks, data
 
 
 @pytest.fixture
@@ -37,12 +37,15 @@ def refused(run_train, monkeypatch):
     return check
 
 
+FLASH = "flash_attention_2"  # no machine without a GPU has it
+
+
 @pytest.mark.parametrize(
     "words, flags",
     [
         ("none came; name one model", {"model": None, "config_overrides": None}),
         ("changes a preset, --model x came", {"model": "x"}),
-        ("there is no", {"data": "/nowhere/data.jsonl"}),
+        ("is no file or folder here", {"data": "/nowhere/data.jsonl"}),
         ("no tokenizer loads", {"tokenizer": "/nowhere/tokenizer"}),
         ("over the model's 4096 positions", {"seq_len": 5000}),
         ("no engine config 'zero9'", {"engine": "zero9"}),
@@ -53,6 +56,7 @@ def refused(run_train, monkeypatch):
             {"config_overrides": "vocab_size=299"},
         ),
         ("--impl liger needs a GPU", {"impl": "liger"}),
+        ("--attn_implementation flash_attention_2 does not", {"attn_implementation": FLASH}),
         ("both patch the model", {"use_liger_kernel": True}),
         ("--gradient_checkpointing would checkpoint", {"gradient_checkpointing": True}),
         ("belong to --impl hfpatch", {"impl": "hf", "checkpointing": "tile=64"}),
@@ -104,7 +108,7 @@ def test_unknown_flag_and_key(refused, tmp_path):
     config.write_text("a: [\n")
     refused("is not YAML", str(config))
     (tmp_path / "run.json").write_text('{"a": 1,}')
-    refused("run.json:1: not JSON", str(tmp_path / "run.json"))
+    refused("unknown key 'a'", str(tmp_path / "run.json"))
     refused("cannot read the config file", str(tmp_path / "none.yaml"))
     refused("expected flags or a config file", "train")
 
@@ -112,7 +116,7 @@ def test_unknown_flag_and_key(refused, tmp_path):
 @pytest.mark.parametrize(
     "content, words",
     [
-        ("", "it is empty"),
+        ("", "expected rows in files"),
         ('{"text": "a"\n', "all 1 are malformed"),
         ('{"body": "a"}\n', "expected a column 'text'"),
         (
@@ -128,21 +132,32 @@ def test_data_without_a_row_to_learn(refused, tmp_path, content, words):
     refused(words, data=file, data_glob=None, long_rows="truncate", seq_len=16)
 
 
+def test_a_reporter_that_is_missing_is_named_before_tokenizing(refused, monkeypatch):
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    monkeypatch.setattr(data, "load_data", lambda *args, **kwargs: pytest.fail("tokenized"))
+    refused("--report_to wandb: WandbCallback requires wandb", report_to="wandb")
+
+
+@pytest.mark.parametrize("words, kind, settings", [
+    ("is 0 in each of 6 steps", "cosine_with_min_lr", '{"min_lr": NaN}'),
+    ("gives -0.", "polynomial", '{"lr_end": -1}'),
+    ("the learning-rate schedule does not work: ", "polynomial", '{"power": -1}'),
+    ("the learning-rate schedule does not work: ", "cosine", '{"nothing": 1}'),
+    ("does not work", "warmup_stable_decay", "{}"),
+])  # fmt: skip
+def test_a_schedule_that_does_not_train_is_refused(refused, words, kind, settings):
+    refused(words, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
+
+
+def test_a_warm_up_longer_than_the_run_is_said(run_train):
+    code, out, err, _ = run_train(max_steps=2, warmup_steps=10)
+    assert code == 0 and "the warm-up of 10 steps is as long as the run of 2 or longer" in out, err
+
+
 def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "a = 1"}\n{"text": \n')
     refused(f"{file}:2: not JSON", data=file, data_glob=None, strict=True)
-
-
-def test_engine_that_contradicts_the_flags(refused, tmp_path):
-    pytest.importorskip("deepspeed")
-    config = tmp_path / "zero.json"
-    config.write_text(
-        json.dumps({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4})
-    )
-    refused("--gradient_accumulation_steps is 2", engine=config, gradient_accumulation_steps=2)
-    config.write_text(json.dumps({"zero_optimization": {"stage": 2}, "overlap_comm": True}))
-    refused('it belongs in "zero_optimization"', deepspeed=config)
 
 
 def test_too_little_memory(refused, monkeypatch):
@@ -196,14 +211,6 @@ def test_checkpoint_that_does_not_match(refused, run_train, tmp_path):
     refused("batch 2 there, 4 here", *resume, name="first", per_device_train_batch_size=4)
     refused("seed 42 there, 7 here", *resume, name="first", seed=7)
     refused("data ", *resume, name="first", data_glob="decoder.py")
-    # A checkpoint of another script: its config.json speaks for it.
-    (folder / "checkpoint-2" / "hfpatch_run.json").unlink()
-    refused(
-        "num_hidden_layers 2 there, 3 here",
-        *resume,
-        name="first",
-        config_overrides="vocab_size=300,num_hidden_layers=3",
-    )
 
 
 def test_pickled_weights_load_only_when_asked(run_train, tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from workbench import TEMPLATE
 
-from hfpatch.trainer import chat, sources, tokens
+from hfpatch.trainer import chat
 
 # An assistant turn with markers around its content and its end, as TRL's training templates have
 # them.
@@ -245,12 +245,3 @@ def test_every_published_template_that_trl_keeps_trains_a_two_turn_dialogue(toke
         text, _ = learned_by(tokenizer, DIALOGUE, file.read_text(encoding="utf-8"), monkeypatch)
         assert 0 <= text.find("first") < text.find("second"), file.name
         assert "ask" not in text and "beg" not in text, file.name
-
-
-def test_what_a_template_is_decides_the_cache(tokenizer, tmp_path):
-    row = sources.Row("f", 1, DIALOGUE)
-    made = [
-        tokens.tokenize([row], tokenizer, fingerprint="x", cache_dir=tmp_path, template=template)
-        for template in (chat.OWN, chat.Template(MARKED, marked=True))
-    ]
-    assert made[0].fingerprint != made[1].fingerprint and len(made[0].ids) != len(made[1].ids)

@@ -3,14 +3,14 @@
 import copy
 
 import numerics
-import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.trainer import dataset, sources, tokens
+from hfpatch.trainer import data as sources
+from hfpatch.trainer.arguments import DataArguments
 
 STEPS = 60
 
@@ -18,9 +18,11 @@ STEPS = 60
 def losses(
     tmp_path, tokenizer, texts, *, patched=False, dtype=torch.float32, bf16=False
 ) -> torch.Tensor:
-    rows = [sources.Row(str(i), 1, {"text": text}) for i, text in enumerate(texts)]
-    made = tokens.tokenize(rows, tokenizer, fingerprint="json", cache_dir=tmp_path)
-    data = dataset.prepare(made, np.arange(len(made)), seq_len=64, packed=True, pad_id=2).dataset
+    data = sources.load_datasets(
+        DataArguments(seq_len=64, packing=True, cache_dir=str(tmp_path)),
+        sources.Rows(lambda: (("json", {"text": text}) for text in texts), "json"), tokenizer,
+        LlamaConfig(vocab_size=300), seed=0, say=print,
+    ).train  # fmt: skip
     model = copy.deepcopy(
         tiny.llama(LlamaForCausalLM, vocab_size=300, tie_word_embeddings=True)
     ).to(dtype)

@@ -145,40 +145,6 @@ def test_axolotl_lora_kernels_stay_off(axolotl):
         plugin.pre_model_load(auto_enabled(asked))
 
 
-@pytest.fixture
-def swift_trainer(monkeypatch):
-    """ms-swift 4.6's Trainer, which makes its callbacks before transformers' __init__ has run."""
-    callbacks_map = {}
-    played(monkeypatch, swift__callbacks={"callbacks_map": callbacks_map})
-    file = Path(plugins.__path__[0]) / "ms_swift.py"
-    spec = importlib.util.spec_from_file_location("ms_swift", file)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-    class SwiftTrainer(Trainer):
-        def __init__(self, *, args, **kwargs):
-            super().__init__(args=args, callbacks=[callbacks_map["hfpatch"](args, self)], **kwargs)
-
-    return SwiftTrainer
-
-
-def test_ms_swift_callback_by_its_name(swift_trainer, tmp_path, capsys):
-    """ms-swift executes the file, and hands the callback a trainer without a model."""
-    trainer = trainer_of(tiny.llama(), tmp_path, swift_trainer)
-    assert all(is_mixed(layer) for layer in trainer.model.model.layers)
-    assert "hfpatch on" in capsys.readouterr().err
-    assert losses_of(trainer) == pytest.approx(
-        losses_of(trainer_of(tiny.llama(), tmp_path)), rel=1e-5
-    )
-    assert all(
-        "tokens_per_second" in entry for entry in trainer.state.log_history if "loss" in entry
-    )
-
-
-def test_ms_swift_refuses_a_model_without_tiles(swift_trainer, tmp_path):
-    with pytest.raises(ValueError, match="^hfpatch: expected layers that run in tiles"):
-        trainer_of(with_own_forward(), tmp_path, swift_trainer)
-
-
 def with_own_forward():
     """A model whose layers cannot be swapped: one has a forward of somebody's own."""
     model = tiny.llama()

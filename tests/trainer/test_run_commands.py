@@ -265,12 +265,37 @@ def test_signals_reach_the_command(tmp_path):
             assert not list(tmp_path.glob("hfpatch-run-*")), "nothing is left behind"
 
 
+def hears_ctrl_c():
+    """A shell's background ignores Ctrl-C, and so would all that pytest starts there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_command_that_ends_well_after_ctrl_c_ends_the_run_so(tmp_path):
+    """It trained nothing yet, which --require would report if it had ended by itself."""
+    script = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+print("ready", flush=True)
+time.sleep(60)
+"""
+    run = subprocess.Popen(
+        [*RUN, "--require", sys.executable, "-c", script], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=variables_of(TMPDIR=tmp_path), start_new_session=True,
+        preexec_fn=hears_ctrl_c,
+    )  # fmt: skip
+    with run:
+        assert run.stdout.readline() == b"ready\n"
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 0 and WARNING not in run.stderr.read().decode()
+
+
 def test_an_interrupted_command_ends_the_run_as_it_ended(tmp_path):
     """KeyboardInterrupt in the command, no traceback of the run's own."""
     script = "import time; print('ready', flush=True); time.sleep(60)"
     run = subprocess.Popen(
         [*RUN, "--require", sys.executable, "-c", script], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env=variables_of(TMPDIR=tmp_path), start_new_session=True,
+        preexec_fn=hears_ctrl_c,
     )  # fmt: skip
     with run:
         assert run.stdout.readline() == b"ready\n"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfpatch.lab.children import ends_with
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
 from hfpatch.lab.profile.report import markdown
@@ -142,10 +143,15 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
                 text=True,
                 errors="replace",
                 env=environment,
+                preexec_fn=ends_with(os.getpid()),
             ) as process:
-                for text in process.stdout:
-                    if text.startswith(PROGRESS):
-                        progress(text[len(PROGRESS) :].strip())
+                try:
+                    for text in process.stdout:
+                        if text.startswith(PROGRESS):
+                            progress(text[len(PROGRESS) :].strip())
+                except BaseException:  # Ctrl-C to this process alone: the worker holds its memory
+                    process.terminate()
+                    raise
             code = process.returncode
             errors.seek(0)
             said = [text for text in errors.read().splitlines() if text.strip()]

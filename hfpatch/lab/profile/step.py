@@ -1,6 +1,6 @@
 """One measured run: builds the model, applies an implementation, trains a few steps, records one.
 
-Called by worker.py (one process per implementation) and by scripts/profile.py (under an engine, on
+Called by worker.py (one process per implementation) and by launched.py (under an engine, on
 every rank).
 """
 

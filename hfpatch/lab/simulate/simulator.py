@@ -1,6 +1,6 @@
 """Runs a training step of a real model object on fake tensors, and returns the memory it takes.
 
-    python -m hfpatch.cli.simulate --model llama-3.1-8b --impl hfpatch --seq-len 131072 --json
+    hfpatch profile --simulate --model llama-3.1-8b --impl hfpatch --seq-len 131072
 
 The Python that runs is the model's own, patched or stock, and follow.py records each storage's
 life. Only the memory that a CUDA kernel allocates inside itself is modelled (kernels_cost.py). An

@@ -1,6 +1,6 @@
-"""`hfpatch export-gguf`: a trained Llama and its tokenizer as one GGUF file for llama.cpp.
+"""A trained Llama and its tokenizer as one GGUF file for llama.cpp. Needs `pip install gguf`.
 
-    hfpatch export-gguf runs/my-model my-model-q8_0.gguf --type q8_0
+    python scripts/export_gguf.py runs/my-model my-model-q8_0.gguf --type q8_0
 
 Reads a Hugging Face folder (config.json, safetensors, tokenizer.json) tensor by tensor, so memory
 stays near the largest single weight. llama.cpp rotates neighbouring pairs and HF rotates halves, so
@@ -8,10 +8,11 @@ rows of q and k are reordered. Llama-3's RoPE scaling has no metadata key in GGU
 rope_freqs.weight holds it, as one divisor per frequency.
 """
 
+import argparse
 import json
 import math
 import os
-import tempfile
+import sys
 from pathlib import Path
 
 import gguf
@@ -19,8 +20,6 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
-
-from hfpatch.trainer import folders
 
 TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
@@ -75,15 +74,11 @@ def export(
         )
     where = _tensor_files(folder)
     expected = _expected_tensors(config, where)
-    # A unique name, so that another process's .part stays untouched.
-    fd, part = tempfile.mkstemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent)
-    os.close(fd)
-    part = Path(part)
+    # The process id in the name keeps another process's .part untouched.
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         _write(part, folder, config, where, expected, kind, pre)
-        folders.sync(part)
-        part.chmod(0o666 & ~folders.umask())
-        os.replace(part, out)
+        part.replace(out)
     finally:
         part.unlink(missing_ok=True)
     return out
@@ -257,7 +252,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise ValueError(
                 f"hfpatch: expected a weight_map in {index}, none came; save the model again."
             ) from None
-        out = sorted(str(file) for file in named.values() if not folders.plain_name(file))
+        out = sorted(str(file) for file in named.values() if Path(file).name != file)
         if out:
             raise ValueError(
                 f"hfpatch: {index} names {out[0]!r}, which leads out of its folder; do not use it."
@@ -266,7 +261,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     single = folder / "model.safetensors"
     if not single.exists():
         raise ValueError(
-            f"hfpatch: no model.safetensors in {folder}; consolidate the checkpoint first."
+            f"hfpatch: no model.safetensors in {folder}; merge the sharded checkpoint first."
+            " See docs/guides/export.md."
         )
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
@@ -354,8 +350,9 @@ def _encode(tensor: torch.Tensor, name: str, shape, config, kind: str) -> np.nda
     return gguf.quantize(values, qtype)
 
 
-def add_arguments(parser) -> None:
-    """The arguments of `hfpatch export-gguf` on an argparse parser."""
+def main(argv=None) -> int:
+    """Runs the script. Returns its exit code."""
+    parser = argparse.ArgumentParser(description="A trained Llama as one GGUF file for llama.cpp.")
     parser.add_argument("source", help="folder with config.json, *.safetensors and tokenizer.json")
     parser.add_argument("target", help="the .gguf file to write")
     parser.add_argument(
@@ -365,10 +362,15 @@ def add_arguments(parser) -> None:
         "--pre", help="llama.cpp's pre-tokenizer name, where the split pattern is not a known one"
     )
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
-
-
-def main(args) -> int:
-    """Runs the command; returns its exit code."""
-    out = export(args.source, args.target, kind=args.type, pre=args.pre, force=args.force)
+    args = parser.parse_args(argv)
+    try:
+        out = export(args.source, args.target, kind=args.type, pre=args.pre, force=args.force)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

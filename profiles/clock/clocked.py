@@ -1,5 +1,6 @@
-"""Runs a planned step on the clock (lab/clock.py), which models each stream as a clock, with the
-plan's policy.
+"""A planned step on the clock (lab/clock.py), as a timeline.
+
+python profiles/clock/measure.py picture llama-3.1-8b h100 16384 step.png
 """
 
 import torch
@@ -7,13 +8,49 @@ import torch
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.hardware import Gpu, gpu_row
 from hfpatch.budget.policy import Policy, describe
-from hfpatch.lab.clock import ClockFollower, clocked
+from hfpatch.lab.clock import COMPUTE, WAITS, ClockFollower, Slice, run_on_clock
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.implementations import build, prepare
-from hfpatch.lab.timeline import Timeline
 from hfpatch.planner.answer import Plan
 from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
+from profiles.clock.timeline import Timeline
+
+
+def clocked(
+    model, gpu: Gpu, policy: Policy, *, batch: int, seq_len: int, title: str = "a step",
+    optimizer=0.0, ranks: int = 1, follower=ClockFollower,
+) -> Timeline:  # fmt: skip
+    """The timeline of one step, as of lab.clock.run_on_clock.
+
+    Args:
+        optimizer: seconds of its step, which follows the backward; or a function from parameters to
+            a torch optimizer, whose operations run.
+    """
+    real = optimizer if callable(optimizer) else None
+    found, device, made = run_on_clock(
+        model, gpu, policy,
+        batch=batch, seq_len=seq_len, ranks=ranks, optimizer=real, follower=follower,
+    )  # fmt: skip
+    begins, done = made.begins, device.compute.now
+    zero, turn, end = begins["forward"], begins["backward"], begins.get("optimizer", done)
+    if optimizer and not real:
+        done = end + optimizer
+        device.rows[COMPUTE].append(Slice(COMPUTE, end, done, "optimizer", "", "optimizer"))
+    parts = {"forward": turn - zero, "backward": end - turn, "optimizer": done - end}
+    seconds = parts | {"step": done - zero}
+    slices = [s for row in device.rows.values() for s in row]
+    for s in slices:
+        s.start, s.end = s.start - zero, s.end - zero
+    waits = device.rows[WAITS]
+    return Timeline(
+        title,
+        [s for s in slices if s.stream != WAITS],
+        waits,
+        seconds,
+        device.late,
+        found.peak_bytes,
+    )
 
 
 def clipped_adamw(parameters) -> torch.optim.Optimizer:
@@ -73,7 +110,7 @@ def clock(
     Args: as in `hfpatch.plan`, and:
         placement: keeps all weights on the GPU ("gpu8bit", or "adamw", whose optimizer runs too).
         ranks: GPUs that share each row. The plan has FSDP for them, whose gathers the clock omits.
-        follower: as in lab.clock.clocked.
+        follower: as in lab.clock.run_on_clock.
 
     Returns:
         The Timeline.

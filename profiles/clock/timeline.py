@@ -7,24 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-@dataclass(slots=True)
-class Slice:
-    """Work of one kind on one stream, from start to end in seconds. turn: "forward", "backward" or
-    "optimizer".
-    """
-
-    stream: str
-    start: float
-    end: float
-    turn: str
-    layer: str
-    phase: str
-    nbytes: int = 0  # of a copy
-
-    @property
-    def name(self) -> str:
-        return " ".join(word for word in (self.layer, self.phase) if word)
+from hfpatch.lab.clock import Slice
 
 
 @dataclass

@@ -1,0 +1,182 @@
+"""Rows of files, folders and hub data sets, each with its place.
+
+Text and JSON are read here, so that one bad row stops nothing; `datasets` reads the rest.
+"""
+
+import bz2
+import gzip
+import hashlib
+import itertools
+import json
+import lzma
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pyarrow
+
+from hfpatch.trainer import chat
+
+# A file's suffix, before that of a compression -> the reader of `datasets`, and its options.
+READERS = {
+    **dict.fromkeys((".txt", ".md", ".rst", ".py", ".text"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
+READ_WHOLE = 32 << 20
+OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+READ_ERRORS = (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, lzma.LZMAError,
+               pyarrow.ArrowException, datasets.exceptions.DatasetsError)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that can be read again and again: (place, its columns or a BadRow) each.
+
+    digest: of their content, wherever they are.
+    """
+
+    read: Callable[[], Iterator[tuple[str, dict | chat.BadRow]]]
+    digest: str
+
+    def good(self) -> Iterator[dict]:
+        return (row for _, row in self.read() if isinstance(row, dict))
+
+
+def reader_of(file: Path, form: str = "auto") -> str | None:
+    """The kind of a file by its name, or of --data_format; None for an unknown name."""
+    suffixes = [s.lower() for s in file.suffixes if s.lower() not in OPEN]
+    return READERS.get(f".{form}" if form != "auto" else suffixes[-1] if suffixes else "", None)
+
+
+def files_of(paths, data) -> list[Path]:
+    """The data files of files and folders, sorted within a folder. ValueError if there is none."""
+    found = []
+    for path in map(Path, paths):
+        inside = [path] if path.is_file() else sorted(path.glob(data.data_glob or "**/*"))
+        kept = [p for p in inside if p.is_file() and not set(p.parts) & set(data.data_exclude)]
+        kept = [
+            p for p in kept if p.stat().st_size and (reader_of(p, data.data_format) or p == path)
+        ]
+        unknown = next((p for p in kept if not reader_of(p, data.data_format)), None)
+        if unknown or not kept:
+            raise ValueError(
+                f"hfpatch: expected rows in files ({', '.join((*READERS, *OPEN))}) at "
+                f"{unknown or path}, none came; check --data, or say what they are with "
+                "--data_format."
+            )
+        found += kept
+    return found
+
+
+def rows_of(paths, data, split: str) -> Rows:
+    """The rows of local files and folders, or of one hub data set. Raises ValueError."""
+    name = Path(paths[0])
+    if len(paths) == 1 and not name.exists():
+        with _reads(name):
+            table = datasets.load_dataset(
+                str(name), data.data_config, split=split, streaming=data.streaming
+            )
+        return Rows(partial(_numbered, table, name), getattr(table, "_fingerprint", repr(paths)))
+    saved = [kind for kind in ("dataset_info", "dataset_dict") if (name / f"{kind}.json").is_file()]
+    if len(paths) == 1 and saved:
+        table = datasets.load_from_disk(str(name))
+        table = table[split] if saved == ["dataset_dict"] else table
+        return Rows(partial(_numbered, table, name), table._fingerprint)
+    files = files_of(paths, data)
+    made = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        made.update(b"%b\0%d\0" % (os.fsencode(file.name), size))
+        # Of a large file that is streamed, pieces alone: reading it twice would take too long.
+        pieces = data.streaming and size > READ_WHOLE
+        with file.open("rb") as opened:
+            for at in range(0, size, size // 64 if pieces else 1 << 20):
+                opened.seek(at)
+                made.update(opened.read(1 << 16 if pieces else 1 << 20))
+    return Rows(partial(_of_files, files, data), made.hexdigest())
+
+
+def _numbered(table, name):
+    """Rows of a table of `datasets`; None fills the columns that other rows have."""
+    for number, row in enumerate(table, 1):
+        yield f"{name}:{number}", {k: v for k, v in row.items() if v is not None}
+
+
+def _of_files(files, data):
+    for file in files:
+        kind, at = reader_of(file, data.data_format), 0
+        try:
+            if kind in ("text", "json"):
+                found = (_texts if kind == "text" else _objects)(file, data)
+            else:
+                sep = {"sep": "\t"} if ".tsv" in file.suffixes else {}
+                table = datasets.load_dataset(
+                    kind, data_files=str(file), split="train", streaming=True, **sep
+                )
+                found = _numbered(table, file)
+            for at, one in found:
+                yield at, one
+        except READ_ERRORS as error:
+            if isinstance(error, OSError) and error.errno:
+                raise ValueError(
+                    f"hfpatch: cannot read {file} ({error.strerror}); check it."
+                ) from error
+            cause = " ".join(str(error.__cause__ or error).split())[:200]
+            yield str(file), chat.BadRow(f"the rows after {at or 'its begin'} are lost: {cause}")
+
+
+def _opened(file: Path):
+    return OPEN.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig", errors="strict")
+
+
+def _texts(file: Path, data):
+    """Documents of a text file: the whole file, a line, or text between blank lines."""
+    with _opened(file) as stream:
+        if data.text_unit == "file":
+            yield str(file), {data.text_field: stream.read()}
+            return
+        begin, held = 0, []
+        for number, line in enumerate(itertools.chain(stream, [""]), 1):
+            held += [line] if line.strip() else []
+            begin = begin or (number if held else 0)
+            if held and (data.text_unit == "line" or not line.strip()):
+                yield f"{file}:{begin}", {data.text_field: "".join(held).rstrip("\r\n")}
+                begin, held = 0, []
+
+
+def _objects(file: Path, data):
+    """Rows of JSON lines, or of one list; a broken line is a BadRow."""
+    with _opened(file) as stream:
+        if stream.read(1) == "[":
+            for number, row in enumerate(json.loads("[" + stream.read()), 1):
+                yield f"{file}:{number}", _object(row)
+            return
+        stream.seek(0)
+        for number, line in enumerate(stream, 1):
+            try:
+                if line.strip():
+                    yield f"{file}:{number}", _object(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield f"{file}:{number}", chat.BadRow(f"not JSON: {error}")
+
+
+def _object(row):
+    return row if isinstance(row, dict) else chat.BadRow(f"a JSON {type(row).__name__}, no object")
+
+
+@contextmanager
+def _reads(what):
+    """Turns an error of reading into one sentence."""
+    try:
+        yield
+    except READ_ERRORS as error:
+        cause = " ".join(str(error.__cause__ or error).split())[:200]
+        raise ValueError(
+            f"hfpatch: {str(what)!r} is no file or folder here, and as a hub data set it does not "
+            f"load ({cause}); check --data."
+        ) from error

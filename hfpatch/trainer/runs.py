@@ -1,0 +1,153 @@
+"""A run's folder: which checkpoint a run goes on from, and whether it is the same run.
+
+A checkpoint is written in `_saving/` and renamed when it is whole, whatever kills the run meanwhile.
+"""
+
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+
+RUN_FILE = "hfpatch_run.json"  # what a resume must match
+STATE_FILE, SAVING = "trainer_state.json", "_saving"
+_MODEL = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+          "rope_parameters")  # fmt: skip
+_DATA = ("seq_len", "packing", "long_rows", "validation_split", "streaming")
+# The optimizer's own come back with its state, whatever a flag says.
+_ARGS = ("seed", "data_seed", "learning_rate", "optim", "weight_decay", "adam_beta1", "adam_beta2",
+         "adam_epsilon")  # fmt: skip
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints, newest first. Trainer writes the state last."""
+    found = [p.parent for p in folder.glob(f"checkpoint-*/{STATE_FILE}")]
+    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]), reverse=True)
+
+
+def begin(folder: str, resume) -> str | None:
+    """The checkpoint to go on from, None for none. Raises ValueError."""
+    path, word = Path(folder), str(resume or "false").lower()
+    if path.exists() and not path.is_dir():
+        raise ValueError(
+            f"hfpatch: expected a folder for --output_dir, {folder} is a file; name another."
+        )
+    found = checkpoints(path)
+    if word == "false":
+        held = [*found, *path.glob("*.safetensors")]
+        if held:
+            raise ValueError(
+                f"hfpatch: {path} holds another run ({held[0].name}); go on with "
+                "--resume_from_checkpoint True, or name another --output_dir."
+            )
+        return None
+    if word != "true":
+        if not (Path(resume) / STATE_FILE).is_file():
+            raise ValueError(
+                f"hfpatch: expected a checkpoint at {resume} to resume from, {STATE_FILE} is "
+                "missing; check the path."
+            )
+        return str(resume)
+    if not found and not (path / SAVING).is_dir():  # not killed in its first checkpoint
+        raise ValueError(
+            f"hfpatch: expected a checkpoint in {folder} to resume from, none came; check "
+            "--output_dir."
+        )
+    return str(found[0]) if found else None
+
+
+def record(config, model, data, args, digest: str) -> dict:
+    """What a resumed run must share with the earlier one."""
+    plain = lambda value: str(getattr(value, "value", value))  # noqa: E731
+    together = getattr(args.parallelism_config, "non_data_parallel_size", 1)
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    found = {name: getattr(config, name, None) for name in _MODEL}
+    found |= {name: getattr(data, name) for name in _DATA}
+    found |= {name: plain(getattr(args, name)) for name in _ARGS}
+    found |= {name: getattr(model, name) for name in ("lora_r", "load_in_4bit", "load_in_8bit")}
+    return found | {"data": digest, "batch": batch * (args.world_size // together)}
+
+
+def expect_same(checkpoint: str, now: dict) -> None:
+    """ValueError if the checkpoint is of another model, other data or another optimizer."""
+    file = Path(checkpoint) / RUN_FILE
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    said = [f"{k} {before[k]} there, {v} here" for k, v in now.items() if before.get(k, v) != v]
+    if said:
+        raise ValueError(
+            f"hfpatch: {checkpoint} does not match this run: {'; '.join(said)}; use the same flags "
+            "and data, or start anew with --model set to the checkpoint."
+        )
+
+
+class WholeCheckpoints:
+    """A mixin of Trainer: saves into SAVING, and gives the folder its name at the end."""
+
+    record: dict = {}
+    _saving = False
+
+    def _get_output_dir(self, trial):
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, SAVING) if self._saving else folder
+
+    def _save_checkpoint(self, model, trial, *args, **kwargs):
+        folder = Path(super()._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        made, target = folder / SAVING / name, folder / name
+        with self._alone_in(folder / SAVING):
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+            best = self.state.best_model_checkpoint
+            if best and Path(best).parent.name == SAVING:
+                self.state.best_model_checkpoint = str(target)
+            if self.args.should_save:
+                (made / RUN_FILE).write_text(json.dumps(self.record))
+                self.state.save_to_json(str(made / STATE_FILE))
+            self._barrier()
+            # The first process, then the first one of a machine with a disk of its own.
+            for turn in (self.args.process_index == 0, self.args.local_process_index == 0):
+                if turn and made.is_dir():
+                    shutil.rmtree(target, ignore_errors=True)
+                    os.rename(made, target)
+                self._barrier()
+        if self.args.should_save:
+            from transformers.trainer_utils import rotate_checkpoints
+
+            rotate_checkpoints(
+                output_dir=str(folder), save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True,
+            )  # fmt: skip
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(target))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        """Waits until the folder has its name."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception:
+            weights = self.model.state_dict() if state_dict is None else state_dict
+            if self.args.should_save and weights:
+                save_torch_state_dict(weights, output_dir or self.args.output_dir)
+            raise
+
+    @contextmanager
+    def _alone_in(self, staging: Path):
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self._barrier()
+        self._saving = True
+        try:
+            yield
+        finally:  # after an error too: a full disk gets its room back
+            self._saving = False
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _barrier(self) -> None:
+        if self.args.world_size > 1:
+            torch.distributed.barrier()
