@@ -413,36 +413,6 @@ def test_auto_spends_free_memory_where_no_closed_form_helps(family):
     assert taken <= auto.gpu_bytes["activations"] + auto.gpu_bytes["gradients"]
 
 
-<<<<<<< HEAD
-def test_a_sweep_and_shared_rows_of_a_model_without_closed_forms(tmp_path, capsys, monkeypatch):
-    """Several placements, at one simulation a length."""
-    from hfpatch.planner import simulated
-
-    values = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2,
-              "num_attention_heads": 4,
-              "intermediate_size": 128, "vocab_size": 256}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    runs, run = [], simulated._run
-    monkeypatch.setattr(simulated, "_run", lambda *args: runs.append(args[2]) or run(*args))
-    arguments = [
-        "plan",
-        "--model",
-        str(tmp_path),
-        "--gpus",
-        "4",
-        "--sp-size",
-        "4",
-        "--sweep",
-        "1024,2048",
-        "--json",
-    ]
-    assert cli.main(arguments) == 0
-    plans = json.loads(capsys.readouterr().out)
-    assert {p["placement"] for p in plans} >= {"fsdp2", "zero3"} and runs == [256, 512]
-
-
-=======
->>>>>>> around
 def test_layers_of_several_sizes_leave_what_is_around_them_its_own():
     """Of Jamba, whose layers with experts are fifteen times the others, 67 GiB less than nothing
     was gathered.
