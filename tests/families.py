@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from scripts.families import SHOWN
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.small_instance import kind_of, scaled_config
+from scripts.families import SHOWN
 
 # What a default config lacks to show what the family does.
 CHANGES = {

@@ -238,9 +238,9 @@ def test_families_that_stay_padded(family, rows):
 @pytest.mark.parametrize("family", ["qwen3_next", "glm5_next"])
 def test_rounding_that_moves_one_token_keeps_no_padding(family):
     """In the small instance a token may go to another expert by rounding alone."""
-    from scripts.families import family_config
     from hfpatch.decoder.find import find_decoder
     from hfpatch.lab.simulate.implementations import build
+    from scripts.families import family_config
 
     model = build(family_config(family))
     hfpatch.apply(model)

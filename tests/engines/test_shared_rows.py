@@ -16,7 +16,7 @@ import pytest
 import tiny
 from test_launch import HERE, ROOT, torchrun
 
-from hfpatch.trainer import runs
+from hfpatch.trainer import runs as folders
 
 # float64 of one process, relative to the largest value; sums over ranks come in another order
 CLOSE = 1e-12
@@ -194,7 +194,7 @@ class Runs:
         if how == "killed":
             os.kill(ranks[1], signal.SIGKILL)
         assert run.wait(timeout=60) != 0 and not any(map(running, ranks.values()))
-        assert there in runs.checkpoints(there.parent)
+        assert there in folders.checkpoints(there.parent)
         assert how == "killed" or "a kernel failed" in (self.folder / "log.txt").read_text()
 
 
