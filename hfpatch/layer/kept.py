@@ -12,8 +12,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from hfpatch.budget.formula import RING_SLOTS
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import RING_SLOTS, Policy
 from hfpatch.compat import version
 from hfpatch.store.transfers import FetchQueue, Saved
 
@@ -61,13 +60,11 @@ class Kept:
     def on_device(x: Tensor) -> Saved:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
-    def save_inside(self, noted: dict, room: int) -> None:
-        """Saves the values noted inside the next tile. room: bytes that the sources of copies may
-        take.
-        """
+    def save_inside(self, noted: dict) -> None:
+        """Saves the values noted inside the next tile."""
         transfers = self.queue.transfers
         self.inside.append({name: [*map(transfers.save, xs)] for name, xs in noted.items()})
-        transfers.settle(under_way=1, room=room)
+        transfers.settle(under_way=1)
 
     def release(self) -> None:
         """Releases every saved tensor; the graph cannot be walked again."""

@@ -19,7 +19,6 @@ from torch.optim.optimizer import (
 from hfpatch.attention.backends import trial_peaks, trials_without_room
 from hfpatch.budget.choice import reserve
 from hfpatch.budget.free import gpu_fragments, gpu_free, to_come
-from hfpatch.budget.hardware import Gpu, gpu_named
 from hfpatch.budget.ladder import unplanned
 from hfpatch.budget.measured import Step, next_policy
 from hfpatch.budget.policy import Checkpointing, Policy, describe
@@ -54,9 +53,6 @@ class Gauge:
 
     def ooms(self) -> int:
         return torch.cuda.memory_stats(self.device).get("num_ooms", 0)
-
-    def gpu(self) -> Gpu | None:
-        return gpu_named(torch.cuda.get_device_name(self.device))
 
 
 def told(optimizer: torch.optim.Optimizer) -> list["Room"]:
@@ -95,7 +91,7 @@ class Room:
 
     def __init__(self, gauge: Gauge, parameters):
         self.gauge, self.parameters = gauge, parameters
-        self.gpu, self.ooms = gauge.gpu(), self._ooms()
+        self.ooms = self._ooms()
         self.alone = True
         # whether an optimizer stepped: then its states exist, or never will
         self.stepped = False
@@ -190,7 +186,7 @@ class Room:
 
 
 class Learned:
-    """Policies of layers without a closed form, learnt from the bytes of their earlier steps.
+    """Policies of layers, learnt from the bytes of their earlier steps.
 
     Attributes:
         policies: by B and T.
@@ -224,13 +220,13 @@ class Learned:
         return B, T
 
 
-def without_shape(runtime, settings: Checkpointing, rows: int, whole: bool, x, free: int | None):
-    """The policy of layers without a closed form, from the bytes of one layer's gradients and
-    whether the host is short.
+def without_shape(runtime, settings, rows: int, whole: bool, x, free: int | None, host: int | None):
+    """The policy of layers of which no step was measured, from the bytes of one layer's gradients
+    and whether the host is short.
 
     runtime: layer.runtime.LayerRuntime; x: [B, T, D]; free: bytes on the device, None if unknown.
     """
-    owner, width, host = runtime.owner(), x.shape[-1], runtime._host_free()
+    owner, width = runtime.owner(), x.shape[-1]
     trained = [p.numel() for p in owner.parameters() if p.requires_grad] if owner else []
     # input and attention output of each layer
     wanted = 2 * runtime.n_layers * rows * width * x.element_size()
