@@ -9,7 +9,7 @@ import torch
 
 from hfpatch.budget.choice import choose
 from hfpatch.budget.formula import ModelShape
-from hfpatch.budget.ladder import unplanned
+from hfpatch.budget.first import first_policy
 from hfpatch.budget.limits import parse_length, parse_word
 from hfpatch.budget.policy import KEEPABLE, Checkpointing, Policy, auto_tile, parse_checkpointing
 from hfpatch.budget.shape import UnknownFamily
@@ -150,7 +150,7 @@ def _policy(args, settings, shape: ModelShape | None, width: int, tokens: int) -
             )
     if isinstance(settings, Checkpointing) and shape is None:
         rows = args.batch * tokens
-        return replace(unplanned(settings, rows, False, width, None), **fields)
+        return replace(first_policy(settings, rows=rows, width=width), **fields)
     if isinstance(settings, Checkpointing):
         return replace(choose(settings, shape, batch=args.batch, tokens=tokens), **fields)
     fields.setdefault("tile", auto_tile(args.batch * tokens))

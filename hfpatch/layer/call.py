@@ -50,6 +50,7 @@ class LayerCall(Kept):
     earlier: "LayerCall | None" = None
     position: int = 0  # in its segment
     rerun_from: object = None  # the segment's first layer, None in a call that begins one
+    step: object = None  # the meter.Step that measures this call, or None
     previous: object = None  # weak reference to the previous call, whose backward is next
 
     def release(self) -> None:
@@ -109,7 +110,7 @@ class LayerCall(Kept):
             outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
-                self.save_inside(noted)
+                self.save_inside(noted, self.runtime.spare)
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles
@@ -154,7 +155,7 @@ class LayerCall(Kept):
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
             if self.queue is not None:
-                self.queue.transfers.settle()
+                self.queue.transfers.settle(room=self.runtime.spare if where == "tier" else 0)
         if self.parts.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()

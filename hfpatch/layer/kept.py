@@ -60,11 +60,13 @@ class Kept:
     def on_device(x: Tensor) -> Saved:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
-    def save_inside(self, noted: dict) -> None:
-        """Saves the values noted inside the next tile."""
+    def save_inside(self, noted: dict, room: int) -> None:
+        """Saves the values noted inside the next tile. room: bytes that the sources of copies may
+        take.
+        """
         transfers = self.queue.transfers
         self.inside.append({name: [*map(transfers.save, xs)] for name, xs in noted.items()})
-        transfers.settle(under_way=1)
+        transfers.settle(under_way=1, room=room)
 
     def release(self) -> None:
         """Releases every saved tensor; the graph cannot be walked again."""

@@ -1,5 +1,5 @@
-"""What a model's layers keep for each batch shape. Chosen once per shape, from the memory that is
-free as its first step begins, and again if a step shows less memory, or more.
+"""What a model's layers keep: for a first step of a batch shape the least (budget/first.py), then
+what the model's own steps have shown that there is room for (meter.py, budget/measured.py).
 """
 
 import dataclasses
@@ -10,27 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
+from hfpatch.budget.cuts import tile_bounds
+from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.limits import environment_number
-from hfpatch.budget.policy import (
-    KEEPABLE,
-    Checkpointing,
-    Policy,
-    auto_tile,
-)
+from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
+from hfpatch.budget.policy import LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
-from hfpatch.layer.room import Gauge, Learned, Room, without_shape
+from hfpatch.layer.meter import Gauge, Meter, kind_of
+from hfpatch.layer.packed_weights import frozen_tables
+from hfpatch.layer.parts import gate_up_columns
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
 
 SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
-
-
-def rounded(tokens: int) -> int:
-    """`tokens` rounded up to a sixteenth of the largest power of two within."""
-    step = max(1, 1 << max(0, tokens.bit_length() - 5))
-    return -(-tokens // step) * step
 
 
 def metered(device: torch.device) -> bool:
@@ -54,28 +48,27 @@ class Policies:
     Attributes:
         checkpointing: the user's settings.
         n_layers: how many layers share this runtime.
-        policies: by batch shape; queues: by (device, tier), each with transfers of its own.
+        policies: by batch shape; firsts: those of their first steps; queues: by (device, tier), each with transfers of its own.
         shards: how tensor-parallel ranks share a layer's input, or None.
-        rooms: the memory budget of each device, None if its free memory is unknown.
-        planned: (policy, B, T) -> the most bytes that a step takes on the device, from the last
-            measured one.
-        opened: shapes whose host memory is reserved.
+        meters: the Meter of each device, None if its free memory is unknown.
+        opened: policies, by shape, whose host memory is reserved.
         sequence: the ranks that share the rows of the current call, or None.
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
-        learned: results of earlier steps (room.Learned).
+        spare: bytes that the sources of copies may take while a layer runs.
     """
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int):
         self.checkpointing, self.n_layers = checkpointing, n_layers
         self.policies: dict[tuple, Policy] = {}
+        self.firsts: dict[tuple, Policy] = {}
         self.queues: dict[tuple, FetchQueue] = {}
         self.shards: Shards | None = None
-        self.rooms: dict[torch.device, Room | None] = {}
-        self.planned: dict[tuple, int] = {}
-        self.opened: set[tuple] = set()
-        self.sequence = None
-        self.owner, self.learned, self.exchange = lambda: None, Learned(), None
+        self.meters: dict[torch.device, Meter | None] = {}
+        self.opened: dict[tuple, Policy] = {}
+        self.said: dict[tuple, Policy] = {}
+        self.owner, self.sequence, self.exchange = lambda: None, None, None
+        self.spare = 0
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self._last_index = 0  # of the layer that last requested a policy
 
@@ -84,103 +77,83 @@ class Policies:
         """The copies of the first device, None before the first step."""
         return next((queue.transfers for queue in self.queues.values()), None)
 
+    def meter_of(self, device: torch.device) -> Meter | None:
+        """What is measured on a device; None if its free memory is unknown."""
+        if device not in self.meters:
+            owner = self.owner
+            self.meters[device] = (
+                Meter(Gauge(device), lambda: owner() and owner().parameters(), self.n_layers)
+                if metered(device)
+                else None
+            )
+        return self.meters[device]
+
     def begin(self, device: torch.device) -> None:
         """Called by the stack before its layers' forward, or by the first layer if a user calls
         layers directly.
         """
         for queue in self.queues.values():
             queue.begin()
-        room = self.room_of(device)
-        if room is not None and torch.is_grad_enabled():
-            self._look_back(room)
+        meter = self.meter_of(device)
+        if meter is not None and torch.is_grad_enabled():
+            meter.begin()
         self._begun = True
 
-    def policy(
-        self,
-        layer: nn.Module,
-        x_BTD: Tensor,
-        sequence=None,
-        whole: bool = False,
-        able=lambda: KEEPABLE,
-    ) -> Policy:
+    def policy(self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False) -> Policy:
         """The policy for this batch shape. A new shape gets a policy, and host memory is reserved
         for it.
 
         whole: the layer cannot be tiled; sequence: the ranks that share its rows
-        (parallel.exchange.Sequence), which all choose alike; able: returns the names in KEEPABLE
-        that the layer can keep. Raises ValueError if the host cannot hold what the settings demand.
+        (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
+        hold what the settings demand.
         """
         device, index, training = x_BTD.device, layer._hfpatch_index, torch.is_grad_enabled()
         begins = self._begun or index <= self._last_index
-        if begins and not self._begun or device not in self.rooms:
+        if begins and not self._begun or device not in self.meters:
             self.begin(device)
         self._begun, self._last_index, self.sequence = False, index, sequence
-        room, B, T = self.rooms[device], *x_BTD.shape[:2]
-        # Close lengths share one policy, chosen for the longest of them.
-        longest = T if room is None else rounded(T)
+        meter, B, T = self.meters[device], *x_BTD.shape[:2]
+        # Close lengths have one first policy, chosen for the longest of them.
+        longest = T if meter is None else rounded(T)
         key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
         policy = self.policies.get(key)
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
             return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
-        # A forked process has no queues.
-        ready = policy and (*key, T) in self.opened and (device, policy.offload) in self.queues
-        if training and not ready:
-            policy = self._opened(policy, layer, x_BTD, longest, whole, able)
-            self.opened.add((*key, T))
-        self.policies[key] = policy  # last: a choice that failed is tried again
         if training:
-            shape = policy, B, longest
+            # A forked process has no queues.
+            if policy is None or (device, policy.offload) not in self.queues:
+                self.firsts[key] = policy = self._opened(layer, x_BTD, longest, whole)
+            self.policies[key] = policy  # last: a choice that failed is tried again
+            if meter is not None and meter.step is not None:
+                policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
+            if self.opened.get((*key, T)) != policy:
+                self._reserve(policy, x_BTD, meter)
+                self.opened[*key, T] = policy
             for queue in self.queues.values():
-                queue.transfers.settle()
-            if room is not None:
-                (room.begin if begins else room.also)(self.planned.get(shape))
-                if not whole and not self.weights.on:
-                    self.learned.step = shape
+                queue.transfers.settle(room=self.spare)
         return policy
 
-    def _opened(self, policy, layer, x_BTD: Tensor, longest: int, whole: bool, able) -> Policy:
-        """Chooses a policy if there is none, and reserves memory for this length. Ranks that must
-        choose alike do so together.
-        """
+    def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Policy:
+        """The first policy of a shape. Ranks that must choose alike do so together."""
         group = None if whole else tensor_parallel_group(layer)
 
         def open_shape():
-            found = policy or self._chosen(layer, x_BTD, longest, whole, group)
-            self._open(found, x_BTD.device)
+            found = self._chosen(layer, x_BTD, longest, whole, group)
+            queue = x_BTD.device, found.offload
+            if queue not in self.queues:
+                self.queues[queue] = FetchQueue(Transfers(*queue, self.checkpointing.directory))
             return found
 
         if self.sequence is not None:
             return self.sequence.together(open_shape)
         return open_shape() if group is None else together(group, open_shape)
 
-    def room_of(self, device: torch.device) -> Room | None:
-        """The memory budget of a device; None if its free memory is unknown."""
-        if device not in self.rooms:
-            self.rooms[device] = None
-            if not metered(device):
-                return None
-            owner = self.owner
-            self.rooms[device] = Room(Gauge(device), lambda: owner() and owner().parameters())
-        return self.rooms[device]
-
-    def _look_back(self, room: Room) -> None:
-        """Drops policies after a step that showed less memory than planned, or more."""
-        learnt = room.look()
-        if learnt is not None:
-            self.policies.clear()
-            self.opened.clear()
-        if learnt:
-            self.learned.policies.clear()
-            say(f"{learnt}: layers keep less from now on.")
-        grown = self.learned.grow(room, self.checkpointing, self.n_layers, self.planned)
-        self.policies = {k: p for k, p in self.policies.items() if k[:2] != grown}
-
     def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, group) -> Policy:
-        """Chooses a policy. group: the tensor-parallel ranks of each layer, which must choose
+        """Chooses a first policy. group: the tensor-parallel ranks of each layer, which must choose
         alike.
         """
-        policy = self._resolve(x_BTD.shape[0], T, x_BTD, whole, is_sharded(layer), group)
+        policy = self._resolve(layer, T, x_BTD, whole, group)
         if policy.every > 1 and is_sharded(layer):
             raise ValueError(
                 f"hfpatch: every={policy.every} runs several layers at once, which parameters "
@@ -193,37 +166,111 @@ class Policies:
             self.shards = Shards(group)
         return policy
 
-    def _resolve(self, B: int, T: int, x: Tensor, whole: bool, sharded: bool, group) -> Policy:
-        """The policy of a shape: what the last steps have shown to fit, else a careful one.
-        sharded: an engine gathers each layer's weights.
-        """
-        settings, room = self._settings(x, whole, sharded), self.room_of(x.device)
+    def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Policy:
+        """The first policy of a shape: what is sure to be little."""
+        settings, meter = self._settings(x, layer), self.meter_of(x.device)
         # independent of one rank's free memory
         if self.exchange is not None and settings.tile == "auto":
-            settings = dataclasses.replace(settings, tile=auto_tile(B * T))
-        if not whole and (B, T) in self.learned.policies:
-            return self.learned.policies[B, T]
-        free = [room and room.bytes(), self._host_free()]
+            settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
+        owner = self.owner()
+        trained = [p.numel() for p in owner.parameters() if p.requires_grad] if owner else []
+        free = [meter and meter.free(), self._host_free()]
         if self.sequence is not None:
             free = self.sequence.least(free, x.device)
         elif group is not None:
             free = least_of(group, free, x.device)
-        return without_shape(self, settings, B * T, whole, x, *free)
+        sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
+        policy = first_policy(
+            settings, **sizes, layers=self._keeping(x), whole=whole,
+            chains=layer._hfpatch_traits.carries is not None, sums=4 * sum(trained) // self.n_layers,
+            card=meter and meter.card, free=free[0], host=free[1],
+        )  # fmt: skip
+        frozen = settings.frozen_weights == "auto" and trained and frozen_tables(layer)
+        alone = not (whole or is_sharded(layer)) and group is None and self.sequence is None
+        needs = step_bytes(policy, **sizes) + 2 * LOSS_WORKSPACE
+        if frozen and alone and not self.weights.on and free[0] is not None and needs > free[0]:
+            self.weights.on = True
+            self.policies.clear()  # those of other lengths may let layers keep everything
+            self.weights_to_host(owner, x.device)
+            return self._resolve(layer, T, x, whole, group)
+        return policy
 
-    def _settings(self, x: Tensor, whole: bool, sharded: bool) -> Checkpointing:
+    def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
         settings, change = self.checkpointing, dataclasses.replace
-        if sharded and settings.every == "auto":
+        if settings.every == "auto" and is_sharded(layer):
             settings = change(settings, every=1)
         # The device is the host, so a copy would only take memory. The meta device has nothing to
         # copy.
-        host = self.room_of(x.device) is None and settings.offload == "auto"
+        host = self.meter_of(x.device) is None and settings.offload == "auto"
         if host or x.device.type == "meta":
             settings = change(settings, offload="gpu")
         if self.weights.on:
-            settings = change(settings, frozen_weights="host", plain=0)
-        plain = 0 if settings.plain == "auto" else settings.plain
-        return change(settings, plain=plain)
+            return change(settings, frozen_weights="host", plain=0)
+        alike = arrival_counts() or self.exchange is not None
+        return change(settings, plain=0) if alike and settings.plain == "auto" else settings
+
+    def _grown(self, meter: Meter, key, first: Policy, layer, x: Tensor, begins: bool) -> Policy:
+        """The policy of the step that begins, by what earlier ones have shown; then the step's."""
+        step, whole, (B, T) = meter.step, key[4], x.shape[:2]
+        if begins or step.policy is None or step.whole != whole:
+            settings = self._settings(x, layer)
+            grows = settings.aim != "least" and self._alone(layer)
+            traits, itemsize = layer._hfpatch_traits, x.element_size()
+            columns = 0 if whole else gate_up_columns(layer, traits, x.device.type)
+            queue = self.queues[x.device, first.offload].transfers
+            able = Layers(
+                columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.rate
+            )
+            policy, step.whole = meter.plan(first, settings, able, B * T, grows), whole
+            self.policies[key] = policy
+            shape = (B, key[1], whole)
+            if self.said.get(shape) != policy:
+                why = f"{meter.why}; " if meter.why and shape in self.said else ""
+                self.said[shape], meter.why = policy, ""
+                say(
+                    f"{why}{B} x {T:,} tokens: {describe(policy, self.n_layers)}"
+                    f"{meter.words()}."
+                )
+        self.spare = meter.room_for_copies() if meter.step.policy is not None else 0
+        return self.policies.get(key, first)
+
+    def _alone(self, layer: nn.Module) -> bool:
+        """Whether this process may decide without other ranks."""
+        return self.sequence is None and tensor_parallel_group(layer) is None
+
+    def untiled(self, layer: nn.Module, x: Tensor, policy: Policy) -> bool:
+        """Whether this layer keeps everything. Called as its forward begins."""
+        meter, index = self.meters.get(x.device), layer._hfpatch_index
+        if not torch.is_grad_enabled():
+            return False
+        if meter is None or meter.step is None:
+            return index >= self.n_layers - policy.plain
+        waiting = sum(queue.transfers.waiting_bytes for queue in self.queues.values())
+        planned = meter.layer(index, kind_of(layer, x), waiting)
+        fixed = self.checkpointing.plain != "auto"
+        return index >= self.n_layers - policy.plain if fixed else planned
+
+    def ended(self, layer: nn.Module, device: torch.device) -> None:
+        """A layer's forward has ended."""
+        if layer._hfpatch_index != self.n_layers - 1 or not torch.is_grad_enabled():
+            return
+        for queue in self.queues.values():
+            queue.transfers.settle()
+        meter = self.meters.get(device)
+        if meter is not None and meter.step is not None:
+            meter.ended()
+
+    def _keeping(self, x: Tensor) -> int:
+        """How many layers keep something: those from the first trained one on."""
+        owner = self.owner()
+        if x.requires_grad or owner is None:
+            return self.n_layers
+        layers = (m for m in owner.modules() if "_hfpatch_index" in vars(m))
+        trained = (
+            m._hfpatch_index for m in layers if any(p.requires_grad for p in m.parameters())
+        )
+        return self.n_layers - min(trained, default=self.n_layers)
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""
@@ -231,10 +278,21 @@ class Policies:
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
-    def _open(self, policy: Policy, device: torch.device) -> None:
-        """Creates the transfers of a policy."""
-        key = (device, policy.offload)
-        if key not in self.queues:
-            self.queues[key] = FetchQueue(
-                Transfers(device, policy.offload, self.checkpointing.directory)
-            )
+    def _reserve(self, policy: Policy, x: Tensor, meter: Meter | None) -> None:
+        """Reserves host memory for a step, in one block: each block has to be pinned."""
+        if policy.offload != "host" or policy.chain:
+            return
+        pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
+        if free is not None and free < SCARCE_HOST:
+            pool.give_back()  # host memory is scarce: hold no more than this length takes
+        layers = -(-(self._keeping(x) - policy.plain) // policy.every)
+        ranks = 1 if self.shards is None else self.shards.world
+        one = x.numel() * x.element_size()
+        sizes = {one // ranks: layers}
+        sizes[one] = sizes.get(one, 0) + layers * policy.save_attention
+        if meter is not None and meter.step is not None and "gate_up" in policy.keep:
+            for a, b in tile_bounds(*x.shape[:2], policy.tile):
+                nbytes = x.shape[0] * (b - a) * meter.step.gate_up // 2
+                sizes[nbytes] = sizes.get(nbytes, 0) + 2 * (layers - policy.again)
+        most = self._host_free()
+        pool.reserve(sizes, most and int(HOST_SHARE * most))

@@ -108,7 +108,8 @@ class LayerRuntime(Policies, Chain):
         self.queues.clear()
         self.policies.clear()
         self.opened.clear()
-        self.rooms.clear()
+        self.said.clear()
+        self.meters.clear()
 
 
 class Waiting:

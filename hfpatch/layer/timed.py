@@ -143,7 +143,7 @@ class TimedCall(LayerCall):
             y = self.time.forward(self.mixer, x_BTD.detach())
         finally:
             if self.queue is not None:
-                self.queue.transfers.settle()
+                self.queue.transfers.settle(room=self.runtime.spare if saves else 0)
         if self.parts.autocast[0] is not None:
             torch.clear_autocast_cache()
         return [y]

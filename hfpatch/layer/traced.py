@@ -17,6 +17,7 @@ from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
+from hfpatch.layer.meter import tile_graph
 from hfpatch.layer.mixers import Mixer, standing_in
 from hfpatch.layer.parts import keepable, sources_of
 from hfpatch.layer.random_state import replayed
@@ -273,18 +274,23 @@ class Traced:
     def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: dict, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
+        graph = None if known else tile_graph(self.layer, "after", x)
         with torch.enable_grad():
             run = partial(self.post, x, leaves, a, b, unread=True, known=known)
             tiles = self.replayed("after", a, x.device, run)
         known.clear()
-        dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], self.arguments.stand_ins)
+        given = self.arguments.stand_ins
+        dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], given, graph)
         # A product without a derivative gives no gradient (torchao's of int8 activations).
         return dx, [torch.zeros_like(y) if d is None else d for y, d in zip(leaves, douts)]
 
     def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
         x = x.detach().requires_grad_(need_x)
+        graph = tile_graph(self.layer, "before", x)
         with torch.enable_grad():
             parts = self.before(x, a, b, unread)
+        if graph is not None:
+            graph.begin(parts)
         given = self.arguments.stand_ins
 
         def back(grads, dsinks=None):
@@ -297,18 +303,27 @@ class Traced:
                 at = self.block.attn if self.is_block and dsinks_H is not None else None
                 ys.append(asked.sinks_H if at is None else at.sinks)
                 dys.append(dsinks_H)
-            return self._walk(weights, ys, dys, [x], given)[0]
+            found = self._walk(weights, ys, dys, [x], given)[0]
+            if graph is not None:
+                graph.end()
+            return found
 
         return parts, back
 
-    def _walk(self, weights, outputs, grads, inputs: list[Tensor], given: list) -> list:
+    def _walk(
+        self, weights, outputs, grads, inputs: list[Tensor], given: list, graph=None
+    ) -> list:
         """The gradients of `inputs`, None where it wants none. given: stand-ins of the layer's
         other arguments, with the sums of their gradients.
         """
         if self.condition.contiguous:  # tiles of several rows are not
             grads = [None if dy is None else dy.contiguous() for dy in grads]
         wanted = [x for x in inputs if x.requires_grad]
+        if graph is not None:
+            graph.begin(outputs)
         found = iter(walk([weights], outputs, grads, [*wanted, *(x for _, x in given)]))
+        if graph is not None:
+            graph.end()
         made = [next(found) if x.requires_grad else None for x in inputs]
         for (into, _), grad in zip(given, found):
             if grad is not None:

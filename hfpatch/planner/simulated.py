@@ -12,7 +12,7 @@ from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import Moment, StepMemory
-from hfpatch.budget.measured import Step, next_policy
+from hfpatch.planner.grown import Step, next_policy
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.budget.shape import ModelShape

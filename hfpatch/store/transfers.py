@@ -152,8 +152,14 @@ class Transfers:
         self.unsettled_bytes = 0
         # copies to start, as put() has them: (event after which x is complete, saved, a, x)
         self.unwritten: deque = deque()
+        self.rate = 0.0  # bytes a second of a large copy to the host, 0 before one was timed
         # (sources, their bytes, event of their copies), the oldest first
         self.copied: deque = deque()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of sources that stay only until their copies are done."""
+        return self.unsettled_bytes + sum(nbytes for _, nbytes, _ in self.copied)
 
     # -- to the tier -------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:

@@ -12,7 +12,6 @@ import torch
 
 from hfpatch.budget.choice import reserve
 from hfpatch.layer.policies import rounded
-from hfpatch.layer.room import SHRINK, Room
 from hfpatch.layer.runtime import LayerRuntime
 
 FILE, GiB = "hfpatch_memory.json", 1 << 30

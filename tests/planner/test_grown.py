@@ -3,7 +3,7 @@
 import pytest
 
 from hfpatch.budget.choice import reserve
-from hfpatch.budget.measured import Step, next_policy
+from hfpatch.planner.grown import Step, next_policy
 from hfpatch.budget.policy import Checkpointing, Policy
 
 GiB = 2**30
