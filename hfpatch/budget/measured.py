@@ -148,11 +148,13 @@ def tile_bytes(call: Call, kinds: dict, tile: int, gate_up: int) -> float:
 
 @dataclass
 class Plan:
-    """A step's policy, which of its layers run untiled, the bytes that it needs beside what these
-    keep, and the most that it takes, above those as it begins."""
+    """A step's policy, which of its layers run untiled, the most bytes in the backward of a tiled
+    layer, those that the step needs beside what untiled ones keep, and the most that it takes,
+    above those as it begins."""
 
     policy: Policy
     untiled: list
+    tiled: float
     need: float = 0.0
     top: float = 0.0
 
@@ -179,9 +181,9 @@ def climb(
     gates = settings.keep == "auto" and able.gate_up and policy.offload == "host"
     gates = gates and policy.every == 1 and takes(policy.tile, able.gate_up) <= room
     tiled = takes(policy.tile, gates and able.gate_up)
-    plan = Plan(policy, [False] * len(call.kinds), top=tiled)
+    plan = Plan(policy, [False] * len(call.kinds), tiled, top=tiled)
     if settings.plain == "auto":
-        _spend(plan, call, kinds, rows, room, tiled)
+        _spend(plan, call, kinds, rows, room)
         plan.policy = policy = replace(policy, plain=sum(plan.untiled))
     left = sum(kind is not None for kind in call.kinds) - policy.plain
     count = min(left, in_time(call, able, rows, left)) if gates else 0
@@ -190,10 +192,8 @@ def climb(
     return plan
 
 
-def _spend(plan: Plan, call: Call, kinds: dict, rows: int, room: float, tiled: float) -> None:
-    """Lets the last layers run untiled, as many as fit. Of a kind that never did, one is tried.
-    tiled: the most bytes in the backward of a tiled layer, with all gradients.
-    """
+def _spend(plan: Plan, call: Call, kinds: dict, rows: int, room: float) -> None:
+    """Lets the last layers run untiled, as many as fit. Of a kind that never did, one is tried."""
     kept, walk, tried, mixed = 0.0, 0.0, set(), False
     stands, loss, after = (line.most(rows) for line in (call.stands, call.loss, call.after))
     for index in range(len(call.kinds) - 1, -1, -1):
@@ -206,7 +206,7 @@ def _spend(plan: Plan, call: Call, kinds: dict, rows: int, room: float, tiled: f
             continue
         tried.add(name)
         cost, steps = kind.cost * rows, max(walk, kind.walk * rows)
-        need = max(loss, after + max(steps, tiled - call.gradients if mixed else 0))
+        need = max(loss, after + max(steps, plan.tiled - call.gradients if mixed else 0))
         top = max(stands + kept + cost + need, call.gradients + cost + steps)
         if top > room:
             break

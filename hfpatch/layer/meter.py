@@ -28,6 +28,7 @@ from hfpatch.budget.free import gpu_free, share_of_device, to_come
 from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, climb, tile_bytes
 from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing, Policy
 from hfpatch.compat import autocast_dtype
+from hfpatch.store.device import device_for, seconds_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +65,11 @@ class Gauge:
 
     def clock(self):
         """An event on the compute stream that knows its time."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return device_for(self.device).clock()
 
     def rose(self, before: int, after: int) -> bool:
         """Whether the peak rose, other than by a trial of attention's kernels."""
         return after > max(before, trial_peaks.get(self.device, 0))
-
-
-def seconds(begins, ends) -> float | None:
-    """Between two events; None if the second has not happened yet."""
-    return begins.elapsed_time(ends) / 1000 if ends.query() else None
 
 
 def kind_of(layer, x) -> str | None:
@@ -102,6 +96,8 @@ class Step:
         plan: which layers run untiled, by the kinds `told`; share: of the card that stays free.
         need: bytes beside what these keep. coming: of gradients that do not exist yet.
         gate_up: bytes per token that go to the host where they are kept.
+        working: the most bytes of a tiled layer. room: that the sources of copies may take while
+            the current layer runs.
         ends: the counters as the layers' forward ended; back: as their backward began.
         open: (kind, bytes that stood) of an untiled layer that runs now. kept: by untiled layers.
         top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
@@ -123,6 +119,8 @@ class Step:
     coming: int = 0
     planned: float = 0.0
     gate_up: int = 0
+    working: float = 0.0
+    room: int = 0
     told: list = field(default_factory=list)
     ends: Counters | None = None
     back: Counters | None = None
@@ -179,10 +177,9 @@ class Meter:
         if not step.over:
             step.last = now
         call = self.calls.get(step.key)
-        if step.clocks and len(step.clocks) == 2 and step.policy is not None:
-            took = seconds(*step.clocks)
-            if took is not None and call is not None:
-                call.seconds.put(step.rows, took)
+        took = seconds_between(*step.clocks) if len(step.clocks) == 2 else None
+        if took and call is not None:
+            call.seconds.put(step.rows, took)
         ran_out = step.last.ooms > step.base.ooms
         if ran_out or step.last.retries > step.base.retries:
             self._keep_less(step, ran_out)
@@ -226,6 +223,7 @@ class Meter:
             room -= 0 if own else step.coming
             found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
             step.policy, step.plan, step.need = found.policy, found.untiled, found.need
+            step.working = found.tiled - call.gradients
             step.told, step.planned = list(call.kinds), step.base.allocated + found.top
         return step.policy
 
@@ -242,9 +240,6 @@ class Meter:
             return ""
         return f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB"
 
-    def room_for_copies(self) -> int:
-        return 0
-
     # -- forward -----------------------------------------------------------------------------------
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:
         """A layer's forward begins. Returns whether it runs untiled.
@@ -254,6 +249,8 @@ class Meter:
         step, now = self.step, self.gauge.read()
         solid = now.allocated - waiting
         self._ends(solid)
+        limit = step.limit - step.share * self.card - self.spare
+        step.room = max(0, int(limit - solid - step.working)) if step.working else 0
         if not step.clocks:
             step.clocks.append(self.gauge.clock())
         step.kinds[index], step.last = kind, now
@@ -263,12 +260,11 @@ class Meter:
             return False
         later = (n for n, plan in zip(step.told[index + 1 :], step.plan[index + 1 :]) if plan)
         costs = self.kinds[kind].cost + sum(self.kinds[name].cost for name in later)
-        limit = step.limit - step.share * self.card - self.spare
         known = self.kinds[kind].known
         if not known or solid + costs * step.rows + step.need > limit:
             step.plan[index] = False
             return False
-        step.open, step.ran[index] = (kind, solid), True
+        step.open, step.ran[index], step.room = (kind, solid), True, 0
         return True
 
     def _ends(self, solid: int) -> None:

@@ -94,7 +94,7 @@ class Policies:
         """
         for queue in self.queues.values():
             queue.begin()
-        meter = self.meter_of(device)
+        meter, self.spare = self.meter_of(device), 0
         if meter is not None and torch.is_grad_enabled():
             meter.begin()
         self._begun = True
@@ -229,10 +229,9 @@ class Policies:
                 why = f"{meter.why}; " if meter.why and shape in self.said else ""
                 self.said[shape], meter.why = policy, ""
                 say(
-                    f"{why}{B} x {T:,} tokens: {describe(policy, self.n_layers)}"
+                    f"{why}{B} x {T:,} tokens: {describe(policy, self._keeping(x))}"
                     f"{meter.words()}."
                 )
-        self.spare = meter.room_for_copies() if meter.step.policy is not None else 0
         return self.policies.get(key, first)
 
     def _alone(self, layer: nn.Module) -> bool:
@@ -248,6 +247,7 @@ class Policies:
             return index >= self.n_layers - policy.plain
         waiting = sum(queue.transfers.waiting_bytes for queue in self.queues.values())
         planned = meter.layer(index, kind_of(layer, x), waiting)
+        self.spare = meter.step.room
         fixed = self.checkpointing.plain != "auto"
         return index >= self.n_layers - policy.plain if fixed else planned
 

@@ -98,6 +98,10 @@ class Device:
     def used_here(self, x: Tensor) -> None:
         """Tells the allocator that the current stream uses x, which another stream allocated."""
 
+    def clock(self):
+        """An event that knows its time, recorded now on the current stream; None without one."""
+        return None
+
     # -- host memory -------------------------------------------------------------------------------
     def pin(self, block: Tensor) -> int:
         """Registers a host buffer with the device. Returns 0 or CUDA's error."""
@@ -136,6 +140,11 @@ class CudaDevice(Device):
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
+    def clock(self):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def wait(self, event, stream=None) -> None:
         (stream or torch.cuda.current_stream(self.device)).wait_event(event)
 
@@ -171,6 +180,11 @@ class CudaDevice(Device):
         return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(
             values, non_blocking=True
         )
+
+
+def seconds_between(begins, ends) -> float | None:
+    """Between two clock() events; None as long as the second lies ahead."""
+    return begins.elapsed_time(ends) / 1000 if ends is not None and ends.query() else None
 
 
 class Block:
