@@ -69,6 +69,7 @@ def first_policy(
     elif tile == "auto":
         tile = first_tile(rows, width, card)
         in_time = TIME_TILE_LEAST if short else time_tile(auto_tile(rows), width, memory)
+        in_time *= chains
     chain = 0 if least and not short else chain_of((in_time or tile) * width, memory, sums)
     # A chain of one layer saves two [rows, width] of 2 bytes, and has all its sums at once.
     chain = chain or int(short or 4 * rows * width > sums)
@@ -79,7 +80,7 @@ def first_policy(
         tile=tile,
         time_tile=in_time,
         plain=0 if settings.plain == "auto" else settings.plain,
-        chain=0 if whole or settings.every != "auto" else chain,
+        chain=chain if chains and not whole and settings.every == "auto" else 0,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
         wide=not least and free is not None and WIDE_TENSORS * one < free,
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",

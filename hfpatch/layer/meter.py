@@ -31,6 +31,9 @@ from hfpatch.compat import autocast_dtype
 from hfpatch.store.device import device_for, seconds_between
 
 
+COPIES = 2  # the sources of copies of so many layers may stay while later layers run
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Bytes allocated now and at most, errors and retries of the allocator so far."""
@@ -96,8 +99,8 @@ class Step:
         plan: which layers run untiled, by the kinds `told`; share: of the card that stays free.
         need: bytes beside what these keep. coming: of gradients that do not exist yet.
         gate_up: bytes per token that go to the host where they are kept.
-        working: the most bytes of a tiled layer. room: that the sources of copies may take while
-            the current layer runs.
+        working: the most bytes of a tiled layer. ahead: that the sources of copies may take at
+            most; room: while the current layer runs.
         ends: the counters as the layers' forward ended; back: as their backward began.
         open: (kind, bytes that stood) of an untiled layer that runs now. kept: by untiled layers.
         top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
@@ -120,6 +123,7 @@ class Step:
     planned: float = 0.0
     gate_up: int = 0
     working: float = 0.0
+    ahead: int = 0
     room: int = 0
     told: list = field(default_factory=list)
     ends: Counters | None = None
@@ -224,6 +228,7 @@ class Meter:
             found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
             step.policy, step.plan, step.need = found.policy, found.untiled, found.need
             step.working = found.tiled - call.gradients
+            step.ahead = COPIES * (able.wide + able.gate_up) * rows
             step.told, step.planned = list(call.kinds), step.base.allocated + found.top
         return step.policy
 
@@ -250,7 +255,7 @@ class Meter:
         solid = now.allocated - waiting
         self._ends(solid)
         limit = step.limit - step.share * self.card - self.spare
-        step.room = max(0, int(limit - solid - step.working)) if step.working else 0
+        step.room = max(0, int(min(step.ahead, limit - solid - step.working)))
         if not step.clocks:
             step.clocks.append(self.gauge.clock())
         step.kinds[index], step.last = kind, now
@@ -260,11 +265,12 @@ class Meter:
             return False
         later = (n for n, plan in zip(step.told[index + 1 :], step.plan[index + 1 :]) if plan)
         costs = self.kinds[kind].cost + sum(self.kinds[name].cost for name in later)
-        known = self.kinds[kind].known
-        if not known or solid + costs * step.rows + step.need > limit:
+        left = limit - solid - costs * step.rows - step.need
+        if left < 0 or not self.kinds[kind].known:
             step.plan[index] = False
             return False
-        step.open, step.ran[index], step.room = (kind, solid), True, 0
+        step.open, step.ran[index] = (kind, solid), True
+        step.room = 0 if self.kinds[kind].kept is None else int(min(step.ahead, left))
         return True
 
     def _ends(self, solid: int) -> None:

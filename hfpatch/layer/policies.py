@@ -4,6 +4,7 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 
 import dataclasses
 import sys
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -128,11 +129,17 @@ class Policies:
             if meter is not None and meter.step is not None:
                 policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
             if self.opened.get((*key, T)) != policy:
-                self._reserve(policy, x_BTD, meter)
+                self._reserve(policy, layer, x_BTD, meter)
                 self.opened[*key, T] = policy
-            for queue in self.queues.values():
-                queue.transfers.settle(room=self.spare)
+            if meter is None:
+                self._settle(0)
         return policy
+
+    def _settle(self, room: int) -> None:
+        """Releases sources of copies, until those that stay take at most `room` bytes."""
+        self.spare = room
+        for queue in self.queues.values():
+            queue.transfers.settle(room=room)
 
     def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Policy:
         """The first policy of a shape. Ranks that must choose alike do so together."""
@@ -244,10 +251,11 @@ class Policies:
         if not torch.is_grad_enabled():
             return False
         if meter is None or meter.step is None:
+            self._settle(0)
             return index >= self.n_layers - policy.plain
         waiting = sum(queue.transfers.waiting_bytes for queue in self.queues.values())
         planned = meter.layer(index, kind_of(layer, x), waiting)
-        self.spare = meter.step.room
+        self._settle(meter.step.room)
         fixed = self.checkpointing.plain != "auto"
         return index >= self.n_layers - policy.plain if fixed else planned
 
@@ -255,8 +263,7 @@ class Policies:
         """A layer's forward has ended."""
         if layer._hfpatch_index != self.n_layers - 1 or not torch.is_grad_enabled():
             return
-        for queue in self.queues.values():
-            queue.transfers.settle()
+        self._settle(0)
         meter = self.meters.get(device)
         if meter is not None and meter.step is not None:
             meter.ended()
@@ -278,21 +285,23 @@ class Policies:
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
-    def _reserve(self, policy: Policy, x: Tensor, meter: Meter | None) -> None:
+    def _reserve(self, policy: Policy, layer, x: Tensor, meter: Meter | None) -> None:
         """Reserves host memory for a step, in one block: each block has to be pinned."""
-        if policy.offload != "host" or policy.chain:
+        if policy.offload != "host" or policy.chain:  # how many layers form a chain is not known
             return
         pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
         if free is not None and free < SCARCE_HOST:
             pool.give_back()  # host memory is scarce: hold no more than this length takes
         layers = -(-(self._keeping(x) - policy.plain) // policy.every)
         ranks = 1 if self.shards is None else self.shards.world
-        one = x.numel() * x.element_size()
-        sizes = {one // ranks: layers}
-        sizes[one] = sizes.get(one, 0) + layers * policy.save_attention
+        rows, computed = x[..., 0].numel(), (autocast_dtype(x.device.type) or x.dtype).itemsize
+        heads = max((getattr(c, "num_attention_heads", 0) for c in layer._hfpatch_configs), default=0)
+        saved = layers * policy.save_attention
+        sizes = Counter({rows * x.shape[-1] * x.element_size() // ranks: layers})
+        sizes[rows * (heads * layer._hfpatch_condition.head_dim or x.shape[-1]) * computed] += saved
+        sizes[rows * heads * max(4, computed)] += saved
         if meter is not None and meter.step is not None and "gate_up" in policy.keep:
             for a, b in tile_bounds(*x.shape[:2], policy.tile):
-                nbytes = x.shape[0] * (b - a) * meter.step.gate_up // 2
-                sizes[nbytes] = sizes.get(nbytes, 0) + 2 * (layers - policy.again)
+                sizes[x.shape[0] * (b - a) * meter.step.gate_up // 2] += 2 * (layers - policy.again)
         most = self._host_free()
-        pool.reserve(sizes, most and int(HOST_SHARE * most))
+        pool.reserve(+sizes, most and int(HOST_SHARE * most))
