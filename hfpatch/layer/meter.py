@@ -202,6 +202,11 @@ class Meter:
             self.spare = min(most, self.spare + int(SURE * self.card))
         self.why = "memory ran out" if ran_out else "memory was short"
 
+    def ran_out(self) -> None:
+        """The step that runs has run out of memory, and the run ends."""
+        step, self.step = self.step, None
+        self._keep_less(step, True)
+
     def _call_of(self, key: str) -> tuple[Call | None, bool]:
         """(the measured Call of this key or of the most alike, whether it is the key's own)."""
         own = self.calls.get(key)
