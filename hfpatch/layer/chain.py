@@ -71,7 +71,7 @@ class Chain:
         y = y if isinstance(y, Tensor) else y[0]
         meter = self.meters.get(x.device)
         if meter is not None and meter.step is not None and y.requires_grad:
-            y.register_hook(partial(_measure, meter.step))
+            y.register_hook(partial(_measure, meter.step, layer._hfpatch_index))
         call, queue = self._before(x), self.queues.get((x.device, policy.offload))
         waits = call is not None and call.queue is queue and call.earlier is None
         if waits and policy.plain > 1 and y.requires_grad:
@@ -86,6 +86,6 @@ class Chain:
                 call.prefetch()
 
 
-def _measure(step, _grad: Tensor) -> None:
+def _measure(step, index: int, _grad: Tensor) -> None:
     """Tensor hook: the backward of an untiled layer begins."""
-    step.meter.backward(step)
+    step.meter.untiled(step, index)

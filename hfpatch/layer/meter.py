@@ -16,6 +16,7 @@ checked again as it begins, against what is allocated by then: other people's te
 optimizer's states or a wrong belief then cost speed, and no step.
 """
 
+import threading
 import weakref
 from collections import Counter
 from contextlib import contextmanager
@@ -66,6 +67,9 @@ class Gauge:
     def card(self) -> int:
         return share_of_device(torch.cuda.mem_get_info(self.device)[1], self.device)
 
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
     def clock(self):
         """An event on the compute stream that knows its time."""
         return device_for(self.device).clock()
@@ -105,6 +109,7 @@ class Step:
         open: (kind, bytes that stood) of an untiled layer that runs now. kept: by untiled layers.
         top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
         last: the last counters read. over: the backward of the first layer has ended.
+        within: the backward of a layer runs that keeps little.
     """
 
     meter: "Meter"
@@ -133,8 +138,16 @@ class Step:
     top: int = 0
     exact: bool = False
     over: bool = False
+    within: bool = False
+    closed: bool = False
     clocks: list = field(default_factory=list)
     whole: bool = False
+
+
+    @property
+    def first(self) -> int | None:
+        """The first layer that keeps something: its backward is the last."""
+        return next((i for i, kind in enumerate(self.kinds) if kind is not None), None)
 
 
 class Meter:
@@ -155,7 +168,6 @@ class Meter:
         self.calls: dict[str, Call] = {}
         self.card = gauge.card()
         self.step: Step | None = None
-        self.running: Step | None = None  # whose backward runs
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
         self.spare, self.tile_most, self.why = 0, TILES[-1], ""
 
@@ -180,6 +192,8 @@ class Meter:
         """The next step begins: what this one showed about memory that ran out."""
         if not step.over:
             step.last = now
+        if step.top and not step.closed:
+            self._tiled(step, None)
         call = self.calls.get(step.key)
         took = seconds_between(*step.clocks) if len(step.clocks) == 2 else None
         if took and call is not None:
@@ -301,10 +315,17 @@ class Meter:
         self.steps.add(step)
 
     # -- backward ----------------------------------------------------------------------------------
-    def backward(self, step: Step) -> Counters:
+    def untiled(self, step: Step, index: int) -> None:
+        """The backward of an untiled layer begins."""
+        self.backward(step, untiled=True)
+        step.over = step.over or index == step.first
+
+    def backward(self, step: Step, untiled: bool = False) -> Counters:
         """A layer's backward begins."""
-        now, self.running = self.gauge.read(), step
-        step.last = now
+        now = self.gauge.read()
+        if step.within and self.gauge.rose(step.last.peak, now.peak):
+            step.top, step.exact = now.peak, True
+        step.last, step.within = now, not untiled
         if step.back is None and step.ends is not None:
             step.back = now
             self._loss(step, now)
@@ -326,8 +347,8 @@ class Meter:
 
     def backed(self, step: Step, before: Counters, first: bool) -> None:
         """A tiled layer's backward has ended. first: it was the first layer's."""
-        now, self.running = self.gauge.read(), None
-        step.last = now
+        now = step.last = self.gauge.read()
+        step.within = False
         if self.gauge.rose(before.peak, now.peak):
             step.top, step.exact = now.peak, True
         elif not step.exact:
@@ -335,18 +356,19 @@ class Meter:
         if first:
             self._tiled(step, now)
 
-    def _tiled(self, step: Step, now: Counters) -> None:
-        """The backward of the first layer has ended."""
+    def _tiled(self, step: Step, now: Counters | None) -> None:
+        """The backward of the first layer has ended; now: the counters, None if it was not seen."""
         call, base, policy = self.calls.get(step.key), step.base.allocated, step.policy
-        step.over = True
+        step.over = step.closed = True
         if call is None or policy is None:
             return
-        call.gradients = max(0, now.allocated - base)
+        if now is not None:
+            call.gradients = max(0, now.allocated - base)
         if not step.exact:
             if call.tiled.points:
                 return
-            if self.gauge.rose(step.base.peak, now.peak):
-                step.top = now.peak
+            if self.gauge.rose(step.base.peak, step.last.peak):
+                step.top = step.last.peak
             else:  # scratch of kernels was not sampled
                 step.top += (step.top - base) // 4
         gates = step.gate_up if "gate_up" in policy.keep else 0
@@ -371,43 +393,56 @@ class Meter:
         self.tile_most = min(self.tile_most, state["tile_most"])
 
 
+_running = threading.local()  # now: (step, name of the kind) of the layer whose backward runs here
+
+
 @contextmanager
 def measured(step: Step | None, layer):
     """A tiled layer's backward."""
     if step is None:
         yield
         return
-    before = step.meter.backward(step)
+    before, index = step.meter.backward(step), layer._hfpatch_index
+    _running.now = step, step.kinds[index]
     try:
         yield
     finally:
-        first = next((i for i, kind in enumerate(step.kinds) if kind is not None), None)
-        step.meter.backed(step, before, first == layer._hfpatch_index)
+        _running.now = None
+        step.meter.backed(step, before, step.first == index)
 
 
-def tile_graph(layer, part: str, x) -> "TileGraph | None":
-    """Measures the graph of a tile x [B, t, D], once for each kind of layer and part of it."""
-    meter = layer._hfpatch_runtime.meters.get(x.device)
-    step = meter and meter.running
-    if not step:
+def tile_graph(part: str, x, layers: int = 1) -> "TileGraph | None":
+    """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
+    and part of it. layers: how many layers the graph has.
+    """
+    now = getattr(_running, "now", None)
+    kind = now and now[0].meter.kinds.get(now[1])
+    if not kind or part in kind.parts:
         return None
-    kind = meter.kinds.get(step.kinds[layer._hfpatch_index])
-    if kind is None or part in kind.parts:
+    return TileGraph(now[0], kind, part, layers * x.shape[0] * x.shape[1])
+
+
+def whole_graph(step: Step, layer, x) -> "TileGraph | None":
+    """The backward of a layer begins that is checkpointed whole; measures its graph, once."""
+    step.meter.backward(step)
+    kind = step.meter.kinds.get(step.kinds[layer._hfpatch_index])
+    if kind is None or "whole" in kind.parts:
         return None
-    return TileGraph(meter, step, kind, part, x.shape[0] * x.shape[1])
+    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1])
 
 
 class TileGraph:
     """One tile's graph in a backward: the bytes that it keeps, and those that its own backward
     takes in addition, sampled after each of its nodes."""
 
-    def __init__(self, meter: Meter, step: Step, kind: Kind, part: str, tokens: int):
-        self.meter, self.step, self.kind, self.part, self.tokens = meter, step, kind, part, tokens
-        self.before, self.built, self.top = meter.gauge.read().allocated, 0, 0
+    def __init__(self, step: Step, kind: Kind, part: str, tokens: int):
+        self.step, self.kind, self.part, self.tokens = step, kind, part, tokens
+        self.before = step.meter.gauge.read().allocated
 
-    def begin(self, outputs) -> None:
-        """The graph is built."""
-        self.built = self.top = self.meter.gauge.read().allocated
+    def built(self, outputs) -> None:
+        """The graph of these outputs is built."""
+        self.stands = self.step.meter.gauge.read().allocated
+        self.kind.parts[self.part] = [max(0, self.stands - self.before) / self.tokens, 0.0]
         todo, seen = [y.grad_fn for y in outputs], set()
         while todo:
             node = todo.pop()
@@ -419,10 +454,7 @@ class TileGraph:
             todo += [following for following, _ in node.next_functions]
 
     def _sample(self, *_) -> None:
-        self.top = max(self.top, self.meter.gauge.read().allocated)
-
-    def end(self) -> None:
-        """Its backward has ended."""
-        self.step.top = max(self.step.top, 0 if self.step.exact else self.top)
-        graph = max(0, self.built - self.before) / self.tokens
-        self.kind.parts[self.part] = [graph, max(0, self.top - self.built) / self.tokens]
+        now, part = self.step.meter.gauge.read().allocated, self.kind.parts[self.part]
+        part[1] = max(part[1], (now - self.stands) / self.tokens)
+        if not self.step.exact:
+            self.step.top = max(self.step.top, now)

@@ -189,7 +189,7 @@ class Policies:
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
-            chains=layer._hfpatch_traits.carries is not None, sums=4 * sum(trained) // self.n_layers,
+            chains=self._mixes(layer), sums=4 * sum(trained) // self.n_layers,
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
         frozen = settings.frozen_weights == "auto" and trained and frozen_tables(layer)
@@ -231,7 +231,7 @@ class Policies:
             )
             policy, step.whole = meter.plan(first, settings, able, B * T, grows), whole
             self.policies[key] = policy
-            shape = (B, key[1], whole)
+            shape = (B, key[1], whole, step.key)
             if self.said.get(shape) != policy:
                 why = f"{meter.why}; " if meter.why and shape in self.said else ""
                 self.said[shape], meter.why = policy, ""
@@ -268,16 +268,21 @@ class Policies:
         if meter is not None and meter.step is not None:
             meter.ended()
 
+    def _layers(self) -> list[nn.Module]:
+        owner = self.owner()
+        return [] if owner is None else [m for m in owner.modules() if "_hfpatch_index" in vars(m)]
+
+    def _mixes(self, layer: nn.Module) -> bool:
+        """Whether some layers mix tokens other than by attention."""
+        return any(bool(one._hfpatch_traits.mixers) for one in (layer, *self._layers()))
+
     def _keeping(self, x: Tensor) -> int:
         """How many layers keep something: those from the first trained one on."""
-        owner = self.owner()
-        if x.requires_grad or owner is None:
+        layers = self._layers()
+        if x.requires_grad or not layers:
             return self.n_layers
-        layers = (m for m in owner.modules() if "_hfpatch_index" in vars(m))
-        trained = (
-            m._hfpatch_index for m in layers if any(p.requires_grad for p in m.parameters())
-        )
-        return self.n_layers - min(trained, default=self.n_layers)
+        trains = (one for one in layers if any(p.requires_grad for p in one.parameters()))
+        return self.n_layers - min((one._hfpatch_index for one in trains), default=self.n_layers)
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""

@@ -274,23 +274,24 @@ class Traced:
     def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: dict, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
-        graph = None if known else tile_graph(self.layer, "after", x)
+        graph = None if known else tile_graph("after", x)
         with torch.enable_grad():
             run = partial(self.post, x, leaves, a, b, unread=True, known=known)
             tiles = self.replayed("after", a, x.device, run)
+        if graph is not None:
+            graph.built(tiles)
         known.clear()
-        given = self.arguments.stand_ins
-        dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], given, graph)
+        dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], self.arguments.stand_ins)
         # A product without a derivative gives no gradient (torchao's of int8 activations).
         return dx, [torch.zeros_like(y) if d is None else d for y, d in zip(leaves, douts)]
 
     def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
         x = x.detach().requires_grad_(need_x)
-        graph = tile_graph(self.layer, "before", x)
+        graph = tile_graph("before", x)
         with torch.enable_grad():
             parts = self.before(x, a, b, unread)
         if graph is not None:
-            graph.begin(parts)
+            graph.built(parts)
         given = self.arguments.stand_ins
 
         def back(grads, dsinks=None):
@@ -303,27 +304,18 @@ class Traced:
                 at = self.block.attn if self.is_block and dsinks_H is not None else None
                 ys.append(asked.sinks_H if at is None else at.sinks)
                 dys.append(dsinks_H)
-            found = self._walk(weights, ys, dys, [x], given)[0]
-            if graph is not None:
-                graph.end()
-            return found
+            return self._walk(weights, ys, dys, [x], given)[0]
 
         return parts, back
 
-    def _walk(
-        self, weights, outputs, grads, inputs: list[Tensor], given: list, graph=None
-    ) -> list:
+    def _walk(self, weights, outputs, grads, inputs: list[Tensor], given: list) -> list:
         """The gradients of `inputs`, None where it wants none. given: stand-ins of the layer's
         other arguments, with the sums of their gradients.
         """
         if self.condition.contiguous:  # tiles of several rows are not
             grads = [None if dy is None else dy.contiguous() for dy in grads]
         wanted = [x for x in inputs if x.requires_grad]
-        if graph is not None:
-            graph.begin(outputs)
         found = iter(walk([weights], outputs, grads, [*wanted, *(x for _, x in given)]))
-        if graph is not None:
-            graph.end()
         made = [next(found) if x.requires_grad else None for x in inputs]
         for (into, _), grad in zip(given, found):
             if grad is not None:

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import torch
-
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import gpu_named
@@ -20,7 +18,8 @@ def planned_seconds(runtime, shape, B: int, T: int, stays) -> tuple[float, float
     None without rates of the device.
     """
     for (batch, longest, dtype, device, whole, *_), policy in runtime.policies.items():
-        gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        meter = runtime.meters.get(device)
+        gpu = meter and gpu_named(meter.gauge.name())
         if (batch, longest) == (B, rounded(T)) and gpu and not whole:
             gpu = replace(gpu, sharing=environment_number("LOCAL_WORLD_SIZE", 1, 1))
             sizes = {"batch": B, "tokens": T}
