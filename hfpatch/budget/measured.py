@@ -106,8 +106,8 @@ class Call:
             layers keep.
         loss: the most bytes from then on until the layers' backward begins.
         after: bytes as the layers' backward begins, above those as the forward ended.
-        tiled: the most bytes of a tiled layer's backward, above those as the forward began and
-            without the tile.
+        tiled: the most bytes in the backward of tiled layers, above those as the forward began,
+            without the tile and all gradients.
         gradients: bytes that the whole step leaves, its gradients.
         seconds: of the layers' forward.
         sure: a step with several untiled layers was measured.
@@ -172,7 +172,7 @@ def climb(
         room: bytes that the step may add to the device at its highest.
         tile_most: tokens of the largest tile.
     """
-    policy, rest = first, call.tiled.most(rows)
+    policy, rest = first, call.gradients + call.tiled.most(rows)
     takes = lambda tile, gate_up: rest + tile_bytes(call, kinds, min(tile, rows), gate_up)  # noqa: E731
     while settings.tile == "auto" and policy.tile < min(rows, tile_most):
         if takes(2 * policy.tile, 0) > room:

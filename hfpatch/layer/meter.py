@@ -373,7 +373,7 @@ class Meter:
                 step.top += (step.top - base) // 4
         gates = step.gate_up if "gate_up" in policy.keep else 0
         tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
-        call.tiled.put(step.rows, step.top - base - tile)
+        call.tiled.put(step.rows, max(0, step.top - base - call.gradients - tile))
 
     # -- what a later run may begin with -----------------------------------------------------------
     def state(self) -> dict:
