@@ -26,7 +26,6 @@ from hfpatch.budget.sizes import (
 )
 
 
-
 class TiledStep:
     """A step under a policy, as sizes in bytes that its moments share.
 

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 
-
 @dataclass(eq=False)
 class Backward:
     """One backward of a call, from its gradient dy. The phases share its attributes.

@@ -26,8 +26,8 @@ from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.kept import Kept
-from hfpatch.layer.traced import Traced
 from hfpatch.layer.time_trial import go_in_time
+from hfpatch.layer.traced import Traced
 from hfpatch.layer.weight_gradients import WeightGradients
 
 

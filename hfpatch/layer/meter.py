@@ -25,12 +25,11 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from hfpatch.attention.backends import trial_peaks, trials_without_room
-from hfpatch.budget.free import gpu_free, share_of_device, to_come
+from hfpatch.budget.free import expandable_segments, gpu_free, share_of_device, to_come
 from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, climb, tile_bytes
 from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing, Policy
 from hfpatch.compat import autocast_dtype
 from hfpatch.store.device import device_for, seconds_between
-
 
 COPIES = 2  # the sources of copies of so many layers may stay while later layers run
 
@@ -61,8 +60,18 @@ class Gauge:
         )
 
     def limit(self) -> int:
-        """The most bytes that can be allocated; asks the driver."""
-        return gpu_free(self.device) + self.read().allocated
+        """The most bytes that can be allocated; asks the driver. Free bytes beside tensors in
+        segments that do not expand serve small tensors alone."""
+        beside = 0
+        if self.rigid:
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            beside = stats["inactive_split_bytes"]["all"]["current"] if stats else 0
+        return gpu_free(self.device) + self.read().allocated - beside
+
+    @property
+    def rigid(self) -> bool:
+        """Whether the allocator's segments do not expand, so that lengths that vary leave gaps."""
+        return not expandable_segments()
 
     def card(self) -> int:
         return share_of_device(torch.cuda.mem_get_info(self.device)[1], self.device)
@@ -142,6 +151,7 @@ class Step:
     closed: bool = False
     clocks: list = field(default_factory=list)
     whole: bool = False
+    firm: bool = False
 
 
     @property
@@ -212,8 +222,7 @@ class Meter:
             if not kept and step.policy is not None:
                 self.tile_most = max(TILES[0], step.policy.tile // 2)
         else:
-            most = max(self.spare, int(UNSURE * self.card))
-            self.spare = min(most, self.spare + int(SURE * self.card))
+            self.spare = max(self.spare, int(SURE * self.card))
         self.why = "memory ran out" if ran_out else "memory was short"
 
     def ran_out(self) -> None:
@@ -241,7 +250,7 @@ class Meter:
             first = replace(first, tile=self.tile_most)
         step.policy, step.gate_up = first, able.gate_up
         if call is not None and grows:
-            step.share = SURE if own and call.sure else UNSURE
+            step.share = SURE if own and call.sure and not self.gauge.rigid else UNSURE
             room = step.limit - step.base.allocated - step.share * self.card - self.spare
             room -= 0 if own else step.coming
             found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
@@ -250,6 +259,11 @@ class Meter:
             step.ahead = COPIES * (able.wide + able.gate_up) * rows
             step.told, step.planned = list(call.kinds), step.base.allocated + found.top
         return step.policy
+
+    def firm(self, policy: Policy) -> None:
+        """The step runs as other ranks do, whatever is allocated as its layers begin."""
+        self.step.policy, self.step.firm = policy, True
+        self.step.plan = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
 
     def free(self) -> int:
         """Free bytes of the device."""
@@ -260,9 +274,9 @@ class Meter:
 
     def words(self) -> str:
         """What the planned step takes, for the line of a policy."""
-        if not any(self.step.plan):
+        if not any(self.step.plan) or self.step.planned > self.step.limit:
             return ""
-        return f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB"
+        return f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB of the device"
 
     # -- forward -----------------------------------------------------------------------------------
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:
@@ -285,11 +299,11 @@ class Meter:
         later = (n for n, plan in zip(step.told[index + 1 :], step.plan[index + 1 :]) if plan)
         costs = self.kinds[kind].cost + sum(self.kinds[name].cost for name in later)
         left = limit - solid - costs * step.rows - step.need
-        if left < 0 or not self.kinds[kind].known:
+        if (left < 0 or not self.kinds[kind].known) and not step.firm:
             step.plan[index] = False
             return False
         step.open, step.ran[index] = (kind, solid), True
-        step.room = 0 if self.kinds[kind].kept is None else int(min(step.ahead, left))
+        step.room = 0 if self.kinds[kind].kept is None else max(0, int(min(step.ahead, left)))
         return True
 
     def _ends(self, solid: int) -> None:

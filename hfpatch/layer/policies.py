@@ -52,7 +52,8 @@ class Policies:
         policies: by batch shape; firsts: those of their first steps; queues: by (device, tier), each with transfers of its own.
         shards: how tensor-parallel ranks share a layer's input, or None.
         meters: the Meter of each device, None if its free memory is unknown.
-        opened: policies, by shape, whose host memory is reserved.
+        opened: policies, by shape, whose host memory is reserved; said: those of the last lines;
+            agreed: (steps, those) of ranks that decide alike.
         sequence: the ranks that share the rows of the current call, or None.
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
@@ -68,6 +69,7 @@ class Policies:
         self.meters: dict[torch.device, Meter | None] = {}
         self.opened: dict[tuple, Policy] = {}
         self.said: dict[tuple, Policy] = {}
+        self.agreed: dict[tuple, tuple[int, Policy]] = {}
         self.owner, self.sequence, self.exchange = lambda: None, None, None
         self.spare = 0
         self._begun = False  # whether the stack began a forward and no layer ran yet
@@ -222,7 +224,7 @@ class Policies:
         step, whole, (B, T) = meter.step, key[4], x.shape[:2]
         if begins or step.policy is None or step.whole != whole:
             settings = self._settings(x, layer)
-            grows = settings.aim != "least" and self._alone(layer)
+            grows = settings.aim != "least"
             traits, itemsize = layer._hfpatch_traits, x.element_size()
             columns = 0 if whole else gate_up_columns(layer, traits, x.device.type)
             queue = self.queues[x.device, first.offload].transfers
@@ -230,6 +232,9 @@ class Policies:
                 columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.rate
             )
             policy, step.whole = meter.plan(first, settings, able, B * T, grows), whole
+            group = None if whole else tensor_parallel_group(layer)
+            if self.sequence is not None or group is not None:
+                policy = self._agreed(meter, key, policy, group)
             self.policies[key] = policy
             shape = (B, key[1], whole, step.key)
             if self.said.get(shape) != policy:
@@ -241,9 +246,26 @@ class Policies:
                 )
         return self.policies.get(key, first)
 
-    def _alone(self, layer: nn.Module) -> bool:
-        """Whether this process may decide without other ranks."""
-        return self.sequence is None and tensor_parallel_group(layer) is None
+    def _agreed(self, meter: Meter, key: tuple, own: Policy, group) -> Policy:
+        """The policy of ranks that must decide alike: the least of theirs, asked for at a shape's
+        1st, 2nd, 4th, 8th ... step.
+        """
+        steps, agreed = self.agreed.get(key, (0, own))
+        steps += 1
+        if steps & (steps - 1) == 0:
+            gates = self.n_layers - own.plain - own.again if own.keep == ("gate_up",) else 0
+            numbers, device = [own.plain, own.tile, gates], key[3]
+            if self.sequence is not None:
+                plain, tile, gates = self.sequence.least(numbers, device)
+            else:
+                plain, tile, gates = least_of(group, numbers, device)
+            keeps = own.keep if gates or own.keep != ("gate_up",) else ()
+            again = max(0, self.n_layers - plain - gates) if gates else own.again
+            again = own.again if not own.keep else again
+            agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keeps, again=again)
+        self.agreed[key] = steps, agreed
+        meter.firm(agreed)
+        return agreed
 
     def untiled(self, layer: nn.Module, x: Tensor, policy: Policy) -> bool:
         """Whether this layer keeps everything. Called as its forward begins."""

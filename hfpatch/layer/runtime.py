@@ -109,6 +109,7 @@ class LayerRuntime(Policies, Chain):
         self.policies.clear()
         self.opened.clear()
         self.said.clear()
+        self.agreed.clear()
         self.meters.clear()
 
 

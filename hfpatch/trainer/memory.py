@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from hfpatch.budget.free import expandable_segments
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.report import say
@@ -102,13 +103,9 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     peak, limit = meter.gauge.read().peak, meter.step.limit
     meter.ran_out()
     path = write(model, args)
-    set_ = any(
-        "expandable_segments:True" in os.environ.get(name, "")
-        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    )
     advice = (
         'pass checkpointing="least" to hfpatch.apply'
-        if set_
+        if expandable_segments()
         else "set PYTORCH_ALLOC_CONF=expandable_segments:True"
     )
     sentence = (
