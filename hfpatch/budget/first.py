@@ -30,9 +30,18 @@ def first_tile(rows: int, width: int, card: int | None) -> int:
 
 
 def first_policy(
-    settings: Checkpointing, *, rows: int, width: int, itemsize: int = 2, layers: int = 1,
-    whole: bool = False, chains: bool = False, sums: int = 0, card: int | None = None,
-    free: int | None = None, host: int | None = None,
+    settings: Checkpointing,
+    *,
+    rows: int,
+    width: int,
+    itemsize: int = 2,
+    layers: int = 1,
+    whole: bool = False,
+    chains: bool = False,
+    sums: int = 0,
+    card: int | None = None,
+    free: int | None = None,
+    host: int | None = None,
 ) -> Policy:
     """The policy of layers of which no step was measured: input and attention output go to the
     host, unless the settings name another place.

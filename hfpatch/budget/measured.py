@@ -160,8 +160,14 @@ class Plan:
 
 
 def climb(
-    first: Policy, call: Call, kinds: dict, settings: Checkpointing, able: Layers, rows: int,
-    room: float, tile_most: int = TILES[-1],
+    first: Policy,
+    call: Call,
+    kinds: dict,
+    settings: Checkpointing,
+    able: Layers,
+    rows: int,
+    room: float,
+    tile_most: int = TILES[-1],
 ) -> Plan:
     """The plan of a step.
 

@@ -153,7 +153,6 @@ class Step:
     whole: bool = False
     firm: bool = False
 
-
     @property
     def first(self) -> int | None:
         """The first layer that keeps something: its backward is the last."""
@@ -268,15 +267,19 @@ class Meter:
     def free(self) -> int:
         """Free bytes of the device."""
         step = self.step
-        return self.gauge.limit() - self.gauge.read().allocated if step is None else (
-            step.limit - step.base.allocated
+        return (
+            self.gauge.limit() - self.gauge.read().allocated
+            if step is None
+            else (step.limit - step.base.allocated)
         )
 
     def words(self) -> str:
         """What the planned step takes, for the line of a policy."""
         if not any(self.step.plan) or self.step.planned > self.step.limit:
             return ""
-        return f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB of the device"
+        return (
+            f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB of the device"
+        )
 
     # -- forward -----------------------------------------------------------------------------------
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:

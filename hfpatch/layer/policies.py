@@ -132,7 +132,7 @@ class Policies:
                 policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
             if self.opened.get((*key, T)) != policy:
                 self._reserve(policy, layer, x_BTD, meter)
-                self.opened[*key, T] = policy
+                self.opened[(*key, T)] = policy
             if meter is None:
                 self._settle(0)
         return policy
@@ -241,8 +241,7 @@ class Policies:
                 why = f"{meter.why}; " if meter.why and shape in self.said else ""
                 self.said[shape], meter.why = policy, ""
                 say(
-                    f"{why}{B} x {T:,} tokens: {describe(policy, self._keeping(x))}"
-                    f"{meter.words()}."
+                    f"{why}{B} x {T:,} tokens: {describe(policy, self._keeping(x))}{meter.words()}."
                 )
         return self.policies.get(key, first)
 
@@ -322,7 +321,9 @@ class Policies:
         layers = -(-(self._keeping(x) - policy.plain) // policy.every)
         ranks = 1 if self.shards is None else self.shards.world
         rows, computed = x[..., 0].numel(), (autocast_dtype(x.device.type) or x.dtype).itemsize
-        heads = max((getattr(c, "num_attention_heads", 0) for c in layer._hfpatch_configs), default=0)
+        heads = max(
+            (getattr(c, "num_attention_heads", 0) for c in layer._hfpatch_configs), default=0
+        )
         saved = layers * policy.save_attention
         sizes = Counter({rows * x.shape[-1] * x.element_size() // ranks: layers})
         sizes[rows * (heads * layer._hfpatch_condition.head_dim or x.shape[-1]) * computed] += saved

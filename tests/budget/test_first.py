@@ -30,7 +30,9 @@ def test_a_host_that_is_too_small_is_said():
     needs = 32 * GiB / 0.9
     assert first(host=int(2.01 * needs)).save_attention
     assert not first(host=int(1.01 * needs)).save_attention
-    with pytest.raises(ValueError, match="^hfpatch: checkpoints need 64.0 GiB of host memory, 28.8"):
+    with pytest.raises(
+        ValueError, match="^hfpatch: checkpoints need 64.0 GiB of host memory, 28.8"
+    ):
         first(host=32 * GiB)
     with pytest.raises(ValueError, match="a directory as offload saves all"):
         first(settings={"save_attention": True}, host=int(1.5 * needs))

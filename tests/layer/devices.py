@@ -1,6 +1,5 @@
 """Devices without a GPU: counters that a test sets, and counters of a simulated run's storages."""
 
-
 from hfpatch.layer import policies
 from hfpatch.layer.meter import Counters, Gauge
 

@@ -47,7 +47,9 @@ class Run:
 
     def run(self, work, rows: int) -> list:
         """work(run, ids): called in a simulation."""
-        self.patch.setattr(simulator, "train_step", lambda model, follower, ids, labels: work(self, ids))
+        self.patch.setattr(
+            simulator, "train_step", lambda model, follower, ids, labels: work(self, ids)
+        )
         simulator.simulate(self.model, 1, rows)
         return self.policies
 

@@ -64,8 +64,10 @@ def start(arguments, limit: float, surprise: float, monkeypatch, steps: int = 4)
             for at in range(steps):
                 if at == steps - 1:
                     model.model.norm.register_forward_pre_hook(
-                        lambda *_: held.append(torch.empty(int(surprise * GiB), dtype=torch.uint8))
-                        and None
+                        lambda *_: (
+                            held.append(torch.empty(int(surprise * GiB), dtype=torch.uint8))
+                            and None
+                        )
                     )
                 model(input_ids=ids, labels=labels).loss.backward()
                 model.zero_grad(set_to_none=True)
