@@ -8,9 +8,6 @@ from collections import Counter
 import torch
 from torch import nn
 
-from hfpatch.budget.choice import choose
-from hfpatch.budget.formula import ModelShape, step_memory
-from hfpatch.budget.policy import Checkpointing
 from hfpatch.decoder.find import Decoder
 from hfpatch.layer.condition import look
 from hfpatch.parts.quantised import is_quantised
@@ -50,7 +47,7 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
         report.skipped.append((option, "none in this model"))
 
 
-def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> None:
+def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     """Adds the layers' notes to the report."""
     stack, layers, notes = decoder.stack, decoder.layers, report.notes
     whole = Counter(reason for layer in layers if (reason := look(layer).now))
@@ -75,10 +72,6 @@ def note_layers(decoder: Decoder, settings, found, shape, report: Report) -> Non
             f"{len(wide)} frozen parameters ({wide[0]}, ...) are float32 over a quantised base, "
             "so residual stream and host memory are twice as large "
             "(prepare_model_for_kbit_training): leave that call out, get_peft_model freezes the base."
-        )
-    if shape is not None and not whole and not shape.whole_because:
-        notes.append(
-            _memory_note(stack.config, shape, settings, next(stack.parameters()).element_size())
         )
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
@@ -107,15 +100,3 @@ def _mixer_notes(layers, answers) -> list[str]:
             kind = type(layer.get_submodule(name)).__name__
             found[kind, traits.in_time(name)] += 1
     return [f"{n} {kind}s, which mix tokens, {in_time}." for (kind, in_time), n in found.items()]
-
-
-def _memory_note(config, shape: ModelShape, settings: Checkpointing, itemsize: int) -> str:
-    """The closed form's memory of one long sequence on a GPU, with enough host memory."""
-    tokens = min(config.max_position_embeddings, 131072)
-    policy = choose(settings, shape, batch=1, tokens=tokens, itemsize=itemsize)
-    memory = step_memory(shape, policy, batch=1, tokens=tokens, itemsize=itemsize)
-    return (
-        f"expected for one sequence of {tokens:,} tokens on a GPU: {memory.beyond / 2**30:.2f} "
-        "GiB beyond parameters and "
-        f"gradients, {memory.host / 2**30:.2f} GiB of host memory (see `hfpatch plan`)."
-    )

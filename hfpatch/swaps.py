@@ -11,7 +11,6 @@ from dataclasses import replace
 from torch import nn
 
 from hfpatch import notes
-from hfpatch.budget.formula import ModelShape
 from hfpatch.compat import (
     Turn,
     gather_as_one,
@@ -33,7 +32,6 @@ from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
 from hfpatch.parts import parts, rotation
 from hfpatch.parts.embedding import FreeEmbedding, FusedEmbedding, ScaledEmbedding
-from hfpatch.parts.quantised import as_trained
 from hfpatch.report import Report
 
 # option -> (ending of the class names that a part may replace, the function that finds the part)
@@ -109,8 +107,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         if "forward" in vars(layer):
             skipped.append(("checkpointing", f"{type(layer).__name__}: {replaced_forward(layer)}"))
             return
-    shape = as_trained(_shape(stack.config), layers[0])
-    runtime = LayerRuntime(settings, shape, len(layers), turn)
+    runtime = LayerRuntime(settings, len(layers), turn)
     runtime.owner = weakref.ref(decoder.causal or stack)
     runtime.exchange = token_exchange_group(runtime.owner())
     stack._hfpatch_runtime = runtime
@@ -131,7 +128,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
             swap(rest, FreeEmbedding if type(rest) is nn.Embedding else ScaledEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
-    notes.note_layers(decoder, settings, found, shape, report)
+    notes.note_layers(decoder, settings, found, report)
 
 
 def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, report) -> None:
@@ -141,7 +138,7 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
     for name, lists in find_towers(model, decoder.stack).items():
         swap(model.get_submodule(name), Tower)
         for blocks in lists:
-            runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), None, len(blocks), turn)
+            runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), len(blocks), turn)
             for block in blocks:
                 swap(block, TowerBlock)
                 block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
@@ -187,10 +184,3 @@ def _configs(decoder: Decoder) -> tuple:
     """The configs that the stack and its modules read, each once."""
     configs = (getattr(m, "config", None) for m in decoder.stack.modules())
     return tuple({id(c): c for c in configs if names_attention(c)}.values())
-
-
-def _shape(config) -> ModelShape | None:
-    try:
-        return ModelShape.from_config(config)
-    except Exception:  # a config whose sizes differ between layers raises its own kind of error
-        return None

@@ -16,6 +16,7 @@ from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import GiB, ModelShape, StepMemory, step_memory
 from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND, Gpu
 from hfpatch.budget.ladder import policies
+from hfpatch.budget.measured import HOST_SHARE, PINNED_MOST
 from hfpatch.budget.policy import (
     KEEPABLE,
     Checkpointing,
@@ -27,11 +28,6 @@ from hfpatch.budget.seconds import step_time
 # Device bytes that stay free during a step, for fragmentation and for allocations that the closed
 # form lacks: a share of the step's bytes, and at least RESERVE_LEAST.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
-# Most pinned bytes for checkpoints that only save time: as many as a minute of the first step pins.
-PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
-# Part of the free host memory for checkpoints; the process, the data loader and page tables need
-# the rest.
-HOST_SHARE = 0.9
 SAME = 1 + 1e-9  # predicted seconds whose ratio is below this count as equal
 NOMINAL = "a100-80gb"  # its rates decide where the device's own are unknown
 REFINED = 3  # this many of the fastest options are tried with other losses and attention again

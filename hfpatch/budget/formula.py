@@ -14,15 +14,13 @@ from functools import lru_cache
 
 from hfpatch.budget.hardware import GiB
 from hfpatch.budget.moments import FORWARD, Moment
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import RING_SLOTS, WEIGHT_SLOTS, Policy  # noqa: F401
 from hfpatch.budget.shape import ModelShape
 from hfpatch.budget.sizes import Sizes, plain_bytes
-from hfpatch.budget.tiled import RING_SLOTS, TiledStep
+from hfpatch.budget.tiled import TiledStep
 
 __all__ = ["GiB", "ModelShape", "Moment", "Policy", "RING_SLOTS", "StepMemory", "step_memory"]
 
-# layers whose frozen weights fit on the device at once, if frozen weights wait on the host
-WEIGHT_SLOTS = 2
 
 
 @dataclass(frozen=True)

@@ -122,21 +122,10 @@ def gpu_free(device=None) -> int | None:
     )
 
 
-def gpu_fragments(device) -> int:
-    """Free bytes of a CUDA device in allocator segments that also hold tensors.
-
-    Between steps these tensors are parameters, gradients and optimizer states, and no large tensor
-    fits between them. Expandable segments are left out: their free pages are returned and reused.
-    """
-    import torch
-
-    return sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == device.index
-        and segment["allocated_size"]
-        and not segment["is_expandable"]
-    )
+def expandable_segments() -> bool:
+    """Whether PyTorch's caching allocator was told to use segments that expand."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
 
 
 def share_of_device(total: int, device) -> int:

@@ -10,16 +10,11 @@ from itertools import product
 
 from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.policy import (
-    TIME_TILE_LEAST,
+    TILES,
     Checkpointing,
     Policy,
-    auto_tile,
-    chain_of,
-    time_tile,
 )
 from hfpatch.budget.shape import ModelShape
-
-TILES = (1024, 2048, 4096, 8192, 16384)
 
 # The tensors that a tiled layer keeps, and their place. A rung that does not save attention is
 # also tried with one input for several layers.
@@ -109,51 +104,3 @@ def _intervals(num_layers: int) -> list[int]:
     while found[-1] < num_layers:
         found.append(min(num_layers, max(found[-1] + 1, found[-1] * 5 // 4)))
     return found
-
-
-def unplanned(
-    settings: Checkpointing,
-    rows: int,
-    whole: bool,
-    width: int,
-    free: int | None,
-    sums: int = 0,
-    short: bool = False,
-) -> Policy:
-    """The policy of layers whose sizes no closed form describes. What it keeps goes to the host,
-    unless the settings name another place.
-
-    Args:
-        rows: tokens of the batch.
-        whole: the layers run whole.
-        width: of hidden states.
-        free: bytes on the device; None if unknown.
-        sums: bytes of one layer's gradients in float32.
-        short: the host has no room for the input of every layer.
-    """
-    tier = settings.offload
-    if settings.directory:
-        tier = "disk"
-    elif tier == "auto":
-        tier = "host"
-    every = 1 if whole or settings.every == "auto" else settings.every
-    save = every == 1 if settings.save_attention == "auto" else settings.save_attention
-    tile, in_time, least = settings.tile, 0, settings.aim == "least"
-    if tile == "auto" and least:
-        tile = TIME_TILE_LEAST
-    elif tile == "auto":
-        tile = auto_tile(rows)
-        in_time = TIME_TILE_LEAST if short else time_tile(tile, width, free)
-    chain = 0 if least and not short else chain_of((in_time or tile) * width, free, sums)
-    # A chain of one layer saves two [rows, width] of 2 bytes, and has all its sums at once.
-    chain = chain or int(short or 4 * rows * width > sums)
-    return Policy(
-        offload=tier,
-        every=every,
-        save_attention=save and not whole,
-        tile=tile,
-        time_tile=in_time,
-        plain=0 if settings.plain == "auto" else settings.plain,
-        chain=0 if whole or settings.every != "auto" else chain,
-        keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
-    )

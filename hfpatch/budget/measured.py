@@ -1,64 +1,231 @@
-"""The next step's policy from the last step's memory, for layers that no closed form describes.
+"""What a model's own steps have shown, and what the next step keeps: a ladder of three rungs.
 
-A tile's backward holds the graph of a layer over the tile's tokens: the part after attention and,
-with several tiles, the part before it at another moment. So a layer that keeps everything keeps at
-most those two graphs for each tile. If some layers kept everything already, it keeps at most their
-share of the step. Both are upper bounds, so no step runs out of memory on the way; each measured
-step tightens the next bound. Standard library only.
+    1  larger tiles, up to the largest of TILES
+    2  gate and up on the host too, in as many layers as the link has time for in a forward
+    3  layers that keep everything (untiled), with the memory that is left
+
+Every number is measured by the run itself (layer/meter.py). Bytes count per token, so what one
+length showed serves every other. Standard library only.
 """
 
-from dataclasses import dataclass, replace
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field, replace
 
-from hfpatch.budget.choice import reserve
-from hfpatch.budget.ladder import TILES
-from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.hardware import PIN_BYTES_PER_SECOND
+from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing, Policy
+
+# Part of the card that stays free until a step with untiled layers was measured, and after it.
+UNSURE, SURE = 0.10, 0.04
+# A layer of a kind that never ran untiled keeps at most this many times the graphs of its tiles.
+UNTRIED = 1.5
+# Part of the free host memory for checkpoints; the process, the data loader and page tables need
+# the rest.
+HOST_SHARE = 0.9
+# Most pinned bytes for checkpoints that only save time: as many as a minute of the first step pins.
+PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
 
 
-@dataclass(frozen=True)
-class Step:
-    """A measured step.
+def rounded(tokens: int) -> int:
+    """`tokens` rounded up to a sixteenth of the largest power of two within."""
+    step = max(1, 1 << max(0, tokens.bit_length() - 5))
+    return -(-tokens // step) * step
 
-    Attributes:
-        policy: the policy of its layers.
-        took: bytes that it added to the device at its peak, minus `gradients`.
-        gradients: bytes of all gradients that it made.
-        rows: tokens of its batch.
-        layers: of the model.
+
+@dataclass
+class Line:
+    """A quantity measured at some numbers of tokens, and what it is at others. points: [tokens,
+    value] in ascending order.
     """
 
-    policy: Policy
-    took: int
-    gradients: int
-    rows: int
-    layers: int
+    points: list = field(default_factory=list)
+
+    def put(self, tokens: int, value: float) -> None:
+        near = rounded(tokens)
+        self.points = [p for p in self.points if rounded(p[0]) != near]
+        insort(self.points, [tokens, value])
+
+    def _around(self, tokens: int):
+        at = bisect_left(self.points, [tokens, float("-inf")])
+        below = self.points[at - 1] if at else None
+        return below, self.points[at] if at < len(self.points) else None
+
+    def most(self, tokens: int) -> float:
+        """An upper bound: of two neighbours by a straight line, beyond the last by its ratio."""
+        below, above = self._around(tokens)
+        if above is None:
+            return below[1] * tokens / below[0]
+        if below is None:
+            return above[1]
+        share = (tokens - below[0]) / (above[0] - below[0])
+        return below[1] + share * (above[1] - below[1])
+
+    def least(self, tokens: int) -> float:
+        """A lower bound of seconds, which grow at least with the tokens and at most with their
+        square."""
+        below, above = self._around(tokens)
+        if above is not None and (below is None or above[0] == tokens):
+            return above[1] * (tokens / above[0]) ** 2
+        return below[1] * tokens / below[0]
+
+
+@dataclass
+class Kind:
+    """Layers of one kind. kept: bytes per token that an untiled one keeps, None before one ran.
+    parts: of each part of a tile, [bytes per token of its graph, those that its backward takes in
+    addition].
+    """
+
+    kept: float | None = None
+    parts: dict = field(default_factory=dict)
 
     @property
-    def layer(self) -> int:
-        """The most bytes that one more layer can keep. Gradients are added, because few of them may
-        exist at the peak.
-        """
-        all_of_it, policy = self.took + self.gradients, self.policy
-        if policy.plain:
-            return -(-all_of_it // policy.plain)
-        several = self.rows > policy.tile
-        return -(-2 * all_of_it * self.rows // policy.tile) if several else all_of_it
+    def graph(self) -> float:
+        return sum(graph for graph, _ in self.parts.values())
+
+    @property
+    def walk(self) -> float:
+        return max((walk for _, walk in self.parts.values()), default=0.0)
+
+    @property
+    def cost(self) -> float:
+        """The most bytes per token that one untiled layer keeps."""
+        return UNTRIED * self.graph if self.kept is None else self.kept
+
+    @property
+    def known(self) -> bool:
+        return self.kept is not None or self.graph > 0
 
 
-def next_policy(step: Step, settings: Checkpointing, free: int) -> tuple[Policy, int]:
-    """(the policy of the next step, the most bytes that it takes without its gradients).
+@dataclass
+class Call:
+    """Steps of one kind: the same parameters train, in the same dtypes. All bytes are measured.
 
-    Tiles grow first, since each tile reads every weight again. A larger tile is measured before the
-    last layers keep everything. Fields that the settings fix keep their value, and a policy without
-    room to grow stays the same. free: bytes of the device without all gradients.
+    Attributes:
+        kinds: the kind of each layer, None for a layer that keeps nothing or must not be untiled.
+        stands: bytes as the layers' forward ends, above those as it began, without what untiled
+            layers keep.
+        loss: the most bytes from then on until the layers' backward begins.
+        after: bytes as the layers' backward begins, above those as the forward ended.
+        tiled: the most bytes in the backward of tiled layers, above those as the forward began,
+            without the tile and all gradients.
+        gradients: bytes that the whole step leaves, its gradients.
+        seconds: of the layers' forward.
+        sure: a step with several untiled layers was measured.
     """
-    policy, most = step.policy, step.took
-    fits = lambda nbytes: nbytes + reserve(nbytes) <= free  # noqa: E731
-    while settings.tile == "auto" and policy.tile < min(step.rows, TILES[-1]):
-        twice = 2 * most + step.gradients
-        if not fits(twice):
+
+    kinds: list = field(default_factory=list)
+    stands: Line = field(default_factory=Line)
+    loss: Line = field(default_factory=Line)
+    after: Line = field(default_factory=Line)
+    tiled: Line = field(default_factory=Line)
+    seconds: Line = field(default_factory=Line)
+    gradients: float = 0.0
+    sure: bool = False
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.stands.points and self.loss.points and self.tiled.points)
+
+
+@dataclass
+class Layers:
+    """What the layers of a call can do. gate_up: bytes per token of gate and up, 0 if they cannot
+    be kept; wide: bytes per token of a layer's input and attention output; host: free bytes of the
+    host; link: bytes a second.
+    """
+
+    gate_up: int = 0
+    wide: int = 0
+    host: int | None = None
+    link: float = 0.0
+
+
+def tile_bytes(call: Call, kinds: dict, tile: int, gate_up: int) -> float:
+    """Bytes that a tile takes in a layer's backward. gate_up: bytes per token, 0 if not kept."""
+    own = [kinds[k] for k in {*call.kinds} - {None} if k in kinds]
+    return tile * (max((k.graph + k.walk for k in own), default=0) + RING_SLOTS * gate_up)
+
+
+@dataclass
+class Plan:
+    """A step's policy, which of its layers run untiled, the most bytes in the backward of a tiled
+    layer, those that the step needs beside what untiled ones keep, and the most that it takes,
+    above those as it begins."""
+
+    policy: Policy
+    untiled: list
+    tiled: float
+    need: float = 0.0
+    top: float = 0.0
+
+
+def climb(
+    first: Policy,
+    call: Call,
+    kinds: dict,
+    settings: Checkpointing,
+    able: Layers,
+    rows: int,
+    room: float,
+    tile_most: int = TILES[-1],
+) -> Plan:
+    """The plan of a step.
+
+    Args:
+        first: the policy of a step of which nothing is known.
+        kinds: name -> Kind.
+        rows: tokens of the batch.
+        room: bytes that the step may add to the device at its highest.
+        tile_most: tokens of the largest tile.
+    """
+    policy, rest = first, call.gradients + call.tiled.most(rows)
+    takes = lambda tile, gate_up: rest + tile_bytes(call, kinds, min(tile, rows), gate_up)  # noqa: E731
+    while settings.tile == "auto" and policy.tile < min(rows, tile_most):
+        if takes(2 * policy.tile, 0) > room:
             break
-        policy, most = replace(policy, tile=2 * policy.tile), twice
-    last = step.layers if settings.plain == "auto" and policy == step.policy else policy.plain
-    while policy.plain < last and fits(most + step.layer):
-        policy, most = replace(policy, plain=policy.plain + 1), most + step.layer
-    return policy, most
+        policy = replace(policy, tile=2 * policy.tile)
+    gates = settings.keep == "auto" and able.gate_up and policy.offload == "host"
+    gates = gates and policy.every == 1 and takes(policy.tile, able.gate_up) <= room
+    tiled = takes(policy.tile, gates and able.gate_up)
+    plan = Plan(policy, [False] * len(call.kinds), tiled, top=tiled)
+    if settings.plain == "auto":
+        _spend(plan, call, kinds, rows, room)
+        plan.policy = policy = replace(policy, plain=sum(plan.untiled))
+    left = sum(kind is not None for kind in call.kinds) - policy.plain
+    count = min(left, in_time(call, able, rows, left)) if gates else 0
+    if count > 0:
+        plan.policy = replace(policy, keep=("gate_up",), again=left - count)
+    return plan
+
+
+def _spend(plan: Plan, call: Call, kinds: dict, rows: int, room: float) -> None:
+    """Lets the last layers run untiled, as many as fit. Of a kind that never did, one is tried."""
+    kept, walk, tried, mixed = 0.0, 0.0, set(), False
+    stands, loss, after = (line.most(rows) for line in (call.stands, call.loss, call.after))
+    for index in range(len(call.kinds) - 1, -1, -1):
+        name = call.kinds[index]
+        if name is None:
+            continue
+        kind = kinds[name]
+        if not kind.known or kind.kept is None and name in tried:
+            mixed = True  # a tiled layer whose backward comes while untiled ones keep their bytes
+            continue
+        tried.add(name)
+        cost, steps = kind.cost * rows, max(walk, kind.walk * rows)
+        need = max(loss, after + max(steps, plan.tiled - call.gradients if mixed else 0))
+        top = max(stands + kept + cost + need, call.gradients + cost + steps)
+        if top > room:
+            break
+        plan.untiled[index], kept, walk = True, kept + cost, steps
+        plan.need, plan.top = need, max(plan.top, top)
+
+
+def in_time(call: Call, able: Layers, rows: int, tiled: int) -> int:
+    """How many layers can send gate and up to the host while the forward computes."""
+    if not call.seconds.points or not able.link:
+        return 0
+    more = call.seconds.least(rows) * able.link - tiled * able.wide * rows
+    if able.host is not None:
+        spare = min(HOST_SHARE * able.host, PINNED_MOST) - tiled * able.wide * rows
+        more = min(more, spare)
+    return max(0, int(more / (able.gate_up * rows)))

@@ -18,6 +18,10 @@ PLACES = ("auto", "gpu", "host")
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
+TILES = (1024, 2048, 4096, 8192, 16384)
+RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one on its way
+# layers whose frozen weights fit on the device at once, if frozen weights wait on the host
+WEIGHT_SLOTS = 2
 TIME_TILE_LEAST = 2048  # a multiple of every known mixer's chunk (64; of Mamba 2 up to 256)
 CHAIN = 8  # most layers without attention that share one kept input
 # Bytes per token and hidden channel that a mixer's backward holds. The most among the simulated

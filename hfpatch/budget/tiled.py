@@ -12,7 +12,7 @@ from hfpatch.budget.moments import (
     loss_moment,
     plain_moments,
 )
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import RING_SLOTS, Policy
 from hfpatch.budget.sequence import exchange_bytes
 from hfpatch.budget.sizes import (
     Sizes,
@@ -24,8 +24,6 @@ from hfpatch.budget.sizes import (
     plain_bytes,
     widened,
 )
-
-RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one on its way
 
 
 class TiledStep:

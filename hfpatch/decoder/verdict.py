@@ -326,7 +326,7 @@ def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Modul
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
     how = {"offload": "gpu", "save_attention": True, "tile": TILE if every == 1 else CHAIN_TILE}
-    runtime = LayerRuntime(Checkpointing(every=every, **how), None, len(layers))
+    runtime = LayerRuntime(Checkpointing(every=every, **how), len(layers))
     ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
     ours._hfpatch_traits = StackTraits(found.ours, unpads=found.unpads)
     ours._hfpatch_turn = runtime.turn

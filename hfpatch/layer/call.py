@@ -50,6 +50,7 @@ class LayerCall(Kept):
     earlier: "LayerCall | None" = None
     position: int = 0  # in its segment
     rerun_from: object = None  # the segment's first layer, None in a call that begins one
+    step: object = None  # the meter.Step that measures this call, or None
     previous: object = None  # weak reference to the previous call, whose backward is next
 
     def release(self) -> None:
@@ -103,16 +104,13 @@ class LayerCall(Kept):
         """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves the values
         that the policy keeps inside a tile.
         """
-        # Unsettled sources take none of the room: the layer's x, q, k, v, out and lse live until
-        # its end anyway.
-        room = self.runtime.spare + self.queue.transfers.unsettled_bytes if noting else 0
         whole, x_tiles, out_tiles = None, self.cut(x_BTD), list(map(self.cut, outs))
         for a, b in self.parts.phase(self.bounds):
             noted = dict.fromkeys(self.keep_inside) if noting else None
             outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
-                self.save_inside(noted, room)
+                self.save_inside(noted, self.runtime.spare)
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles
@@ -138,7 +136,7 @@ class LayerCall(Kept):
             self.x = self.queue.transfers.save(
                 x_BTD if whole else self.shards.mine(x_BTD, self.bounds)
             )
-        alone, room = where == "tier" and self.policy.every == 1, 0
+        alone = where == "tier" and self.policy.every == 1
         try:
             qkv = self.before(enumerate(self.cut(x_BTD)))
             if alone and "qkv" in self.keep:
@@ -153,13 +151,11 @@ class LayerCall(Kept):
                 self.lses = [save(s) for s in lses]
             del lses
             whole = self.after(x_BTD, outs, noting=alone and bool(self.keep_inside))
-            # the next layer hides the remaining copies
-            room = self.runtime.spare if alone else 0
         finally:
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
             if self.queue is not None:
-                self.queue.transfers.settle(room=room)
+                self.queue.transfers.settle(room=self.runtime.spare if where == "tier" else 0)
         if self.parts.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()

@@ -65,16 +65,14 @@ class Chain:
     def ran_plain(self, layer: nn.Module, policy: Policy, x: Tensor, y) -> None:
         """Called after a layer that keeps everything, with its output y.
 
-        After the last layer no copy's source stays alive. In backward, the first of several such
-        layers hides the first copies for the tiled layer before it. A single one does not: it runs
-        where memory is shortest.
+        In backward, the first of several such layers hides the first copies for the tiled layer
+        before it. A single one does not: it runs where memory is shortest.
         """
-        queue = self.queues.get((x.device, policy.offload))
-        if queue is None:
-            return
-        if layer._hfpatch_index == self.n_layers - 1:
-            queue.transfers.settle()
-        call, y = self._before(x), y if isinstance(y, Tensor) else y[0]
+        y = y if isinstance(y, Tensor) else y[0]
+        meter = self.meters.get(x.device)
+        if meter is not None and meter.step is not None and y.requires_grad:
+            y.register_hook(partial(_measure, meter.step, layer._hfpatch_index))
+        call, queue = self._before(x), self.queues.get((x.device, policy.offload))
         waits = call is not None and call.queue is queue and call.earlier is None
         if waits and policy.plain > 1 and y.requires_grad:
             y.register_hook(partial(self._prefetch, weakref.ref(call)))
@@ -86,3 +84,8 @@ class Chain:
             with self.turn:
                 call.queue.begin()
                 call.prefetch()
+
+
+def _measure(step, index: int, _grad: Tensor) -> None:
+    """Tensor hook: the backward of an untiled layer begins."""
+    step.meter.untiled(step, index)

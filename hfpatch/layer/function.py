@@ -13,6 +13,7 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.forward_state import ForwardState
+from hfpatch.layer.meter import measured
 from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
@@ -54,7 +55,7 @@ class LayerFunction(torch.autograd.Function):
         # on a line of its own, as in _Probe: an argument list holds a reference too
         held = sys.getrefcount(dy), *holders(dy)
         private = is_private(dy, held, call.private)
-        with call.runtime.turn:
+        with call.runtime.turn, measured(call.step, call.layer):
             dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
         # the graph, and the call with it, may live as long as the loss
         call.dextras = call.dleft = ()
@@ -119,6 +120,8 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
     if policy.keep:
         _keep(call, policy, runtime)
     call.shape, call.dtype = x.shape, x.dtype
+    meter = runtime.meters.get(x.device)
+    call.step = meter and meter.step
     runtime.link(call, x)
     # The generators' state after a layer's run shows whether it draws random numbers (dropout,
     # noise before a router). From then on its tiles save that state.

@@ -12,8 +12,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from hfpatch.budget.formula import RING_SLOTS
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import RING_SLOTS, Policy
 from hfpatch.compat import version
 from hfpatch.store.transfers import FetchQueue, Saved
 

@@ -163,15 +163,20 @@ class TiledLayer(UntiledLayer):
             if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
                 refuse_packed(type(self))
             way = route(request)
-            if isinstance(way, Tiled):
-                return self._in_tiles(request, way.policy)
-            whole = self._whole(request)
-            if not isinstance(way, Stock):
-                return self._checkpointed(request, way.policy, whole)
-            y = whole(request.given)
-            if way.keeps is not None:
-                runtime.ran_plain(self, way.keeps, request.given, y)
+            y = self._run(request, way)
+            runtime.ended(self, request.x.device)
             return y
+
+    def _run(self, r: Request, way):
+        if isinstance(way, Tiled):
+            return self._in_tiles(r, way.policy)
+        whole = self._whole(r)
+        if not isinstance(way, Stock):
+            return self._checkpointed(r, way.policy, whole)
+        y = whole(r.given)
+        if way.keeps is not None:
+            self._hfpatch_runtime.ran_plain(self, way.keeps, r.given, y)
+        return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
         """The Request of this call. The stack has looked at the layer's condition already. A layer

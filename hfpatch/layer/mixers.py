@@ -18,6 +18,7 @@ from hfpatch.compat import pytree
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch, Mask
+from hfpatch.layer.meter import tile_graph
 from hfpatch.layer.weight_gradients import walk
 
 # Arguments that describe packed documents. A mixer gets one document at a time instead.
@@ -145,7 +146,10 @@ class Mixer:
         if self._in_time(x_BTD.shape[1]):
             return self.time.backward(self, x_BTD, dout_BTD, into)
         for rows, a, b in self.documents(x_BTD.shape[1]):
+            graph = tile_graph("mixer", x_BTD[rows, a:b])
             x, out = self._graph(x_BTD, rows, a, b)
+            if graph is not None:
+                graph.built([out])
             (into[rows, a:b],) = walk(self.weights, [out], [dout_BTD[rows, a:b]], [x])
 
 

@@ -32,3 +32,11 @@ def sources_of(layer: nn.Module, traits: LayerTraits) -> dict[str, tuple[str, ..
     ):
         sources["gate_up"] = tuple(f"mlp.{name}" for name in mlp._hfpatch_gates)
     return sources
+
+
+def gate_up_columns(layer: nn.Module, traits: LayerTraits, device: str) -> int:
+    """The columns of gate and up together, 0 if keeping them spares this layer nothing."""
+    if not keepable(layer, traits, ("gate_up",), device):
+        return 0
+    gates = (submodule(layer.mlp, name) for name in layer.mlp._hfpatch_gates)
+    return sum(getattr(gate, "out_features", 0) for gate in gates)

@@ -7,7 +7,6 @@ when the stack looks at its layers (condition.py).
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 
 import torch
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hfpatch.attention.attention import Pattern, supported
-from hfpatch.budget.policy import KEEPABLE, Policy
+from hfpatch.budget.policy import Policy
 from hfpatch.compat import autocast_dtype
 from hfpatch.context.current import why_not_causal
 from hfpatch.context.masks import Batch, Mask
 from hfpatch.layer.adapters import TOLD
 from hfpatch.layer.condition import Condition
-from hfpatch.layer.parts import keepable
 
 # The reason of a call without a description of its tokens (generation, evaluation, a caller's own
 # mask). The report leaves it out: the stack has printed why, if it matters.
@@ -115,14 +113,13 @@ def route(r: Request) -> Tiled | Whole | Stock:
 
 def _tiled(r: Request) -> Tiled | Stock:
     layer, runtime = r.layer, r.layer._hfpatch_runtime
-    able = partial(keepable, layer, layer._hfpatch_traits, KEEPABLE, r.x.device.type)
-    policy = runtime.policy(layer, r.x, r.batch.sequence, able=able)
+    policy = runtime.policy(layer, r.x, r.batch.sequence)
     if not r.batch.even:  # ranks that exchange tokens in each tile need equally many tiles
         policy = replace(policy, tile=r.x[..., 0].numel())
-    # The last layers keep everything, except mixers of shared rows: they need their tiles.
-    plain = layer._hfpatch_index >= runtime.n_layers - policy.plain
-    plain = plain and not (r.batch.sequence and layer._hfpatch_traits.mixers)
-    return Stock(keeps=policy) if plain and torch.is_grad_enabled() else Tiled(policy)
+    # Mixers of shared rows need their tiles.
+    untiled = runtime.untiled(layer, r.x, policy)
+    untiled = untiled and not (r.batch.sequence and layer._hfpatch_traits.mixers)
+    return Stock(keeps=policy) if untiled else Tiled(policy)
 
 
 def _whole(r: Request, reason: str) -> Whole | Stock:
@@ -147,6 +144,6 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
         runtime.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
         return Stock(KEEPS)
     policy = runtime.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None
-    if policy is not None and layer._hfpatch_index >= runtime.n_layers - policy.plain:
-        return Stock(reason)
+    if policy is not None and runtime.untiled(layer, r.given, policy):
+        return Stock(reason, keeps=policy)
     return Whole(reason, policy)

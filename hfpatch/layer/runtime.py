@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.formula import ModelShape
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import Turn, not_for_deepspeed
 from hfpatch.layer import policies
@@ -33,11 +32,10 @@ class LayerRuntime(Policies, Chain):
     def __init__(
         self,
         checkpointing: Checkpointing,
-        shape: ModelShape | None,
         n_layers: int,
         turn: Turn | None = None,
     ):
-        Policies.__init__(self, checkpointing, shape, n_layers)
+        Policies.__init__(self, checkpointing, n_layers)
         Chain.__init__(self)
         self.warned: set[str] = set()
         self.tried: dict[tuple, str | None] = {}
@@ -45,14 +43,12 @@ class LayerRuntime(Policies, Chain):
         self.turn = Turn() if turn is None else turn
 
     def __deepcopy__(self, memo):
-        made = LayerRuntime(
-            self.checkpointing, self.shape, self.n_layers, copy.deepcopy(self.turn, memo)
-        )
+        made = LayerRuntime(self.checkpointing, self.n_layers, copy.deepcopy(self.turn, memo))
         made.owned_by(memo.get(id(self.owner())))
         return made
 
     def __reduce__(self):
-        return LayerRuntime, (self.checkpointing, self.shape, self.n_layers, self.turn)
+        return LayerRuntime, (self.checkpointing, self.n_layers, self.turn)
 
     def owned_by(self, module: nn.Module | None) -> None:
         """Sets the module whose parameters a step trains, unless one is known."""
@@ -112,7 +108,9 @@ class LayerRuntime(Policies, Chain):
         self.queues.clear()
         self.policies.clear()
         self.opened.clear()
-        self.rooms.clear()
+        self.said.clear()
+        self.agreed.clear()
+        self.meters.clear()
 
 
 class Waiting:

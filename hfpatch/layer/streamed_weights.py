@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hfpatch.budget.formula import WEIGHT_SLOTS
+from hfpatch.budget.policy import WEIGHT_SLOTS
 from hfpatch.compat import (
     is_view_of_flat,
     not_for_deepspeed,

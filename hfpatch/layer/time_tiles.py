@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import States
+from hfpatch.layer.meter import tile_graph
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.weight_gradients import walk
 from hfpatch.store.transfers import Saved, Transfers
@@ -52,7 +53,10 @@ class TimeTiles:
         transfers: saves the first states of tiles for backward; None if no backward follows.
         rng: the generators' states of each tile; None if the mixer draws no random numbers.
         entries: the saved first states of each tile.
+        layers: how many layers a tile runs through.
     """
+
+    layers = 1
 
     def __init__(
         self,
@@ -115,6 +119,7 @@ class TimeTiles:
             # The gradients of other tiles may be written into x_BTD, so the tile is copied.
             x = x.detach().clone().requires_grad_(into_BTD is not None)
             leaves = {key: state.detach().requires_grad_() for key, state in before.items()}
+            graph = tile_graph("time", x, self.layers)
             with torch.enable_grad():
                 out, after = self._run(mixer, x, (rows, a, b), index, leaves)
             ends = [(out, dout_BTD[rows, a:b].contiguous())]
@@ -124,6 +129,8 @@ class TimeTiles:
                 if d is not None and after[key].requires_grad
             ]
             inputs = [*leaves.values(), x] if into_BTD is not None else [*leaves.values()]
+            if graph is not None:
+                graph.built([y for y, _ in ends])
             found = walk(mixer.weights, *zip(*ends), inputs)
             if into_BTD is not None:
                 into_BTD[rows, a:b] = found[-1]

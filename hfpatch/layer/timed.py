@@ -70,7 +70,7 @@ class ChainTiles(TimeTiles):
     def __init__(self, members: list[tuple[TimeTiles, LayerAsMixer]], saved: Saved):
         first, _ = members[0]
         super().__init__(first.argument, first.tile, first.transfers)
-        self.members, self.saved = members, saved
+        self.members, self.saved, self.layers = members, saved, len(members)
 
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
         after = {}

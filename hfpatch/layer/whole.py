@@ -18,6 +18,7 @@ from hfpatch.compat import (
     version,
 )
 from hfpatch.layer.forward_state import ForwardState, as_in_forward, edited
+from hfpatch.layer.meter import whole_graph
 
 
 class _Held:
@@ -53,8 +54,8 @@ class _AsFirst:
     first.
     """
 
-    def __init__(self, run, layer: nn.Module, mask):
-        self.run, self.layer, self.then = run, layer, None
+    def __init__(self, run, layer: nn.Module, mask, step=None):
+        self.run, self.layer, self.then, self.step = run, layer, None, step
         self.mask, self.version = mask, version(mask) if isinstance(mask, Tensor) else None
 
     def __call__(self, x):
@@ -62,8 +63,13 @@ class _AsFirst:
             if self.version is not None and version(self.mask) != self.version:
                 raise edited(f"the mask of a {type(self.layer).__name__}", "modified in place")
             # A hook that computes a gradient reruns this within the forward, which records outputs.
-            with as_in_forward(self.then), collecting({}):
-                return self.run(x)
+            graph = None if self.step is None else whole_graph(self.step, self.layer, x)
+            try:
+                with as_in_forward(self.then), collecting({}):
+                    return self.run(x)
+            finally:  # torch stops the rerun by an exception once it has every tensor
+                if graph is not None:
+                    graph.built([])
         self.then = ForwardState(self.layer, modules_in(self.layer))
         y = self.run(x)
         self.then.ran()
@@ -77,7 +83,8 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Te
     `run` uses this layer and this attention mask (None, a tensor, another object). Backward calls
     it again.
     """
-    run = _AsFirst(run, layer, mask)
+    meter = runtime.meters.get(x_BTD.device)
+    run = _AsFirst(run, layer, mask, meter and meter.step)
     if policy is None or policy.offload == "gpu":
         return _checkpoint(run, x_BTD)
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers

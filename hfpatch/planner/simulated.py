@@ -10,7 +10,6 @@ from torch import nn
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import Moment, StepMemory
-from hfpatch.budget.measured import Step, next_policy
 from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.lab.models import text_config_of
@@ -28,6 +27,7 @@ from hfpatch.planner.fewer import (
     moments_of,
     stretched,
 )
+from hfpatch.planner.grown import Step, next_policy
 from hfpatch.planner.placements import placement_named, resident
 from hfpatch.planner.seconds import counted_time
 

@@ -110,6 +110,10 @@ class Device:
     def used_here(self, x: Tensor) -> None:
         """Tells the allocator that the current stream uses x, which another stream allocated."""
 
+    def clock(self):
+        """An event that knows its time, recorded now on the current stream; None without one."""
+        return None
+
     # -- host memory -------------------------------------------------------------------------------
     def pin(self, block: Tensor) -> int:
         """Registers a host buffer with the device. Returns 0 or CUDA's error."""
@@ -155,6 +159,11 @@ class CudaDevice(Device):
     def mark_for_thread(self, stream):
         event = torch.cuda.Event(blocking=True)
         event.record(stream)
+        return event
+
+    def clock(self):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait(self, event, stream=None) -> None:
@@ -205,6 +214,11 @@ class CudaDevice(Device):
 
     def from_host(self, values: Tensor) -> Tensor:
         return values.pin_memory().to(self.device, non_blocking=True)
+
+
+def seconds_between(begins, ends) -> float | None:
+    """Between two clock() events; None as long as the second lies ahead."""
+    return begins.elapsed_time(ends) / 1000 if ends is not None and ends.query() else None
 
 
 class Block:

@@ -152,7 +152,7 @@ class Callback(TrainerCallback):
         self._trained = 1.0 if self._shape and self._shape.adapters else _trained_share(model)
         state_of = getattr(args, "distributed_state", None)
         self._plans = (
-            _planner(model, optimizer)
+            _planner(model, optimizer, self._shape)
             if getattr(state_of, "distributed_type", "") == "NO"
             else None
         )
@@ -183,7 +183,7 @@ class Callback(TrainerCallback):
         self._unwrap = partial(vars(trainer).pop, "training_step", None)
 
     def _count(self, model, positional, named):
-        if not model.training:
+        if not model.training or not torch.is_grad_enabled():  # DPO's reference is no training
             return
         if positional and isinstance(positional[0], Mapping):  # sentence-transformers' features
             positional, named = (), positional[0]
@@ -222,6 +222,12 @@ class Callback(TrainerCallback):
         logs.update(extra)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(extra)
+
+    def on_save(self, args, state, control, model=None, **kwargs):
+        if args.process_index == 0 and model is not None:
+            folder = f"{args.output_dir}/checkpoint-{state.global_step}"
+            memory.write(model, args)
+            memory.write(model, args, folder)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._unwrap()
@@ -321,14 +327,14 @@ def model_flops(
     ) / 6 + flops.model_attention * attention_share
 
 
-def _planner(model, optimizer):
+def _planner(model, optimizer, shape):
     """A function of ({(B, T): number of passes}, optimizer steps) that returns their planned
     seconds, or None if they are unknown. None for a model that hfpatch does not run.
     """
     runtime = next(
         (s for m in model.modules() if (s := vars(m).get("_hfpatch_runtime")) is not None), None
     )
-    if runtime is None:
+    if runtime is None or shape is None:
         return None
     nbytes = lambda tensors: sum(  # noqa: E731
         t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
@@ -337,7 +343,7 @@ def _planner(model, optimizer):
     def seconds(shapes, steps: int) -> float | None:
         states = nbytes(value for state in optimizer.state.values() for value in state.values())
         stays = Resident(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
-        found = [(planned_seconds(runtime, B, T, stays), n) for (B, T), n in shapes.items()]
+        found = [(planned_seconds(runtime, shape, B, T, stays), n) for (B, T), n in shapes.items()]
         if any(one is None for one, _ in found):
             return None
         return sum(n * once for (once, _), n in found) + steps * max(step for (_, step), _ in found)

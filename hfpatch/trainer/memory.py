@@ -1,7 +1,7 @@
-"""Keeps the lessons of an out-of-memory error in the run's folder, for the run's next start.
+"""Keeps what a run's steps showed in the run's folder and its checkpoints, for the next start.
 
-No step runs again, because half a backward cannot be undone. The error gets a sentence with the
-measured numbers and the setting to change, and the next start begins with the lessons.
+After an out-of-memory error no step runs again, because half a backward cannot be undone. The error
+gets a sentence with the measured numbers and the setting to change, and the next start keeps less.
 """
 
 import json
@@ -10,14 +10,12 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.budget.choice import reserve
-from hfpatch.layer.policies import rounded
-from hfpatch.layer.room import SHRINK, Room
+from hfpatch.budget.free import expandable_segments
+from hfpatch.layer.meter import Meter
 from hfpatch.layer.runtime import LayerRuntime
-from hfpatch.notes import ALLOCATOR, GROWS
+from hfpatch.report import say
 
 FILE, GiB = "hfpatch_memory.json", 1 << 30
-ALIKE = ("model", "card", "ranks", "dtype", "batch")  # a run takes entries that agree in these
 
 
 def runtimes(model) -> list[LayerRuntime]:
@@ -26,29 +24,21 @@ def runtimes(model) -> list[LayerRuntime]:
     return list({id(one): one for one in found if one is not None}.values())
 
 
-def state(room: Room) -> dict:
-    """The lessons of a memory budget, including those of a step that ran out just now."""
-    most = room.most
-    if room.step is not None and room.step[2] is not None:
-        most = int(SHRINK * (room.step[2] + reserve(room.step[2])))
-    return {"most": most, "over": room.over, "unused": room.unused}
+def meters(model) -> list[Meter]:
+    """What is measured of a model, on each of its devices."""
+    return [meter for one in runtimes(model) for meter in one.meters.values() if meter is not None]
 
 
-def load(room: Room, learnt: dict) -> None:
-    """Gives the budget the more careful of its own lessons and an earlier run's."""
-    bounds = [n for n in (room.most, learnt["most"]) if n is not None]
-    room.most = min(bounds, default=None)
-    room.over, room.unused = max(room.over, learnt["over"]), max(room.unused, learnt["unused"])
-
-
-def key(model, args, shape: tuple) -> dict:
-    """The key of an entry. shape: (sequences, tokens) of the batch."""
+def key(model, args) -> dict:
+    """The key of an entry: what was measured holds for this model on this card, and for the
+    parameters that train (Meter.calls)."""
     cuda = torch.device(args.device).type == "cuda"
     return {
         "model": getattr(getattr(model, "config", None), "_name_or_path", "")
         or type(model).__name__,
         "card": torch.cuda.get_device_name(args.device) if cuda else str(args.device),
-        "batch": shape[0], "tokens": rounded(shape[1]), "ranks": args.world_size,
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "ranks": args.world_size,
         "dtype": "bfloat16" if args.bf16 else "float16" if args.fp16 else "as loaded",
     }  # fmt: skip
 
@@ -63,23 +53,35 @@ def read(folder) -> list[dict]:
 
 
 def begin(model, args) -> None:
-    """Gives the model's budgets the lessons of this run's earlier starts."""
-    wanted = key(model, args, (args.per_device_train_batch_size, 1))
+    """Gives the model's meters what this run's earlier starts measured."""
+    wanted, used = key(model, args), False
     for entry in read(args.output_dir):
-        if any(entry.get(name) != wanted[name] for name in ALIKE):
+        if any(entry.get(name) != value for name, value in wanted.items()):
             continue
         for runtime in runtimes(model):
-            if (room := runtime.room_of(torch.device(args.device))) is not None:
-                load(room, entry["learnt"])
+            meter = runtime.meter_of(torch.device(args.device))
+            if meter is not None and not meter.calls:
+                meter.load(entry["measured"])
+                used = True
+    if used:
+        path = Path(args.output_dir) / FILE
+        say(f"layers keep what an earlier start's steps showed that there is room for ({path}).")
 
 
-def write(model, args, shape: tuple, learnt: dict) -> Path:
-    """Writes an entry, in place of one with the same key. Returns the file's path."""
-    path, own = Path(args.output_dir) / FILE, key(model, args, shape)
-    entries = [e for e in read(args.output_dir) if {n: e.get(n) for n in own} != own]
+def write(model, args, folder=None) -> Path | None:
+    """Writes an entry, in place of one with the same key. Returns the file's path, None if nothing
+    was measured.
+
+    folder: the run's, if None.
+    """
+    found = next((meter for meter in meters(model) if meter.calls or meter.spare), None)
+    if found is None:
+        return None
+    path, own = Path(folder or args.output_dir) / FILE, key(model, args)
+    entries = [e for e in read(path.parent) if {n: e.get(n) for n in own} != own]
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps([*entries, own | {"learnt": learnt}], indent=1))
+    fresh.write_text(json.dumps([*entries, own | {"measured": found.state()}], indent=1))
     os.replace(fresh, path)
     return path
 
@@ -89,24 +91,27 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(model, args, shape: tuple, error: BaseException) -> None:
-    """Writes the lessons of a step that ran out of memory, and adds a sentence to the error.
+    """Writes what was measured up to a step that ran out of memory, and adds a sentence to the
+    error.
 
     The error keeps its text first, in its only argument, by which other code recognizes it.
     """
-    rooms = [room for one in runtimes(model) for room in one.rooms.values() if room and room.alone]
-    room = next((r for r in rooms if r.step is not None and r.step[2] is not None), None)
-    if room is None:
+    meter = next((m for m in meters(model) if m.step is not None), None)
+    if meter is None:
         return
-    learnt, planned = state(room), room.step[2]
-    path = write(model, args, shape, learnt)
-    grows = any(GROWS in os.environ.get(name, "") for name in ALLOCATOR)
-    least = 'pass checkpointing="least" to hfpatch.apply'
-    advice = least if grows else f"set {ALLOCATOR[0]}={GROWS}"
+    untiled, before = sum(meter.step.ran), meter.step.base.allocated
+    peak, limit = meter.gauge.read().peak, meter.step.limit
+    meter.ran_out()
+    path = write(model, args)
+    advice = (
+        'pass checkpointing="least" to hfpatch.apply'
+        if expandable_segments()
+        else "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
     sentence = (
-        f"hfpatch: expected the layers of {shape[0]} x {shape[1]:,} tokens to take "
-        f"{planned / GiB:.1f} GiB beside {room.step[0] / GiB:.1f} GiB that were there, the peak was "
-        f"{room.gauge.peak() / GiB:.1f} GiB with {learnt['unused'] / GiB:.1f} GiB held and unused; "
-        f"start again, which begins with at most {learnt['most'] / GiB:.1f} GiB for them "
-        f"({path}), or {advice}."
+        f"hfpatch: a step of {shape[0]} x {shape[1]:,} tokens ran out of memory. "
+        f"{before / GiB:.1f} GiB were in use as it began, the peak is {peak / GiB:.1f} of "
+        f"{limit / GiB:.1f} GiB, {untiled} layers kept everything. "
+        f"Start again: the next start keeps less ({path}). Or {advice}."
     )
     error.args = (f"{error}\n{sentence}",)

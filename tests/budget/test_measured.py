@@ -1,53 +1,91 @@
-"""What a measured step says of the next one: bounds that no layer goes beyond."""
+"""The ladder on made numbers: no step takes more than there is, and settings stay."""
 
 import pytest
 
-from hfpatch.budget.choice import reserve
-from hfpatch.budget.measured import Step, next_policy
+from hfpatch.budget.measured import Call, Kind, Layers, Line, climb
 from hfpatch.budget.policy import Checkpointing, Policy
 
 GiB = 2**30
-# A step of 10 layers: each keeps KEPT where it keeps everything, and as much a row in a tile; its
-# backward holds WORKING beside it. Gradients come as it goes.
-KEPT, WORKING, GRADIENTS, LAYERS = 2 * GiB, GiB, 3 * GiB, 10
+# A step of 10 layers: an untiled one keeps KEPT a token, a tile's backward takes TILE a token, the
+# loss LOSS; GRADIENTS are left.
+KEPT, TILE, LOSS, GRADIENTS, LAYERS = 100_000, 150_000, 2 * GiB, 3 * GiB, 10
 
 
-def took(policy: Policy, rows: int) -> int:
-    """Bytes of such a step less those of its gradients, at its highest."""
-    tile = min(policy.tile, rows) / rows
-    plain = policy.plain * KEPT + WORKING  # its first backward: no gradients yet
-    tiled = int(tile * (KEPT + WORKING)) + GRADIENTS
-    return (
-        max(plain if policy.plain else 0, policy.plain * KEPT + int(tile * KEPT), tiled) - GRADIENTS
-    )
+def call(rows: int, **changes) -> Call:
+    made = Call(kinds=["layer"] * LAYERS, gradients=GRADIENTS)
+    for line, value in ((made.stands, 0), (made.loss, LOSS), (made.after, 0), (made.tiled, 0)):
+        line.put(rows, value)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
 
 
-# one tile; several, which grow to as many as are tried at most
-@pytest.mark.parametrize("rows, tile", [(8192, 8192), (16384, 4096), (65536, 8192)])
-@pytest.mark.parametrize("free", [1, 12, 40, 200])
-def test_no_step_takes_more_than_was_said(rows, tile, free):
-    policy, seen = Policy("host", tile=tile), []
-    for _ in range(12):
-        now = took(policy, rows)
-        found, most = next_policy(
-            Step(policy, now, GRADIENTS, rows, LAYERS), Checkpointing(), free * GiB
-        )
-        if found == policy:
-            break
-        assert took(found, rows) <= most and most + reserve(most) <= free * GiB
-        assert found.plain == policy.plain or found.tile == policy.tile
-        policy = found
-        seen.append(policy)
-    assert policy == found, "it comes to an end"
-    if free == 200:
-        assert policy.plain == LAYERS and policy.tile == min(rows, 16384)
-    if free == 1:
-        assert not seen
+def plan(rows, room, settings=None, able=None, kind=None, made=None, first=None):
+    return climb(
+        first or Policy("host", tile=4096), made or call(rows),
+        {"layer": kind or Kind(KEPT, {"after": [TILE, 0.0]})}, settings or Checkpointing(),
+        able or Layers(), rows, room,
+    )  # fmt: skip
+
+
+def took(found, rows: int) -> float:
+    """The most bytes of such a step."""
+    untiled = sum(found.untiled)
+    tiled = GRADIENTS + TILE * min(found.policy.tile, rows) if untiled < LAYERS else 0
+    return max(untiled * KEPT * rows + LOSS, tiled)
+
+
+@pytest.mark.parametrize("rows", [8192, 16384, 65536])
+@pytest.mark.parametrize("room", [4, 6, 12, 40, 200])
+def test_no_step_takes_more_than_there_is(rows, room):
+    found = plan(rows, room * GiB)
+    assert took(found, rows) <= max(room * GiB, took(plan(rows, 0), rows))
+    if found.policy.plain < LAYERS and room > 4:  # another layer would not fit
+        assert took(found, rows) + KEPT * rows > room * GiB or found.policy.tile < 16384
+    assert found.untiled == [i >= LAYERS - found.policy.plain for i in range(LAYERS)]
+    if room == 200:
+        assert found.policy.plain == LAYERS
+
+
+def test_a_kind_that_never_ran_untiled_is_tried_alone():
+    made = call(8192, kinds=["a", "b", "a", "b", None])
+    kinds = {"a": Kind(KEPT, {"after": [TILE, 0.0]}), "b": Kind(None, {"after": [TILE, 0.0]})}
+    found = climb(
+        Policy("host"), made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB
+    )  # fmt: skip
+    assert found.untiled == [True, False, True, True, False]
+    kinds["b"] = Kind()  # nothing is known of it
+    found = climb(Policy("host"), made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB)
+    assert found.untiled == [True, False, True, False, False]
+
+
+def test_gate_and_up_go_to_the_host_as_far_as_the_link_has_time():
+    made = call(8192)
+    made.seconds.put(8192, 1.0)
+    able = Layers(gate_up=50_000, wide=20_000, host=200 * GiB, link=6e9)
+    found = plan(8192, 6 * GiB, able=able, made=made)
+    left = LAYERS - found.policy.plain
+    spare = 6e9 - left * 20_000 * 8192
+    assert found.policy.keep == ("gate_up",)
+    assert left - found.policy.again == min(left, int(spare / (50_000 * 8192)))
+    for less in ({"link": 0.0}, {"host": GiB}, {"gate_up": 0}):
+        given = Layers(**vars(able) | less)
+        assert plan(8192, 6 * GiB, able=given, made=made).policy.keep == ()
 
 
 def test_what_is_asked_for_stays():
-    step = Step(Policy("host", tile=4096), GiB, 0, 16384, LAYERS)
-    found, _ = next_policy(step, Checkpointing(tile=4096, plain=0), 200 * GiB)
-    assert found == step.policy
-    found, _ = next_policy(step, Checkpointing(tile=4096), 200 * GiB)
-    assert found.plain == LAYERS and found.tile == 4096
+    found = plan(16384, 200 * GiB, Checkpointing(tile=4096, plain=0))
+    assert (found.policy.tile, found.policy.plain, sum(found.untiled)) == (4096, 0, 0)
+    found = plan(16384, 200 * GiB, Checkpointing(tile=4096))
+    assert (found.policy.tile, found.policy.plain) == (4096, LAYERS)
+
+
+def test_one_length_serves_the_others():
+    line = Line()
+    line.put(8192, 100)
+    assert (line.most(4096), line.most(8192), line.most(16384)) == (100, 100, 200)
+    line.put(16384, 140)
+    assert (line.most(12288), line.most(32768)) == (120, 280)
+    line.put(8190, 50)  # in place of a length nearly as long
+    assert len(line.points) == 2 and line.most(8190) == 50
+    assert line.least(4095) == pytest.approx(50 / 4) and line.least(9828) == pytest.approx(60)

@@ -31,9 +31,8 @@ from hfpatch.budget.copies import link_bytes
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS
-from hfpatch.budget.ladder import TILES, unplanned
+from hfpatch.budget.ladder import TILES
 from hfpatch.budget.policy import (
-    CHAIN,
     KEEPABLE,
     Checkpointing,
     Policy,
@@ -629,33 +628,3 @@ def test_mixers_take_the_largest_tile_that_fits():
     assert {time_tile(8192, 4096, free) for free in (0, MiB, None)} == {2048}
     assert time_tile(64, 4096, None) == 64  # never more than the layer's own
     assert time_tile(3000, 4096, 0) == 2048
-
-
-def unplanned_for(free, tokens=131072, **how):
-    """Of Qwen3.5-9B: the input of each layer is 1 GiB, its gradients in float32 0.8 GiB."""
-    settings = Checkpointing(**{"offload": "host"} | how.pop("settings", {}))
-    return unplanned(settings, tokens, False, 4096, free, 870 << 20, **how)
-
-
-def test_layers_without_attention_share_an_input_as_far_as_memory_is_free():
-    """Half of it, for as many layers' sums and tiles; the mixers' tile comes first."""
-    assert unplanned_for(None).chain == CHAIN
-    least = unplanned_for(GiB)
-    assert (least.chain, least.time_tile) == (1, 2048)
-    assert (unplanned_for(16 * GiB).chain, unplanned_for(16 * GiB).time_tile) == (1, 8192)
-    roomy = unplanned_for(120 * GiB)
-    assert (roomy.chain, roomy.time_tile) == (3, 8192)
-    # small tiles, and as many layers as fit, where the host has no room for all inputs
-    short = unplanned_for(40 * GiB, short=True)
-    assert (short.chain, short.time_tile) == (4, 2048)
-
-
-def test_least_takes_one_layer_without_attention_at_a_time():
-    least = unplanned_for(120 * GiB, settings={"aim": "least"})
-    assert (least.chain, least.tile, least.time_tile) == (1, 2048, 0)
-    assert unplanned_for(40 * GiB, settings={"aim": "least"}, short=True).chain == 4
-    one = unplanned_for(120 * GiB, 2048, settings={"aim": "least"})  # a row of one tile
-    # a short row: all sums of a layer at once are more than what a chain spares
-    assert one.chain == unplanned_for(GiB, 32768).chain == 0
-    every = unplanned_for(None, settings={"every": 1})
-    assert every.chain == 0 and every.save_attention

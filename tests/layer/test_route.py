@@ -24,8 +24,11 @@ class Session:
     def __init__(self):
         self.lines, self.policy_is = [], Policy()
 
-    def policy(self, layer, x, sequence=None, whole=False, able=None):
+    def policy(self, layer, x, sequence=None, whole=False):
         return self.policy_is
+
+    def untiled(self, layer, x, policy):
+        return torch.is_grad_enabled() and policy.plain > 0
 
     def tell(self, line):
         self.lines.append(line)

@@ -21,14 +21,13 @@ from transformers import LlamaForCausalLM
 import hfpatch
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.copies import weight_bytes
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.shape import ModelShape
 from hfpatch.layer import policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
-from hfpatch.layer.room import Gauge
 from hfpatch.store.transfers import Transfers
+from tests.layer.devices import Told, on_device
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
@@ -468,31 +467,17 @@ def test_several_processes_exchange_adapters_alone(tmp_path):
     )
 
 
-class Full(Gauge):
-    """A device that has `left` bytes."""
-
-    left = 1 << 40
-    allocated = peak = ooms = wait = fragments = unused = lambda self: 0
-
-    def free(self):
-        return self.left
-
-    def gpu(self):
-        return GPUS["rtx4090"]
-
-
 def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
-    monkeypatch.setattr(policies, "metered", lambda device: True)
-    monkeypatch.setattr(policies, "Gauge", Full)
     model = adapted(tiny.llama())
     resident, ours = (
         patched(copy.deepcopy(model), frozen_weights="gpu"),
         patched(model, frozen_weights="auto"),
     )
+    on_device(monkeypatch, Told, free=1 << 40)
     # of a length at which layers keep everything, weights too
     tiny.step(ours, tiny.labelled(tokens=8))
     assert not streams(ours).on
-    monkeypatch.setattr(Full, "left", 1 << 20)
+    monkeypatch.setattr(Told, "free", 1 << 20)
     found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
     assert streams(ours).on and at_rest(ours) and not streams(resident).on
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])

@@ -13,7 +13,7 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.budget import ladder, policy
+from hfpatch.budget import first, policy
 from hfpatch.decoder.find import find_decoder
 from hfpatch.layer import time_trial
 from hfpatch.layer.time_tiles import TimeTiles
@@ -187,7 +187,7 @@ def test_ways_of_keeping(settings):
 def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
     """Where free memory is unknown, under "auto"; under "least" all have it."""
     monkeypatch.setattr(policy, "TIME_TILE_LEAST", 64)
-    monkeypatch.setattr(ladder, "TIME_TILE_LEAST", 64)
+    monkeypatch.setattr(first, "TIME_TILE_LEAST", 64)
     stock = families.small_model("qwen3_5_text")
     ours, _ = patched(stock, word)
     runs: list = []

@@ -22,7 +22,6 @@ from hfpatch.budget.seconds import step_time
 from hfpatch.budget.shape import ModelShape
 from hfpatch.context.classes import is_mixed
 from hfpatch.lab.stock import UNTILED, flops_of
-from hfpatch.layer import policies as session_module
 from hfpatch.trainer.callback import (
     Callback,
     memory_columns,
@@ -32,7 +31,7 @@ from hfpatch.trainer.callback import (
 )
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
 from hfpatch.trainer.sequence import refuse_unshared_batches
-from tests.layer.test_room import Told
+from tests.layer.devices import Counters, Told, on_device
 
 COLUMNS = {"tokens_per_second", "mfu", "step_seconds", "peak_host_gib"}
 
@@ -69,17 +68,16 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
 
 def test_planned_seconds_stand_beside_those_that_were_measured(tmp_path, monkeypatch):
     """By the step model under the policy that was chosen: of two passes and an optimizer's step."""
-    monkeypatch.setattr(session_module, "metered", lambda device: True)
-    monkeypatch.setattr(session_module, "Gauge", Told)
-    monkeypatch.setattr(Told, "counters", {"free": 2**31, "allocated": 0, "peak": 0, "ooms": 0})
-    few = {"checkpointing": hfpatch.Checkpointing(plain=0)}
+    few = {"checkpointing": hfpatch.Checkpointing(plain=0, tile=8192, keep=())}
     trainer = make_trainer(tmp_path, Callback(apply=few), gradient_accumulation_steps=2)
+    on_device(monkeypatch, Told, counters=Counters())
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(lines) == 3 and all(entry["step_seconds"] > 0 for entry in lines)
     session = trainer.model.model._hfpatch_runtime
     (policy,) = session.policies.values()
-    sizes, shape = {"batch": 2, "tokens": 16}, session.shape
+    sizes = {"batch": 2, "tokens": 16}
+    shape = ModelShape.from_config(trainer.model.config)
     taken = step_flops(shape, policy, **sizes), step_memory(shape, policy, **sizes, itemsize=4)
     once = step_time(GPUS["h100"], *taken, policy, shape, **sizes, itemsize=4)[0].total
     assert once > 3e-3  # of it the host's 1.6 ms a layer are nearly all

@@ -9,49 +9,32 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.budget.hardware import GPUS
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
-from hfpatch.lab.simulate.implementations import build, prepare
-from hfpatch.layer import policies as runtime_module
-from hfpatch.layer.room import Gauge
+from hfpatch.lab.simulate.implementations import build
 from hfpatch.trainer import memory
 from hfpatch.trainer.callback import Callback
 from profiles.clock.allocator import Allocator, PlacedFollower
 from tests.layer.deep import tiny_llama, tokens
+from tests.layer.devices import Counters, Told, on_device
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 GiB, TOKENS = 1 << 30, 16384
 
 
-class OfAllocator(Gauge):
+class OfAllocator(Told):
     """A device that a simulated allocator manages."""
 
     allocator: Allocator
 
-    def free(self):
-        return self.allocator.limit - self.allocator.allocated
+    def read(self):
+        own = self.allocator
+        return Counters(own.allocated, own.peak, own.ooms)
 
-    def allocated(self):
-        return self.allocator.allocated
+    def limit(self):
+        return self.allocator.limit
 
-    def peak(self):
-        return self.allocator.peak
-
-    def unused(self):
-        return self.allocator.most_reserved - self.allocator.peak
-
-    def ooms(self):
-        return self.allocator.ooms
-
-    def fragments(self):
-        return 0
-
-    def wait(self):
-        pass
-
-    def gpu(self):
-        return GPUS["h100"]
+    card = limit
 
 
 @pytest.fixture
@@ -62,25 +45,32 @@ def arguments(tmp_path):
     )  # fmt: skip
 
 
-def start(arguments, limit: float, surprise: float, monkeypatch) -> Allocator:
-    """One training step of a run on a device of `limit` GiB, on which something that nobody planned
-    for takes `surprise` GiB once the layers have chosen.
+def start(arguments, limit: float, surprise: float, monkeypatch, steps: int = 4) -> Allocator:
+    """Steps of a run on a device of `limit` GiB. In the last, something that nobody saw before
+    takes `surprise` GiB once all layers have run.
     """
     config = preset_config("llama-3.2-1b") | {"num_hidden_layers": 6, "vocab_size": 8192}
-    model = prepare(build(config), "hfpatch")
+    model = build(config)
+    hfpatch.apply(model)
     model._hfpatch_logits = False
-    monkeypatch.setattr(runtime_module, "metered", lambda device: True)
-    monkeypatch.setattr(runtime_module, "Gauge", OfAllocator)
-    OfAllocator.allocator = allocator = Allocator(int(limit * GiB), expandable=True)
+    allocator = Allocator(int(limit * GiB), expandable=True)
+    on_device(monkeypatch, OfAllocator)
+    monkeypatch.setattr(OfAllocator, "allocator", allocator, raising=False)
 
     def run(model, follower, ids, labels):
         held = []
-        model.model.norm.register_forward_pre_hook(
-            lambda *_: held.append(torch.empty(int(surprise * GiB), dtype=torch.uint8)) and None
-        )
         memory.begin(model, arguments)
         try:
-            model(input_ids=ids, labels=labels).loss.backward()
+            for at in range(steps):
+                if at == steps - 1:
+                    model.model.norm.register_forward_pre_hook(
+                        lambda *_: (
+                            held.append(torch.empty(int(surprise * GiB), dtype=torch.uint8))
+                            and None
+                        )
+                    )
+                model(input_ids=ids, labels=labels).loss.backward()
+                model.zero_grad(set_to_none=True)
         except torch.OutOfMemoryError as error:
             memory.explain(model, arguments, (1, TOKENS), error)
             raise
@@ -90,42 +80,50 @@ def start(arguments, limit: float, surprise: float, monkeypatch) -> Allocator:
     return allocator
 
 
-def test_a_run_that_ran_out_fits_when_it_starts_again(arguments, monkeypatch, tmp_path):
+def test_a_run_that_ran_out_fits_when_it_starts_again(arguments, monkeypatch, tmp_path, capfd):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # `hfpatch train` sets it
         monkeypatch.delenv(name, raising=False)
-    sizes = {"limit": 10.0, "surprise": 4.6}
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        start(arguments, **sizes, monkeypatch=monkeypatch)
+        start(arguments, 8.0, 2.5, monkeypatch)
     text = str(raised.value)
     assert text.startswith("CUDA out of memory.") and len(raised.value.args) == 1
     (entry,) = json.loads((tmp_path / memory.FILE).read_text())
-    assert {"model", "card", "batch", "tokens", "ranks", "dtype", "learnt"} == entry.keys()
-    assert (entry["batch"], entry["tokens"]) == (1, TOKENS)
-    assert f"at most {entry['learnt']['most'] / GiB:.1f} GiB" in text
+    assert {"model", "card", "trained", "ranks", "dtype", "measured"} == entry.keys()
+    assert "layers kept everything" in text and str(tmp_path / memory.FILE) in text
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
-    allocator = start(arguments, **sizes, monkeypatch=monkeypatch)
+    capfd.readouterr()
+    allocator = start(arguments, 8.0, 2.5, monkeypatch)
     assert allocator.ooms == 0 and allocator.peak > 0.7 * allocator.limit
+    said = capfd.readouterr().err
+    assert said.count(str(tmp_path / memory.FILE)) == 1
 
 
-class Told(Gauge):
-    """A device with counters of its own."""
-
-    free = lambda self: 8 * GiB  # noqa: E731
-    allocated = peak = ooms = fragments = unused = wait = lambda self: 0
-
-    def gpu(self):
-        return GPUS["h100"]
+def test_what_another_training_measured_is_not_used(arguments, monkeypatch, tmp_path, capfd):
+    start(arguments, 8.0, 0.1, monkeypatch, steps=2)
+    model = tiny_llama()
+    hfpatch.apply(model)
+    on_device(monkeypatch, Told, counters=Counters())
+    model(tokens(), labels=tokens()).loss.backward()
+    memory.write(model, arguments)
+    (entry,) = memory.read(tmp_path)
+    for parameter in model.model.layers[0].parameters():  # others train now
+        parameter.requires_grad_(False)
+    capfd.readouterr()
+    hfpatch.undo(model)
+    hfpatch.apply(model)
+    memory.begin(model, arguments)
+    assert not any(meter.calls for meter in memory.meters(model)) and not capfd.readouterr().err
+    assert entry["trained"] > memory.key(model, arguments)["trained"]
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_error_that_leaves_trainer_says_what_to_change(expandable, monkeypatch, tmp_path):
-    monkeypatch.setattr(runtime_module, "metered", lambda device: True)
-    monkeypatch.setattr(runtime_module, "Gauge", Told)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     value = "expandable_segments:True" if expandable else ""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", value)
     model = tiny_llama().float()
     hfpatch.apply(model)
+    on_device(monkeypatch, Told, counters=Counters())
     args = TrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=1, use_cpu=True,
         report_to="none", disable_tqdm=True, save_strategy="no",
@@ -140,36 +138,26 @@ def test_the_error_that_leaves_trainer_says_what_to_change(expandable, monkeypat
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trainer.train()
     (text,) = raised.value.args
-    assert text.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\nhfpatch: expected")
+    assert text.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\nhfpatch: a step of")
     assert ('checkpointing="least"' in text) == expandable
     assert (tmp_path / memory.FILE).exists() and text.count("hfpatch:") == 1
     handle.remove()
     trainer.train()
-    (room,) = model.model._hfpatch_runtime.rooms.values()
-    assert room.most == json.loads((tmp_path / memory.FILE).read_text())[0]["learnt"]["most"]
     assert "training_step" not in vars(trainer)
 
 
-def test_what_fragments_took_is_kept_beside_the_rest(arguments, monkeypatch):
-    """The next start leaves out what this one held and could not use, of its own or of the file."""
-    monkeypatch.setattr(runtime_module, "metered", lambda device: True)
-    monkeypatch.setattr(runtime_module, "Gauge", Told)
-
-    def started(unused: int) -> int:
-        model = tiny_llama()
-        hfpatch.apply(model)
-        model(tokens(), labels=tokens()).loss.backward()
-        (room,) = model.model._hfpatch_runtime.rooms.values()
-        room.unused = unused
-        memory.begin(model, arguments)
-        return model, room
-
-    model, room = started(3 * GiB)
-    memory.write(model, arguments, (1, 37), memory.state(room))
-    for own in (0, 2 * GiB, 5 * GiB):
-        _, room = started(own)
-        assert room.unused == max(own, 3 * GiB)
-        assert room.bytes(careful=False) <= 8 * GiB - room.unused
+def test_what_was_measured_goes_with_the_checkpoint(monkeypatch, tmp_path):
+    model = tiny_llama().float()
+    hfpatch.apply(model)
+    on_device(monkeypatch, Told, counters=Counters())
+    args = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=2, save_steps=2,
+        use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4, 16)]
+    Trainer(model, args, train_dataset=rows, callbacks=[Callback()]).train()
+    found = [memory.read(folder) for folder in (tmp_path, tmp_path / "checkpoint-2")]
+    assert found[0] == found[1] and found[0][0]["measured"]["kinds"]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1}'])

@@ -1,0 +1,112 @@
+"""The policy of a first step, of which nothing was measured. Standard library only."""
+
+import math
+
+from hfpatch.budget.measured import HOST_SHARE
+from hfpatch.budget.policy import (
+    TILES,
+    TIME_TILE_LEAST,
+    Checkpointing,
+    Policy,
+    auto_tile,
+    chain_of,
+    time_tile,
+)
+
+GiB = 1 << 30
+# Bytes per token and hidden channel that a tile's backward takes at most: dense layers take 60 to
+# 100, adapters in float32 included.
+TILE_BYTES = 128
+# [tokens, width] tensors in attention's backward of all heads at once, beside dq, dk and dv
+WIDE_TENSORS = 6
+
+
+def first_tile(rows: int, width: int, card: int | None) -> int:
+    """Tokens per tile, by the length, the model's width and the card's memory alone."""
+    tile = auto_tile(rows)
+    while card is not None and tile > TILES[0] and tile * width * TILE_BYTES > card // 8:
+        tile //= 2
+    return tile
+
+
+def first_policy(
+    settings: Checkpointing,
+    *,
+    rows: int,
+    width: int,
+    itemsize: int = 2,
+    layers: int = 1,
+    whole: bool = False,
+    chains: bool = False,
+    sums: int = 0,
+    card: int | None = None,
+    free: int | None = None,
+    host: int | None = None,
+) -> Policy:
+    """The policy of layers of which no step was measured: input and attention output go to the
+    host, unless the settings name another place.
+
+    Args:
+        rows: tokens of the batch; width: of hidden states.
+        layers: how many; whole: they run whole; chains: some mix tokens other than by attention, and may run as chains.
+        sums: bytes of one layer's gradients in float32.
+        card: bytes of the device, free: its free ones; None if unknown.
+        host: free bytes of the host, None if unknown.
+
+    Raises:
+        ValueError: the host cannot hold what the settings demand.
+    """
+    tier = settings.offload
+    if settings.directory:
+        tier = "disk"
+    elif tier == "auto":
+        tier = "host"
+    every = 1 if whole or settings.every == "auto" else settings.every
+    save = every == 1 if settings.save_attention == "auto" else settings.save_attention
+    save = save and not whole
+    one, room = rows * width * itemsize, host and HOST_SHARE * host
+    needs = lambda save: (1 + save) * -(-layers // every) * one  # noqa: E731
+    if tier == "host" and room is not None and needs(save) > room:
+        if settings.save_attention == "auto" and not chains:
+            save = False
+        if needs(save) > room and not chains:
+            raise ValueError(_host_too_small(needs(True), room, layers, one))
+    short = tier == "host" and room is not None and needs(save) > room
+    least, tile, in_time, memory = settings.aim == "least", settings.tile, 0, card and card // 4
+    if tile == "auto" and least:
+        tile = TIME_TILE_LEAST if chains else TILES[0]
+    elif tile == "auto":
+        tile = first_tile(rows, width, card)
+        in_time = TIME_TILE_LEAST if short else time_tile(auto_tile(rows), width, memory)
+        in_time *= chains
+    chain = 0 if least and not short else chain_of((in_time or tile) * width, memory, sums)
+    # A chain of one layer saves two [rows, width] of 2 bytes, and has all its sums at once.
+    chain = chain or int(short or 4 * rows * width > sums)
+    return Policy(
+        offload=tier,
+        every=every,
+        save_attention=save,
+        tile=tile,
+        time_tile=in_time,
+        plain=0 if settings.plain == "auto" else settings.plain,
+        chain=chain if chains and not whole and settings.every == "auto" else 0,
+        keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
+        wide=not least and free is not None and WIDE_TENSORS * one < free,
+        frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
+    )
+
+
+def step_bytes(policy: Policy, rows: int, width: int, itemsize: int) -> int:
+    """About the bytes that a first step takes beside weights, gradients and the loss."""
+    return WIDE_TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES
+
+
+def _host_too_small(wanted: int, room: int, layers: int, one: int) -> str:
+    least = max(1, round(math.sqrt(layers)))
+    saved = wanted - -(-layers // least) * one
+    return (
+        f"hfpatch: checkpoints need {wanted / GiB:.1f} GiB of host memory, "
+        f"{room / GiB:.1f} GiB are free to a rank; "
+        f"Checkpointing(save_attention=False, every={least}) saves {saved / GiB:.1f} GiB, "
+        "a directory as offload saves all."
+    )

@@ -1,0 +1,477 @@
+"""Measures a model's steps, and decides from that which layers of the next one keep everything.
+
+All counters are the caching allocator's own, on the host: reading them waits for nothing. They are
+read where bytes change hands, and never reset, because torch's peak belongs to the user:
+
+    a layer's forward begins      what the layer before kept, if it ran untiled
+    the last one's forward ends   what stands then
+    a layer's backward begins     first: what the loss took; last: all gradients
+    a tile's graph                what its tokens keep, and what their backward takes beside it
+
+A peak is exact if torch's counter rose meanwhile. Otherwise it lies between the samples and that
+counter, and an earlier measurement stays.
+
+The plan of a step is made as it begins (budget/measured.py). Each layer that it runs untiled is
+checked again as it begins, against what is allocated by then: other people's tensors, an
+optimizer's states or a wrong belief then cost speed, and no step.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+
+from hfpatch.attention.backends import trial_peaks, trials_without_room
+from hfpatch.budget.free import expandable_segments, gpu_free, share_of_device, to_come
+from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, climb, tile_bytes
+from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing, Policy
+from hfpatch.compat import autocast_dtype
+from hfpatch.store.device import device_for, seconds_between
+
+COPIES = 2  # the sources of copies of so many layers may stay while later layers run
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Bytes allocated now and at most, errors and retries of the allocator so far."""
+
+    allocated: int = 0
+    peak: int = 0
+    ooms: int = 0
+    retries: int = 0
+
+
+class Gauge:
+    """A CUDA device's counters."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def read(self) -> Counters:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        if not stats:
+            return Counters()
+        whole, tried = stats["allocated_bytes"]["all"], trials_without_room[self.device]
+        return Counters(
+            whole["current"], whole["peak"], stats["num_ooms"] - tried, stats["num_alloc_retries"]
+        )
+
+    def limit(self) -> int:
+        """The most bytes that can be allocated; asks the driver. Free bytes beside tensors in
+        segments that do not expand serve small tensors alone."""
+        beside = 0
+        if self.rigid:
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            beside = stats["inactive_split_bytes"]["all"]["current"] if stats else 0
+        return gpu_free(self.device) + self.read().allocated - beside
+
+    @property
+    def rigid(self) -> bool:
+        """Whether the allocator's segments do not expand, so that lengths that vary leave gaps."""
+        return not expandable_segments()
+
+    def card(self) -> int:
+        return share_of_device(torch.cuda.mem_get_info(self.device)[1], self.device)
+
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def clock(self):
+        """An event on the compute stream that knows its time."""
+        return device_for(self.device).clock()
+
+    def rose(self, before: int, after: int) -> bool:
+        """Whether the peak rose, other than by a trial of attention's kernels."""
+        return after > max(before, trial_peaks.get(self.device, 0))
+
+
+def kind_of(layer, x) -> str | None:
+    """Layers of one kind keep the same bytes per token; None for one that keeps nothing."""
+    trains = any(p.requires_grad for p in layer.parameters())
+    if not (trains or x.requires_grad):
+        return None
+    names = layer.__dict__.get("_hfpatch_kind")
+    if names is None or names[0] is not layer._hfpatch_condition:
+        count = Counter(type(m).__name__ for m in layer.modules())
+        own = " ".join(f"{name}*{n}" if n > 1 else name for name, n in sorted(count.items()))
+        names = layer._hfpatch_condition, f"{own} {getattr(layer, 'layer_type', '')}"
+        layer.__dict__["_hfpatch_kind"] = names
+    dtype = autocast_dtype(x.device.type)
+    return f"{names[1]} {'trained' if trains else 'frozen'} {x.dtype} {dtype}"
+
+
+@dataclass(eq=False)
+class Step:
+    """One forward of the layers and its backward, as they are measured.
+
+    Attributes:
+        key: of its Call. base: the counters as it began. rows: tokens of its batch.
+        plan: which layers run untiled, by the kinds `told`; share: of the card that stays free.
+        need: bytes beside what these keep. coming: of gradients that do not exist yet.
+        gate_up: bytes per token that go to the host where they are kept.
+        working: the most bytes of a tiled layer. ahead: that the sources of copies may take at
+            most; room: while the current layer runs.
+        ends: the counters as the layers' forward ended; back: as their backward began.
+        open: (kind, bytes that stood) of an untiled layer that runs now. kept: by untiled layers.
+        top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
+        last: the last counters read. over: the backward of the first layer has ended.
+        within: the backward of a layer runs that keeps little.
+    """
+
+    meter: "Meter"
+    key: str
+    base: Counters
+    last: Counters
+    limit: int
+    rows: int = 0
+    policy: Policy | None = None
+    plan: list = field(default_factory=list)
+    ran: list = field(default_factory=list)
+    kinds: list = field(default_factory=list)
+    need: float = 0.0
+    share: float = UNSURE
+    coming: int = 0
+    planned: float = 0.0
+    gate_up: int = 0
+    working: float = 0.0
+    ahead: int = 0
+    room: int = 0
+    told: list = field(default_factory=list)
+    ends: Counters | None = None
+    back: Counters | None = None
+    open: tuple | None = None
+    kept: float = 0.0
+    top: int = 0
+    exact: bool = False
+    over: bool = False
+    within: bool = False
+    closed: bool = False
+    clocks: list = field(default_factory=list)
+    whole: bool = False
+    firm: bool = False
+
+    @property
+    def first(self) -> int | None:
+        """The first layer that keeps something: its backward is the last."""
+        return next((i for i, kind in enumerate(self.kinds) if kind is not None), None)
+
+
+class Meter:
+    """What one model's steps on one device have shown.
+
+    Attributes:
+        gauge: the device's counters; parameters: a function that returns the model's parameters.
+        kinds: name -> Kind; calls: key -> Call.
+        step: the last one that began; open: those whose graph lives.
+        spare: bytes more to leave free, after memory ran out or was short.
+        tile_most: the largest tile, after memory ran out in a step that kept the least.
+        why: why the next step keeps less, until a line has said so.
+    """
+
+    def __init__(self, gauge: Gauge, parameters, n_layers: int):
+        self.gauge, self.parameters, self.n_layers = gauge, parameters, n_layers
+        self.kinds: dict[str, Kind] = {}
+        self.calls: dict[str, Call] = {}
+        self.card = gauge.card()
+        self.step: Step | None = None
+        self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
+        self.spare, self.tile_most, self.why = 0, TILES[-1], ""
+
+    # -- a step begins -----------------------------------------------------------------------------
+    def begin(self) -> None:
+        """The stack's forward begins."""
+        now = self.gauge.read()
+        if self.step is not None:
+            self._close(self.step, now)
+        self.step = None  # a step whose graph is gone is not in `steps` from here on
+        parameters = list(self.parameters() or ())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        coming = to_come(parameters, device=self.gauge.device)
+        dtype, waiting = autocast_dtype(self.gauge.device.type), sum(not s.over for s in self.steps)
+        key = f"{trained} {dtype} {'first' if coming else 'more'} {waiting}"
+        self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
+        self.step.kinds = [None] * self.n_layers
+        self.step.plan = [False] * self.n_layers
+        self.step.ran = [False] * self.n_layers
+
+    def _close(self, step: Step, now: Counters) -> None:
+        """The next step begins: what this one showed about memory that ran out."""
+        if not step.over:
+            step.last = now
+        if step.top and not step.closed:
+            self._tiled(step, None)
+        call = self.calls.get(step.key)
+        took = seconds_between(*step.clocks) if len(step.clocks) == 2 else None
+        if took and call is not None:
+            call.seconds.put(step.rows, took)
+        ran_out = step.last.ooms > step.base.ooms
+        if ran_out or step.last.retries > step.base.retries:
+            self._keep_less(step, ran_out)
+        elif call is not None and sum(step.ran) > 1 and step.back is not None:
+            call.sure = True
+
+    def _keep_less(self, step: Step, ran_out: bool) -> None:
+        planned = [k for k, ran in zip(step.kinds, step.ran) if ran and k is not None]
+        kept = sum(self.kinds[name].cost for name in planned) * step.rows
+        if ran_out:
+            self.spare += int(max(UNSURE * self.card, kept / 2))
+            if not kept and step.policy is not None:
+                self.tile_most = max(TILES[0], step.policy.tile // 2)
+        else:
+            self.spare = max(self.spare, int(SURE * self.card))
+        self.why = "memory ran out" if ran_out else "memory was short"
+
+    def ran_out(self) -> None:
+        """The step that runs has run out of memory, and the run ends."""
+        step, self.step = self.step, None
+        self._keep_less(step, True)
+
+    def _call_of(self, key: str) -> tuple[Call | None, bool]:
+        """(the measured Call of this key or of the most alike, whether it is the key's own)."""
+        own = self.calls.get(key)
+        if own is not None and own.measured:
+            return own, True
+        alike = key.rsplit(" ", 2)[0] + " "
+        found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
+        return next(found, None), False
+
+    def plan(
+        self, first: Policy, settings: Checkpointing, able: Layers, rows: int, grows: bool = True
+    ) -> Policy:
+        """The policy of the step that begins. first: of one of which nothing is known."""
+        step = self.step
+        call, own = self._call_of(step.key)
+        step.rows = rows
+        if settings.tile == "auto" and first.tile > self.tile_most:
+            first = replace(first, tile=self.tile_most)
+        step.policy, step.gate_up = first, able.gate_up
+        if call is not None and grows:
+            step.share = SURE if own and call.sure and not self.gauge.rigid else UNSURE
+            room = step.limit - step.base.allocated - step.share * self.card - self.spare
+            room -= 0 if own else step.coming
+            found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
+            step.policy, step.plan, step.need = found.policy, found.untiled, found.need
+            step.working = found.tiled - call.gradients
+            step.ahead = COPIES * (able.wide + able.gate_up) * rows
+            step.told, step.planned = list(call.kinds), step.base.allocated + found.top
+        return step.policy
+
+    def firm(self, policy: Policy) -> None:
+        """The step runs as other ranks do, whatever is allocated as its layers begin."""
+        self.step.policy, self.step.firm = policy, True
+        self.step.plan = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
+
+    def free(self) -> int:
+        """Free bytes of the device."""
+        step = self.step
+        return (
+            self.gauge.limit() - self.gauge.read().allocated
+            if step is None
+            else (step.limit - step.base.allocated)
+        )
+
+    def words(self) -> str:
+        """What the planned step takes, for the line of a policy."""
+        if not any(self.step.plan) or self.step.planned > self.step.limit:
+            return ""
+        return (
+            f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB of the device"
+        )
+
+    # -- forward -----------------------------------------------------------------------------------
+    def layer(self, index: int, kind: str | None, waiting: int) -> bool:
+        """A layer's forward begins. Returns whether it runs untiled.
+
+        waiting: bytes of the sources of copies, which are freed when their memory is needed.
+        """
+        step, now = self.step, self.gauge.read()
+        solid = now.allocated - waiting
+        self._ends(solid)
+        limit = step.limit - step.share * self.card - self.spare
+        step.room = max(0, int(min(step.ahead, limit - solid - step.working)))
+        if not step.clocks:
+            step.clocks.append(self.gauge.clock())
+        step.kinds[index], step.last = kind, now
+        if kind is not None:
+            self.kinds.setdefault(kind, Kind())
+        if kind is None or not step.plan[index]:
+            return False
+        later = (n for n, plan in zip(step.told[index + 1 :], step.plan[index + 1 :]) if plan)
+        costs = self.kinds[kind].cost + sum(self.kinds[name].cost for name in later)
+        left = limit - solid - costs * step.rows - step.need
+        if (left < 0 or not self.kinds[kind].known) and not step.firm:
+            step.plan[index] = False
+            return False
+        step.open, step.ran[index] = (kind, solid), True
+        step.room = 0 if self.kinds[kind].kept is None else max(0, int(min(step.ahead, left)))
+        return True
+
+    def _ends(self, solid: int) -> None:
+        """The untiled layer that ran last has ended."""
+        step = self.step
+        if step.open is None:
+            return
+        (name, before), step.open = step.open, None
+        kind, kept = self.kinds[name], max(0, solid - before)
+        kind.kept = kept / step.rows
+        step.kept += kept
+
+    def ended(self) -> None:
+        """The forward of the last layer has ended; no copy's source is left."""
+        step, now = self.step, self.gauge.read()
+        self._ends(now.allocated)
+        step.ends = step.last = now
+        call = self.calls.setdefault(step.key, Call())
+        call.kinds = list(step.kinds)
+        call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.kept))
+        if step.clocks:
+            step.clocks[1:] = [self.gauge.clock()]
+        self.steps.add(step)
+
+    # -- backward ----------------------------------------------------------------------------------
+    def untiled(self, step: Step, index: int) -> None:
+        """The backward of an untiled layer begins."""
+        self.backward(step, untiled=True)
+        step.over = step.over or index == step.first
+
+    def backward(self, step: Step, untiled: bool = False) -> Counters:
+        """A layer's backward begins."""
+        now = self.gauge.read()
+        if step.within and self.gauge.rose(step.last.peak, now.peak):
+            step.top, step.exact = now.peak, True
+        step.last, step.within = now, not untiled
+        if step.back is None and step.ends is not None:
+            step.back = now
+            self._loss(step, now)
+        return now
+
+    def _loss(self, step: Step, now: Counters) -> None:
+        """What was allocated at most between the layers' forward and their backward."""
+        call, ends, rows = self.calls[step.key], step.ends, step.rows
+        stood = max(0, now.allocated - ends.allocated)
+        call.after.put(rows, stood)
+        most = now.peak - ends.allocated  # at the most, if the counter did not rise
+        if not self.gauge.rose(ends.peak, now.peak):
+            if call.loss.points:
+                most = min(most, call.loss.most(rows))
+            elif not self.gauge.rose(step.base.peak, now.peak):
+                # Sums in float32 and the loss's workspace come in addition to what it leaves.
+                most = min(most, 3 * stood + 2 * LOSS_WORKSPACE)
+        call.loss.put(rows, max(most, stood))
+
+    def backed(self, step: Step, before: Counters, first: bool) -> None:
+        """A tiled layer's backward has ended. first: it was the first layer's."""
+        now = step.last = self.gauge.read()
+        step.within = False
+        if self.gauge.rose(before.peak, now.peak):
+            step.top, step.exact = now.peak, True
+        elif not step.exact:
+            step.top = max(step.top, now.allocated, before.allocated)
+        if first:
+            self._tiled(step, now)
+
+    def _tiled(self, step: Step, now: Counters | None) -> None:
+        """The backward of the first layer has ended; now: the counters, None if it was not seen."""
+        call, base, policy = self.calls.get(step.key), step.base.allocated, step.policy
+        step.over = step.closed = True
+        if call is None or policy is None:
+            return
+        if now is not None:
+            call.gradients = max(0, now.allocated - base)
+        if not step.exact:
+            if call.tiled.points:
+                return
+            if self.gauge.rose(step.base.peak, step.last.peak):
+                step.top = step.last.peak
+            else:  # scratch of kernels was not sampled
+                step.top += (step.top - base) // 4
+        gates = step.gate_up if "gate_up" in policy.keep else 0
+        tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
+        call.tiled.put(step.rows, max(0, step.top - base - call.gradients - tile))
+
+    # -- what a later run may begin with -----------------------------------------------------------
+    def state(self) -> dict:
+        return {
+            "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
+            "calls": {key: asdict(call) for key, call in self.calls.items()},
+            "spare": self.spare / self.card, "tile_most": self.tile_most,
+        }  # fmt: skip
+
+    def load(self, state: dict) -> None:
+        for name, kind in state["kinds"].items():
+            self.kinds.setdefault(name, Kind(**kind))
+        for key, call in state["calls"].items():
+            lines = {n: Line(v["points"]) if isinstance(v, dict) else v for n, v in call.items()}
+            self.calls.setdefault(key, Call(**lines | {"sure": False}))
+        self.spare = max(self.spare, int(state["spare"] * self.card))
+        self.tile_most = min(self.tile_most, state["tile_most"])
+
+
+_running = threading.local()  # now: (step, name of the kind) of the layer whose backward runs here
+
+
+@contextmanager
+def measured(step: Step | None, layer):
+    """A tiled layer's backward."""
+    if step is None:
+        yield
+        return
+    before, index = step.meter.backward(step), layer._hfpatch_index
+    _running.now = step, step.kinds[index]
+    try:
+        yield
+    finally:
+        _running.now = None
+        step.meter.backed(step, before, step.first == index)
+
+
+def tile_graph(part: str, x, layers: int = 1) -> "TileGraph | None":
+    """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
+    and part of it. layers: how many layers the graph has.
+    """
+    now = getattr(_running, "now", None)
+    kind = now and now[0].meter.kinds.get(now[1])
+    if not kind or part in kind.parts:
+        return None
+    return TileGraph(now[0], kind, part, layers * x.shape[0] * x.shape[1])
+
+
+def whole_graph(step: Step, layer, x) -> "TileGraph | None":
+    """The backward of a layer begins that is checkpointed whole; measures its graph, once."""
+    step.meter.backward(step)
+    kind = step.meter.kinds.get(step.kinds[layer._hfpatch_index])
+    if kind is None or "whole" in kind.parts:
+        return None
+    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1])
+
+
+class TileGraph:
+    """One tile's graph in a backward: the bytes that it keeps, and those that its own backward
+    takes in addition, sampled after each of its nodes."""
+
+    def __init__(self, step: Step, kind: Kind, part: str, tokens: int):
+        self.step, self.kind, self.part, self.tokens = step, kind, part, tokens
+        self.before = step.meter.gauge.read().allocated
+
+    def built(self, outputs) -> None:
+        """The graph of these outputs is built."""
+        self.stands = self.step.meter.gauge.read().allocated
+        self.kind.parts[self.part] = [max(0, self.stands - self.before) / self.tokens, 0.0]
+        todo, seen = [y.grad_fn for y in outputs], set()
+        while todo:
+            node = todo.pop()
+            # gradients of leaves are captured, and a hook would keep others from taking them over
+            if node is None or node in seen or hasattr(node, "variable"):
+                continue
+            seen.add(node)
+            node.register_hook(self._sample)
+            todo += [following for following, _ in node.next_functions]
+
+    def _sample(self, *_) -> None:
+        now, part = self.step.meter.gauge.read().allocated, self.kind.parts[self.part]
+        part[1] = max(part[1], (now - self.stands) / self.tokens)
+        if not self.step.exact:
+            self.step.top = max(self.step.top, now)

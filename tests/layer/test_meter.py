@@ -1,0 +1,271 @@
+"""What a run's own steps teach it, on simulated devices: no step takes more than there is, and what
+is left is used.
+"""
+
+import json
+
+import pytest
+import torch
+from tiny import gradients
+
+import hfpatch
+from hfpatch.lab.presets import preset_config
+from hfpatch.lab.simulate import simulator
+from hfpatch.lab.simulate.implementations import build
+from hfpatch.layer.meter import Meter
+from tests.layer.deep import tiny_llama, tokens
+from tests.layer.devices import Counters, GiB, OfLedger, Told, on_device
+
+pytestmark = pytest.mark.usefixtures("exact_loss")
+
+GLM = {
+    "model_type": "glm4_moe", "hidden_size": 1024, "intermediate_size": 4096,
+    "moe_intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1, "vocab_size": 8192,
+}  # fmt: skip
+LLAMA = preset_config("llama-3.2-1b") | {"num_hidden_layers": 6, "vocab_size": 8192}
+
+
+class Run:
+    """Steps of a model on a device of `size` GiB. policies: of each step; peaks: the
+    most bytes up to then."""
+
+    def __init__(self, monkeypatch, size: float, config=LLAMA, **settings):
+        self.model = build(config)
+        hfpatch.apply(self.model, **settings)  # its trials run on the CPU
+        on_device(monkeypatch, OfLedger, size=int(size * GiB))
+        self.model._hfpatch_logits = False
+        self.patch, self.policies, self.peaks = monkeypatch, [], []
+
+    def step(self, ids, rows: int):
+        ids = ids[:, :rows]
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        (self.meter,) = self.model.model._hfpatch_runtime.meters.values()
+        self.policies.append(self.meter.step.policy)
+        self.peaks.append(self.meter.gauge.read().peak)
+
+    def run(self, work, rows: int) -> list:
+        """work(run, ids): called in a simulation."""
+        self.patch.setattr(
+            simulator, "train_step", lambda model, follower, ids, labels: work(self, ids)
+        )
+        simulator.simulate(self.model, 1, rows)
+        return self.policies
+
+
+def clear(run):
+    run.model.zero_grad(set_to_none=True)
+
+
+def test_layers_come_to_keep_what_there_is_room_for(monkeypatch, capfd):
+    def work(run, ids):
+        for _ in range(5):
+            run.step(ids, 16384)
+            clear(run)
+
+    run = Run(monkeypatch, 8.0)
+    plain = [policy.plain for policy in run.run(work, 16384)]
+    assert plain[:2] == [0, 1] and plain[2] > 1 and plain == sorted(plain)
+    assert 0 < plain[-1] < 6 and plain[-1] == plain[-2]
+    size = 8.0 * GiB
+    assert 0.85 * size < run.peaks[-1] <= 0.97 * size
+    said = capfd.readouterr().err
+    assert said.count("1 x 16,384 tokens") == len(dict.fromkeys(run.policies)), said
+
+
+def test_lengths_that_never_repeat_keep_what_others_showed(monkeypatch):
+    """From the third step on each has the policy that it has after many."""
+    lengths = [6000, 12000, 7000, 9000, 16384, 5000, 13000, 8000]
+
+    def work(run, ids):
+        for rows in lengths + lengths:
+            run.step(ids, rows)
+            clear(run)
+
+    run = Run(monkeypatch, 8.0)
+    found = run.run(work, 16384)
+    assert max(run.peaks) <= 0.97 * 8.0 * GiB
+    first, then = found[3 : len(lengths)], found[len(lengths) + 3 :]
+    assert all(a.tile == b.tile and abs(a.plain - b.plain) <= 1 for a, b in zip(first, then))
+    assert all(policy.plain > 1 for policy in then)
+
+
+def hold(run, ids, at):
+    """The user's own tensor, or another model's."""
+    if at == 2:
+        run.held = torch.empty(2 * GiB, dtype=torch.uint8)
+
+
+def states(run, ids, at):
+    """A second optimizer's."""
+    if at == 2:
+        run.held = [torch.zeros_like(p) for p in run.model.parameters() for _ in range(2)]
+
+
+def evaluation(run, ids, at):
+    with torch.no_grad():
+        run.model.eval()(input_ids=ids, labels=ids)
+    run.model.train()
+
+
+def unfreezing(run, ids, at):
+    for parameter in run.model.model.layers[:3].parameters():
+        parameter.requires_grad_(at > 2)
+
+
+def micro_steps(run, ids, at):
+    """Gradients stay for the next micro-step."""
+    run.keep = at % 2 == 0
+
+
+@pytest.mark.parametrize("between", [hold, states, evaluation, unfreezing, micro_steps])
+def test_memory_of_others_costs_no_step(between, monkeypatch):
+    def work(run, ids):
+        for at in range(7):
+            between(run, ids, at)
+            run.step(ids, 12000)
+            if not getattr(run, "keep", False):
+                clear(run)
+
+    run = Run(monkeypatch, 8.0)
+    found = run.run(work, 12000)
+    assert 0.75 * 8.0 * GiB < max(run.peaks) <= 8.0 * GiB  # a layer keeps a seventh
+    assert found[-1].plain > 0
+
+
+def test_experts_and_dense_layers_are_kinds_of_their_own(monkeypatch):
+    def work(run, ids):
+        for _ in range(5):
+            run.step(ids, 4096)
+            clear(run)
+
+    run = Run(monkeypatch, 16.0, GLM)
+    assert [policy.plain for policy in run.run(work, 4096)] == [0, 2, 5, 5, 5]
+    kept = [kind.kept for kind in run.meter.kinds.values()]
+    assert len(kept) == 2 and min(kept) > 0 and len(set(kept)) == 2
+
+
+def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
+    def work(run, ids):
+        for _ in range(3):
+            run.step(ids, 4096)
+            clear(run)
+
+    run = Run(monkeypatch, 80.0, checkpointing="least")
+    assert {(p.tile, p.plain, p.keep) for p in run.run(work, 4096)} == {(1024, 0, ())}
+
+
+@pytest.mark.parametrize("settings", [{"tile": 512, "plain": 2}, {"tile": 512, "plain": 0}])
+def test_fixed_settings_have_the_same_bits_in_each_step(settings, monkeypatch):
+    model = tiny_llama()
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(**settings, keep=()))
+    on_device(monkeypatch, Told)
+    found = []
+    for _ in range(4):
+        model(tokens(), labels=tokens()).loss.backward()
+        found.append(gradients(model))
+        model.zero_grad()
+    policies = {p for p in model.model._hfpatch_runtime.policies.values()}
+    assert len(policies) == 1
+    assert all(torch.equal(found[0][name], g) for one in found for name, g in one.items())
+
+
+# --- counters that a test sets -------------------------------------------------------------------
+def told_steps(monkeypatch, count=3, **fields):
+    """A tiny model after steps on a device whose counters say little."""
+    model = tiny_llama()
+    hfpatch.apply(model)
+    on_device(monkeypatch, Told, **fields)
+    monkeypatch.setattr(Told, "counters", Counters())
+    for _ in range(count):
+        model(tokens(), labels=tokens()).loss.backward()
+        model.zero_grad()
+    (meter,) = model.model._hfpatch_runtime.meters.values()
+    return model, meter
+
+
+def step(model):
+    model(tokens(), labels=tokens()).loss.backward()
+    model.zero_grad()
+
+
+def test_after_memory_ran_out_less_is_kept(monkeypatch, capfd):
+    model, meter = told_steps(monkeypatch, 1, total=20 * GiB, free=8 * GiB)
+    monkeypatch.setattr(Meter, "_ends", lambda self, solid: None)
+    for kind in meter.kinds.values():
+        kind.kept = 1.5 * GiB / 74
+    step(model)
+    kept = meter.step.policy.plain
+    assert kept == 3
+    Told.counters = Counters(ooms=1)
+    capfd.readouterr()
+    meter.step.over = False  # the error came on the way
+    step(model)
+    assert meter.spare >= 0.1 * meter.card
+    said = capfd.readouterr().err
+    assert 0 < meter.step.policy.plain < kept and "memory ran out; 2 x 37 tokens:" in said, said
+    before = meter.spare
+    step(model)
+    assert meter.spare == before and capfd.readouterr().err == ""
+
+
+def test_errors_of_others_are_not_the_step_s(monkeypatch):
+    """Out of memory in the optimizer, or in an evaluation."""
+    model, meter = told_steps(monkeypatch, 2)
+    Told.counters = Counters(ooms=3, retries=5)
+    step(model)
+    assert meter.spare == 0
+
+
+def test_a_retry_of_the_allocator_in_a_step_leaves_more_free(monkeypatch):
+    model, meter = told_steps(monkeypatch, 1)
+    hook = model.model.norm.register_forward_pre_hook(
+        lambda *_: setattr(Told, "counters", Counters(retries=Told.counters.retries + 1)) and None
+    )
+    for _ in range(4):
+        step(model)
+    hook.remove()
+    assert 0 < meter.spare <= 0.1 * meter.card
+
+
+def test_the_smallest_step_that_ran_out_has_smaller_tiles(monkeypatch):
+    model, meter = told_steps(monkeypatch, 1, free=0)
+    assert meter.step.policy.tile == 8192
+
+    def runs_out(*_):
+        Told.counters = Counters(ooms=Told.counters.ooms + 1)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    hook = model.model.norm.register_forward_pre_hook(runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(model)
+    hook.remove()
+    step(model)
+    assert meter.step.policy.tile == 4096
+
+
+def test_counters_are_never_reset(monkeypatch):
+    """torch's peak belongs to the user."""
+    for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("reset"))
+    told_steps(monkeypatch, 3)
+
+
+def test_what_one_run_measured_another_begins_with(monkeypatch):
+    def work(run, ids):
+        for _ in range(3):
+            run.step(ids, 12000)
+            clear(run)
+
+    first = Run(monkeypatch, 8.0)
+    plain = [policy.plain for policy in first.run(work, 12000)]
+    state = json.loads(json.dumps(first.meter.state()))
+    second = Run(monkeypatch, 8.0)
+
+    def again(run, ids):
+        run.model.model._hfpatch_runtime.meter_of(ids.device).load(state)
+        work(run, ids)
+
+    assert second.run(again, 12000)[0].plain >= plain[2] - 1 > 0
+    assert max(second.peaks) <= 8.0 * GiB
