@@ -35,7 +35,7 @@ def test_an_untiled_layer_launches_less_than_others(tokens, dry, table):
             case = f"{way}, {tokens} tokens"
             table("a layer", case, name.replace("_ms", ", host ms"), value, limits.get(name, ""))
     ours = found["hfpatch"]
-    assert (ours["forward"], ours["backward"]) <= LIMITS["hfpatch"]
+    assert ours["forward"] <= LIMITS["hfpatch"][0] and ours["backward"] <= LIMITS["hfpatch"][1]
     total = {way: values["forward"] + values["backward"] for way, values in found.items()}
     assert all(total["hfpatch"] < total[way] for way in WAYS[1:]), total
     seconds = {way: v["forward_ms"] + v["backward_ms"] for way, v in found.items()}
