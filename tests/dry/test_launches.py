@@ -4,8 +4,9 @@ import pytest
 
 MODEL = "llama-3.1-8b"
 WAYS = ("hfpatch", "stock", "stock checkpointed", "liger", "liger checkpointed")
-# Launches of an untiled layer, forward and backward, where it stood when this test was written.
-LIMITS = {"hfpatch": (14, 28)}
+# Launches of an untiled layer, forward and backward. Backward takes 28 to 32, by the attention kernel
+# that the trial finds faster, which on this device is chance.
+LIMITS = {"hfpatch": (14, 32)}
 LORA_LIMIT = 219  # of a layer and tile, forward and backward
 
 
@@ -35,7 +36,7 @@ def test_an_untiled_layer_launches_less_than_others(tokens, dry, table):
             case = f"{way}, {tokens} tokens"
             table("a layer", case, name.replace("_ms", ", host ms"), value, limits.get(name, ""))
     ours = found["hfpatch"]
-    assert (ours["forward"], ours["backward"]) <= LIMITS["hfpatch"]
+    assert ours["forward"] <= LIMITS["hfpatch"][0] and ours["backward"] <= LIMITS["hfpatch"][1]
     total = {way: values["forward"] + values["backward"] for way, values in found.items()}
     assert all(total["hfpatch"] < total[way] for way in WAYS[1:]), total
     seconds = {way: v["forward_ms"] + v["backward_ms"] for way, v in found.items()}
