@@ -18,7 +18,8 @@ class Trainer(WholeCheckpoints, PositionTrainer):
     """transformers' Trainer; args is a TrainArguments.
 
     The evaluation loss is the mean over tokens (stock: over batches), with perplexity and, for
-    plain text, nats per byte. A checkpoint is whole or not there. A resumed run that has had its steps takes no other.
+    plain text, nats per byte. A checkpoint is whole or not there. A resumed run that has had its
+    steps takes no other.
 
     bytes_per_token: of plain text, 0.0 for other data. record: what a resume must match, written
     into each checkpoint.
