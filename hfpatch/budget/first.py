@@ -17,8 +17,9 @@ GiB = 1 << 30
 # Bytes per token and hidden channel that a tile's backward takes at most: dense layers take 60 to
 # 100, adapters in float32 included.
 TILE_BYTES = 128
-# [tokens, width] tensors in attention's backward of all heads at once, beside dq, dk and dv
-WIDE_TENSORS = 6
+# [tokens, width] tensors that a layer's backward takes, and again as many where attention's runs all
+# heads at once.
+TENSORS = 6
 
 
 def first_tile(rows: int, width: int, card: int | None) -> int:
@@ -91,14 +92,14 @@ def first_policy(
         plain=0 if settings.plain == "auto" else settings.plain,
         chain=chain if chains and not whole and settings.every == "auto" else 0,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
-        wide=not least and free is not None and WIDE_TENSORS * one < free,
+        wide=not least and free is not None and 2 * TENSORS * one < free,
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
     )
 
 
 def step_bytes(policy: Policy, rows: int, width: int, itemsize: int) -> int:
     """About the bytes that a first step takes beside weights, gradients and the loss."""
-    return WIDE_TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES
+    return TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES
 
 
 def _host_too_small(wanted: int, room: int, layers: int, one: int) -> str:

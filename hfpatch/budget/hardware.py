@@ -185,19 +185,3 @@ def gpu_named(device_name: str) -> Gpu | None:
     ]
     # if the card comes with two memories, the row of the memory in its name
     return max(rows, key=lambda row: row[0])[1] if rows else None
-
-
-_BY_SPEED = sorted(GPUS.values(), key=lambda gpu: gpu.peak_flops)
-
-
-def place_of(gpu: Gpu | None) -> int | None:
-    """The card's rank by speed, 0 for the slowest; None for a card that is not in the table.
-
-    Ranks of a job agree on one card by exchanging this number.
-    """
-    return _BY_SPEED.index(gpu) if gpu in _BY_SPEED else None
-
-
-def at_place(place: int | None) -> Gpu | None:
-    """The inverse of place_of."""
-    return None if place is None else _BY_SPEED[place]

@@ -217,7 +217,10 @@ class Meter:
         planned = [k for k, ran in zip(step.kinds, step.ran) if ran and k is not None]
         kept = sum(self.kinds[name].cost for name in planned) * step.rows
         if ran_out:
-            self.spare += int(max(UNSURE * self.card, kept / 2))
+            # what was planned is too much by a tenth of the card, or by half of what was kept
+            less = max(UNSURE * self.card, kept / 2)
+            reached = step.planned if kept else step.limit
+            self.spare = max(self.spare, int(step.limit - step.share * self.card - reached + less))
             if not kept and step.policy is not None:
                 self.tile_most = max(TILES[0], step.policy.tile // 2)
         else:

@@ -236,14 +236,18 @@ class Policies:
             if self.sequence is not None or group is not None:
                 policy = self._agreed(meter, key, policy, group)
             self.policies[key] = policy
-            shape = (B, key[1], whole, step.key)
-            if self.said.get(shape) != policy:
-                why = f"{meter.why}; " if meter.why and shape in self.said else ""
-                self.said[shape], meter.why = policy, ""
-                say(
-                    f"{why}{B} x {T:,} tokens: {describe(policy, self._keeping(x))}{meter.words()}."
-                )
+            self._say(meter, policy, (B, T, whole), (B, key[1], whole, step.key), x)
         return self.policies.get(key, first)
+
+    def _say(self, meter: Meter, policy: Policy, shape: tuple, key: tuple, x: Tensor) -> None:
+        """Prints a policy, if it is another than that of the last such step and of the last line."""
+        told, self.said[key] = self.said.get(key), policy
+        if policy in (told, self.said.get(shape)):
+            return
+        why = f"{meter.why}; " if meter.why and told else ""
+        self.said[shape], meter.why = policy, ""
+        what = describe(policy, self._keeping(x))
+        say(f"{why}{shape[0]} x {shape[1]:,} tokens: {what}{meter.words()}.")
 
     def _agreed(self, meter: Meter, key: tuple, own: Policy, group) -> Policy:
         """The policy of ranks that must decide alike: the least of theirs, asked for at a shape's

@@ -41,8 +41,8 @@ def test_a_host_that_is_too_small_is_said():
         first(settings=settings, host=16 * GiB)
 
 
-def test_heads_go_at_once_where_six_tensors_have_room():
-    assert first(free=7 * GiB).wide and not first(free=5 * GiB).wide
+def test_heads_go_at_once_where_twelve_tensors_have_room():
+    assert first(free=13 * GiB).wide and not first(free=11 * GiB).wide
     assert not first(free=None).wide and not first(settings={"aim": "least"}, free=70 * GiB).wide
 
 

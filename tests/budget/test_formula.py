@@ -13,11 +13,8 @@ from hfpatch.budget.choice import choose
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import ModelShape, step_memory
 from hfpatch.budget.hardware import GPUS, gpu_named, gpu_row
-from hfpatch.budget.host_blocks import host_blocks
-from hfpatch.budget.ladder import policies
 from hfpatch.budget.policy import (
     KEEPABLE,
-    Checkpointing,
     Policy,
     auto_tile,
     parse_checkpointing,
@@ -340,20 +337,3 @@ def test_sizes_refused(text):
 def test_needs_no_torch():
     code = "import sys, hfpatch.planner.plan, hfpatch.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize("tokens, batch", [(32768, 1), (4096, 3)])
-@pytest.mark.parametrize("preset", ["llama-3.1-8b", "qwen3-8b", "phi-4"])
-def test_the_blocks_of_the_host_are_the_bytes_of_the_formula(preset, tokens, batch):
-    """Several tiles and one, k and v as wide as q or not, gate and up in one matrix or two."""
-    shape = ModelShape.from_config(preset_config(preset))
-    ladder = policies(
-        Checkpointing(offload="host"), shape, batch=batch, tokens=tokens, able=KEEPABLE,
-    )  # fmt: skip
-    more = [dataclasses.replace(p, plain=3, again=p.save_attention * 2) for p in ladder]
-    for policy in (*ladder, *more):
-        blocks = host_blocks(shape, policy, batch=batch, tokens=tokens)
-        planned = step_memory(shape, policy, batch=batch, tokens=tokens).host
-        assert sum(size * n for size, n in blocks.items()) == pytest.approx(planned, rel=1e-3), (
-            policy
-        )
