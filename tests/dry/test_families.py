@@ -18,7 +18,7 @@ WAITS = {
     "bailing_hybrid": 2,  # create_recurrent_attention_mask asks whether the mask is full
     "minimax": 6,  # the same, and its decay constants come from the host
     "glm5_next": 5,  # constants made on the host in each forward
-    # The same, and the chunked mask of hfpatch/context/masks.py, whose values come from the host.
+    # The same, and hfpatch samples the chunked mask's function in each forward (context/masks.py).
     "llama4_text": 16, "llama4": 24,
 }  # fmt: skip
 # What waits for a policy that measures a layer's bytes: no closed form describes these layers.
