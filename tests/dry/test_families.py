@@ -17,14 +17,20 @@ WAITS = {
     "falcon_h1": 2, "granitemoehybrid": 2, "nemotron_h": 2, "bamba": 2, "zamba2": 2, "mamba2": 2,
     "bailing_hybrid": 2,  # create_recurrent_attention_mask asks whether the mask is full
     "minimax": 6,  # the same, and its decay constants come from the host
-    "llama4_text": 4, "llama4": 12, "glm5_next": 5,  # constants made on the host in each forward
+    "glm5_next": 5,  # constants made on the host in each forward
+    # The same, and hfpatch samples the chunked mask's function in each forward (context/masks.py).
+    "llama4_text": 16, "llama4": 24,
 }  # fmt: skip
+# What waits for a policy that measures a layer's bytes: no closed form describes these layers.
+RUNS_OUT = {"glm5_next": "four layers of plain PyTorch's mixers take more than the card in step 4"}
 
 
 @pytest.mark.parametrize(
     "family", [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES]
 )
-def test_a_family_trains(family, dry, table):
+def test_a_family_trains(family, dry, table, request):
+    if family in RUNS_OUT:
+        request.applymarker(pytest.mark.xfail(reason=RUNS_OUT[family]))
     if family in GARBAGE:
         pytest.skip(GARBAGE[family])
     ran = dry.run(family, layers=LAYERS, rows=[(1, TOKENS)] * STEPS)
