@@ -9,7 +9,6 @@ import contextlib
 import copy
 import gc
 import io
-import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ import stub
 import torch
 
 GiB = 2**30
-# hfpatch's line on a shape: what layers will take, of what is free, and what goes to the host.
-PLANNED = re.compile(r"([\d.]+) of ([\d.]+) GiB free on the device(?:, ([\d.]+) GiB on the host)?")
 
 
 @dataclass
@@ -68,9 +65,9 @@ class Case:
 def config_of(case: Case):
     from transformers import AutoConfig
 
-    from hfpatch.cli.support import family_config
     from hfpatch.lab import made
     from hfpatch.lab.presets import _ROWS
+    from scripts.families import family_config
 
     tokens = max(tokens for _, tokens in case.rows)
     changes = dict(case.changes)
@@ -404,9 +401,6 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         "complaints": stub.complaints() - complained,
         "said": said.getvalue()[written:],
     }
-    planned = PLANNED.search(row["said"])
-    if planned:
-        row["planned_gib"] = [float(x) if x else 0.0 for x in planned.groups()]
     if not case.keep_gradients or optimizer is not None or "error" in row:
         model.zero_grad(set_to_none=True)
     return row
