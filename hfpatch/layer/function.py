@@ -13,7 +13,7 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.forward_state import ForwardState
-from hfpatch.layer.meter import measured
+from hfpatch.layer.graph_bytes import measured
 from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time

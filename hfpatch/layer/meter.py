@@ -16,10 +16,7 @@ checked again as it begins, against what is allocated by then: other people's te
 optimizer's states or a wrong belief then cost speed, and no step.
 """
 
-import threading
 import weakref
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -86,21 +83,6 @@ class Gauge:
     def rose(self, before: int, after: int) -> bool:
         """Whether the peak rose, other than by a trial of attention's kernels."""
         return after > max(before, trial_peaks.get(self.device, 0))
-
-
-def kind_of(layer, x) -> str | None:
-    """Layers of one kind keep the same bytes per token; None for one that keeps nothing."""
-    trains = any(p.requires_grad for p in layer.parameters())
-    if not (trains or x.requires_grad):
-        return None
-    names = layer.__dict__.get("_hfpatch_kind")
-    if names is None or names[0] is not layer._hfpatch_condition:
-        count = Counter(type(m).__name__ for m in layer.modules())
-        own = " ".join(f"{name}*{n}" if n > 1 else name for name, n in sorted(count.items()))
-        names = layer._hfpatch_condition, f"{own} {getattr(layer, 'layer_type', '')}"
-        layer.__dict__["_hfpatch_kind"] = names
-    dtype = autocast_dtype(x.device.type)
-    return f"{names[1]} {'trained' if trains else 'frozen'} {x.dtype} {dtype}"
 
 
 @dataclass(eq=False)
@@ -411,70 +393,3 @@ class Meter:
             self.calls.setdefault(key, Call(**lines | {"sure": False}))
         self.spare = max(self.spare, int(state["spare"] * self.card))
         self.tile_most = min(self.tile_most, state["tile_most"])
-
-
-_running = threading.local()  # now: (step, name of the kind) of the layer whose backward runs here
-
-
-@contextmanager
-def measured(step: Step | None, layer):
-    """A tiled layer's backward."""
-    if step is None:
-        yield
-        return
-    before, index = step.meter.backward(step), layer._hfpatch_index
-    _running.now = step, step.kinds[index]
-    try:
-        yield
-    finally:
-        _running.now = None
-        step.meter.backed(step, before, step.first == index)
-
-
-def tile_graph(part: str, x, layers: int = 1) -> "TileGraph | None":
-    """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
-    and part of it. layers: how many layers the graph has.
-    """
-    now = getattr(_running, "now", None)
-    kind = now and now[0].meter.kinds.get(now[1])
-    if not kind or part in kind.parts:
-        return None
-    return TileGraph(now[0], kind, part, layers * x.shape[0] * x.shape[1])
-
-
-def whole_graph(step: Step, layer, x) -> "TileGraph | None":
-    """The backward of a layer begins that is checkpointed whole; measures its graph, once."""
-    step.meter.backward(step)
-    kind = step.meter.kinds.get(step.kinds[layer._hfpatch_index])
-    if kind is None or "whole" in kind.parts:
-        return None
-    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1])
-
-
-class TileGraph:
-    """One tile's graph in a backward: the bytes that it keeps, and those that its own backward
-    takes in addition, sampled after each of its nodes."""
-
-    def __init__(self, step: Step, kind: Kind, part: str, tokens: int):
-        self.step, self.kind, self.part, self.tokens = step, kind, part, tokens
-        self.before = step.meter.gauge.read().allocated
-
-    def built(self, outputs) -> None:
-        """The graph of these outputs is built."""
-        self.stands = self.step.meter.gauge.read().allocated
-        self.kind.parts[self.part] = [max(0, self.stands - self.before) / self.tokens, 0.0]
-        todo, seen = [y.grad_fn for y in outputs], set()
-        while todo:
-            node = todo.pop()
-            # gradients of leaves are captured, and a hook would keep others from taking them over
-            if node is None or node in seen or hasattr(node, "variable"):
-                continue
-            seen.add(node)
-            node.register_hook(self._sample)
-            todo += [following for following, _ in node.next_functions]
-
-    def _sample(self, *_) -> None:
-        now, part = self.step.meter.gauge.read().allocated, self.kind.parts[self.part]
-        part[1] = max(part[1], (now - self.stands) / self.tokens)
-        if not self.step.exact:
-            self.step.top = max(self.step.top, now)

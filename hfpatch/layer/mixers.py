@@ -18,7 +18,7 @@ from hfpatch.compat import pytree
 from hfpatch.context.classes import forwards_for_now
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch, Mask
-from hfpatch.layer.meter import tile_graph
+from hfpatch.layer.graph_bytes import tile_graph
 from hfpatch.layer.weight_gradients import walk
 
 # Arguments that describe packed documents. A mixer gets one document at a time instead.

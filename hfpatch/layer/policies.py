@@ -18,7 +18,8 @@ from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
 from hfpatch.budget.policy import LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
-from hfpatch.layer.meter import Gauge, Meter, kind_of
+from hfpatch.layer.graph_bytes import kind_of
+from hfpatch.layer.meter import Gauge, Meter
 from hfpatch.layer.packed_weights import frozen_tables
 from hfpatch.layer.parts import gate_up_columns
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
@@ -127,11 +128,13 @@ class Policies:
             # A forked process has no queues.
             if policy is None or (device, policy.offload) not in self.queues:
                 self.firsts[key] = policy = self._opened(layer, x_BTD, longest, whole)
-            self.policies[key] = policy  # last: a choice that failed is tried again
+            self.policies[key] = policy
             if meter is not None and meter.step is not None:
                 policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
             if self.opened.get((*key, T)) != policy:
+                del self.policies[key]  # a reservation that fails is tried again
                 self._reserve(policy, layer, x_BTD, meter)
+                self.policies[key] = policy
                 self.opened[(*key, T)] = policy
             if meter is None:
                 self._settle(0)
@@ -229,7 +232,7 @@ class Policies:
             columns = 0 if whole else gate_up_columns(layer, traits, x.device.type)
             queue = self.queues[x.device, first.offload].transfers
             able = Layers(
-                columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.rate
+                columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.speed.now()
             )
             policy, step.whole = meter.plan(first, settings, able, B * T, grows), whole
             group = None if whole else tensor_parallel_group(layer)
@@ -278,7 +281,9 @@ class Policies:
         if meter is None or meter.step is None:
             self._settle(0)
             return index >= self.n_layers - policy.plain
-        waiting = sum(queue.transfers.waiting_bytes for queue in self.queues.values())
+        waiting = 0
+        for transfers in (queue.transfers for queue in self.queues.values()):
+            waiting += transfers.unsettled_bytes + sum(n for _, n, _ in transfers.copied)
         planned = meter.layer(index, kind_of(layer, x), waiting)
         self._settle(meter.step.room)
         fixed = self.checkpointing.plain != "auto"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import States
-from hfpatch.layer.meter import tile_graph
+from hfpatch.layer.graph_bytes import tile_graph
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.weight_gradients import walk
 from hfpatch.store.transfers import Saved, Transfers

@@ -17,7 +17,7 @@ from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
-from hfpatch.layer.meter import tile_graph
+from hfpatch.layer.graph_bytes import tile_graph
 from hfpatch.layer.mixers import Mixer, standing_in
 from hfpatch.layer.parts import keepable, sources_of
 from hfpatch.layer.random_state import replayed

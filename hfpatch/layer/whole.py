@@ -18,7 +18,7 @@ from hfpatch.compat import (
     version,
 )
 from hfpatch.layer.forward_state import ForwardState, as_in_forward, edited
-from hfpatch.layer.meter import whole_graph
+from hfpatch.layer.graph_bytes import whole_graph
 
 
 class _Held:

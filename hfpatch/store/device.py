@@ -221,6 +221,31 @@ def seconds_between(begins, ends) -> float | None:
     return begins.elapsed_time(ends) / 1000 if ends is not None and ends.query() else None
 
 
+class Speed:
+    """Bytes a second of copies on the current stream. One large copy is timed after another."""
+
+    LEAST = 16 << 20  # bytes of a copy that is timed
+
+    def __init__(self, device: Device):
+        self.device, self.found = device, 0.0
+        self.copy: list | None = None  # [bytes, event before, event after]
+
+    def begin(self, nbytes: int) -> None:
+        if self.copy is None and nbytes >= self.LEAST:
+            self.copy = [nbytes, self.device.clock()]
+
+    def end(self) -> None:
+        if self.copy is not None and len(self.copy) == 2:
+            self.copy.append(self.device.clock())
+
+    def now(self) -> float:
+        """Of the last copy that was timed; 0 before one."""
+        took = self.copy and len(self.copy) == 3 and seconds_between(*self.copy[1:])
+        if took:
+            self.found, self.copy = self.copy[0] / took, None
+        return self.found
+
+
 class Block:
     """Host memory of an exact size, optionally pinned. It is unpinned before the memory is
     freed.

@@ -15,8 +15,7 @@ Beside a device's compute stream each Transfers has two: to_host (copies to the 
                  slot's next fetch             ticket is freed
 
 The host waits only for files: in settle() and fetch() for a free buffer, in ticket.wait() for the
-read. A later settle() hides a copy behind more work but keeps its source in memory longer: the
-caller limits the bytes of sources.
+read. A later settle() hides a copy longer. Callers limit the bytes of sources.
 
 This module never calls `record_stream`: the caching allocator would hold freed blocks until the
 host has seen an event, and a host that runs ahead sees it late. Instead, the stream that allocated
@@ -36,11 +35,9 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import graph_task, version
-from hfpatch.store.device import Device, device_for, seconds_between
+from hfpatch.store.device import Device, Speed, device_for
 from hfpatch.store.disk import DiskDirectory, File, Read
 from hfpatch.store.pool import HostPool, Loan
-
-TIMED_LEAST = 16 << 20  # bytes of a copy whose seconds say how fast the link is
 
 WRITTEN_TO = (
     "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
@@ -154,30 +151,13 @@ class Transfers:
         self.unsettled_bytes = 0
         # copies to start, as put() has them: (event after which x is complete, saved, a, x)
         self.unwritten: deque = deque()
-        # (event before, event after, bytes) of a large copy to the host, until its rate is read
-        self.timed: tuple | None = None
-        self._rate = 0.0
+        self.speed = Speed(self.device)  # of copies to the host, under load
         # (sources, their bytes, event of their copies), the oldest first
         self.copied: deque = deque()
 
-    @property
-    def rate(self) -> float:
-        """Bytes a second of the last copy to the host that was timed, under load; 0 before one."""
-        took = self.timed and seconds_between(*self.timed[:2])
-        if took:
-            self._rate, self.timed = self.timed[2] / took, None
-        return self._rate
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of sources that stay only until their copies are done."""
-        return self.unsettled_bytes + sum(nbytes for _, nbytes, _ in self.copied)
-
     # -- to the tier -------------------------------------------------------------------------------
     def save(self, x: Tensor) -> Saved:
-        """Starts the copy of x [B, T, ...]. x itself stays alive until settle(). On the device a
-        view is copied, so that it keeps no other memory alive.
-        """
+        """Starts the copy of x [B, T, ...], which stays alive until settle(). Views are copied."""
         if self.tier == "gpu":
             part = x.untyped_storage().nbytes() > x.numel() * x.element_size()
             x = x.clone() if part else x
@@ -213,9 +193,8 @@ class Transfers:
             complete, saved, a, x = self.unwritten[0]
             device.wait(complete, self.to_host)
             T, b = saved.shape[1], a + x.shape[1]
-            times = self.timed is None and x.numel() * x.element_size() >= TIMED_LEAST
             with device.on(self.to_host), torch.no_grad():
-                begins = device.clock() if times else None
+                self.speed.begin(x.numel() * x.element_size())
                 for first, piece in (
                     [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
                 ):
@@ -225,8 +204,7 @@ class Transfers:
                     elif saved.block is not None:
                         block = saved.block.thing.bytes[at : at + flat.numel()]
                         block.copy_(flat, non_blocking=device.pins)
-                if begins is not None:
-                    self.timed = begins, device.clock(), x.numel() * x.element_size()
+                self.speed.end()
             self.unwritten.popleft()
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
