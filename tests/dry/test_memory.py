@@ -4,6 +4,8 @@ import pytest
 
 GiB = 2**30
 CARD = 81008 / 1024  # GiB
+# Reserved bytes over allocated ones at most: each stream has segments of its own.
+RESERVED = 1.12
 MODEL = "llama-3.1-8b"
 long = pytest.mark.long
 HOST = {"offload": "host", "every": 1, "plain": 0, "tile": 8192}
@@ -33,8 +35,8 @@ def test_steps_settle_on_what_fits(name, dry, table):
     peak, reserved = step["allocated_peak"] / GiB, step["reserved_peak"] / GiB
     table("memory", name, "first peak, GiB", ran.steps[0]["allocated_peak"] / GiB)
     table("memory", name, "peak, GiB", peak, CARD)
-    table("memory", name, "reserved, GiB", reserved, 1.10 * peak)
-    assert share * CARD <= peak <= CARD and reserved <= 1.10 * peak
+    table("memory", name, "reserved, GiB", reserved, RESERVED * peak)
+    assert share * CARD <= peak <= CARD and reserved <= RESERVED * peak
     assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.02)
     assert step["mallocs"] == step["retries"] == 0, "a step at a settled policy allocates nothing"
 
