@@ -40,7 +40,7 @@ MORE_WAITS = {
     "setup", [s if s in SHORT else pytest.param(s, marks=pytest.mark.long) for s in SETUPS]
 )
 def test_a_setup_trains(setup, dry, table, tmp_path):
-    case = {"model": MODEL, "layers": LAYERS, "rows": [(1, 8192)] * 3} | SETUPS[setup]
+    case = {"model": MODEL, "layers": LAYERS, "rows": [(1, 8192)] * 5} | SETUPS[setup]
     if "disk" in setup:
         case["checkpointing"] = case["checkpointing"] | {"offload": str(tmp_path)}
     ran = dry.run(**case)
@@ -56,4 +56,4 @@ def test_a_setup_trains(setup, dry, table, tmp_path):
     note("launches", step["launches_forward"] + step["launches_backward"])
     note("host waits", waits, limit)
     assert waits <= limit, step["stacks"]
-    assert step["mallocs"] == 0, "a third step of the same length allocates nothing more"
+    assert step["mallocs"] == 0, "a step at a settled policy allocates nothing"
