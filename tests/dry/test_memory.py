@@ -37,7 +37,7 @@ def test_steps_settle_on_what_fits(name, dry, table):
     table("memory", name, "peak, GiB", peak, CARD)
     table("memory", name, "reserved, GiB", reserved, RESERVED * peak)
     assert share * CARD <= peak <= CARD and reserved <= RESERVED * peak
-    assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.02)
+    assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.05)
     assert step["mallocs"] == step["retries"] == 0, "a step at a settled policy allocates nothing"
 
 
