@@ -20,6 +20,7 @@ from hfpatch.compat import (
     Turn,
     as_before_fsdp2,
     drop_wrapped_forward,
+    engine_hook,
     forward_before_wrapping,
     gather_as_one,
     not_for_ddp,
@@ -69,7 +70,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"call apply() before {late}."
                 )
         _refuse_liger(module)
-        hook = getattr(module, "_hf_hook", None)  # accelerate's; several are one hook with a list
+        hook = engine_hook(module)  # accelerate's; several are one hook with a list
         if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook])):
             raise ValueError(
                 "hfpatch: expected a model on one device, found weights that a device_map keeps on "

@@ -51,7 +51,9 @@ PY
     # Whatever a package asks for, pip then fails with a sentence rather than put another build in its place.
     HFPATCH_KEEP=$HFPATCH_VENV/.hfpatch-torch
     # As pip knows it: torch.__version__ may name a CUDA version that the package's own version lacks.
-    echo "torch==$(python -c 'from importlib.metadata import version; print(version("torch"))')" >"$HFPATCH_KEEP"
+    local known
+    known=$(python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)
+    echo "torch==${known:-$torch}" >"$HFPATCH_KEEP"
     # Again only when setup.cfg changed: pip is slow to find that nothing is to be done.
     local stamp="$HFPATCH_VENV/.hfpatch-$1"
     if [ ! -f "$stamp" ] || [ "$HFPATCH_ROOT/setup.cfg" -nt "$stamp" ]; then

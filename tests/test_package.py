@@ -204,7 +204,7 @@ def test_the_suite_runs_where_no_package_shares_it_out(there, comes, shared, tmp
     }
     environment |= {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "HFPATCH_TEST_WORKERS": "2"}
     done = subprocess.run(
-        ["bash", ROOT / ".ci" / "run"], capture_output=True, text=True, env=environment
+        ["bash", ROOT / "scripts" / "test.sh"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     runs = [line for line in log.read_text().splitlines() if line.startswith("-m pytest")]

@@ -19,70 +19,14 @@ optimizer's states or a wrong belief then cost speed, and no step.
 import weakref
 from dataclasses import asdict, dataclass, field, replace
 
-import torch
-
-from hfpatch.attention.backends import trial_peaks, trials_without_room
-from hfpatch.budget.free import expandable_segments, gpu_free, share_of_device, to_come
+from hfpatch.budget.free import to_come
 from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, climb, tile_bytes
 from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing, Policy
 from hfpatch.compat import autocast_dtype
-from hfpatch.store.device import device_for, seconds_between
+from hfpatch.layer.gauge import Counters, Gauge
+from hfpatch.store.device import seconds_between
 
 COPIES = 2  # the sources of copies of so many layers may stay while later layers run
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Bytes allocated now and at most, errors and retries of the allocator so far."""
-
-    allocated: int = 0
-    peak: int = 0
-    ooms: int = 0
-    retries: int = 0
-
-
-class Gauge:
-    """A CUDA device's counters."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def read(self) -> Counters:
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if not stats:
-            return Counters()
-        whole, tried = stats["allocated_bytes"]["all"], trials_without_room[self.device]
-        return Counters(
-            whole["current"], whole["peak"], stats["num_ooms"] - tried, stats["num_alloc_retries"]
-        )
-
-    def limit(self) -> int:
-        """The most bytes that can be allocated; asks the driver. Free bytes beside tensors in
-        segments that do not expand serve small tensors alone."""
-        beside = 0
-        if self.rigid:
-            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-            beside = stats["inactive_split_bytes"]["all"]["current"] if stats else 0
-        return gpu_free(self.device) + self.read().allocated - beside
-
-    @property
-    def rigid(self) -> bool:
-        """Whether the allocator's segments do not expand, so that lengths that vary leave gaps."""
-        return not expandable_segments()
-
-    def card(self) -> int:
-        return share_of_device(torch.cuda.mem_get_info(self.device)[1], self.device)
-
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.device)
-
-    def clock(self):
-        """An event on the compute stream that knows its time."""
-        return device_for(self.device).clock()
-
-    def rose(self, before: int, after: int) -> bool:
-        """Whether the peak rose, other than by a trial of attention's kernels."""
-        return after > max(before, trial_peaks.get(self.device, 0))
 
 
 @dataclass(eq=False)

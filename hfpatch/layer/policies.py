@@ -18,8 +18,9 @@ from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
 from hfpatch.budget.policy import LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
+from hfpatch.layer.gauge import Gauge
 from hfpatch.layer.graph_bytes import kind_of
-from hfpatch.layer.meter import Gauge, Meter
+from hfpatch.layer.meter import Meter
 from hfpatch.layer.packed_weights import frozen_tables
 from hfpatch.layer.parts import gate_up_columns
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together

@@ -1,7 +1,7 @@
 """Devices without a GPU: counters that a test sets, and counters of a simulated run's storages."""
 
 from hfpatch.layer import policies
-from hfpatch.layer.meter import Counters, Gauge
+from hfpatch.layer.gauge import Counters, Gauge
 
 GiB = 1 << 30
 
