@@ -23,6 +23,7 @@ from hfpatch.compat import (
     engine_hook,
     forward_before_wrapping,
     gather_as_one,
+    graph_task,
     not_for_ddp,
     real_tensors,
     sharded_while_loaded,
@@ -102,10 +103,11 @@ class _WithoutLiger(Turn):
         self.modules = [weakref.ref(module) for module in modules]
 
     def __enter__(self):
-        for reference in self.modules:
-            module = reference()
-            if module is not None:
-                _refuse_liger(module)
+        if graph_task() == -1:  # no backward, which enters once for each layer
+            for reference in self.modules:
+                module = reference()
+                if module is not None:
+                    _refuse_liger(module)
         return super().__enter__()
 
 

@@ -66,7 +66,9 @@ def first_policy(
     save = every == 1 if settings.save_attention == "auto" else settings.save_attention
     save = save and not whole
     one, room = rows * width * itemsize, host and HOST_SHARE * host
-    needs = lambda save: (1 + save) * -(-layers // every) * one  # noqa: E731
+    wide = settings.aim != "least" and free is not None and 2 * TENSORS * one < free
+    # a gradient of one layer's input waits there too, where attention does not run all heads at once
+    needs = lambda save: ((1 + save) * -(-layers // every) + (not wide)) * one  # noqa: E731
     if tier == "host" and room is not None and needs(save) > room:
         if settings.save_attention == "auto" and not chains:
             save = False
@@ -92,7 +94,7 @@ def first_policy(
         plain=0 if settings.plain == "auto" else settings.plain,
         chain=chain if chains and not whole and settings.every == "auto" else 0,
         keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
-        wide=not least and free is not None and 2 * TENSORS * one < free,
+        wide=wide,
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
     )
 

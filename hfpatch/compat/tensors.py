@@ -79,6 +79,11 @@ def version(x: Tensor) -> int:
         return 0
 
 
+def hooked(tensors: list[Tensor]) -> list[Tensor]:
+    """Those of leaf tensors whose gradient a hook of the user's reads."""
+    return [x for x in tensors if x._backward_hooks]
+
+
 @contextmanager
 def without_hooks(x: Tensor):
     """A context in which the user's hooks on the gradient of x do not run."""

@@ -335,11 +335,15 @@ class Policies:
             (getattr(c, "num_attention_heads", 0) for c in layer._hfpatch_configs), default=0
         )
         saved = layers * policy.save_attention
-        sizes = Counter({rows * x.shape[-1] * x.element_size() // ranks: layers})
+        one = rows * x.shape[-1] * x.element_size()
+        sizes = Counter({one // ranks: layers})
+        bounds = tile_bounds(*x.shape[:2], policy.tile)
+        # the gradient of the input of the layer whose backward runs
+        sizes[one] += policy.parks_dx and len(bounds) > 1
         sizes[rows * (heads * layer._hfpatch_condition.head_dim or x.shape[-1]) * computed] += saved
         sizes[rows * heads * max(4, computed)] += saved
         if meter is not None and meter.step is not None and "gate_up" in policy.keep:
-            for a, b in tile_bounds(*x.shape[:2], policy.tile):
+            for a, b in bounds:
                 sizes[x.shape[0] * (b - a) * meter.step.gate_up // 2] += 2 * (layers - policy.again)
         most = self._host_free()
         pool.reserve(+sizes, most and int(HOST_SHARE * most))

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hfpatch.compat import gradient_is_watched, without_hooks
+from hfpatch.compat import hooked, without_hooks
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
@@ -41,8 +41,8 @@ class WeightGradients(ExitStack):
             if not x.requires_grad:  # frozen since the forward
                 self.callback(x.requires_grad_, False)
                 x.requires_grad_(True)
-            if gradient_is_watched(x):
-                self.enter_context(without_hooks(x))
+        for x in hooked(self.tensors):
+            self.enter_context(without_hooks(x))
         self.index = {id(x): i for i, x in enumerate(self.tensors)}
         return self
 

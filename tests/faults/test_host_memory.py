@@ -230,7 +230,7 @@ def test_what_the_loss_does_not_read_is_found_beside_the_step_before():
         mark_batch_ready({"labels": labels, "attention_mask": mask})
         came = device.clocks["compute"]["compute"]
         torch.ones(3).mul_(2)  # the step before
-        with model._read_where_labelled(labels, 1, -100, {"attention_mask": mask}):
+        with model._read_where_labelled(labels, -100, {"attention_mask": mask}):
             assert find_rows(2, 11, CPU, mask, idle_BT=current.idle_BT).documents is None
         assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
     assert not device.problems
@@ -249,7 +249,7 @@ def test_rows_without_padding_wait_for_the_batch_alone():
         run, found = PackedRow.run, []
         with mock.patch.object(PackedRow, "run", autospec=True) as layer:
             layer.side_effect = lambda row, *args: found.append(row.real) or run(row, *args)
-            with model._read_where_labelled(labels, 1, -100, batch), torch.no_grad():
+            with model._read_where_labelled(labels, -100, batch), torch.no_grad():
                 model.model(tokens(2, 11), attention_mask=mask, use_cache=False)
         assert set(found) == {16}
         assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]

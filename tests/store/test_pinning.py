@@ -2,6 +2,7 @@
 took.
 """
 
+import gc
 from collections import Counter
 from math import ceil, log2
 from random import Random
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import hfpatch
+from hfpatch.budget import free as memory
 from hfpatch.budget.choice import HOST_SHARE, PINNED_MOST
 from hfpatch.budget.hardware import GiB
 from hfpatch.layer import policies as session_module
@@ -23,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("exact_loss")
 
 # Llama-3.1-8B on an H100 with 256 GiB of host memory; pages that nobody writes cost none.
 STEPS, SHORTEST, LONGEST, APART = 200, 8192, 32768, 8192
+# bytes per token of tiny_llama in float64: input, attention's output and its log-sum-exp of two layers,
+# and the gradient of one's input, which waits while attention's backward runs
+ROW = 2 * (64 * 8 + 64 * 8 + 4 * 8) + 64 * 8
 BOUND = min(int(HOST_SHARE * 256 * GiB), PINNED_MOST)
 
 
@@ -110,15 +115,12 @@ def test_steps_of_a_model_pin_once(monkeypatch):
             ids, before = tokens(1, T), len(registered(device))
             model(ids, labels=ids).loss.backward()
             by_step.append(registered(device)[before:])
-        row = 2 * (64 * 8 + 64 * 8 + 4 * 8)
-        assert (
-            by_step == [[20 * row], [], [40 * row], [], [], [], [], [80 * row], []]
-            and device.held == 80 * row
-        )
+        assert by_step == [[20 * ROW], [], [40 * ROW], [], [], [], [], [80 * ROW], []]
+        assert device.held == 80 * ROW
         free[0] = 1 << 30
         ids = tokens(1, 24)
         model(ids, labels=ids).loss.backward()
-        assert device.held == 24 * row
+        assert device.held == 24 * ROW
         hfpatch.undo(model)
         assert device.held == 0
 
@@ -126,8 +128,9 @@ def test_steps_of_a_model_pin_once(monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_host_memory_that_the_user_gives_is_all_that_is_pinned(ranks, monkeypatch):
     """What pools hold counts once: lengths that grow never take more than HFPATCH_HOST_MEMORY."""
-    row = 2 * (64 * 8 + 64 * 8 + 4 * 8)
-    monkeypatch.setenv("HFPATCH_HOST_MEMORY", str(ranks * 100 * row))
+    gc.collect()
+    monkeypatch.setattr(memory, "_held", 0)  # of models that other tests keep
+    monkeypatch.setenv("HFPATCH_HOST_MEMORY", str(ranks * 100 * ROW))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(session_module, "SCARCE_HOST", 0)
     with standing_in(CPU, Pinning()) as device:
@@ -138,6 +141,10 @@ def test_host_memory_that_the_user_gives_is_all_that_is_pinned(ranks, monkeypatc
         for T in (20, 30, 45, 60, 85, 20):
             ids = tokens(1, T)
             model(ids, labels=ids).loss.backward()
-            held.append(device.held // row)
+            held.append(device.held // ROW)
         assert held == [20, 40, 80, 80, 90, 90]
+        ids = tokens(1, 110)
+        with pytest.raises(ValueError, match="checkpoints need"):
+            model(ids, labels=ids)
+        assert device.held <= 100 * ROW
         hfpatch.undo(model)
