@@ -5,6 +5,7 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 import dataclasses
 import sys
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,9 @@ class Policies:
                 policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
             if self.opened.get((*key, T)) != policy:
                 del self.policies[key]  # a reservation that fails is tried again
-                self._reserve(policy, layer, x_BTD, meter)
+                group = None if whole else tensor_parallel_group(layer)
+                reserve = partial(self._reserve, policy, layer, x_BTD, meter)
+                self._together(group, reserve)
                 self.policies[key] = policy
                 self.opened[(*key, T)] = policy
             if meter is None:
@@ -157,9 +160,15 @@ class Policies:
                 self.queues[queue] = FetchQueue(Transfers(*queue, self.checkpointing.directory))
             return found
 
+        return self._together(group, open_shape)
+
+    def _together(self, group, work):
+        """Runs work() on all ranks that must choose alike; if one raises, all raise. group: the
+        tensor-parallel ranks, or None.
+        """
         if self.sequence is not None:
-            return self.sequence.together(open_shape)
-        return open_shape() if group is None else together(group, open_shape)
+            return self.sequence.together(work)
+        return work() if group is None else together(group, work)
 
     def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, group) -> Policy:
         """Chooses a first policy. group: the tensor-parallel ranks of each layer, which must choose
