@@ -268,16 +268,20 @@ class Policies:
         steps, agreed = self.agreed.get(key, (0, own))
         steps += 1
         if steps & (steps - 1) == 0:
-            gates = self.n_layers - own.plain - own.again if own.keep == ("gate_up",) else 0
+            # Layers that keep gate and up, where that is chosen and not the user's own setting.
+            chosen = self.checkpointing.keep == "auto"
+            gates = self.n_layers - own.plain - own.again if chosen and own.keep else 0
             numbers = [own.plain, own.tile, gates]
             if self.sequence is not None:
                 plain, tile, gates = self.sequence.least(numbers)
             else:
                 plain, tile, gates = least_of(group, numbers)
-            keeps = own.keep if gates or own.keep != ("gate_up",) else ()
-            again = max(0, self.n_layers - plain - gates) if gates else own.again
-            again = own.again if not own.keep else again
-            agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keeps, again=again)
+            agreed = dataclasses.replace(own, plain=plain, tile=tile)
+            if chosen:
+                # `again` without `keep` would run attention again, on some ranks alone.
+                again = self.n_layers - plain - gates if gates else 0
+                keep = ("gate_up",) if gates else ()
+                agreed = dataclasses.replace(agreed, keep=keep, again=again)
         self.agreed[key] = steps, agreed
         meter.firm(agreed)
         return agreed

@@ -93,6 +93,30 @@ def test_numbers_that_the_host_reads_travel_over_a_group_of_their_own(tmp_path):
         assert report["keys"] == [[16, False], [32, False]]
 
 
+@pytest.mark.parametrize("ways, free, speeds, last", [
+    # The first rank has less memory, and it alone has a link to keep gate and up over.
+    ("rows,weights", "2.5,1000", "1,0", [2, 1024, [], 0]),
+    # The second rank's link is faster: one layer more would keep gate and up there.
+    ("rows", "2.5,2.5", "1,10", [2, 1024, ["gate_up"], 1]),
+])  # fmt: skip
+def test_ranks_on_other_devices_run_one_plan(ways, free, speeds, last, tmp_path):
+    """The least of their plans, asked for at a shape's 1st, 2nd, 4th and 8th step, where ranks share
+    rows or split layers between them: with other plans one waits for an exchange that never comes.
+    """
+    reports = torchrun("agreed_worker.py", ways, free, speeds, folder=tmp_path)
+    expected = {"rows": (4 + 2, CLOSE), "weights": (4, 1.0)}
+    for way in ways.split(","):
+        asked, close = expected[way]
+        one, other = (report[way] for report in reports)
+        assert one["own"][-1] != other["own"][-1]  # alone, they would not have run alike
+        assert one["ran"] == other["ran"]
+        policy, untiled = one["ran"][-1]
+        assert policy == last
+        assert untiled == [False, False, True, True]
+        assert one["asked"] == other["asked"] == asked
+        assert max(one["worst"], other["worst"]) <= close
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_way_and_family(ranks, tmp_path):
