@@ -456,9 +456,9 @@ def test_a_product_without_a_derivative_gives_no_gradient(tile):
     tiny.assert_within({n: got[n] for n in plain}, plain, true)
 
 
-def test_a_hook_gets_what_transformers_makes_of_padding():
-    """Of hidden tokens behind a row that nothing reads our layers make something of their own, at
-    no cost.
+def test_a_hook_gets_the_callers_tokens_where_rows_are_padded():
+    """In the caller's shape, each real token as in transformers. Padding's hidden states have no
+    meaning (docs/guides/packing.md).
     """
     stock, seen = tiny.llama(), []
     batch = {**tiny.labelled(), "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long)}
@@ -466,7 +466,9 @@ def test_a_hook_gets_what_transformers_makes_of_padding():
     for model in (tiny.patched(stock, rms_norm=False), stock, tiny.exact(stock)):
         model.model.layers[0].register_forward_hook(lambda m, a, out: seen.append(out.detach()))
         model(**batch)
-    tiny.numerics.assert_close(*seen)
+    assert all(out.shape[:2] == batch["input_ids"].shape for out in seen)
+    real = batch["attention_mask"].bool()
+    tiny.numerics.assert_close(*(out[real] for out in seen))
 
 
 def _squashed(function):

@@ -5,6 +5,7 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 import dataclasses
 import sys
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -134,7 +135,9 @@ class Policies:
                 policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
             if self.opened.get((*key, T)) != policy:
                 del self.policies[key]  # a reservation that fails is tried again
-                self._reserve(policy, layer, x_BTD, meter)
+                group = None if whole else tensor_parallel_group(layer)
+                reserve = partial(self._reserve, policy, layer, x_BTD, meter)
+                self._together(group, reserve)
                 self.policies[key] = policy
                 self.opened[(*key, T)] = policy
             if meter is None:
@@ -158,9 +161,15 @@ class Policies:
                 self.queues[queue] = FetchQueue(Transfers(*queue, self.checkpointing.directory))
             return found
 
+        return self._together(group, open_shape)
+
+    def _together(self, group, work):
+        """Runs work() on all ranks that must choose alike; if one raises, all raise. group: the
+        tensor-parallel ranks, or None.
+        """
         if self.sequence is not None:
-            return self.sequence.together(open_shape)
-        return open_shape() if group is None else together(group, open_shape)
+            return self.sequence.together(work)
+        return work() if group is None else together(group, work)
 
     def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, group) -> Policy:
         """Chooses a first policy. group: the tensor-parallel ranks of each layer, which must choose
@@ -260,16 +269,20 @@ class Policies:
         steps, agreed = self.agreed.get(key, (0, own))
         steps += 1
         if steps & (steps - 1) == 0:
-            gates = self.n_layers - own.plain - own.again if own.keep == ("gate_up",) else 0
+            # Layers that keep gate and up, where that is chosen and not the user's own setting.
+            chosen = self.checkpointing.keep == "auto"
+            gates = self.n_layers - own.plain - own.again if chosen and own.keep else 0
             numbers = [own.plain, own.tile, gates]
             if self.sequence is not None:
                 plain, tile, gates = self.sequence.least(numbers)
             else:
                 plain, tile, gates = least_of(group, numbers)
-            keeps = own.keep if gates or own.keep != ("gate_up",) else ()
-            again = max(0, self.n_layers - plain - gates) if gates else own.again
-            again = own.again if not own.keep else again
-            agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keeps, again=again)
+            agreed = dataclasses.replace(own, plain=plain, tile=tile)
+            if chosen:
+                # `again` without `keep` would run attention again, on some ranks alone.
+                again = self.n_layers - plain - gates if gates else 0
+                keep = ("gate_up",) if gates else ()
+                agreed = dataclasses.replace(agreed, keep=keep, again=again)
         self.agreed[key] = steps, agreed
         meter.firm(agreed)
         return agreed

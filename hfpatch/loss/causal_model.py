@@ -214,7 +214,9 @@ class FusedCausalLM(KeepsSignature):
         the caller, or a forward that is not transformers' own may read hidden states.
         """
         idle_BT, mask = current.idle_BT, kwargs.get("attention_mask")
-        by_rows = isinstance(mask, Tensor) and mask.shape == target.shape and target.dim() == 2
+        # A mask of another length is cut or filled to the tokens' (decoder/batch.py).
+        by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == len(target)
+        by_rows = by_rows and target.dim() == 2
         theirs = package_of(self) == "transformers" and not asks_for_hidden_states(self, kwargs)
         if by_rows and theirs and not self._hfpatch_tokens_watched():
 

@@ -10,6 +10,7 @@ import tiny
 import torch
 import transformers
 from test_families import assert_close, step
+from test_mixers import lengths
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -18,7 +19,6 @@ import hfpatch
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.small_instance import scaled_config
 from hfpatch.layer.tower import find_towers
-from tests.layer.test_mixers import lengths
 
 IMAGE = 60
 TOWER = {

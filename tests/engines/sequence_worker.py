@@ -318,21 +318,22 @@ def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
         checkpointing=hfpatch.Checkpointing(offload="host", every=1),
     )
     mine = {n: x[:, : T // ranks.size] for n, x in batch("plain", 1).items()}
-    opened = LayerRuntime._open
+    reserve = LayerRuntime._reserve
 
-    def open_(self, *args):
+    def reserved(self, *args):
         if fails and ranks.rank == ranks.size - 1:
             raise RuntimeError("no memory to pin")
-        return opened(self, *args)
+        return reserve(self, *args)
 
     free = mock.patch.object(memory, "host_free", lambda: host[min(ranks.rank, 1)])
-    with free, mock.patch.object(LayerRuntime, "_open", open_), sharded(sequence_of(ranks.group)):
+    pins = mock.patch.object(LayerRuntime, "_reserve", reserved)
+    with free, pins, sharded(sequence_of(ranks.group)):
         try:
             ours(**mine, use_cache=False).loss.backward()
         except (ValueError, RuntimeError) as error:
             return str(error)
     (policy,) = ours.model.layers[0]._hfpatch_runtime.policies.values()
-    return f"attention of {policy.save_attention * (2 - policy.again)} layers"
+    return f"attention of {2 * policy.save_attention} layers"
 
 
 def main(chosen: str, folder: str) -> None:

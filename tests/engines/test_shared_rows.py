@@ -77,7 +77,7 @@ def test_gradients_are_those_of_one_process(tmp_path):
             loss <= 2e-7 and grad <= CLOSE for loss, grad in errors.values()
         ), errors
         # on all, though one alone is short of host memory
-        assert report["short"] == "attention of 1 layers"
+        assert report["short"] == "attention of 0 layers"
         assert "no memory to pin" in report["failed"]
         assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
 
@@ -91,6 +91,30 @@ def test_numbers_that_the_host_reads_travel_over_a_group_of_their_own(tmp_path):
         assert found["all_gather"] == 2 * 4  # shapes and positions of each row
         assert found["with the layers"] == 0
         assert report["keys"] == [[16, False], [32, False]]
+
+
+@pytest.mark.parametrize("ways, free, speeds, last", [
+    # The first rank has less memory, and it alone has a link to keep gate and up over.
+    ("rows,weights", "2.5,1000", "1,0", [2, 1024, [], 0]),
+    # The second rank's link is faster: one layer more would keep gate and up there.
+    ("rows", "2.5,2.5", "1,10", [2, 1024, ["gate_up"], 1]),
+])  # fmt: skip
+def test_ranks_on_other_devices_run_one_plan(ways, free, speeds, last, tmp_path):
+    """The least of their plans, asked for at a shape's 1st, 2nd, 4th and 8th step, where ranks share
+    rows or split layers between them: with other plans one waits for an exchange that never comes.
+    """
+    reports = torchrun("agreed_worker.py", ways, free, speeds, folder=tmp_path)
+    expected = {"rows": (4 + 2, CLOSE), "weights": (4, 1.0)}
+    for way in ways.split(","):
+        asked, close = expected[way]
+        one, other = (report[way] for report in reports)
+        assert one["own"][-1] != other["own"][-1]  # alone, they would not have run alike
+        assert one["ran"] == other["ran"]
+        policy, untiled = one["ran"][-1]
+        assert policy == last
+        assert untiled == [False, False, True, True]
+        assert one["asked"] == other["asked"] == asked
+        assert max(one["worst"], other["worst"]) <= close
 
 
 @pytest.mark.long

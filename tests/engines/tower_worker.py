@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "decoder"), str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "decoder"), str(TESTS / "layer"), str(TESTS), str(TESTS.parent)]
 import test_vision  # noqa: E402
 
 import hfpatch  # noqa: E402

@@ -31,12 +31,22 @@ def rows() -> list[dict]:
     return found
 
 
-def documents() -> list[dict]:
-    found = []
+def labels_in(row: dict) -> int:
+    return int((row["labels"][1:] != -100).sum())
+
+
+def documents(by_rows: bool) -> list[dict]:
+    """The documents of all rows, each with the number of labels that its loss is divided by.
+
+    by_rows: Trainer takes the mean over each row, and then that of the rows, as under Ulysses;
+    else the mean over all labels.
+    """
+    found, labels = [], sum(map(labels_in, rows()))
     for row in rows():
         second = int((row["position_ids"] == 0).nonzero()[1])
-        found += [{n: x[None, :second] for n, x in row.items()}]
-        found += [{n: x[None, second:] for n, x in row.items()}]
+        items = torch.tensor(ROWS * labels_in(row) if by_rows else labels)
+        for part in (slice(second), slice(second, None)):
+            found.append({n: x[None, part] for n, x in row.items()} | {"num_items_in_batch": items})
     return found
 
 
@@ -47,14 +57,14 @@ def made(name: str, dtype=torch.float32):
     return model
 
 
-def alone(model) -> tuple[list[float], list[float]]:
+def alone(model, by_rows: bool) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of Trainer's steps, of the model as it is, document by document."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-2, weight_decay=0.0)
-    losses, norms, labels = [], [], sum((row["labels"][1:] != -100).sum() for row in rows())
+    losses, norms = [], []
     for _ in range(STEPS):
         parts = []
-        for given in documents():
-            parts.append(model(**given, num_items_in_batch=labels, use_cache=False).loss)
+        for given in documents(by_rows):
+            parts.append(model(**given, use_cache=False).loss)
             parts[-1].backward()
         losses.append(sum(parts).item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -86,7 +96,9 @@ def main(engine: str, names: str, folder: str) -> None:
     )
     found = {}
     # Before an engine is on, which spreads a model as it is made and replaces its attention.
-    models = {n: (alone(made(n)), alone(made(n, torch.float64)), made(n)) for n in names.split(",")}
+    both, by_rows = (torch.float32, torch.float64), engine == "ulysses"
+    models = {n: [alone(made(n, dtype), by_rows) for dtype in both] for n in names.split(",")}
+    models = {n: (*found, made(n)) for n, found in models.items()}
     for name, (plain, exact, ours) in models.items():
         named, before = ours.config._attn_implementation, len(exchanged)
         trainer = train(ours, Path(folder), settings() | more, apply=APPLY)

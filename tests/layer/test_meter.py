@@ -3,6 +3,7 @@ is left is used.
 """
 
 import json
+import sys
 
 import pytest
 import torch
@@ -169,6 +170,29 @@ def test_fixed_settings_have_the_same_bits_in_each_step(settings, monkeypatch):
     policies = {p for p in model.model._hfpatch_runtime.policies.values()}
     assert len(policies) == 1
     assert all(torch.equal(found[0][name], g) for one in found for name, g in one.items())
+
+
+def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(monkeypatch):
+    """Its buckets take gradients as they come: a rank with more memory must not run another order of
+    them. The same run keeps layers untiled elsewhere.
+    """
+
+    def work(run, ids):
+        for _ in range(4):
+            run.step(ids, 4096)
+            clear(run)
+
+    def kept(deepspeed: bool) -> list[int]:
+        with monkeypatch.context() as patch:
+            run = Run(patch, 8.0)
+            if deepspeed:
+                patch.setitem(sys.modules, "deepspeed", sys)
+                patch.setattr(torch.distributed, "is_initialized", lambda: True)
+                patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+            return [policy.plain for policy in run.run(work, 4096)]
+
+    assert kept(True) == [0, 0, 0, 0]
+    assert kept(False)[-1] > 0
 
 
 # --- counters that a test sets -------------------------------------------------------------------
