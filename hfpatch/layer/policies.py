@@ -59,7 +59,10 @@ class Policies:
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
         spare: bytes that the sources of copies may take while a layer runs.
+        unmeasured: the same, where no meter measures steps.
     """
+
+    unmeasured = 0
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int):
         self.checkpointing, self.n_layers = checkpointing, n_layers
@@ -136,8 +139,6 @@ class Policies:
                 self._reserve(policy, layer, x_BTD, meter)
                 self.policies[key] = policy
                 self.opened[(*key, T)] = policy
-            if meter is None:
-                self._settle(0)
         return policy
 
     def _settle(self, room: int) -> None:
@@ -279,7 +280,7 @@ class Policies:
         if not torch.is_grad_enabled():
             return False
         if meter is None or meter.step is None:
-            self._settle(0)
+            self._settle(self.unmeasured)
             return index >= self.n_layers - policy.plain
         waiting = 0
         for transfers in (queue.transfers for queue in self.queues.values()):
@@ -333,7 +334,7 @@ class Policies:
         heads = max(
             (getattr(c, "num_attention_heads", 0) for c in layer._hfpatch_configs), default=0
         )
-        saved = layers * policy.save_attention
+        saved = (layers - policy.attends_again) * policy.save_attention
         sizes = Counter({rows * x.shape[-1] * x.element_size() // ranks: layers})
         sizes[rows * (heads * layer._hfpatch_condition.head_dim or x.shape[-1]) * computed] += saved
         sizes[rows * heads * max(4, computed)] += saved
