@@ -331,12 +331,12 @@ class Policies:
         layers = -(-(self._keeping(x) - policy.plain) // policy.every)
         ranks = 1 if self.shards is None else self.shards.world
         rows, computed = x[..., 0].numel(), (autocast_dtype(x.device.type) or x.dtype).itemsize
-        heads = max(
-            (getattr(c, "num_attention_heads", 0) for c in layer._hfpatch_configs), default=0
-        )
+        named = lambda name: max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)  # noqa: E731
+        heads, head = named("num_attention_heads"), layer._hfpatch_condition.head_dim
         saved = (layers - policy.attends_again) * policy.save_attention
         sizes = Counter({rows * x.shape[-1] * x.element_size() // ranks: layers})
-        sizes[rows * (heads * layer._hfpatch_condition.head_dim or x.shape[-1]) * computed] += saved
+        sizes[rows * x.shape[-1] * x.element_size()] += policy.parks_dx and policy.tile < rows
+        sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
         sizes[rows * heads * max(4, computed)] += saved
         if meter is not None and meter.step is not None and "gate_up" in policy.keep:
             for a, b in tile_bounds(*x.shape[:2], policy.tile):
