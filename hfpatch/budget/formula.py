@@ -22,7 +22,6 @@ from hfpatch.budget.tiled import TiledStep
 __all__ = ["GiB", "ModelShape", "Moment", "Policy", "RING_SLOTS", "StepMemory", "step_memory"]
 
 
-
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes of a step whose parameters and gradients stay on the device. host: pinned

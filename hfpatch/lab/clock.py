@@ -34,6 +34,9 @@ from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.layer.call import LayerCall
+from hfpatch.layer.meter import COPIES
+from hfpatch.layer.parts import gate_up_columns
+from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
 from hfpatch.store.transfers import Transfers
@@ -342,6 +345,21 @@ def _standing_in(clock: ClockDevice):
             DEVICES[clock.device] = before
 
 
+def _ahead(model, rows: int) -> int:
+    """Bytes that the sources of copies may take in a measured step, as layer.meter.Meter has them:
+    those of two layers, and the room of gradients, which come after the forward.
+    """
+    layers = (m for m in model.modules() if "_hfpatch_index" in vars(m))
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return max(gradients, COPIES * rows * max(map(_leaving, layers), default=0))
+
+
+def _leaving(layer) -> int:
+    """Bytes per token of a layer's input, attention output, gate and up."""
+    width, itemsize = layer._hfpatch_configs[0].hidden_size, next(layer.parameters()).itemsize
+    return itemsize * (2 * width + gate_up_columns(layer, layer._hfpatch_traits, "cuda"))
+
+
 def run_on_clock(
     model, gpu: Gpu, policy: Policy | None, *, batch: int, seq_len: int, ranks: int = 1,
     optimizer=None, follower=ClockFollower,
@@ -366,7 +384,8 @@ def run_on_clock(
 
     rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
     late = mock.patch.object(Transfers, "late", disk)
-    with _standing_in(device), _tiles_on(made), rank, late:
+    ahead = mock.patch.object(LayerRuntime, "unmeasured", _ahead(model, batch * seq_len))
+    with _standing_in(device), _tiles_on(made), rank, late, ahead:
         asked = {"policy": policy, "ranks": ranks, "follower": following, "optimizer": optimizer}
         found = simulate(model, batch, seq_len, **asked)
     return found, device, made[0]

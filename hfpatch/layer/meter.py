@@ -220,7 +220,9 @@ class Meter:
         solid = now.allocated - waiting
         self._ends(solid)
         limit = step.limit - step.share * self.card - self.spare
-        step.room = max(0, int(min(step.ahead, limit - solid - step.working)))
+        # More than `ahead` where the step's peak, which comes later, leaves room for it.
+        most = max(step.ahead, step.planned - solid - step.working)
+        step.room = max(0, int(min(most, limit - solid - step.working)))
         if not step.clocks:
             step.clocks.append(self.gauge.clock())
         step.kinds[index], step.last = kind, now

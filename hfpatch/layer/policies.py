@@ -61,7 +61,10 @@ class Policies:
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
         spare: bytes that the sources of copies may take while a layer runs.
+        unmeasured: the same, where no meter measures steps.
     """
+
+    unmeasured = 0
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int):
         self.checkpointing, self.n_layers = checkpointing, n_layers
@@ -140,8 +143,6 @@ class Policies:
                 self._together(group, reserve)
                 self.policies[key] = policy
                 self.opened[(*key, T)] = policy
-            if meter is None:
-                self._settle(0)
         return policy
 
     def _settle(self, room: int) -> None:
@@ -293,7 +294,7 @@ class Policies:
         if not torch.is_grad_enabled():
             return False
         if meter is None or meter.step is None:
-            self._settle(0)
+            self._settle(self.unmeasured)
             return index >= self.n_layers - policy.plain
         waiting = 0
         for transfers in (queue.transfers for queue in self.queues.values()):
@@ -344,16 +345,18 @@ class Policies:
         layers = -(-(self._keeping(x) - policy.plain) // policy.every)
         ranks = 1 if self.shards is None else self.shards.world
         rows, computed = x[..., 0].numel(), (autocast_dtype(x.device.type) or x.dtype).itemsize
-        heads = max(
-            (getattr(c, "num_attention_heads", 0) for c in layer._hfpatch_configs), default=0
-        )
-        saved = layers * policy.save_attention
+
+        def named(name: str) -> int:
+            return max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)
+
+        heads, head = named("num_attention_heads"), layer._hfpatch_condition.head_dim
+        saved = (layers - policy.attends_again) * policy.save_attention
         one = rows * x.shape[-1] * x.element_size()
         sizes = Counter({one // ranks: layers})
         bounds = tile_bounds(*x.shape[:2], policy.tile)
         # the gradient of the input of the layer whose backward runs
         sizes[one] += policy.parks_dx and len(bounds) > 1
-        sizes[rows * (heads * layer._hfpatch_condition.head_dim or x.shape[-1]) * computed] += saved
+        sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
         sizes[rows * heads * max(4, computed)] += saved
         if meter is not None and meter.step is not None and "gate_up" in policy.keep:
             for a, b in bounds:

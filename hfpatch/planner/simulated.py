@@ -234,7 +234,7 @@ def _at(config: Values, run: Run, names: list, seq_len: int) -> Plan:
     if asked in WHOLE:
         return _under(config, run, names, asked)
     policy = _policy(asked, run.batch * run.seq_len, counted.carries_states)
-    # As in budget/ladder.unplanned: no chains if whole layers' sums of gradients take more than a
+    # As in budget/first.first_policy: no chains if whole layers' sums of gradients take more than a
     # chain saves.
     rows = run.batch * run.seq_len * config.get("hidden_size", 0)
     few = rows < counted.trained_parameters // max(1, counted.num_layers)

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from hfpatch.budget.ladder import unplanned
+from hfpatch.budget.first import first_policy
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.decoder import verdict
 from hfpatch.decoder.find import find_decoder
@@ -56,7 +56,8 @@ def row(family: str, tokens: int, word: str, ranks: int = 1) -> str:
     settings = Checkpointing(offload="host", aim="least")
     body = sum(p.numel() for layer in find_decoder(model).layers for p in layer.parameters())
     sums = 4 * body // len(find_decoder(model).layers)
-    policy = unplanned(settings, tokens // ranks, False, config["hidden_size"], None, sums)
+    sizes = {"rows": tokens // ranks, "width": config["hidden_size"]}
+    policy = first_policy(settings, **sizes, chains=True, sums=sums)
     if word == "before":
         policy = replace(policy, chain=0)
     if word == "whole":

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from hfpatch.budget.choice import choose
-from hfpatch.budget.ladder import unplanned
+from hfpatch.budget.first import first_policy
 from hfpatch.budget.limits import parse_length, parse_word
 from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, parse_checkpointing
 from hfpatch.budget.shape import ModelShape, UnknownFamily
@@ -94,7 +94,7 @@ def _policy(args, settings, config: dict, tokens: int) -> Policy:
         shape = replace(ModelShape.from_config(config), ranks=args.sp_size)
     except UnknownFamily:  # the simulator needs no closed form
         width = config.get("hidden_size", 0)
-        return replace(unplanned(settings, rows, False, width, None), **fields)
+        return replace(first_policy(settings, rows=rows, width=width), **fields)
     return replace(choose(settings, shape, batch=args.batch, tokens=tokens), **fields)
 
 

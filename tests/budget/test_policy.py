@@ -126,10 +126,7 @@ def test_too_little_host_memory_says_what_would_do(settings):
 
 def test_segments_keep_no_attention_outputs_whatever_is_said_of_them():
     sizes, shape = {"batch": 1, "tokens": 32768}, LLAMA_8B
-    ways = (
-        dataclasses.replace(Policy("host", 2), save_attention=save)
-        for save in (True, False)
-    )
+    ways = (dataclasses.replace(Policy("host", 2), save_attention=save) for save in (True, False))
     assert (
         len({link_bytes(step_memory(shape, way, **sizes), way, shape, **sizes) for way in ways})
         == 1
@@ -251,8 +248,8 @@ def small(model, layers, **changes):
     return dataclasses.replace(ModelShape.from_config(config), **changes)
 
 
-# A host that is slow to reach, attention that costs little, norms behind it, experts, weights of 4
-# bits, a large vocabulary.
+# A host that is slow to reach, attention that costs little, norms behind it, weights of 4 bits, a
+# large vocabulary.
 @pytest.mark.parametrize("model, layers, batch, tokens, link, adapters", [
     ("llama-3.1-8b", 3, 1, 4096, 32e9, None), ("llama-3.1-8b", 3, 1, 12000, 1e9, None),
     ("llama-3.1-8b", 2, 1, 40000, 16e9, None),
@@ -260,7 +257,7 @@ def small(model, layers, **changes):
                                                                                           base="4bit")),
     ("google/gemma-3-12b", 3, 1, 26280, 6.4e8, Adapters(16)),
     ("google/gemma-2-9b", 3, 1, 19323, 6.4e9, None),
-    ("Qwen/Qwen3-8B", 3, 3, 5400, 1.3e9, None), ("Qwen/Qwen3-30B-A3B", 3, 3, 5461, 64e9, None),
+    ("Qwen/Qwen3-8B", 3, 3, 5400, 1.3e9, None),
     ("CohereLabs/c4ai-command-r-v01", 4, 1, 4702, 96e9, None),
     ("microsoft/phi-4", 1, 1, 5012, 64e9, None),
 ])  # fmt: skip

@@ -157,6 +157,30 @@ def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
     assert {(p.tile, p.plain, p.keep) for p in run.run(work, 4096)} == {(1024, 0, ())}
 
 
+def test_sources_of_copies_take_what_the_peak_leaves(monkeypatch):
+    """Gradients come after the forward: until then sources of copies may take their room, and no
+    step takes more for it.
+    """
+    rooms, layer = [], Meter.layer
+
+    def told(meter, *args):
+        untiled = layer(meter, *args)
+        rooms.append((meter.step.room, meter.step.ahead))
+        return untiled
+
+    def work(run, ids):
+        for _ in range(4):
+            run.step(ids, 2048)
+            clear(run)
+
+    monkeypatch.setattr(Meter, "layer", told)
+    run = Run(monkeypatch, 8.0, checkpointing=hfpatch.Checkpointing(plain=0))
+    run.run(work, 2048)
+    assert all(room == 0 for room, _ in rooms[:6])  # nothing is measured yet
+    assert all(room > 2 * ahead > 0 for room, ahead in rooms[-6:]), rooms[-6:]
+    assert run.peaks[-1] <= run.meter.step.planned
+
+
 @pytest.mark.parametrize("settings", [{"tile": 512, "plain": 2}, {"tile": 512, "plain": 0}])
 def test_fixed_settings_have_the_same_bits_in_each_step(settings, monkeypatch):
     model = tiny_llama()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
+from hfpatch.budget.policy import Policy
 from hfpatch.compat import closing_checkpoints, plain_scans
 from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
@@ -335,6 +336,8 @@ def simulate(
     """
     files = policy is not None and policy.offload == "disk"
     policy = replace(policy, offload="host") if files else policy
+    # Beside files no gradient waits on the host, as it may beside the blocks that stand in.
+    parks = mock.patch.object(Policy, "parks_dx", False) if files else contextlib.nullcontext()
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 32)
     if ids is None:
         generator = torch.Generator().manual_seed(0)
@@ -351,7 +354,7 @@ def simulate(
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
     around = (
-        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares,
+        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares, parks,
         plain_scans(), scans_by_blocks(),
         few_blocks(follower), few_queries(follower), fake_weights(model, shadows),
     )  # fmt: skip
