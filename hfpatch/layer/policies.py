@@ -331,7 +331,8 @@ class Policies:
         layers = -(-(self._keeping(x) - policy.plain) // policy.every)
         ranks = 1 if self.shards is None else self.shards.world
         rows, computed = x[..., 0].numel(), (autocast_dtype(x.device.type) or x.dtype).itemsize
-        named = lambda name: max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)  # noqa: E731
+        configs = layer._hfpatch_configs
+        named = lambda name: max((getattr(c, name, 0) or 0 for c in configs), default=0)  # noqa: E731
         heads, head = named("num_attention_heads"), layer._hfpatch_condition.head_dim
         saved = (layers - policy.attends_again) * policy.save_attention
         sizes = Counter({rows * x.shape[-1] * x.element_size() // ranks: layers})
