@@ -54,6 +54,15 @@ def pytest_unconfigure():
     gc.unfreeze()  # Python ends what is alive in the order of its collector
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_is_left():
+    """A Trainer or an engine that ran in this process may leave its group, and the next one's
+    init_process_group would fail."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def nan_filled_empty(monkeypatch):
     """torch.empty and its relatives return NaN-filled floating tensors under test (as

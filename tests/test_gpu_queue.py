@@ -139,7 +139,7 @@ def test_model_flops_are_those_of_the_8b_model():
 
 
 def test_scripts_need_no_test_package():
-    """pytest runs in tests.py alone, in a process of its own: a bare machine has none."""
+    """pytest runs in kernel_tests.py alone, in a process of its own: a bare machine has none."""
     for path in (*FOLDER.glob("*.py"), *FOLDER.parents[1].glob("hfpatch/lab/*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
@@ -157,7 +157,7 @@ def test_a_machine_without_gpu_is_refused(tmp_path, capsys, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name, arguments",
-    [("tests", ["--tests", "tests/ops/test_linear_cross_entropy.py"]), ("engines", [])],
+    [("kernel_tests", ["--tests", "tests/ops/test_linear_cross_entropy.py"]), ("engines", [])],
 )
 def test_the_other_scripts_at_small_size(name, arguments, tmp_path):
     assert load(name).main(["--small", "--out", str(tmp_path), *arguments]) == 0

@@ -43,7 +43,7 @@ from hfpatch.parallel.exchange import ExchangedAttention, Sequence
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STOCK_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 T = 24
-SHORT = 20_000  # bytes for two layers' inputs, not for their attention outputs beside them
+SHORT = 30_000  # bytes for two inputs and a gradient of one, not for attention outputs beside them
 PACKED = ("mistral", "gpt_oss")
 SHORT_FAMILIES = ("qwen3", "gemma2", *PACKED)
 

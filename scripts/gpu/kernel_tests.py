@@ -1,6 +1,6 @@
 """The kernels' tests on this machine's GPU: pytest over tests/ops and tests/kernels, a row a file.
 
-python scripts/gpu/tests.py --out $OUT
+python scripts/gpu/kernel_tests.py --out $OUT
 """
 
 import subprocess
@@ -14,10 +14,10 @@ import common
 
 
 def main(argv=None) -> int:
-    made = common.parser("tests", __doc__)
+    made = common.parser("kernel_tests", __doc__)
     made.add_argument("--tests", nargs="+", default=["tests/ops", "tests/kernels"])
     args = common.parse(made, argv)
-    rows = common.Rows(args, "tests")
+    rows = common.Rows(args, "kernel_tests")
     report = Path(args.out).resolve() / "tests.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
