@@ -29,7 +29,7 @@ SHORT = ("4 layers, 8k", "4 layers, 131k")
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=long) for n in CASES])
 def test_steps_settle_on_what_fits(name, dry, table):
     layers, tokens, case, share = CASES[name]
-    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * 5, **case)
+    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * 7, **case)
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     before, step = ran.steps[-2:]
     peak, reserved = step["allocated_peak"] / GiB, step["reserved_peak"] / GiB
