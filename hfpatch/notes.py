@@ -8,28 +8,26 @@ from collections import Counter
 import torch
 from torch import nn
 
+from hfpatch.budget.free import ALLOCATOR, GROWS, expand_segments
 from hfpatch.decoder.find import Decoder
 from hfpatch.layer.condition import look
 from hfpatch.parts.quantised import is_quantised
 from hfpatch.report import Report
-
-# torch's variable for its allocator, and the older name.
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-GROWS = "expandable_segments:True"
 
 
 def grow_segments(report: Report) -> None:
     """Lets torch's allocator grow its segments, unless the user set it: fixed ones fragment at long
     rows. Once CUDA has started the setting comes too late, and the report names it.
     """
-    chosen = not torch.backends.cuda.is_built() or any(name in os.environ for name in ALLOCATOR)
-    if torch.cuda.is_initialized() and not chosen:
+    if not torch.backends.cuda.is_built():
+        return
+    if not torch.cuda.is_initialized():
+        expand_segments()
+    elif not any(name in os.environ for name in ALLOCATOR):
         report.notes.append(
             f"set {ALLOCATOR[0]}={GROWS} before Python starts: without it long rows fragment the "
             "GPU's memory."
         )
-    elif not chosen:
-        os.environ[ALLOCATOR[0]] = GROWS
 
 
 def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:

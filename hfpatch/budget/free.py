@@ -5,6 +5,9 @@ from pathlib import Path
 
 from hfpatch.budget.limits import environment_number
 
+# torch's variable for its caching allocator, its older name, and the setting that lets segments grow.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+GROWS = "expandable_segments:True"
 _UNLIMITED = 1 << 60  # cgroup v1 writes 2**63 rounded down to a page for "no limit"
 
 
@@ -124,8 +127,17 @@ def gpu_free(device=None) -> int | None:
 
 def expandable_segments() -> bool:
     """Whether PyTorch's caching allocator was told to use segments that expand."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+    return any(GROWS in os.environ.get(name, "") for name in ALLOCATOR)
+
+
+def expand_segments() -> None:
+    """Makes torch's allocator grow its segments, unless the user set it otherwise: fixed segments
+    fragment at long sequences.
+
+    Call it before the first CUDA allocation.
+    """
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = GROWS
 
 
 def share_of_device(total: int, device) -> int:

@@ -16,9 +16,9 @@ import os
 import sys
 import time
 
+from hfpatch.budget.free import expand_segments
 from hfpatch.budget.limits import environment_number
 from hfpatch.cli.failures import guarded
-from hfpatch.planner.machine import expandable_segments
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
 
@@ -41,7 +41,7 @@ def main(argv=None) -> int:
 
 def train(argv) -> int:
     """Parses the arguments, refuses a run that cannot work, loads, trains, saves and evaluates."""
-    expandable_segments()
+    expand_segments()
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly

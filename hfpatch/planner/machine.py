@@ -26,13 +26,3 @@ def gpu_limit(device=None) -> int:
 def cores() -> int:
     """The cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def expandable_segments() -> None:
-    """Makes torch's allocator grow its segments, unless the user set it otherwise: fixed segments
-    fragment at long sequences.
-
-    Call it before the first CUDA allocation.
-    """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of the variable
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.budget.free import expandable_segments
+from hfpatch.budget.free import ALLOCATOR, GROWS, expandable_segments
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.report import say
@@ -106,7 +106,7 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     advice = (
         'pass checkpointing="least" to hfpatch.apply'
         if expandable_segments()
-        else "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        else f"set {ALLOCATOR[0]}={GROWS}"
     )
     sentence = (
         f"hfpatch: a step of {shape[0]} x {shape[1]:,} tokens ran out of memory. "
