@@ -64,29 +64,14 @@ def no_process_group_is_left():
 
 
 @pytest.fixture(autouse=True)
-def nan_filled_empty(monkeypatch):
+def nan_filled_empty():
     """torch.empty and its relatives return NaN-filled floating tensors under test (as
     flash-linear-attention does).
     """
+    from hfpatch.lab.device import nan_in_new_memory
 
-    def filled(make):
-        def wrapper(*args, **kwargs):
-            out = make(*args, **kwargs)
-            if (
-                isinstance(out, torch.Tensor)
-                and out.is_floating_point()
-                and type(out) is torch.Tensor
-            ):
-                with torch.no_grad():
-                    out.fill_(float("nan"))
-            return out
-
-        return wrapper
-
-    monkeypatch.setattr(torch, "empty", filled(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
-    yield
+    with nan_in_new_memory():
+        yield
 
 
 @pytest.fixture

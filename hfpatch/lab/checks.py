@@ -8,7 +8,6 @@ so that what nothing wrote cannot pass.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +18,7 @@ import hfpatch
 from hfpatch.attention.attention import CAUSAL, has_flash, supported
 from hfpatch.budget.policy import KEEPABLE, Checkpointing
 from hfpatch.lab import float64
-from hfpatch.lab.device import clean, is_out_of_memory, one_line
+from hfpatch.lab.device import clean, is_out_of_memory, nan_in_new_memory, one_line
 from hfpatch.lab.elementwise import OPS, TINY, Error, Widths
 from hfpatch.lab.made import made
 from hfpatch.lab.twin import exact
@@ -127,31 +126,6 @@ def run(device: torch.device, sizes: Sizes, until: float) -> tuple[list[Check], 
                 done.append(Check(what, "", 0, math.inf, one_line(error)))
         clean()
     return done, left_out
-
-
-@contextmanager
-def nan_in_new_memory():
-    """Within, torch.empty and its relatives return NaN."""
-
-    def filled(make):
-        def wrapper(*args, **kwargs):
-            made = make(*args, **kwargs)
-            if type(made) is torch.Tensor and made.is_floating_point():
-                with torch.no_grad():
-                    made.fill_(math.nan)
-            return made
-
-        return wrapper
-
-    places = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
-    before = [getattr(owner, name) for owner, name in places]
-    try:
-        for (owner, name), make in zip(places, before):
-            setattr(owner, name, filled(make))
-        yield
-    finally:
-        for (owner, name), make in zip(places, before):
-            setattr(owner, name, make)
 
 
 def jobs(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Callable[[], list[Check]]]]:

@@ -2,9 +2,11 @@
 
 import gc
 import hashlib
+import math
 import os
 import statistics
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -54,6 +56,31 @@ def tree_hash(folder: Path, without: tuple = ()) -> str:
         mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries)
     )
     return hashlib.sha1(b"tree %d\0" % len(tree) + tree).hexdigest()
+
+
+@contextmanager
+def nan_in_new_memory():
+    """Within, torch.empty and its relatives return NaN."""
+
+    def filled(make):
+        def wrapper(*args, **kwargs):
+            made = make(*args, **kwargs)
+            if type(made) is torch.Tensor and made.is_floating_point():
+                with torch.no_grad():
+                    made.fill_(math.nan)
+            return made
+
+        return wrapper
+
+    places = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
+    before = [getattr(owner, name) for owner, name in places]
+    try:
+        for (owner, name), make in zip(places, before):
+            setattr(owner, name, filled(make))
+        yield
+    finally:
+        for (owner, name), make in zip(places, before):
+            setattr(owner, name, make)
 
 
 # --- timing ---------------------------------------------------------------------------------------
