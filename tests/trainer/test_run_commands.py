@@ -270,6 +270,15 @@ def hears_ctrl_c():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def required(script: str, tmp_path) -> subprocess.Popen:
+    """`hfpatch run --require` of a script, in a session of its own."""
+    return subprocess.Popen(
+        [*RUN, "--require", sys.executable, "-c", script], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env=variables_of(TMPDIR=tmp_path), start_new_session=True,
+        preexec_fn=hears_ctrl_c,
+    )  # fmt: skip
+
+
 def test_a_command_that_ends_well_after_ctrl_c_ends_the_run_so(tmp_path):
     """It trained nothing yet, which --require would report if it had ended by itself."""
     script = """
@@ -278,12 +287,7 @@ signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
 print("ready", flush=True)
 time.sleep(60)
 """
-    run = subprocess.Popen(
-        [*RUN, "--require", sys.executable, "-c", script], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=variables_of(TMPDIR=tmp_path), start_new_session=True,
-        preexec_fn=hears_ctrl_c,
-    )  # fmt: skip
-    with run:
+    with required(script, tmp_path) as run:
         assert run.stdout.readline() == b"ready\n"
         run.send_signal(signal.SIGINT)
         assert run.wait(60) == 0 and WARNING not in run.stderr.read().decode()
@@ -292,12 +296,7 @@ time.sleep(60)
 def test_an_interrupted_command_ends_the_run_as_it_ended(tmp_path):
     """KeyboardInterrupt in the command, no traceback of the run's own."""
     script = "import time; print('ready', flush=True); time.sleep(60)"
-    run = subprocess.Popen(
-        [*RUN, "--require", sys.executable, "-c", script], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=variables_of(TMPDIR=tmp_path), start_new_session=True,
-        preexec_fn=hears_ctrl_c,
-    )  # fmt: skip
-    with run:
+    with required(script, tmp_path) as run:
         assert run.stdout.readline() == b"ready\n"
         run.send_signal(signal.SIGINT)
         err = run.stderr.read().decode()
