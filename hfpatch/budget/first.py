@@ -49,7 +49,8 @@ def first_policy(
 
     Args:
         rows: tokens of the batch; width: of hidden states.
-        layers: how many; whole: they run whole; chains: some mix tokens other than by attention, and may run as chains.
+        layers: how many; whole: they run whole.
+        chains: some mix tokens other than by attention, and may run as chains.
         sums: bytes of one layer's gradients in float32.
         card: bytes of the device, free: its free ones; None if unknown.
         host: free bytes of the host, None if unknown.

@@ -43,8 +43,11 @@ class Step:
         ends: the counters as the layers' forward ended; back: as their backward began.
         open: (kind, bytes that stood) of an untiled layer that runs now. kept: by untiled layers.
         top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
-        last: the last counters read. over: the backward of the first layer has ended.
+        last: the last counters read. over: its backward needs no more memory; closed: what it
+            showed of tiled layers is noted.
         within: the backward of a layer runs that keeps little.
+        clocks: events as the layers' forward began and ended. whole: its layers cannot be tiled.
+        firm: ranks run the plan alike, whatever is free as a layer begins.
     """
 
     meter: "Meter"
@@ -91,7 +94,7 @@ class Meter:
     Attributes:
         gauge: the device's counters; parameters: a function that returns the model's parameters.
         kinds: name -> Kind; calls: key -> Call.
-        step: the last one that began; open: those whose graph lives.
+        step: the last one that began; steps: those whose graph lives.
         spare: bytes more to leave free, after memory ran out or was short.
         tile_most: the largest tile, after memory ran out in a step that kept the least.
         why: why the next step keeps less, until a line has said so.

@@ -52,7 +52,8 @@ class Policies:
     Attributes:
         checkpointing: the user's settings.
         n_layers: how many layers share this runtime.
-        policies: by batch shape; firsts: those of their first steps; queues: by (device, tier), each with transfers of its own.
+        policies: by batch shape; firsts: those of their first steps.
+        queues: by (device, tier), each with transfers of its own.
         shards: how tensor-parallel ranks share a layer's input, or None.
         meters: the Meter of each device, None if its free memory is unknown.
         opened: policies, by shape, whose host memory is reserved; said: those of the last lines;
@@ -172,6 +173,12 @@ class Policies:
             return self.sequence.together(work)
         return work() if group is None else together(group, work)
 
+    def _least(self, group, numbers: list) -> list:
+        """The least of each number, of all ranks that must choose alike; group as in _together."""
+        if self.sequence is not None:
+            return self.sequence.least(numbers)
+        return numbers if group is None else least_of(group, numbers)
+
     def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, group) -> Policy:
         """Chooses a first policy. group: the tensor-parallel ranks of each layer, which must choose
         alike.
@@ -197,11 +204,7 @@ class Policies:
             settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
         owner = self.owner()
         trained = [p.numel() for p in owner.parameters() if p.requires_grad] if owner else []
-        free = [meter and meter.free(), self._host_free()]
-        if self.sequence is not None:
-            free = self.sequence.least(free)
-        elif group is not None:
-            free = least_of(group, free)
+        free = self._least(group, [meter and meter.free(), self._host_free()])
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
@@ -273,11 +276,7 @@ class Policies:
             # Layers that keep gate and up, where that is chosen and not the user's own setting.
             chosen = self.checkpointing.keep == "auto"
             gates = self.n_layers - own.plain - own.again if chosen and own.keep else 0
-            numbers = [own.plain, own.tile, gates]
-            if self.sequence is not None:
-                plain, tile, gates = self.sequence.least(numbers)
-            else:
-                plain, tile, gates = least_of(group, numbers)
+            plain, tile, gates = self._least(group, [own.plain, own.tile, gates])
             agreed = dataclasses.replace(own, plain=plain, tile=tile)
             if chosen:
                 # `again` without `keep` would run attention again, on some ranks alone.
