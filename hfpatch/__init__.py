@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the sa
     from hfpatch.layer.strangers import token_wise as token_wise
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
-    from hfpatch.planner.answer import Plan as Plan
+    from hfpatch.planner.result import Plan as Plan
     from hfpatch.planner.plan import plan as plan
     from hfpatch.report import Report as Report
     from hfpatch.store.device import mark_batch_ready as mark_batch_ready
@@ -30,7 +30,7 @@ _PUBLIC = {
     "undo": "hfpatch.patch",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
-    "Plan": "hfpatch.planner.answer",
+    "Plan": "hfpatch.planner.result",
     "profile": "hfpatch.lab.profile.run",
     "Callback": "hfpatch.trainer.callback",
     "Checkpointing": "hfpatch.budget.policy",

@@ -2,9 +2,6 @@
 
 from functools import lru_cache
 
-from hfpatch.budget.policy import LOSS_WORKSPACE
-from hfpatch.budget.sequence import rounds_for
-from hfpatch.budget.shape import ModelShape
 
 # Workspace bytes of the loss per token: loss, lse in two numbers, best, label, sort key and order.
 LOSS_BYTES_PER_TOKEN = 56
@@ -37,19 +34,6 @@ def tile_bounds(batch: int, tokens: int, tile: int) -> tuple[tuple[int, int], ..
     return tuple(zip(starts, [*starts[1:], tokens]))
 
 
-def head_groups(batch: int, tokens: int, shape: ModelShape, wide: bool = False) -> int:
-    """The number of parts in which a layer's heads go through attention's backward.
-
-    A part is a group of KV heads or, where ranks share the rows, one round of exchange. wide: the
-    policy's field.
-    """
-    if wide:
-        return 1
-    if shape.ranks > 1:
-        return rounds_for(shape, batch, tokens).count
-    return shape.num_kv_heads // heads_per_group(batch, tokens, shape.num_heads, shape.num_kv_heads)
-
-
 @lru_cache(maxsize=256)
 def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> int:
     """KV heads per group: as few as keep a large GPU busy (512 blocks of 128 queries)."""
@@ -59,17 +43,6 @@ def heads_per_group(batch: int, tokens: int, n_heads: int, n_kv_heads: int) -> i
     while n_kv_heads % n:
         n += 1
     return n
-
-
-def loss_chunk_rows(
-    shape: ModelShape, rows: int, s: int, workspace: int = LOSS_WORKSPACE
-) -> tuple[int, int]:
-    """(rows of the largest chunk of logits, number of chunks) of ops.linear_cross_entropy."""
-    row_bytes = -(-shape.vocab_size // 8) * 8 * s
-    room = max(row_bytes, workspace - rows * LOSS_BYTES_PER_TOKEN)
-    size, count = _chunks(rows, room // row_bytes)
-    last = rows - (count - 1) * size
-    return (max(size, last) if count > 1 else rows), count
 
 
 @lru_cache(maxsize=256)
@@ -100,3 +73,10 @@ def _chunks(rows: int, most: int) -> tuple[int, int]:
     if count > 1 and size > ALIGNED:
         size = min(size, -(-rows // (count * ALIGNED)) * ALIGNED)
     return size, count
+
+
+def attended(tokens: int, window: int) -> float:
+    """Pairs of tokens in one causal row of attention: half the square, or a band of it with a
+    window.
+    """
+    return tokens * window - window * window / 2 if 0 < window < tokens else tokens * tokens / 2

@@ -4,6 +4,7 @@ import math
 
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import (
+    LOSS_WORKSPACE,
     TILES,
     TIME_TILE_LEAST,
     Checkpointing,
@@ -101,8 +102,9 @@ def first_policy(
 
 
 def step_bytes(policy: Policy, rows: int, width: int, itemsize: int) -> int:
-    """About the bytes that a first step takes beside weights, gradients and the loss."""
-    return TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES
+    """About the bytes that a first step takes beside weights and gradients."""
+    loss = 2 * LOSS_WORKSPACE
+    return TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES + loss
 
 
 def _host_too_small(wanted: int, room: int, layers: int, one: int) -> str:

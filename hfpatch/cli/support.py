@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from hfpatch.budget.hardware import gpu_named
-from hfpatch.budget.shape import ModelShape
 from hfpatch.planner.show import gib
 
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
@@ -67,10 +66,6 @@ def support_of(name: str, config: dict) -> Support:
     traits = [layer._hfpatch_traits for layer in layers]
     mixing = [t for t in traits if t.reason is None and t.mixers]
     in_rows = sum(len(t.timed) < len(t.mixers) for t in mixing)
-    try:
-        on_gpu = ModelShape.from_config(decoder.stack.config).whole_because
-    except ValueError:  # only a closed form knows the reason, and the model has none
-        on_gpu = ""
     return Support(
         name,
         len(layers),
@@ -79,7 +74,7 @@ def support_of(name: str, config: dict) -> Support:
         fused,
         packed,
         notes,
-        on_gpu,
+        "",
         len(mixing) - in_rows,
         in_rows,
     )

@@ -16,6 +16,7 @@ that gather or offload weights, and kernels slower than the model's rates.
 
 import contextlib
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +26,17 @@ from unittest import mock
 import torch
 
 from hfpatch.budget.hardware import Gpu
-from hfpatch.budget.pace import attention_ramp, matmul_seconds
+from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.seconds import BLOCK_ROWS, TAIL_SHARE
+from hfpatch.budget.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
 from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.meter import COPIES
-from hfpatch.layer.parts import gate_up_columns
+from hfpatch.layer.gauge import Counters
+from hfpatch.layer.meter import COPIES, Meter
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
@@ -96,6 +97,7 @@ class ClockDevice(Device):
         self.rows: dict[str, list[Slice]] = {WAITS: []}
         self.peers = Stream(EXCHANGES)
         self.late: dict[str, float] = {}
+        self.carried: Counter = Counter()  # direction -> bytes over the link
         self.turn, self.place = "setup", ("", "")
 
     @property
@@ -163,6 +165,7 @@ class ClockDevice(Device):
             elif drive is not None:
                 ready = drive.read(self.host, piece)
             start = max(stream.now, self.host, self.links[direction], ready)
+            self.carried[direction] += piece
             stream.now = self.links[direction] = start + piece / self.gpu.link_rate
             if drive is not None:
                 (drive.write if direction == UP else drive.landed)(stream.now, piece)
@@ -219,6 +222,7 @@ class ClockFollower(Follower):
     def __init__(self, clock: ClockDevice, **settings):
         super().__init__(**settings)
         self.clock, self.layer, self.pending = clock, None, None
+        self.parts: Counter = Counter()  # (turn, what) -> seconds of kernels
 
     def set_phase(self, name: str) -> None:
         super().set_phase(name)
@@ -274,7 +278,8 @@ class ClockFollower(Follower):
         if self.clock.current() is self.clock.compute:
             self.clock.place = self._placed(kind)
             self.kind = kind or self.kind
-        self.pending = seconds * self.times, self._direction(func, args)
+        what = "attention" if kind else "matmul"
+        self.pending = seconds * self.times, self._direction(func, args), what
 
     def _attention_seconds(self, kind: str, flops: int, func, args, kwargs) -> float:
         gpu, q = self.clock.gpu, 0 if kind == "forward" else 1
@@ -299,11 +304,14 @@ class ClockFollower(Follower):
 
     def _moved(self, nbytes: int) -> None:
         super()._moved(nbytes)
-        (seconds, direction), self.pending = self.pending or (0.0, None), None
+        (seconds, direction, what), self.pending = self.pending or (0.0, None, ""), None
         if direction is not None:  # nbytes counts the read and the write
             self.clock.copy(nbytes // 2, direction)
         elif seconds or nbytes:
-            self.clock.launch(seconds + nbytes * self.times / self.clock.gpu.memory_rate)
+            moving = nbytes * self.times / self.clock.gpu.memory_rate
+            self.parts[self.clock.turn, what or "elementwise"] += seconds
+            self.parts[self.clock.turn, "elementwise"] += moving
+            self.clock.launch(seconds + moving)
 
 
 @contextmanager
@@ -345,24 +353,72 @@ def _standing_in(clock: ClockDevice):
             DEVICES[clock.device] = before
 
 
-def _ahead(model, rows: int) -> int:
-    """Bytes that the sources of copies may take in a measured step, as layer.meter.Meter has them:
-    those of two layers, and the room of gradients, which come after the forward.
+class LedgerGauge:
+    """What layer/gauge.py reads of a card, read of the followed storages instead.
+
+    Attributes:
+        missing: bytes of the gradients of layers that the step does not have, once it went back
+            through its last layer.
     """
-    layers = (m for m in model.modules() if "_hfpatch_index" in vars(m))
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return max(gradients, COPIES * rows * max(map(_leaving, layers), default=0))
+
+    rigid = False
+
+    def __init__(self, clock: ClockDevice, follower: Follower):
+        self.device, self.timer, self.follower = clock.device, clock, follower
+        self.missing = self.top = 0
+
+    def read(self) -> Counters:
+        now = self.follower.alive + self.missing
+        self.top = max(self.top, now, self.follower.top + self.missing)
+        return Counters(now, self.top)
+
+    def limit(self) -> int:
+        return 1 << 60
+
+    card = limit
+
+    def clock(self) -> float:
+        return self.timer.compute.now
+
+    def rose(self, before: int, after: int) -> bool:
+        return after > before
 
 
-def _leaving(layer) -> int:
-    """Bytes per token of a layer's input, attention output, gate and up."""
-    width, itemsize = layer._hfpatch_configs[0].hidden_size, next(layer.parameters()).itemsize
-    return itemsize * (2 * width + gate_up_columns(layer, layer._hfpatch_traits, "cuda"))
+class StepMeter(Meter):
+    """Measures one step of a few layers under a given policy, as a run measures its own.
+
+    Attributes:
+        able: what the layers can do.
+        gradients: bytes of those of all layers.
+    """
+
+    def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict):
+        super().__init__(gauge, model.parameters, len(_layers(model)))
+        self.model, self.gradients, self.kinds, self.able = model, gradients, kinds, Layers()
+
+    def plan(self, first: Policy, settings, able: Layers, rows: int, grows: bool = True) -> Policy:
+        step, self.able = self.step, able
+        step.rows, step.gate_up = rows, able.gate_up
+        # Gradients come after the forward, so the sources of copies may take their room.
+        own = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+        step.ahead = max(own, COPIES * rows * (able.wide + able.gate_up))
+        self.firm(first)
+        return first
+
+    def backward(self, step, untiled: bool = False) -> Counters:
+        if step.back is not None:
+            own = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+            self.gauge.missing = max(0, self.gradients - own)
+        return super().backward(step, untiled)
+
+
+def _layers(model) -> list:
+    return [m for m in model.modules() if "_hfpatch_index" in vars(m)]
 
 
 def run_on_clock(
     model, gpu: Gpu, policy: Policy | None, *, batch: int, seq_len: int, ranks: int = 1,
-    optimizer=None, follower=ClockFollower,
+    optimizer=None, follower=ClockFollower, gradients: int = 0, kinds: dict | None = None, **more,
 ):  # fmt: skip
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
@@ -370,22 +426,35 @@ def run_on_clock(
         optimizer: a function from parameters to a torch optimizer, whose operations run.
         ranks: that share each row. seq_len is this rank's part.
         follower: makes the ClockFollower from the clock and a Follower's settings.
+        gradients: bytes of those of the whole model, of which this one is a part.
+        kinds: what earlier steps showed of kinds of layers. more: of simulate.
 
     Returns:
-        The Simulation, the ClockDevice with each stream's work, and the follower.
+        The Simulation, the ClockDevice with each stream's work, and the follower, whose `meter`
+        measured the step.
     """
     disk = policy is not None and policy.offload == "disk"
     drive = Drive(gpu.disk_rates) if disk else None
     device, made = ClockDevice(gpu, torch.device("cpu"), drive), []
+    kinds = {} if kinds is None else kinds
 
     def following(**settings):
         made.append(follower(device, **settings))
+        made[0].meter = StepMeter(LedgerGauge(device, made[0]), model, gradients, kinds)
         return made[0]
 
-    rank = mock.patch.object(simulator, "LoneRank", partial(ClockRank, device))
-    late = mock.patch.object(Transfers, "late", disk)
-    ahead = mock.patch.object(LayerRuntime, "unmeasured", _ahead(model, batch * seq_len))
-    with _standing_in(device), _tiles_on(made), rank, late, ahead:
+    around = (
+        _standing_in(device), _tiles_on(made),
+        mock.patch.object(simulator, "LoneRank", partial(ClockRank, device)),
+        mock.patch.object(Transfers, "late", disk),
+        mock.patch.object(LayerRuntime, "_say", lambda *_: None),
+        mock.patch.object(
+            LayerRuntime, "meter_of", lambda self, on: self.meters.setdefault(on, made[0].meter)
+        ),
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for context in around:
+            stack.enter_context(context)
         asked = {"policy": policy, "ranks": ranks, "follower": following, "optimizer": optimizer}
-        found = simulate(model, batch, seq_len, **asked)
+        found = simulate(model, batch, seq_len, **asked, **more)
     return found, device, made[0]

@@ -7,18 +7,15 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.budget.flops import step_flops
-from hfpatch.budget.formula import step_memory
 from hfpatch.budget.free import gpu_free, host_free
-from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.hardware import GPUS, Gpu
 from hfpatch.budget.policy import Policy, describe
-from hfpatch.budget.seconds import step_time
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
-from hfpatch.lab.first_step import first_step
 from hfpatch.lab.made import made
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.recorded import recorded
+from hfpatch.planner.model import Values, model_of
+from hfpatch.planner.step import Steps
 from hfpatch.lab.watch import GiB, pinned_gib, policy_used
 
 PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
@@ -39,10 +36,6 @@ class Run:
     changes: tuple = ()
 
     @property
-    def shape(self) -> ModelShape:
-        return ModelShape.from_config(preset_config(self.preset) | dict(self.changes))
-
-    @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
@@ -61,25 +54,24 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
         for tokens in LENGTHS:
             run = Run(preset, tokens, dtype)
             expected = planned(run, Policy("host", tile=8192), gpu)
-            weights = 2 * run.shape.parameters * run.itemsize
+            config = Values(preset_config(run.preset) | dict(run.changes))
+            weights = 2 * model_of(config).sizes.parameters * run.itemsize
             fits = weights <= WEIGHTS_SHARE * free and expected["plan_peak_gib"] * GiB <= 0.9 * free
             fits = fits and expected["plan_host_gib"] * GiB <= host
-            if fits and len(WAYS) * STEPS * expected["plan_s"] + expected["first_s"] <= seconds:
+            if fits and len(WAYS) * STEPS * expected["plan_s"] <= seconds:
                 return run
     return None
 
 
 def planned(run: Run, policy: Policy, gpu: Gpu | None) -> dict:
-    """The closed form's GiB, and its seconds if rates are known."""
-    shape, sizes = run.shape, {"batch": 1, "tokens": run.tokens}
-    memory = step_memory(shape, policy, **sizes, itemsize=run.itemsize)
-    found = {"plan_peak_gib": memory.peak / GiB, "plan_host_gib": memory.host / GiB}
-    if gpu is None:
-        return found
-    flops = step_flops(shape, policy, **sizes)
-    time_, _ = step_time(gpu, flops, memory, policy, shape, **sizes, itemsize=run.itemsize)
-    first = first_step(gpu, memory, policy, shape, tokens=run.tokens, itemsize=run.itemsize)
-    return found | {"plan_s": time_.total, "first_s": sum(first.values())}
+    """The simulated step's GiB, and its seconds if rates are known."""
+    config = Values(preset_config(run.preset) | dict(run.changes))
+    model = model_of(config, wide=run.itemsize == 4)
+    steps = Steps(model, model.sizes, gpu or GPUS["h100"], 1)
+    cost, sizes = steps.cost(run.tokens, policy), model.sizes
+    peak = max(sizes.nbytes + m.gradients + m.beyond for m in cost.moments)
+    found = {"plan_peak_gib": peak / GiB, "plan_host_gib": cost.host / GiB}
+    return found | ({"plan_s": sum(cost.seconds.values())} if gpu else {})
 
 
 def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> list[dict]:
@@ -126,8 +118,8 @@ def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, unt
     row["first_step_s"] = timed()
     policy = policy_used(model)
     if policy is not None:
-        row |= {"kept": describe(policy, run.shape.num_layers)}
-        row |= {k: v for k, v in planned(run, policy, gpu).items() if k != "first_s"}
+        row |= {"kept": describe(policy)}
+        row |= {k: v for k, v in planned(run, policy, gpu).items()}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     row["step_s"] = timed()

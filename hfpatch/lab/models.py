@@ -5,8 +5,6 @@ import json
 import os
 from pathlib import Path
 
-from hfpatch.budget.families import FAMILIES
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.presets import MODELS, PRESETS, find_preset, preset_config
 
 # Language towers without a causal model in transformers -> the family that has the same layers.
@@ -37,23 +35,11 @@ _WITH_IMAGES = {
 }  # fmt: skip
 
 
-def resolve(model) -> tuple[str, ModelShape, dict]:
-    """(name, shape, config.json as a dict) of a model. ValueError for an unknown one."""
-    if isinstance(model, ModelShape):
-        return "model", model, {}
-    name, values = text_config_of(model)
-    return name, ModelShape.from_config(values), values
-
-
 def text_config_of(model) -> tuple[str, dict]:
     """config_of() of the model, or of its language tower if it has several. ValueError as there."""
     name, values = config_of(model)
     kind = values.get("model_type")
-    return (
-        (name, values)
-        if not isinstance(kind, str) or kind in FAMILIES
-        else _language_tower(name, values)
-    )
+    return _language_tower(name, values) if isinstance(kind, str) else (name, values)
 
 
 def _language_tower(name: str, values: dict) -> tuple[str, dict]:

@@ -16,7 +16,7 @@ from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
-from hfpatch.budget.policy import LOSS_WORKSPACE, Checkpointing, Policy, auto_tile, describe
+from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, describe
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gauge import Gauge
@@ -62,10 +62,7 @@ class Policies:
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
         spare: bytes that the sources of copies may take while a layer runs.
-        unmeasured: the same, where no meter measures steps.
     """
-
-    unmeasured = 0
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int):
         self.checkpointing, self.n_layers = checkpointing, n_layers
@@ -213,7 +210,7 @@ class Policies:
         )  # fmt: skip
         frozen = settings.frozen_weights == "auto" and trained and frozen_tables(layer)
         alone = not (whole or is_sharded(layer)) and group is None and self.sequence is None
-        needs = step_bytes(policy, **sizes) + 2 * LOSS_WORKSPACE
+        needs = step_bytes(policy, **sizes)
         if frozen and alone and not self.weights.on and free[0] is not None and needs > free[0]:
             self.weights.on = True
             self.policies.clear()  # those of other lengths may let layers keep everything
@@ -293,7 +290,7 @@ class Policies:
         if not torch.is_grad_enabled():
             return False
         if meter is None or meter.step is None:
-            self._settle(self.unmeasured)
+            self._settle(0)
             return index >= self.n_layers - policy.plain
         waiting = 0
         for transfers in (queue.transfers for queue in self.queues.values()):

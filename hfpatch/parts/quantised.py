@@ -4,14 +4,11 @@ Classes are recognised by name: neither PEFT nor bitsandbytes is imported for a 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.shape import ModelShape
 from hfpatch.compat import modules_of
 
 # The attributes under which PEFT's wrappers hold the module that they wrap.
@@ -86,39 +83,6 @@ def holds_packed(module: nn.Module) -> bool:
 def class_of(module: nn.Module) -> type:
     """The module's class; for packed experts, the class beneath bitsandbytes' parametrization."""
     return type(module).__mro__[1] if holds_packed(module) else type(module)
-
-
-def as_trained(shape: ModelShape | None, layer: nn.Module | None) -> ModelShape | None:
-    """The shape with the LoRA adapters of this layer or model, if it trains nothing else."""
-    trained = (
-        {} if layer is None else {n: p for n, p in layer.named_parameters() if p.requires_grad}
-    )
-    inside = () if layer is None else layer.modules()
-    wrappers = [m for m in inside if "peft.ParamWrapper" in kinds_of(type(m))]
-    counts = {id(a.weight): m.num_experts for m in wrappers for a in m.lora_A.values()}
-    # ZeRO-3 holds shards
-    sizes = [
-        (getattr(p, "ds_shape", p.shape), counts.get(id(p), 1))
-        for n, p in trained.items()
-        if ".lora_A." in n
-    ]
-    # FSDP1's are flat. "all-linear" doubles the rank over gate and up of experts.
-    ranks = [size[0] // experts for size, experts in sizes if len(size) == 2]
-    ranks = [r for r, (_, experts) in zip(ranks, sizes) if experts == 1] or ranks
-    if shape is None or not ranks or not all(".lora_" in name for name in trained):
-        return shape
-    known = {n for i in shape.kinds for n in shape.adaptable(i)}
-    named = {part for name in trained for part in name.split(".lora_")[0].split(".")}
-    named |= {f"experts.{m.parameter_name}" for m in wrappers if m.num_experts > 1}
-    targets = named & known
-    if not targets:
-        return shape
-    bases = {_quantised(m)[0] for m in layer.modules()} - {None}
-    widest = max(p.element_size() for p in trained.values())
-    return replace(
-        shape,
-        adapters=Adapters(max(ranks), min(bases, default="bf16"), tuple(sorted(targets)), widest),
-    )
 
 
 def is_quantised(module: nn.Module) -> bool:

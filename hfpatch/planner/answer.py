@@ -1,88 +1,43 @@
-"""Plan, the answer of a plan, and Run, its resolved arguments. Plans by closed forms and simulated
-plans share them.
-"""
+"""Run, a plan's resolved arguments, and how a Plan follows from a step's cost."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from hfpatch.budget.choice import HOST_SHARE, reserve
-from hfpatch.budget.formula import GiB, ModelShape
-from hfpatch.budget.hardware import FLOAT8_GPUS, Gpu, gpu_row
+from hfpatch.budget.hardware import (
+    FLOAT8_GPUS,
+    HOST_BYTES_PER_SECOND,
+    PIN_BYTES_PER_SECOND,
+    GiB,
+    Gpu,
+    gpu_row,
+)
+from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
-from hfpatch.budget.sequence import why_not_shared_out
-from hfpatch.budget.shape import UnknownFamily
-from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
-from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING
+from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
 from hfpatch.planner.limits import parse_bytes
-from hfpatch.planner.placements import FLOAT8_RECIPES, Resident, float8_bytes, resident
+from hfpatch.planner.model import (
+    STOCK,
+    STOCK_CHECKPOINTING,
+    Model,
+    Sizes,
+    Values,
+    model_of,
+    shared,
+)
+from hfpatch.planner.placements import (
+    FLOAT8_RECIPES,
+    Resident,
+    float8_bytes,
+    placement_named,
+    resident,
+)
+from hfpatch.planner.result import Plan
+from hfpatch.planner.step import Cost
 from hfpatch.planner.towers import Tower, tower_in_front
 
+# Bytes that stay free on the device: a share of the step's, and at least RESERVE_LEAST.
+RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
 WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The answer for one run, in bytes and seconds. gpu_* are of one GPU, host_* of one machine.
-
-    Attributes:
-        policy: the resolved Policy as a dict, or one word if layers run whole.
-        split: gpu_bytes["activations"] by checkpoints, layer, loss and workspace, at the moment of
-            the peak.
-        first_step: the extra seconds of the first step (lab/first_step.py).
-        frontier: the steps that more or less GPU memory allows (evaluate.frontier_of).
-        longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked, and of
-            the longest sequences with fewer layers' inputs kept.
-        adapters: the adapters trained over a frozen base; None if all weights are trained.
-        sp_size: GPUs that share each sequence.
-        closed_form: False if no closed form describes the model, so that the step was simulated.
-        visual_tokens: the tokens of seq_len that are images or videos.
-        faster: {"placement", "step_seconds"} of a later placement that fits and is faster by more
-            than the plan's error.
-    """
-
-    model: str
-    gpu: str
-    gpus: int
-    batch: int
-    seq_len: int
-    placement: str
-    fits: bool
-    gpu_peak_bytes: int
-    gpu_usable_bytes: int
-    gpu_bytes: dict
-    host_peak_bytes: int
-    host_usable_bytes: int | None
-    step_seconds: float
-    tokens_per_second: float
-    mfu: float
-    policy: dict | str
-    why: str
-    suggestions: list
-    moment: str
-    split: dict
-    seconds: dict
-    link_bytes: int
-    flops: float
-    rates: str
-    first_step: dict = field(default_factory=dict)
-    frontier: list = field(default_factory=list)
-    max_seq_len: int | None = None
-    longest: list = field(default_factory=list)
-    adapters: dict | None = None
-    sp_size: int = 1
-    closed_form: bool = True
-    num_layers: int | None = None
-    visual_tokens: int = 0
-    faster: dict = field(default_factory=dict)
-
-    def to_dict(self) -> dict:
-        """All fields, ready for JSON."""
-        return dict(vars(self))
-
-    def __str__(self) -> str:
-        from hfpatch.planner.show import text
-
-        return text(self)
 
 
 @dataclass(frozen=True)
@@ -95,7 +50,8 @@ class Run:
     """
 
     name: str
-    shape: ModelShape
+    model: Model
+    shape: Sizes
     gpu: Gpu
     gpus: int
     host: int | None
@@ -116,18 +72,57 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        return getattr(self.shape, "ranks", 1)
+        return self.shape.ranks
 
 
-def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, moved: int) -> Plan:
-    """The Plan under one placement, from the text model's memory, FLOPs, seconds and bytes over the
-    link in a step. Adds those of the image tower.
+COMPILE_SECONDS = 12 * 240 / 1518  # a dozen of 1,518 variants of kernels (profiles/kernels)
+
+
+def _engine_wait(gpu: Gpu, cost: Cost, stays: Resident) -> float:
+    """Seconds of an engine's gathers and copies that the two passes do not hide. It sends weights
+    to the device in both passes, and gradients to the host in backward: a third of its bytes each.
     """
-    stays, tower = stays_of(run, placement, policy), run.tower
-    seconds, step_flops, model_flops = time.parts(), flops.total, flops.model
+    third, waits = stays.link / 3, 0.0
+    ways = (1, cost.forward, cost.up, third), (2, cost.backward, third, cost.down + third)
+    for gathers, work, up, down in ways:
+        link, peers = max(up, down) / gpu.link_rate, gathers * stays.gathers / gpu.peer_rate
+        waits += max(0.0, (max if gpu.peer else sum)((link, peers)) - work)
+    return waits
+
+
+def _seconds(run: Run, cost: Cost, stays: Resident) -> dict:
+    """Seconds of a step by part. The norm reads every gradient, the clip reads and writes it, the
+    step reads it; it reads and writes parameters and optimizer states."""
+    gpu, seconds = run.rates, dict(cost.seconds)
+    own = run.shape.trained_bytes if stays.gradients is None else stays.gradients
+    moved = 4 * own + 2 * (stays.parameters - stays.passed + stays.optimizer)
+    seconds["optimizer"] = moved / gpu.memory_rate
+    if stays.host_optimizer:
+        seconds["optimizer"] = stays.host_optimizer / HOST_BYTES_PER_SECOND
+    if stays.link or stays.gathers:
+        seconds["copy_wait"] = max(seconds["copy_wait"], _engine_wait(gpu, cost, stays))
+        # nothing hides the first layer's gather and the last layer's gradients
+        seconds["exchange"] += 2 * stays.gathers / run.shape.num_layers / gpu.peer_rate
+    return seconds
+
+
+def _first_step(run: Run, cost: Cost, stays: Resident, policy) -> dict:
+    """Seconds by which the first step is longer: pinning host memory, compiling kernels."""
+    tiled = isinstance(policy, Policy)
+    pinned = tiled * (cost.host + stays.host // run.gpus * bool(run.shape.adapters))
+    pinned *= not run.on_disk
+    return {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": COMPILE_SECONDS}
+
+
+def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
+    """The Plan under one placement, from the text model's step. Adds the image tower's."""
+    stays, tower, moments = stays_of(run, placement, policy), run.tower, cost.moments
+    seconds, step_flops, model_flops = _seconds(run, cost, stays), cost.flops, cost.model
+    moved, host = stays.link + cost.up + cost.down, cost.host
     if tower is not None:
         asked = run.batch, run.checkpointing, bool(run.shape.adapters)
-        memory, own = tower.beside(memory, *asked), tower.flops(*asked)
+        moments = tower.beside(moments, run.shape.trained_bytes, *asked)
+        own, host = tower.flops(*asked), host + tower.host(*asked)
         step_flops, model_flops = step_flops + own.total, model_flops + own.model
         seconds["image_tower"] = tower.seconds(run.gpu, *asked)
         moved += 2 * tower.host(*asked)
@@ -135,15 +130,15 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
     # If all gradients are kept, each moment counts those that exist then. Otherwise the placement
     # has a constant number of bytes for them.
     gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
-    moment = max(memory.moments, key=lambda m: gradients(m) + m.beyond)
+    moment = max(moments, key=lambda m: gradients(m) + m.beyond)
     parts = {
         "parameters": stays.parameters, "gradients": gradients(moment),
         "optimizer": stays.optimizer,
         "activations": moment.beyond,
     }  # fmt: skip
-    parts["slack"] = reserve(sum(parts.values()))
+    parts["slack"] = max(RESERVE_LEAST, int(RESERVE_SHARE * sum(parts.values())))
     peak = sum(parts.values())
-    on_host = 0 if run.on_disk else memory.host
+    on_host = 0 if run.on_disk else host
     host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
@@ -157,10 +152,9 @@ def assembled(run: Run, placement: str, policy, why: str, memory, flops, time, m
         mfu=model_flops / step_seconds / run.gpu.data_sheet_flops,
         policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
         suggestions=[], moment=moment.name,
-        split={n: getattr(moment, n) for n in ("checkpoints", "layer", "loss", "workspace")},
         seconds=seconds, link_bytes=moved, flops=step_flops, rates=run.gpu.source,
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
-        closed_form=isinstance(run.shape, ModelShape), num_layers=run.shape.num_layers,
+        num_layers=run.shape.num_layers, first_step=_first_step(run, cost, stays, policy),
         visual_tokens=0 if tower is None else tower.tokens,
     )  # fmt: skip
 
@@ -184,31 +178,14 @@ def with_float8(run: Run, recipe: str) -> Run:
             f"hfpatch: --fp8 takes {' or '.join(FLOAT8_RECIPES)}, {recipe!r} came; pass one of "
             "them."
         )
-    if not isinstance(run.shape, ModelShape) or run.shape.adapters:
-        raise ValueError(
-            "hfpatch: --fp8 is planned for all weights of a model that closed forms describe, "
-            "another came; leave it out."
-        )
+    if run.shape.adapters:
+        raise ValueError("hfpatch: --fp8 is planned for all weights, adapters came; leave it out.")
     if not run.gpu.measured and run.gpu.name not in FLOAT8_GPUS:
         raise ValueError(
             f"hfpatch: --fp8 wants a GPU that multiplies in float8, {run.gpu.name} came; pass one "
             f"of {', '.join(FLOAT8_GPUS)}."
         )
     return replace(run, gpu=replace(run.gpu, float8=FLOAT8_RECIPES[recipe]))
-
-
-def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
-    """The shape for sp_size ranks that share each row. ValueError if sp_size does not divide the
-    GPUs, or the heads."""
-    if gpus % sp_size:
-        raise ValueError(
-            f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
-            f"{gpus}."
-        )
-    heads = shape.num_heads, shape.num_kv_heads
-    if heads[0] > 1 and (why := why_not_shared_out(*heads, sp_size)):  # 1: it has no attention
-        raise ValueError(f"hfpatch: {why}; pass another --sp-size.")
-    return replace(shape, ranks=sp_size)
 
 
 FLOAT8 = (
@@ -224,12 +201,10 @@ def settings_of(checkpointing) -> Checkpointing | str:
 
 
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
-             sp_size=1, images=0, video_tokens=0, shape=None) -> Run:  # fmt: skip
-    """Checks and resolves the arguments of plan(). ValueError with one sentence for a wrong one.
-    shape: the Counted of a model that no closed form describes, else None.
-    """
+             sp_size=1, images=0, video_tokens=0, adapters=None) -> Run:  # fmt: skip
+    """Checks and resolves the arguments of plan(). ValueError with one sentence for a wrong one."""
     checkpointing = settings_of(checkpointing)
-    name, shape = (text_config_of(model)[0], shape) if shape else resolve(model)[:2]
+    name, values = text_config_of(model)
     for what, value in (
         ("seq_len", seq_len),
         ("batch", batch),
@@ -247,13 +222,8 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
             "leave one of them out."
         )
     name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
-    reason = getattr(shape, "whole_because", "")
-    if gpu == "this" and reason:  # the same check as a layer's on this GPU
-        from hfpatch.planner.measure import why_no_kernels
-
-        reason = why_no_kernels(max(shape.head_dim, shape.v_head_dim), shape.softcap or None)
-    if reason and checkpointing not in WHOLE:
-        raise UnknownFamily(f"{name}, whose layers run whole ({reason}),")
+    made = model_of(Values(values), adapters)
+    shape = made.sizes
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
     if gpu == "this":
@@ -264,4 +234,4 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     else:
         row = gpu if isinstance(gpu, Gpu) else gpu_row(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
-    return Run(name, shape, row, gpus, host, batch, seq_len, checkpointing, tower)
+    return Run(name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower)

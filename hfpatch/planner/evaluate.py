@@ -1,111 +1,59 @@
-"""Evaluates one run under one placement: its policy, bytes and seconds. Finds the best placement
-and the longest sequence that fits.
+"""Evaluates a run: the policy that its steps settle on, bytes and seconds; the first placement that
+fits; the longest sequence that fits.
 
-budget/choice.py chooses the layers' policy, at run time too, with the bytes of budget/formula.py and
-the seconds of budget/seconds.py. No torch.
+A run begins with a careful policy (budget/first.py) and climbs by what its steps show
+(budget/measured.py). Here the same functions read simulated steps.
 """
 
 from dataclasses import replace
 from functools import lru_cache
 
-from hfpatch.budget.choice import HOST_SHARE, RESERVE_SHARE, Budget, Search, frontier
+from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.hardware import DISK, SECONDS_ERROR
-from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.lab.first_step import first_step
-from hfpatch.lab.stock import flops_of, memory_of
+from hfpatch.budget.measured import (
+    HOST_SHARE,
+    SURE,
+    UNSURE,
+    Call,
+    Layers,
+    climb,
+    rounded,
+)
+from hfpatch.budget.policy import Policy
+from hfpatch.lab.simulate.fla import installed
 from hfpatch.planner.answer import (
     FLOAT8,
     PROCESS_BYTES,
     WHOLE,
-    Plan,
     Run,
     assembled,
     stays_of,
 )
+from hfpatch.planner.model import model_of
 from hfpatch.planner.placements import candidates, placement_named
-from hfpatch.planner.seconds import run_time
+from hfpatch.planner.result import Plan
+from hfpatch.planner.step import Cost, Steps
+
+STEPS = 8  # the most steps after which a policy settles
+STEPS_FOR_LENGTH = 14  # steps in the search for the longest sequence; more if none fits
+LONGEST = 1 << 24  # tokens
+WAITS = (
+    "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave "
+    "out"
+)
 
 
-def _settings(run: Run, placement: str) -> Checkpointing:
-    """The run's Checkpointing. Segments have one layer if an engine shards parameters layer by
-    layer.
-    """
-    sharded = placement_named(placement).sharded and run.checkpointing.every == "auto"
-    return replace(run.checkpointing, every=1) if sharded else run.checkpointing
+@lru_cache(maxsize=16)  # placements, lengths and host memory share simulated steps
+def _steps(model, sizes, gpu, batch: int) -> Steps:
+    return Steps(model, sizes, gpu, batch)
 
 
-def free_bytes(run: Run, stays, itemsize: int) -> tuple[int, int | None]:
-    """Bytes left for the step on the GPU and on the machine. Gradients and optimizer states that
-    the first step makes count as present. The allocator's slack of resident bytes is subtracted
-    here; the slack of the step itself is subtracted where a policy is admitted.
-    """
-    own = (
-        run.shape.trained_itemsize(itemsize) * run.shape.trained_parameters
-        if stays.gradients is None
-        else stays.gradients
-    )
-    held = on_host = 0
-    if run.tower is not None:
-        asked = run.batch, run.checkpointing, bool(run.shape.adapters)
-        held, on_host = run.tower.held(*asked), run.gpus * run.tower.host(*asked)
-    kept = stays.parameters + stays.optimizer + own + held
-    gpu = run.gpu.usable_bytes - (1 + RESERVE_SHARE) * kept
-    host = (
-        None
-        if run.host is None
-        else run.host - (stays.host + on_host + PROCESS_BYTES * run.gpus) / HOST_SHARE
-    )
-    return max(0, int(gpu)), None if host is None else max(0, int(host))
-
-
-@lru_cache(maxsize=2)
-def _search(*asked, **sizes) -> Search:
-    """A Search, cached so that the choice and the frontier share priced policies."""
-    return Search(*asked, **sizes)
-
-
-def _searched(run: Run, placement: str, stays, settings: Checkpointing) -> tuple[Search, Budget]:
-    itemsize = placement_named(placement).itemsize
-    sizes = {"batch": run.batch, "tokens": run.seq_len, "itemsize": itemsize}
-    search = _search(settings, run.shape, gpu=run.rates, **sizes)
-    return search, search.budget(*free_bytes(run, stays, itemsize), run.gpus)
-
-
-def _policy(run: Run, placement: str, stays):
-    """The policy for the memory that a placement leaves free, and a reason if the host can hold no
-    policy's checkpoints, else ""."""
-    if run.checkpointing in WHOLE:
-        return run.checkpointing, ""
-    settings = _settings(run, placement)
-    try:
-        search, budget = _searched(run, placement, stays, settings)
-        return search.decide(budget).policy, ""
-    except ValueError:
-        # The plan shows the smallest lack: that of the settings that need least of the host.
-        search, budget = _searched(run, placement, stays, frugal(settings))
-        return search.decide(
-            replace(budget, host=None)
-        ).policy, "the host cannot hold the checkpoints"
-
-
-def frontier_of(run: Run, placement: str) -> list[dict]:
-    """The steps of a GPU with less or more memory: {"gpu_peak_bytes", "step_seconds", "policy"},
-    least memory first. Empty if layers run whole.
-    """
-    if run.checkpointing in WHOLE:
-        return []
-    stays = stays_of(run, placement, run.checkpointing)
-    plans = (
-        evaluate(run, placement, o.policy)
-        for o in frontier(*_searched(run, placement, stays, _settings(run, placement)))
-    )
-    return [{k: getattr(p, k) for k in ("gpu_peak_bytes", "step_seconds", "policy")} for p in plans]
-
-
-def frugal(settings: Checkpointing) -> Checkpointing:
-    return (
-        replace(settings, save_attention=False) if settings.save_attention == "auto" else settings
-    )
+def steps_of(run: Run, placement: str) -> Steps:
+    wide = placement_named(placement).itemsize == 4  # under autocast
+    model = model_of(run.model.config, run.model.adapters, wide) if wide else run.model
+    # GPUs of a machine share its disk, and nothing else that a step's own seconds depend on
+    gpu = replace(run.rates if run.on_disk else run.gpu, memory_bytes=0)
+    return _steps(model, run.shape, gpu, run.batch)
 
 
 def weights_at(run: Run, place: str) -> Run:
@@ -113,86 +61,146 @@ def weights_at(run: Run, place: str) -> Run:
     return replace(run, checkpointing=replace(run.checkpointing, frozen_weights=place))
 
 
-# A plan, its suggestions and the longest sequence evaluate some runs twice.
-@lru_cache(maxsize=64)
-def evaluate(run: Run, placement: str, policy=None) -> Plan:
-    """The plan under one placement, without suggestions and frontier. policy: the policy to use; by
-    default the best one. Frozen weights are on the host only if the run does not fit otherwise.
-    Ranks that share rows leave frozen weights on the GPU, as the runtime does.
-    """
-    stay = (
-        run.checkpointing in WHOLE
-        or run.checkpointing.frozen_weights != "auto"
-        or not run.shape.adapters
-        or run.ranks > 1
-    )
-    if policy or stay:
-        return _evaluated(run, placement, policy)
-    here = _evaluated(weights_at(run, "gpu"), placement)
-    if here.fits:
-        return here
-    there = _evaluated(weights_at(run, "host"), placement)
-    return there if _lack(there) < _lack(here) else here
+@lru_cache(maxsize=256)
+def evaluate(run: Run, placement: str, grows: bool = True) -> Plan:
+    """The plan under one placement. grows: False for a run's first step, which takes the least."""
+    if run.checkpointing in WHOLE:
+        cost = steps_of(run, placement).cost(run.seq_len, run.checkpointing)
+        return _said(run, placement, run.checkpointing, cost)
+    return Ladder(run, placement).settled(grows)
 
 
-def _evaluated(run: Run, placement: str, policy=None) -> Plan:
-    stays = stays_of(run, placement, policy or run.checkpointing)
-    policy, why_not = (policy, "") if policy else _policy(run, placement, stays)
-    sizes, itemsize = (
-        {"batch": run.batch, "tokens": run.seq_len},
-        placement_named(placement).itemsize,
-    )
-    memory = memory_of(run.shape, policy, **sizes, itemsize=itemsize)
-    flops = flops_of(run.shape, policy, **sizes)
-    time, moved = run_time(
-        run.rates, flops, memory, policy, run.shape, stays, **sizes, itemsize=itemsize
-    )
-    why = why_not or _why(run, policy)
-    why += f"; {FLOAT8}" if run.gpu.float8 > 1 else ""
-    found = assembled(run, placement, policy, why, memory, flops, time, moved)
-    return replace(
-        found,
-        first_step=first_step(
-            run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize
-        ),
-    )
+class Ladder:
+    """The policies of a run's steps under one placement, from the first to the one that stays."""
+
+    def __init__(self, run: Run, placement: str):
+        self.run, self.placement = run, placement
+        self.steps, named = steps_of(run, placement), placement_named(placement)
+        self.rows, self.width = run.batch * run.seq_len, run.shape.embedding[1]
+        settings, change = run.checkpointing, {}
+        if settings.every == "auto" and named.sharded:
+            change["every"] = 1
+        # DeepSpeed's buckets need gradients in one order on all ranks.
+        if settings.plain == "auto" and run.gpus > 1 and placement.startswith("zero3"):
+            change["plain"] = 0
+        self.settings = replace(settings, **change)
+        self.stays = stays_of(run, placement, self.settings)
+        self.first = self._first(self.settings)
+        alone = run.ranks == 1 and not named.sharded and run.shape.adapters
+        if alone and settings.frozen_weights == "auto" and self._too_large():
+            self.settings = replace(self.settings, frozen_weights="host")
+        if self.settings.frozen_weights == "host":
+            self.settings = replace(self.settings, plain=0)
+            self.stays = stays_of(run, placement, self.settings)
+            self.first = self._first(self.settings)
+
+    def _sizes(self, rows: int) -> dict:
+        itemsize = placement_named(self.placement).itemsize
+        return {"rows": rows, "width": self.width, "itemsize": itemsize}
+
+    def _free(self) -> int:
+        """Free bytes of the device before the first step."""
+        run = self.run
+        held = 0
+        if run.tower is not None:
+            held = run.tower.held(run.batch, run.checkpointing, bool(run.shape.adapters))
+        return max(0, run.gpu.usable_bytes - self.stays.parameters - held)
+
+    def _host(self) -> int | None:
+        run = self.run
+        if run.host is None:
+            return None
+        return max(0, (run.host - self.stays.host) // run.gpus - PROCESS_BYTES)
+
+    def _too_large(self) -> bool:
+        return step_bytes(self.first, **self._sizes(self.rows)) > self._free()
+
+    def _first(self, settings) -> Policy:
+        run, shape = self.run, self.run.shape
+        asked = {
+            **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
+            "chains": shape.mixes and run.ranks == 1,
+            "sums": 4 * shape.trained_parameters // shape.num_layers,
+            "card": run.gpu.memory_bytes, "free": self._free(),
+        }  # fmt: skip
+        try:
+            return first_policy(settings, **asked, host=self._host())
+        except ValueError:  # the host cannot hold it, which the plan says
+            return first_policy(settings, **asked)
+
+    def settled(self, grows: bool) -> Plan:
+        """The plan at the policy that stays."""
+        run, policy, sure = self.run, self.first, False
+        cost, call = self.steps.cost(run.seq_len, policy), Call()
+        points = [_said(run, self.placement, policy, cost)]
+        grows = grows and self.settings.aim == "fastest" and points[0].fits and cost.kinds
+        for _ in range(STEPS if grows else 0):
+            self._note(call, cost)
+            found = self._next(call, cost, sure)
+            if any(found.untiled) and self._unknown(call, found):
+                # a run tries one layer of each kind alone
+                n = min(self.steps.model.period, run.shape.num_layers)
+                self.steps.cost(run.seq_len, replace(policy, plain=n, keep=(), again=0))
+                found = self._next(call, cost, sure)
+            if found.policy == policy and sure == (policy.plain > 1):
+                break
+            policy, sure = found.policy, found.policy.plain > 1
+            cost = self.steps.cost(run.seq_len, policy)
+            points.append(_said(run, self.placement, policy, cost))
+        keys = "gpu_peak_bytes", "step_seconds", "policy"
+        frontier = [{k: getattr(p, k) for k in keys} for p in points]
+        return replace(points[-1], frontier=frontier)
+
+    def _note(self, call: Call, cost: Cost) -> None:
+        """Notes what a step showed, as layer/meter.py does."""
+        first, rows = not call.measured, self.rows
+        layers, model = self.run.shape.num_layers, self.steps.model
+        period = max(1, model.period)
+        call.kinds = [
+            cost.kinds[i if i < model.first else model.first + (i - model.first) % period]
+            for i in range(layers)
+        ]
+        stays = self.stays.gradients
+        call.gradients = self.run.shape.trained_bytes if stays is None else stays
+        call.stands.put(rows, cost.stands)
+        call.after.put(rows, cost.after)
+        call.seconds.put(rows, cost.passed)
+        call.loss.put(rows, cost.loss if first else min(cost.loss, call.loss.most(rows)))
+        if first or cost.exact:
+            call.tiled.put(rows, cost.tiled)
+
+    def _unknown(self, call: Call, found) -> bool:
+        kinds = self.steps.kinds
+        return any(k is not None and kinds[k].kept is None for k in call.kinds)
+
+    def _next(self, call: Call, cost: Cost, sure: bool):
+        """The next step's budget.measured.Plan."""
+        gpu, share = self.run.gpu, SURE if sure else UNSURE
+        room = self._free() - self.stays.optimizer - share * gpu.memory_bytes
+        able = Layers(cost.able.gate_up, cost.able.wide, self._host(), gpu.link_rate)
+        return climb(self.first, call, self.steps.kinds, self.settings, able, self.rows, room)
 
 
-def _why(run: Run, policy) -> str:
-    """The reasons for the policy, as one sentence."""
-    if not isinstance(policy, Policy):
-        return "layers run whole, as asked"
-    tiled = run.shape.num_layers - policy.plain
-    if tiled <= 0:
-        return "the GPU holds all that autograd saves: nothing runs again"
-    if run.checkpointing.aim == "least":
-        reasons = ["the least memory of the GPU, as asked"]
-    elif policy.offload == "disk":
-        reasons = [f"checkpoints wait in files, as asked, on {DISK}"]
-    elif policy.offload == "gpu":
-        reasons = ["checkpoints stay on the GPU: it has room for them, or the host has none"]
-    else:
-        reasons = ["checkpoints wait in pinned host memory"]
-    if policy.every > 1 and run.checkpointing.every != "auto":
-        reasons.append(f"one layer's input in {policy.every}, as asked")
-    elif policy.every > 1:
-        where = {"gpu": "the GPU has room for", "disk": "the least time goes with"}
-        where = where.get(policy.offload, "the host has room for")
-        reasons.append(f"{where} one layer's input in {policy.every}")
-    elif policy.save_attention and policy.attends_again:
-        layers = f"{policy.again} layer{'s' * (policy.again > 1)}"
-        limit = "as many as are written in time" if run.on_disk else "as far as they fit"
-        reasons.append(f"attention outputs too {limit}, in {layers} its forward runs again")
-    elif policy.save_attention:
-        reasons.append("attention outputs too, so that its forward runs once")
-    elif run.checkpointing.save_attention is False:
-        reasons.append("attention outputs are not kept, as asked, its forward runs again")
-    else:
-        why = "would take longer to write than to make" if run.on_disk else "do not fit beside them"
-        reasons.append(f"attention outputs {why}, its forward runs again")
-    if policy.frozen_weights == "host":
-        reasons.append("frozen weights wait on the host and come a layer ahead of their use")
-    return ", ".join(reasons)
+def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
+    """The plan of a simulated step."""
+    said = []
+    if isinstance(policy, Policy) and cost.whole:
+        reasons, count = ", ".join(cost.whole), round(sum(cost.whole.values()))
+        if count == run.shape.num_layers:
+            policy = f"layers run whole ({reasons}), their inputs to {policy.offload}"
+        else:
+            said.append(f"{count} of {run.shape.num_layers} layers run whole ({reasons})")
+    if run.shape.carries_states:
+        who = "delta rules take what fla's kernels do, other mixers" if installed() else "mixers"
+        said.append(f"{who} run in plain code, which takes more memory than their kernels do")
+        said += [WAITS] * (run.ranks > 1)
+    if isinstance(policy, Policy):
+        said += [f"checkpoints wait in files, on {DISK}"] * (policy.offload == "disk")
+        if steps_of(run, placement).carried_on(run.seq_len, policy):
+            said.append("run on shorter rows and carried on")
+    said += [FLOAT8] * (run.gpu.float8 > 1)
+    why = "; ".join(["simulated on few layers", *said])
+    return assembled(run, placement, policy, why, cost)
 
 
 def best(run: Run, names) -> Plan:
@@ -215,69 +223,50 @@ def faster(run: Run, plan: Plan, names) -> dict:
 
 
 def _lack(plan: Plan) -> int:
-    host = (
-        0
-        if plan.host_usable_bytes is None
-        else max(0, plan.host_peak_bytes - plan.host_usable_bytes)
-    )
-    return max(0, plan.gpu_peak_bytes - plan.gpu_usable_bytes) + host
+    return max(0, -_room(plan))
 
 
-def longest(run: Run, names, *, step: int = 1024, progress=None) -> int:
-    """The longest sequence, in multiples of `step` tokens a rank, that fits; 0 if none fits.
+def _room(plan: Plan) -> int:
+    """The free bytes of the GPU or of the host, whichever has fewer. Negative if bytes are
+    lacking."""
+    gpu = plan.gpu_usable_bytes - plan.gpu_peak_bytes
+    host = gpu if plan.host_usable_bytes is None else plan.host_usable_bytes - plan.host_peak_bytes
+    return min(gpu, host)
 
-    progress: called with each length that is tried.
+
+def longest(run: Run, names, first: Plan, progress=None) -> int:
+    """The longest sequence that fits, 0 if none does. If memory grows linearly, a few steps find it
+    to a thirtieth.
     """
+    least = replace(run, checkpointing=_frugal(run.checkpointing))
 
-    lacks: dict[int, int] = {}  # length in steps -> lacking bytes
-    names = [*names]
-
-    def fits(steps):
+    def at(tokens: int) -> Plan:
         if progress:
-            progress(steps * step * run.ranks)
-        found = best(replace(run, seq_len=steps * step), names)
-        if found.fits:  # later lengths are longer, so earlier placements will not fit them
-            del names[: names.index(found.placement)]
-        else:
-            lacks[steps] = _lack(found)
-        return found.fits
+            progress(tokens)
+        return best(replace(least, seq_len=-(-tokens // run.ranks)), names)
 
-    low, high, straight = 0, max(1, run.seq_len // step), True
-    while high * step <= 1 << 26 and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        guess = (low + high) // 2
-        if straight and len(lacks) > 1:  # lacking bytes mostly grow linearly with the length
-            one, two = sorted(lacks)[:2]
-            more = (lacks[two] - lacks[one]) / (two - one)
-            guess = int(min(max(one - lacks[one] / more, low + 1), high - 1)) if more > 0 else guess
-        if fits(guess):
-            straight = straight and guess > low + 1
-            low = guess
-        else:
-            high = guess
-    return low * step * run.ranks
+    tried = [first, at(max(1024, int(first.seq_len * (2 if first.fits else 0.5)) // 1024 * 1024))]
+    while True:
+        low = max((p.seq_len for p in tried if p.fits), default=0)
+        high = min((p.seq_len for p in tried if not p.fits), default=min(LONGEST, 16 * low + 1024))
+        if high - low <= max(1024, low // 32) or low and len(tried) >= STEPS_FOR_LENGTH:
+            break
+        near, far = sorted(tried, key=lambda p: abs(_room(p)))[:2]
+        slope = (_room(near) - _room(far)) / (near.seq_len - far.seq_len)
+        guess = near.seq_len - _room(near) / slope if slope < 0 else high
+        guess = 2 * low if all(p.fits for p in tried) else guess  # policies change on the way
+        # After many lengths of which none fits, at least halve the length.
+        top = high - 1024 if len(tried) < 2 * STEPS_FOR_LENGTH else high // 2
+        guess = int(min(max(guess, low + 1024), top)) // 1024 * 1024
+        if any(p.seq_len == guess for p in tried):
+            break
+        tried.append(at(guess))
+    return max((p.seq_len for p in tried if p.fits), default=0)
 
 
-def longest_ways(run: Run, names, progress=None) -> list[dict]:
-    """Plan.longest: the longest sequence as asked. If `every` is "auto", also the longest sequences
-    with the input of every second and every fourth layer kept.
-    """
-    runs = {"auto": run}
-    if (
-        run.checkpointing not in WHOLE
-        and run.checkpointing.every == "auto"
-        and not placement_named(names[0]).sharded
-    ):
-        runs |= {k: replace(run, checkpointing=replace(run.checkpointing, every=k)) for k in (2, 4)}
-    found = []
-    for every, way in runs.items():
-        length = longest(way, names, progress=progress)
-        host = (
-            best(replace(way, seq_len=length // run.ranks), names).host_peak_bytes if length else 0
-        )
-        found.append({"every": every, "seq_len": length, "host_peak_bytes": host})
-    return found
+def _frugal(settings):
+    """The settings without growth."""
+    return settings if settings in WHOLE else replace(settings, plain=0)
 
 
 def placements(run: Run, asked: str) -> list[str]:

@@ -7,9 +7,7 @@ library only.
 
 from dataclasses import dataclass
 
-from hfpatch.budget.adapters import layer_linears
-from hfpatch.budget.formula import WEIGHT_SLOTS
-from hfpatch.budget.shape import ModelShape
+from hfpatch.budget.policy import WEIGHT_SLOTS
 
 # The most parameters gathered and reused at once, by ds_configs/zero3*.json: 2 * 500,000,000
 LIVE_PARAMETERS = 1_000_000_000
@@ -149,22 +147,21 @@ class Resident:
     gathers: int = 0
 
 
-def resident(name: str, shape: ModelShape, gpus: int, policy=None) -> Resident:
+def resident(name: str, shape, gpus: int, policy=None) -> Resident:
     """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Policy, or the
     Checkpointing that leads to one, or a word for layers that run whole.
     """
     whole = isinstance(policy, str)
     if shape.adapters:
-        T, base, host = shape.trained_parameters, shape.parameter_bytes(), 0
+        T, base, host = shape.trained_parameters, shape.nbytes, 0
         if getattr(policy, "frozen_weights", "gpu") == "host":
             # Two layers' frozen weights are on the GPU at a time. Each process has its own copy of
             # all of them on the host.
-            host = shape.over(shape.frozen_bytes_of)
-            base += WEIGHT_SLOTS * max(map(shape.frozen_bytes_of, shape.kinds)) - host
-        moments = 2 * T * shape.trained_itemsize(2) if name == "adamw" else 2 * T + 8 * T // 256
-        return Resident(
-            base, None, moments, host=gpus * host, passed=base - T * shape.trained_itemsize(2)
-        )
+            host = shape.frozen
+            base += WEIGHT_SLOTS * shape.frozen_layer - host
+        moments = 2 * shape.trained_bytes if name == "adamw" else 2 * T + 8 * T // 256
+        passed = base - shape.trained_bytes
+        return Resident(base, None, moments, host=gpus * host, passed=passed)
     P, layer = shape.parameters, shape.layer_parameters
     root = shape.parameters - shape.body_parameters
     largest = max(layer, shape.embedding_parameters)
@@ -220,13 +217,13 @@ FLOAT8_RECIPES = {
 CAST_TOKENS = 8192
 
 
-def float8_bytes(shape: ModelShape, tokens: int) -> int:
+def float8_bytes(shape, tokens: int) -> int:
     """The extra GPU bytes of torchao's float8 over bf16, at the peak of one Linear that is not
     compiled: the casts pass through float32 twice, and both operands exist in float8.
 
     tokens: of all rows of a batch. At most CAST_TOKENS count.
     """
     tokens = min(tokens, CAST_TOKENS)
-    sizes = [size for i in shape.kinds for size in layer_linears(shape, i).values()]
+    sizes = [size for size, _ in shape.matrices]
     largest = max(max(n * m, tokens * n, tokens * m) for n, m in sizes)
     return 8 * largest + max(n * m + tokens * max(n, m) for n, m in sizes)

@@ -1,25 +1,15 @@
 """`hfpatch.plan(...)`: whether a run fits, how long a step takes, and which changes make it fit.
 
-evaluate.py evaluates one run; suggestions.py finds the changes. No torch.
+step.py runs the step on fake tensors, evaluate.py finds policy and placement, suggestions.py the
+changes.
 """
 
-import sys
-from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 
 from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.formula import ModelShape
-from hfpatch.budget.shape import UnknownFamily
-from hfpatch.planner.answer import (
-    Plan,
-    Run,
-    make_run,
-    settings_of,
-    with_float8,
-)
-from hfpatch.planner.evaluate import best, faster, frontier_of, longest_ways, placements, weights_at
-from hfpatch.planner.suggestions import suggestions
+from hfpatch.lab.models import config_of
+from hfpatch.planner.remembered import recall, remember
+from hfpatch.planner.result import Plan
 
 
 def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
@@ -38,31 +28,12 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
         )
 
 
-def resolved(
-    model, *, seq_len: int, adapters: Adapters | None = None, fp8: str | None = None, **asked
-) -> Run:
-    """The Run of plan()'s arguments. If no closed form describes the model, its shape is counted on
-    the model itself.
-    """
-    try:
-        run = make_run(model, seq_len=seq_len, **asked)
-        run = replace(run, shape=replace(run.shape, adapters=adapters)) if adapters else run
-    except UnknownFamily as error:
-        from hfpatch.planner.counted import counted
+def resolved(model, *, seq_len: int, fp8: str | None = None, **asked):
+    """The Run of plan()'s arguments."""
+    from hfpatch.planner.answer import make_run, with_float8
 
-        shape = counted(model, adapters)
-        _say_simulated(error.what.rstrip(","))
-        run = make_run(model, seq_len=seq_len, shape=shape, **asked)
+    run = make_run(model, seq_len=seq_len, **asked)
     return with_float8(run, fp8) if fp8 else run
-
-
-@cache
-def _say_simulated(what: str) -> None:
-    print(
-        f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, "
-        "for half a minute or more.",
-        file=sys.stderr,
-    )
 
 
 def plan(
@@ -75,8 +46,8 @@ def plan(
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
     GPU fits, and how long a step takes.
 
-    If no closed form describes the model, its step runs on fake tensors, which a line on stderr
-    says, and its longest sequence is found to a thirtieth.
+    The model's step runs on fake tensors, in few layers. The longest sequence is found to a
+    thirtieth.
 
     Args:
         model: a preset, config.json, folder, hub id, config or model.
@@ -97,12 +68,6 @@ def plan(
     Raises:
         ValueError: an argument is unknown or unsupported.
     """
-    checkpointing = settings_of(checkpointing)
-    asked = {
-        "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,
-        "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
-        "video_tokens": video_tokens,
-    }  # fmt: skip
     if not isinstance(max_seq_len, bool):
         raise ValueError(
             f"hfpatch: max_seq_len must be True or False, {max_seq_len!r} came; one length goes "
@@ -113,25 +78,40 @@ def plan(
             f"hfpatch: adapters must be a hfpatch.budget.adapters.Adapters, {adapters!r} came; "
             "pass Adapters(16) for rank 16."
         )
-    if getattr(checkpointing, "frozen_weights", "auto") == "host":
-        _refuse_weights_on_host(adapters, sp_size)
-    run = resolved(model, seq_len=seq_len, adapters=adapters, fp8=fp8, **asked)
-    names = placements(run, placement)
-    if not isinstance(run.shape, ModelShape):
-        from hfpatch.planner.simulated import simulated_plan
+    asked = {
+        "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,
+        "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
+        "video_tokens": video_tokens, "adapters": adapters,
+    }  # fmt: skip
+    values = config_of(model)[1]
+    key = asked | {"seq_len": seq_len, "placement": placement, "max": max_seq_len, "fp8": fp8}
+    key |= {"model": values}
+    if gpu != "this" and (known := recall(key)):
+        return Plan(**known)
+    found = _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked)
+    if gpu != "this":
+        remember(key, found.to_dict())
+    return found
 
-        return simulated_plan(model, run, names, max_seq_len=max_seq_len, progress=progress)
+
+def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Plan:
+    from hfpatch.planner.answer import settings_of
+    from hfpatch.planner.evaluate import best, faster, longest, placements
+    from hfpatch.planner.suggestions import suggestions
+
+    asked |= {"checkpointing": settings_of(asked["checkpointing"])}
+    if getattr(asked["checkpointing"], "frozen_weights", "auto") == "host":
+        _refuse_weights_on_host(asked["adapters"], asked["sp_size"])
+    run = resolved(model, seq_len=seq_len, fp8=fp8, **asked)
+    names = placements(run, placement)
     found = best(run, names)
     if found.fits:
         found = replace(found, faster=faster(run, found, names))
     else:
         found = replace(found, suggestions=suggestions(run, found, placement))
-    tiled = isinstance(found.policy, dict)
-    chosen = (
-        weights_at(run, found.policy["frozen_weights"]) if tiled and run.shape.adapters else run
-    )
-    found = replace(found, frontier=frontier_of(chosen, found.placement))
     if max_seq_len:
-        ways = longest_ways(run, names, progress)
-        found = replace(found, max_seq_len=ways[0]["seq_len"], longest=ways)
-    return deepcopy(found)  # evaluate's cache returns the same dicts again
+        tokens = longest(run, names, found, progress)
+        host = best(replace(run, seq_len=-(-tokens // run.ranks)), names).host_peak_bytes
+        said = {"every": "auto", "seq_len": tokens, "host_peak_bytes": host if tokens else 0}
+        found = replace(found, max_seq_len=tokens, longest=[said])
+    return found

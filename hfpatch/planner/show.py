@@ -75,7 +75,7 @@ def text(plan) -> str:
         )
     if plan.max_seq_len is not None:
         lines.append(_longest(plan))
-    if not plan.fits and plan.closed_form:
+    if not plan.fits:
         lines += ["", _what_would_fit(plan)]
     return "\n".join(lines)
 
@@ -101,8 +101,7 @@ def _answer(plan) -> list[str]:
             ],
             ("GPU memory", ""),
         ),
-        f"  activations at the peak ({plan.moment}): "
-        + ", ".join(f"{name} {gib(n)}" for name, n in plan.split.items() if n),
+        f"  the peak is at {plan.moment}",
         f"host memory     {gib(plan.host_peak_bytes)} of {gib(plan.host_usable_bytes)}",
         f"step            {plan.step_seconds:.1f} s ({span(plan.step_seconds)}): "
         + ", ".join(

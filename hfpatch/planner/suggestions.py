@@ -2,17 +2,16 @@
 
 from dataclasses import replace
 
-from hfpatch.budget.choice import HOST_SHARE
-from hfpatch.budget.formula import GiB, ModelShape
-from hfpatch.budget.hardware import GPUS
+from hfpatch.budget.hardware import GPUS, GiB
+from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.planner.answer import (
     WHOLE,
-    Plan,
     Run,
 )
-from hfpatch.planner.evaluate import best, frugal, longest, placements
+from hfpatch.planner.result import Plan
+from hfpatch.planner.evaluate import best, longest, placements
 
 
 def suggestions(run: Run, plan: Plan, asked: str) -> list:
@@ -24,7 +23,7 @@ def suggestions(run: Run, plan: Plan, asked: str) -> list:
     _of_a_larger_gpu(run, names, offers)
     if run.host is not None:
         _of_more_host_memory(run, names, offers)
-    length = longest(run, names)
+    length = longest(run, names, plan)
     if length:
         offers.add(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
                    f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
@@ -54,8 +53,8 @@ class Offers:
 def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
     lora = run.shape.adapters
     if lora and lora.base != "4bit":
-        smaller = replace(run.shape, adapters=replace(lora, base="4bit"))
-        offers.add("--base 4bit", replace(run, shape=smaller), names)
+        made = model_of(run.model.config, replace(lora, base="4bit"))
+        offers.add("--base 4bit", replace(run, model=made, shape=made.sizes), names)
     for name in placements(run, "auto"):
         if name != placement and name not in names:
             offers.add(f"--placement {name}", run, [name])
@@ -83,7 +82,7 @@ def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
         ):
             break
     for size in range(2, run.gpus + 1):
-        if run.ranks == 1 and run.gpus % size == 0 and isinstance(run.shape, ModelShape):
+        if run.ranks == 1 and run.gpus % size == 0:
             if why_not_shared_out(run.shape.num_heads, run.shape.num_kv_heads, size):
                 continue
             part = replace(
@@ -98,24 +97,17 @@ def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
         (g for g in GPUS.values() if g.memory_bytes > run.gpu.memory_bytes),
         key=lambda g: g.memory_bytes,
     )
-    if (
-        larger
-        and not best(replace(run, gpu=replace(larger[-1], float8=run.gpu.float8)), names).fits
-    ):  # the host is short
-        larger = []
     for gpu in larger:
-        if offers.add(
-            f"--gpu {gpu.name}",
-            replace(run, gpu=replace(gpu, float8=run.gpu.float8)),
-            names,
-            f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB",
-        ):
+        # its memory first, beside the rates whose steps are simulated already
+        if best(replace(run, gpu=replace(run.gpu, memory_bytes=gpu.memory_bytes)), names).fits:
+            there = replace(run, gpu=replace(gpu, float8=run.gpu.float8))
+            offers.add(f"--gpu {gpu.name}", there, names,
+                       f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB")  # fmt: skip
             break
 
 
 def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
-    settings = run.checkpointing if run.checkpointing in WHOLE else frugal(run.checkpointing)
-    roomy = best(replace(run, host=None, checkpointing=settings), names)
+    roomy = best(replace(run, host=None), names)
     if roomy.fits:
         more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
         larger = replace(run, host=more * GiB)

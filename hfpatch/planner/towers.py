@@ -11,14 +11,12 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
-from hfpatch.budget.flops import Flops
-from hfpatch.budget.formula import StepMemory
-from hfpatch.budget.moments import Moment
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import config_of, with_images
-from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, UNTILED
+from hfpatch.planner.model import STOCK, STOCK_CHECKPOINTING, UNTILED
 from hfpatch.planner.placements import Resident
+from hfpatch.planner.step import Moment
 
 # Visual tokens of an image if a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of a
 # video's frame. The tokens of one frame attend to each other.
@@ -26,6 +24,20 @@ IMAGE_TOKENS, FRAME_TOKENS = 1024, 256
 # Elements that transformers' code moves in forward and in backward for each column that a Linear
 # layer reads or writes (simulated, profiles/tower).
 PASSES = 4.8, 5.9
+
+
+class Work(NamedTuple):
+    """FLOPs of a step, and the bytes that other kernels move."""
+
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    model: float
+    moved: float
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention_forward + self.attention_backward
 
 
 @dataclass(frozen=True)
@@ -102,26 +114,25 @@ class Tower:
         away = getattr(policy, "offload", "gpu") in ("auto", "host") and not frozen
         return away * rows * self.tokens * self.merge * self.depth * self.width * itemsize
 
-    def beside(self, memory: StepMemory, rows: int, policy, frozen: bool) -> StepMemory:
-        """A step's memory with the tower's added. The tower's backward comes last, when the text
+    def beside(self, moments, text: int, rows: int, policy, frozen: bool) -> list:
+        """A step's moments with the tower's added. text: bytes of the text model's gradients. The tower's backward comes last, when the text
         model's gradients exist, if the placement keeps them."""
         held = self.held(rows, policy, frozen)
         columns = self.columns if frozen else self.works
         works = 2 * rows * self.tokens * self.merge * columns
-        text, own = memory.gradients, 0 if frozen else 2 * self.parameters
-        moments = [replace(m, checkpoints=m.checkpoints + held) for m in memory.moments]
+        own = 0 if frozen else 2 * self.parameters
+        moments = [m._replace(beyond=m.beyond + held) for m in moments]
         if frozen:
-            moments.append(Moment("the image tower", 0, checkpoints=held, layer=works))
+            moments.append(Moment("the image tower", 0, held + works))
         else:
             # The backward of the layers after the last block is over. The layers after earlier
             # blocks still wait for theirs.
             left = held - 2 * rows * self.tokens * self._merged
-            last = Moment("the image tower's last block", text, checkpoints=left, layer=works)
-            moments += [last, Moment("the image tower's first block", text + own, layer=works)]
-        host = memory.host + self.host(rows, policy, frozen)
-        return replace(memory, gradients=text + own, moments=tuple(moments), host=host)
+            moments.append(Moment("the image tower's last block", text, left + works))
+            moments.append(Moment("the image tower's first block", text + own, works))
+        return moments
 
-    def flops(self, rows: int, policy, frozen: bool) -> Flops:
+    def flops(self, rows: int, policy, frozen: bool) -> "Work":
         """FLOPs of one step. The patches of an image or a frame attend to each other."""
         tokens = rows * self.tokens
         products = 2 * tokens * self.merge * self.depth * self.weights
@@ -133,14 +144,14 @@ class Tower:
         model = passes * (products + behind)
         matmul, attention = model + again * products, attended * (1 + again)
         columns = 2 * tokens * self.merge * self.depth * self.columns
-        return Flops(matmul, attention, back, model + passes * attended, passes * attended,
-                     PASSES[0] * columns * (1 + again), passes // 3 * PASSES[1] * columns)  # fmt: skip
+        moved = PASSES[0] * columns * (1 + again) + passes // 3 * PASSES[1] * columns
+        return Work(matmul, attention, back, model + passes * attended, moved)
 
     def seconds(self, gpu, rows: int, policy, frozen: bool) -> float:
         """Seconds of one step: those of the blocks, or of the copies of inputs that overlap them,
         whichever takes longer."""
         counted = self.flops(rows, policy, frozen)
-        moved = (counted.moved_forward + counted.moved_backward) / gpu.memory_rate
+        moved = counted.moved / gpu.memory_rate
         attention = counted.attention_forward / gpu.attention_forward
         attention += counted.attention_backward / gpu.attention_backward
         work = counted.matmul / gpu.matmul_flops + attention + moved
@@ -161,7 +172,7 @@ def tower_in_front(model, images: int, video_tokens: int, seq_len: int) -> Tower
             )
     if not images and not video_tokens:
         return None
-    name, values = ("model", {}) if isinstance(model, ModelShape) else config_of(model)
+    name, values = config_of(model)
     tower = _tower(json.dumps(values, sort_keys=True, default=str))
     if tower is None:
         raise ValueError(

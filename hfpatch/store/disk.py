@@ -15,10 +15,11 @@ from concurrent.futures import CancelledError, Future
 import torch
 from torch import Tensor
 
-from hfpatch.budget.copies import BUFFERS, PIECE, RESERVE
 from hfpatch.store.pool import Loan, Shelf
 
 PREFIX = "hfpatch-"
+# Bounce buffers: bytes of one, buffers per direction, and those among them that do not read ahead.
+PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
 
 
 class File:

@@ -7,9 +7,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache, partial
 from traceback import walk_stack
 
@@ -17,19 +15,15 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from hfpatch.budget.formula import GiB, ModelShape
-from hfpatch.budget.hardware import gpu_named
+from hfpatch.budget.hardware import GiB, gpu_named
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.lab.device import matmul_rate
-from hfpatch.lab.stock import UNTILED, flops_of
-from hfpatch.parts.quantised import as_trained
-from hfpatch.planner.placements import Resident
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
 from hfpatch.trainer.marks import first_to_say
+from hfpatch.trainer.model_flops import Work
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
-from hfpatch.trainer.planned_seconds import planned_seconds
 
 
 class Callback(TrainerCallback):
@@ -41,8 +35,6 @@ class Callback(TrainerCallback):
         mfu: the model's own FLOPs (without recomputation, causal attention by half) over the GPU's
             peak. The peak is published, or a matmul measured at the start. A CPU has no mfu.
         step_seconds: the mean over the steps since the last line.
-        planned_step_seconds: the same batches by the step model of `hfpatch plan`. Only for one
-            process on a GPU of its table.
         peak_gpu_gib, peak_gpu_reserved_gib: allocated memory, and memory that the allocator holds.
         peak_host_gib: the process's largest resident set.
 
@@ -77,7 +69,7 @@ class Callback(TrainerCallback):
         self._applied = lambda: None
         self._hook = self._loader = None
         self._warned, self._last, self._unwrap = False, None, lambda: None
-        self._tokens, self._flops, self._shapes, self._steps = 0, 0.0, Counter(), 0
+        self._tokens, self._flops, self._steps = 0, 0.0, 0
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         self._go_first()
@@ -125,13 +117,8 @@ class Callback(TrainerCallback):
             )
         sizes = vars(_parallelism(args) or object).get
         self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
-        config = getattr(_with_config(model), "config", None)
-        try:
-            self._shape = (
-                None if config is None else as_trained(ModelShape.from_config(config), model)
-            )
-        except ValueError:  # no closed form of the family's FLOPs; the other columns stay
-            self._shape = None
+        known = _with_config(model)
+        self._shape = Work.of(known) if hasattr(getattr(known, "config", None), "model_type") else None
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
             optimizer = optimizer.optimizer
@@ -149,13 +136,7 @@ class Callback(TrainerCallback):
         self._loader = kwargs.get("train_dataloader")
         if self._loader is not None:
             _set_class(self._loader, _noting_arrivals(type(self._loader)))
-        self._trained = 1.0 if self._shape and self._shape.adapters else _trained_share(model)
-        state_of = getattr(args, "distributed_state", None)
-        self._plans = (
-            _planner(model, optimizer, self._shape)
-            if getattr(state_of, "distributed_type", "") == "NO"
-            else None
-        )
+        self._trained = _trained_share(model)
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._explain_memory(args, model)
@@ -191,15 +172,9 @@ class Callback(TrainerCallback):
         if ids is not None:  # shapes alone: nothing waits for the device
             B, T = self._last = ids.shape[:2]
             self._tokens += B * T
-            self._shapes[B, T] += 1
             if self._shape:
-                self._flops += model_flops(
-                    replace(self._shape, ranks=self._sharing),
-                    B,
-                    T,
-                    self.attention_share,
-                    self._trained,
-                )
+                asked = self._sharing, self.attention_share, self._trained
+                self._flops += self._shape.flops(B, T, *asked)
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time. The log line of earlier steps came before it.
@@ -216,8 +191,6 @@ class Callback(TrainerCallback):
                 extra["mfu"] = round(self._flops / seconds / self._peak, 4)
             if (steps := state.global_step - self._steps) > 0:
                 extra["step_seconds"] = round(seconds / steps, 4)
-                if self._plans and (planned := self._plans(self._shapes, steps)):
-                    extra["planned_step_seconds"] = round(planned / steps, 4)
             self._start(state)
         logs.update(extra)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -240,7 +213,7 @@ class Callback(TrainerCallback):
 
     def _start(self, state):
         self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
-        self._shapes, self._steps = Counter(), state.global_step
+        self._steps = state.global_step
 
     def _go_first(self):
         """Moves this callback before the reporters, so that TensorBoard and W&B get its columns.
@@ -310,45 +283,6 @@ def memory_columns(device) -> dict:
         columns["peak_gpu_gib"] = round(torch.cuda.max_memory_allocated(device) / GiB, 3)
         columns["peak_gpu_reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / GiB, 3)
     return columns
-
-
-def model_flops(
-    shape: ModelShape, batch: int, tokens: int, attention_share=1.0, trained=1.0
-) -> float:
-    """FLOPs of forward and backward of a batch, as the planner counts them, without recomputation.
-
-    attention_share: the share of a full row's causal attention that packed documents need. trained:
-    the share of weights with a gradient. A frozen weight takes 4 FLOPs a token in place of 6; a
-    shape with adapters counts that itself.
-    """
-    flops = flops_of(shape, UNTILED, batch=batch, tokens=tokens)
-    return (flops.model - flops.model_attention) * (
-        4 + 2 * trained
-    ) / 6 + flops.model_attention * attention_share
-
-
-def _planner(model, optimizer, shape):
-    """A function of ({(B, T): number of passes}, optimizer steps) that returns their planned
-    seconds, or None if they are unknown. None for a model that hfpatch does not run.
-    """
-    runtime = next(
-        (s for m in model.modules() if (s := vars(m).get("_hfpatch_runtime")) is not None), None
-    )
-    if runtime is None or shape is None:
-        return None
-    nbytes = lambda tensors: sum(  # noqa: E731
-        t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
-    )
-
-    def seconds(shapes, steps: int) -> float | None:
-        states = nbytes(value for state in optimizer.state.values() for value in state.values())
-        stays = Resident(nbytes(p for p in model.parameters() if p.requires_grad), None, states)
-        found = [(planned_seconds(runtime, shape, B, T, stays), n) for (B, T), n in shapes.items()]
-        if any(one is None for one, _ in found):
-            return None
-        return sum(n * once for (once, _), n in found) + steps * max(step for (_, step), _ in found)
-
-    return seconds
 
 
 def _trained_share(model) -> float:

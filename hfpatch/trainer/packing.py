@@ -4,7 +4,7 @@ import bisect
 from collections import Counter
 from dataclasses import dataclass
 
-from hfpatch.budget.flops import attended
+from hfpatch.budget.cuts import attended
 
 FULL = {0: 1}  # a layer that sees all tokens, however many there are of it
 

@@ -125,7 +125,6 @@ def fitting(
         ValueError: none fits; the sentence says what each needs.
     """
     from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS
-    from hfpatch.budget.shape import UnknownFamily
     from hfpatch.planner.answer import make_run
     from hfpatch.planner.evaluate import evaluate, placements
     from hfpatch.planner.placements import FLOAT8_RECIPES
@@ -134,14 +133,7 @@ def fitting(
     # in it, so that is added.
     here = {"name": "this GPU", "memory_bytes": gpu_free + CONTEXT_BYTES}
     gpu = replace(GPUS["h100"], **here, float8=FLOAT8_RECIPES.get(fp8, 1.0))
-    try:
-        run = make_run(config, seq_len=seq_len, batch=batch, gpu=gpu, host_ram=host_free)
-    except UnknownFamily as error:
-        # Simulating each placement would take longer than many runs.
-        raise ValueError(
-            "hfpatch: --placement auto wants a model that closed forms describe, "
-            f"{error.what.rstrip(',')} came; name one of {', '.join(PLACEMENTS)}."
-        ) from None
+    run = make_run(config, seq_len=seq_len, batch=batch, gpu=gpu, host_ram=host_free)
     short = []
     for name in placements(run, "auto"):
         if PLACEMENTS[name].fused and not fused:

@@ -5,12 +5,10 @@ from functools import partial
 
 import torch
 
-from hfpatch.budget.choice import choose
+from hfpatch.budget.measured import unplanned
 from hfpatch.budget.policy import parse_checkpointing
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.profile.options import Options, words_of
 from hfpatch.lab.profile.owners import holds
-from hfpatch.lab.profile.planned import planned
 from hfpatch.lab.profile.record import is_layer
 from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
 from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
@@ -32,7 +30,7 @@ def simulated_run(options: Options) -> Run:
         None if options.optimizer == "none" else partial(make_optimizer, name=options.optimizer)
     )
     inputs: set = set()
-    policy = _policy(model, options, settings, dtype) if options.impl == "hfpatch" else None
+    policy = _policy(model, options, settings) if options.impl == "hfpatch" else None
     layers = {id(m) for name, m in model.named_modules() if is_layer(name, m)}
 
     def note(module, args):
@@ -63,9 +61,6 @@ def simulated_run(options: Options) -> Run:
     run.setup["gradient_checkpointing"] = options.gradient_checkpointing
     run.setup["checkpointing"] = words_of(settings) if options.impl == "hfpatch" else None
     run.versions = software()
-    run.planned = planned(
-        model, dataclasses.replace(options, warmup=0), itemsize=dtype.itemsize, policy=policy
-    )
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
     return _measured(run, found.ledger, inputs, head_name(model), type(model).__name__)
@@ -100,20 +95,12 @@ def _within(a: Allocation, zero: int, end: int) -> Allocation:
     return dataclasses.replace(a, born=max(0, a.born - zero), died=died)
 
 
-def _policy(model, options, settings, dtype):
-    """The tiled layers' policy with as much host memory as it needs, whatever this machine has.
-
-    None for layers without a closed form, which then choose by themselves.
-    """
-    try:
-        shape = ModelShape.from_config(model.config)
-    except ValueError:
-        return None
+def _policy(model, options, settings):
+    """The policy of a first step, with as much host memory as it needs."""
     if settings == "off":
         return None
-    return choose(
-        settings, shape, batch=options.batch, tokens=options.seq_len, itemsize=dtype.itemsize
-    )
+    width = model.get_input_embeddings().weight.shape[1]
+    return unplanned(settings, options.batch * options.seq_len, False, width, None)
 
 
 def _owned(block, inputs, forward_end, head, root) -> Allocation:

@@ -36,7 +36,6 @@ def main(argv) -> int:
 
 def _run(step, options, progress):
     from hfpatch.lab.device import is_out_of_memory
-    from hfpatch.lab.profile.planned import planned
     from hfpatch.lab.profile.timeline import Run
 
     if options.simulate:
@@ -57,7 +56,6 @@ def _run(step, options, progress):
         text = f"out of memory while the model was built: {str(error).strip().splitlines()[0]}"
         return Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, error=text)
     run = step.record_run(model, optimizer, batch, options, progress=progress)
-    run.planned = planned(model, options, itemsize=options.torch_dtype.itemsize)
     run.applied = applied
     return run
 

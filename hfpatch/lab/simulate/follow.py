@@ -79,6 +79,7 @@ class Follower(TorchDispatchMode):
         self.ledger = Ledger()
         self.rounding, self.cuda, self.shadows = rounding, cuda, shadows
         self.operations, self.most_operations = 0, most_operations
+        self.alive = self.top = 0
         # Counts of an operation are multiplied by this (scan.few_blocks).
         self.times = 1
         self._refs: dict = {}  # id(storage) -> (weak reference, block index)
@@ -127,6 +128,7 @@ class Follower(TorchDispatchMode):
             block = self.ledger.blocks[known[1]]
             if nbytes != block.nbytes:
                 self.ledger.events.append((known[1], nbytes - block.nbytes))
+                self._stands(nbytes - block.nbytes, block.host)
                 block.nbytes = nbytes
         else:
             index = self._birth(nbytes, op)
@@ -149,12 +151,20 @@ class Follower(TorchDispatchMode):
         )
         ledger.blocks.append(block)
         ledger.events.append((len(ledger.blocks) - 1, nbytes))
+        self._stands(nbytes, block.host)
         return len(ledger.blocks) - 1
 
     def _death(self, index: int) -> None:
         block = self.ledger.blocks[index]
         block.died = len(self.ledger.events)
         self.ledger.events.append((index, -block.nbytes))
+        self._stands(-block.nbytes, block.host)
+
+    def _stands(self, more: int, host: bool) -> None:
+        """Counts the bytes on the device, now and at most, as an allocator does."""
+        if not host:
+            self.alive += more
+            self.top = max(self.top, self.alive)
 
     def transient(self, nbytes: int, op: str) -> None:
         """A kernel's scratch memory: alive beside the operation's inputs and outputs, gone when it

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from hfpatch.budget.flops import attended
+from hfpatch.budget.cuts import attended
 from hfpatch.lab.compat import schema_of
 from hfpatch.ops.experts import EXPERT_PRODUCT, EXPERT_SUMS
 

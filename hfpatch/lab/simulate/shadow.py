@@ -17,7 +17,7 @@ from hfpatch.lab.compat import schema_of, simulation_parts
 
 LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
 # bytes, floating-point tensors (scalars, counts, frequencies) and raw bytes of buffers
-LARGEST_FLOAT = 1 << 20
+LARGEST_FLOAT = 1 << 16
 
 aten = torch.ops.aten
 _DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default,

@@ -1,0 +1,62 @@
+"""Plan, the answer of a plan. Standard library only."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for one run, in bytes and seconds. gpu_* are of one GPU, host_* of one machine.
+
+    Attributes:
+        policy: the resolved Policy as a dict, or one word if layers run whole.
+        first_step: the extra seconds of the first step.
+        frontier: the steps by which layers keep more and more.
+        longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked.
+        adapters: the adapters trained over a frozen base; None if all weights are trained.
+        sp_size: GPUs that share each sequence.
+        visual_tokens: the tokens of seq_len that are images or videos.
+        faster: {"placement", "step_seconds"} of a later placement that fits and is faster by more
+            than the plan's error.
+    """
+
+    model: str
+    gpu: str
+    gpus: int
+    batch: int
+    seq_len: int
+    placement: str
+    fits: bool
+    gpu_peak_bytes: int
+    gpu_usable_bytes: int
+    gpu_bytes: dict
+    host_peak_bytes: int
+    host_usable_bytes: int | None
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    policy: dict | str
+    why: str
+    suggestions: list
+    moment: str
+    seconds: dict
+    link_bytes: int
+    flops: float
+    rates: str
+    first_step: dict = field(default_factory=dict)
+    frontier: list = field(default_factory=list)
+    max_seq_len: int | None = None
+    longest: list = field(default_factory=list)
+    adapters: dict | None = None
+    sp_size: int = 1
+    num_layers: int | None = None
+    visual_tokens: int = 0
+    faster: dict = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        """All fields, ready for JSON."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        from hfpatch.planner.show import text
+
+        return text(self)

@@ -1,0 +1,367 @@
+"""A step's bytes and seconds: the real code on fake tensors and a clock, at a few depths and, for
+long rows, a few lengths, carried on to all layers and tokens."""
+
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from hfpatch.attention import heads
+from hfpatch.budget.cuts import heads_per_group
+from hfpatch.budget.hardware import Gpu
+from hfpatch.budget.measured import Layers
+from hfpatch.budget.policy import Policy
+from hfpatch.budget.sequence import rounds_of
+from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
+from hfpatch.parallel import exchange
+from hfpatch.planner.model import (
+    IMPLEMENTATIONS,
+    Model,
+    Sizes,
+    layers_of,
+    trained_bytes_of,
+)
+
+# The most operations of a simulated step (or one a token, if that is more). Code that loops over
+# single tokens exceeds it.
+OPERATIONS = 400_000
+LONG = 6  # tiles of a row beyond which a step is carried on from shorter rows
+# The lengths, in tiles, from which longer ones are carried on. At least three, because in backward
+# the first tile finds no sums of gradients and the last tile no states.
+STRETCHED = 3, 4, 5
+LEAST = 16384  # tokens: below, the embedding's backward and the loss go other ways
+SQUARE = 0.02  # growth is quadratic if a tile adds more than the tile before by above this share
+
+
+class Moment(NamedTuple):
+    """A peak of the step: bytes of gradients, and of all beyond parameters and gradients."""
+
+    name: str
+    gradients: int
+    beyond: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step, without its optimizer and its engine.
+
+    Attributes:
+        moments: the peaks at the two ends of backward.
+        host: bytes of checkpoints on the host.
+        seconds: of kernels and waits, by part.
+        forward, backward: seconds of the two passes.
+        up, down: bytes over the host link.
+        flops, model: FLOPs, and those of the usual convention, without recomputation.
+        whole: reason -> number of layers that run whole for it. rows: number of layers with a mixer
+            that takes whole rows.
+        stands, loss, after, tiled, passed: what layer/meter.py measured of the step (budget.measured
+            .Call); passed: seconds of the layers' forward. exact: `tiled` was the step's peak.
+        kinds: of a few layers, able: what they can do.
+    """
+
+    moments: tuple
+    host: int
+    seconds: dict
+    forward: float
+    backward: float
+    up: int
+    down: int
+    flops: float
+    model: float
+    whole: dict
+    rows: int
+    stands: float = 0.0
+    loss: float = 0.0
+    after: float = 0.0
+    tiled: float = 0.0
+    passed: float = 0.0
+    exact: bool = False
+    kinds: tuple = ()
+    able: Layers | None = None
+
+
+MEASURED = "stands", "loss", "after", "tiled", "passed"
+
+
+def _layer_of(module: str) -> str:
+    """model.layers.3 of model.layers.3.mlp.up_proj. In backward, the module that was called last
+    does not identify the operation's module inside the layer.
+    """
+    names = module.split(".")
+    return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
+
+
+def _kept(ledger) -> int:
+    """Bytes on the device that forward keeps for backward. Linear in the layers of each kind."""
+    turn = next(at for at, name in ledger.phases if name == "backward")
+    alive = ((d, ledger.blocks[i]) for i, d in ledger.events[:turn])
+    return sum(d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
+
+
+def _moments(ledger, bottom: int) -> tuple[dict, dict]:
+    """The peaks of each operation at the two ends of backward. Between the ends, bytes change
+    monotonically over the layers of a pattern.
+
+    Returns:
+        (early, late), dicts "operation in module" -> (bytes of gradients, bytes beyond parameters
+        and gradients). early: when the bytes beyond are the most. late: when the sum is the most,
+        after all but `bottom` bytes of the gradients exist.
+    """
+    alive = [(delta, ledger.blocks[i]) for i, delta in ledger.events if not ledger.blocks[i].host]
+    alive = [(delta, block) for delta, block in alive if block.category != "parameters"]
+    own = (delta for delta, block in alive if block.category == "gradients")
+    # they die when the simulation ends; small ones count as 512 bytes
+    enough = max(accumulate(own), default=0) - bottom - (1 << 20)
+    gradients = beyond = 0
+    early: dict = {}
+    late: dict = {}
+    for delta, block in alive:
+        gradient = block.category == "gradients"
+        gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
+        if delta > 0:
+            at, now = f"{block.op} in {_layer_of(block.module)}", (gradients, beyond)
+            early[at] = max(early.get(at, (0, 0)), now, key=lambda m: m[1])
+            late[at] = max(late.get(at, (0, 0)), now, key=sum) if gradients >= enough else (0, 0)
+    return early, late
+
+
+class _Ran(NamedTuple):
+    """One simulated step of a cut model, as numbers that grow by layers, and its peaks."""
+
+    numbers: Counter
+    early: dict
+    late: dict
+    meter: dict
+
+
+class Steps:
+    """The simulated steps of a run's model on a GPU.
+
+    Args:
+        sizes: of the model, with the run's ranks.
+    """
+
+    def __init__(self, model: Model, sizes: Sizes, gpu: Gpu, batch: int):
+        self.model, self.sizes, self.gpu, self.batch = model, sizes, gpu, batch
+        self.kinds: dict = {}  # budget.measured.Kind by name, as a run's meter has them
+        self._ran = lru_cache(maxsize=None)(self._ran)
+        self.cost = lru_cache(maxsize=None)(self.cost)
+
+    def carried_on(self, tokens: int, policy) -> bool:
+        """Whether a step of rows of `tokens` tokens is carried on from shorter rows."""
+        tiled = isinstance(policy, Policy)
+        return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
+
+    def cost(self, tokens: int, policy) -> Cost:
+        """The cost of a step of rows of `tokens` tokens (of one rank), under a Policy or a word for
+        layers that run whole."""
+        if not self.carried_on(tokens, policy):
+            return self._deep(tokens, policy)
+        heads_, keys, ranks = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.ranks
+        width = heads_per_group(self.batch, tokens, heads_, keys)
+        if ranks > 1:
+            width = rounds_of(self.batch, tokens * ranks, heads_, keys, ranks).width
+        tile, tiles = policy.tile, STRETCHED
+        least = 0 if self.sizes.carries_states else -(-LEAST // tile)
+        if least:
+            tiles = max(3, least), max(3, least) + 2
+        shorter = [n * tile // self.batch for n in tiles]
+        table = self.sizes.embedding if self.batch == 1 else (0, 0)
+        return _stretched([self._deep(n, policy, width) for n in shorter], shorter, tokens, table)
+
+    def _deep(self, tokens: int, policy, width=None) -> Cost:
+        """The cost of all layers from steps of few. With n layers, of which the last p keep
+        everything and the q below keep less than the others, what a step takes is linear in n, in p
+        and in q."""
+        run, L = partial(self._ran, tokens, width), self.model.layers
+        if not isinstance(policy, Policy):
+            n, period = self.model.depths()
+            return self._cost_of(run(policy, n, 0), [(partial(run, policy), n, 0, L - n, period)])
+        streams = policy.frozen_weights == "host"
+        fewer, period = self.model.depths(policy.every, 4 if streams else 2)
+        full = replace(policy, plain=0, again=0)
+        less = policy.of_layer(L, L)
+        less = replace(less, plain=0)
+        plain, again = min(policy.plain, L), policy.again
+        few = (plain - 1) % period + 1 if plain and period else plain
+        n = L
+        if period:
+            n = min(L, fewer + (few > 0) * period)
+        if plain == L and period:
+            few = n = fewer
+        base = run(full, n, few)
+        if n == L and again:
+            base = run(replace(full, again=again), n, few)
+        grow = []
+        if n < L:
+            tiled = L - n - (plain - few)
+            # a tiled layer takes the same bytes and seconds beside others that keep everything
+            grow.append((partial(run, full), fewer, 0, tiled - again, period))
+            if again:
+                grow.append((partial(run, less), fewer, 0, again, period))
+            if plain > few:
+                grow.append((partial(run, full), n, few, plain - few, period))
+        return self._cost_of(base, grow)
+
+    def _ran(self, tokens: int, width, policy, layers: int, plain: int) -> _Ran:
+        tiled = isinstance(policy, Policy)
+        policy = replace(policy, plain=plain) if tiled else policy
+        how = {
+            "ranks": self.sizes.ranks, "gradients": self.sizes.trained_bytes, "kinds": self.kinds,
+            "most_operations": max(OPERATIONS, self.batch * tokens),
+        }  # fmt: skip
+        model = self.model.cut(layers, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
+        wide, sizes = self.model.wide, {"batch": self.batch, "seq_len": tokens}
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if wide else nullcontext()
+        try:
+            with _groups_of_width(width), autocast:
+                found, clock, follower = run_on_clock(
+                    model, self.gpu, policy if tiled else None, **sizes, **how
+                )
+        except Exception as error:  # a family's own forward may raise anything
+            if str(error).startswith("hfpatch: "):
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            raise ValueError(
+                "hfpatch: expected a causal language model that runs on "
+                f"[{self.batch}, {tokens}] tokens, this does not ({reason}); take a shorter "
+                "length, or another model."
+            ) from error
+        fused = tiled or IMPLEMENTATIONS[policy] == "hfpatch-off"
+        rows = self.batch * tokens
+        return _read(found, clock, follower, model, self.model, rows, fused)
+
+    def _cost_of(self, base: _Ran, grow: list) -> Cost:
+        """grow: (run, layers, those that keep everything, how many layers more, layers of a
+        period), of which run has steps of both depths."""
+        numbers = base.numbers.copy()
+        for run, layers, plain, more, period in grow:
+            if not period or not more:
+                continue
+            less, deep = run(layers, plain), run(layers + period, plain and plain + period)
+            for key in deep.numbers.keys() | less.numbers.keys():
+                numbers[key] += more / period * (deep.numbers[key] - less.numbers[key])
+        further = int(numbers["kept"] - base.numbers["kept"])
+        missing = self.sizes.trained_bytes - base.numbers["trained"]
+        moments = [
+            Moment(f"{at}, at the end", g + missing, b) for at, (g, b) in base.late.items() if b
+        ]
+        moments += [Moment(at, g, b + further) for at, (g, b) in base.early.items()]
+        # waits are not linear where copies just hide
+        named = lambda kind: {k[1]: max(v, 0) for k, v in numbers.items() if k[0] == kind}  # noqa: E731
+        plain = ("host", "forward", "backward", "up", "down", "flops", "model", "rows")
+        taken = {name: numbers[name] for name in plain}
+        taken |= {name: max(0.0, numbers[name]) for name in MEASURED}
+        taken["host"] = int(taken["host"])
+        return Cost(
+            tuple(moments), seconds=named("seconds"), whole=named("whole"), **taken, **base.meter
+        )
+
+
+def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -> _Ran:
+    """The numbers and peaks of a simulated step."""
+    begins, end = follower.begins, clock.compute.now
+    waited = lambda row: sum(s.end - s.start for s in clock.rows.get(row, ()))  # noqa: E731
+    seconds: Counter = Counter({"copy_wait": waited(WAITS), "exchange": waited(RANK_WAITS)})
+    for (turn, what), spent in follower.parts.items():
+        seconds[what] += spent if turn != "setup" else 0.0
+    forward, backward = begins["backward"] - begins["forward"], end - begins["backward"]
+    seconds["python_wait"] = max(0.0, forward + backward - sum(seconds.values()))
+    matmul, attention = found.flops["matmul"], found.flops["attention"]
+    # A fused loss makes the head's gradients in its forward.
+    head = model.get_output_embeddings().weight
+    products = 2 * rows * head.numel()
+    inside = matmul.get("forward", 0) - products * (fused and 2 + head.requires_grad or 1)
+    once = 3 * attention.get("backward", 0) / 2.5
+    model_flops = (2 if asked.adapters else 3) * (inside + products) + once
+    bottom = sum(trained_bytes_of(m) for m in layers_of(model)[: asked.first + asked.period])
+    bottom += trained_bytes_of(model.get_input_embeddings())
+    blocks = found.ledger.blocks
+    streamed = sum(b.nbytes for b in blocks if b.host and b.category == "parameters")
+    numbers = Counter({
+        "kept": _kept(found.ledger), "trained": trained_bytes_of(model),
+        "host": found.host_peak_bytes - streamed, "forward": forward, "backward": backward,
+        "up": clock.carried[UP], "down": clock.carried[DOWN], "model": model_flops,
+        "flops": sum(matmul.values()) + sum(attention.values()), "rows": found.rows,
+    })  # fmt: skip
+    numbers.update({("whole", why): n for why, n in found.whole.items()})
+    for part, spent in seconds.items():
+        numbers["seconds", part] = spent
+    meter, measured = follower.meter, {}
+    if (step := meter.step) is not None and step.key in meter.calls:
+        call = meter.calls[step.key]
+        for name in ("stands", "loss", "after", "tiled"):
+            numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
+        numbers["passed"] = step.clocks[1] - step.clocks[0]
+        measured = {"exact": step.exact, "kinds": tuple(call.kinds), "able": meter.able}
+    return _Ran(numbers, *_moments(found.ledger, bottom), measured)
+
+
+def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
+    """The cost at `tokens`, from two or three shorter lengths. Bytes and seconds grow
+    linearly, attention's seconds and all FLOPs have a square too. A mixer
+    of whole rows may hold a mask of [tokens, tokens], whose bytes grow quadratically.
+
+    table: the embedding's shape. Its backward has partial sums of as many rows as tokens, up to the
+    vocabulary.
+    """
+    vocabulary, width = table
+    full = 4 * width * max(0, tokens - max(vocabulary, lengths[-1]))
+    (a, *_), (b, c), (two, three) = costs, costs[-2:], lengths[-2:]
+    tile = three - two
+    beyond = (tokens - three) / tile
+
+    def onward(x, y, z):
+        if a is b:
+            return z + round(beyond * max(0, z - y))
+        bend = z - 2 * y + x
+        if c.rows and bend > SQUARE * (z - y) > 0:
+            return z + round(beyond * (z - y + bend / 2 * (beyond + 1)))
+        # A jump at one length alone comes from another instant and is not growth.
+        return z + round(beyond * max(0, min(z - y, y - x)))
+
+    def curve(x, y):
+        square = (y / three - x / two) / tile
+        return (x / two - square * two) * tokens + square * tokens**2
+
+    before, between = ({m.name: m.beyond for m in cost.moments} for cost in (a, b))
+    moments = []
+    for m in c.moments:
+        y = between.get(m.name, m.beyond)
+        grown = onward(before.get(m.name, y), y, m.beyond)
+        moments.append(m._replace(beyond=grown - full * ("embedding_dense_backward" in m.name)))
+    counted = "host", "up", "down", "stands", "loss", "after", "tiled"
+    bytes_ = {n: onward(*(getattr(x, n) for x in (a, b, c))) for n in counted}
+    grown = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
+    straight = lambda y, z: z + beyond * max(0.0, z - y)  # noqa: E731
+    waits = ("copy_wait", "python_wait")
+    seconds = {n: (straight if n in waits else curve)(b.seconds[n], v) for n, v in c.seconds.items()}
+    share = sum(seconds.values()) / sum(c.seconds.values())
+    passes = {n: share * getattr(c, n) for n in ("forward", "backward", "passed")}
+    return replace(c, moments=tuple(moments), seconds=seconds, **bytes_, **grown, **passes)
+
+
+@contextmanager
+def _groups_of_width(width: int | None):
+    """A context for steps of shorter lengths. As at the full length, attention takes `width` KV
+    heads a group, or ranks exchange `width` query heads a round. None changes nothing.
+    """
+    groups, rounds = heads.heads_per_group, exchange.rounds_of
+
+    def group(B: int, T: int, H: int, K: int) -> int:
+        return groups(B, T, H, K) if K % width else width
+
+    def round_of(*sizes: int):
+        found = rounds(*sizes)
+        return found if found.own % width else replace(found, width=width)
+
+    with ExitStack() as stack:
+        if width is not None:
+            stack.enter_context(mock.patch.object(heads, "heads_per_group", group))
+            stack.enter_context(mock.patch.object(exchange, "rounds_of", round_of))
+        yield
