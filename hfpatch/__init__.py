@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the sa
     from hfpatch.layer.strangers import token_wise as token_wise
     from hfpatch.patch import apply as apply
     from hfpatch.patch import undo as undo
-    from hfpatch.planner.result import Plan as Plan
     from hfpatch.planner.plan import plan as plan
+    from hfpatch.planner.result import Plan as Plan
     from hfpatch.report import Report as Report
     from hfpatch.store.device import mark_batch_ready as mark_batch_ready
     from hfpatch.trainer.callback import Callback as Callback

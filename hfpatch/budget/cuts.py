@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 
-
 # Workspace bytes of the loss per token: loss, lse in two numbers, best, label, sort key and order.
 LOSS_BYTES_PER_TOKEN = 56
 ALIGNED = 128  # tiles are multiples of this many rows, as matmul kernels are

@@ -69,5 +69,3 @@ def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int
     wanted = -(-BLOCKS // max(1, batch * -(-tokens // 128)))
     fits = [n for n in range(1, own + 1) if own % n == 0 and (repeat % n == 0 or n % repeat == 0)]
     return Rounds(own, next((n for n in fits if n >= wanted), own), repeat, sharing)
-
-

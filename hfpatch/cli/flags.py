@@ -1,8 +1,8 @@
 """Flags that mean the same in every command: checkpointing of decoder layers, and adapters."""
 
-from hfpatch.budget.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.budget.limits import parse_word
 from hfpatch.budget.policy import CHECKPOINTING
+from hfpatch.lab.adapters import ALL_LINEAR, BASES, Adapters
 from hfpatch.planner.limits import flag
 
 

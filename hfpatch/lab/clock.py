@@ -28,8 +28,8 @@ import torch
 from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
 from hfpatch.lab.drive import Drive, pieces
+from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
 from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.sequence import LoneRank

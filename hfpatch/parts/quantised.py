@@ -1,4 +1,4 @@
-"""The Linear under an adapter, the dense weight of a quantised Linear, and the sizes of both.
+"""The Linear under an adapter, and the dense weight of a quantised Linear.
 
 Classes are recognised by name: neither PEFT nor bitsandbytes is imported for a model without them.
 """
@@ -46,28 +46,26 @@ def _eight_bits(module, dtype) -> Tensor:
     return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 
-# Class of a quantised Linear -> (its base in budget/adapters.py, its dense weight, as its own
-# backward computes it).
+# Class of a quantised Linear -> its dense weight, as its own backward computes it.
 _QUANTISED = {
-    "bitsandbytes.Linear4bit": ("4bit", _four_bits), "bitsandbytes.Linear8bitLt": ("8bit",
-                                                                                   _eight_bits),
-    "hfpatch.Packed4bit": ("4bit", lambda module, dtype: module.dense(dtype)),
-    "hfpatch.Packed8bit": ("8bit", lambda module, dtype: module.dense(dtype)),
-}  # fmt: skip
+    "bitsandbytes.Linear4bit": _four_bits,
+    "bitsandbytes.Linear8bitLt": _eight_bits,
+    "hfpatch.Packed4bit": lambda module, dtype: module.dense(dtype),
+    "hfpatch.Packed8bit": lambda module, dtype: module.dense(dtype),
+}
 
 
 _PACKED = "bitsandbytes.Bnb4bitParametrization"
 
 
-def _quantised(module: nn.Module) -> tuple:
-    return next(
-        (row for kind, row in _QUANTISED.items() if kind in kinds_of(type(module))), (None, None)
-    )
+def _quantised(module: nn.Module) -> Callable | None:
+    kinds = kinds_of(type(module))
+    return next((make for kind, make in _QUANTISED.items() if kind in kinds), None)
 
 
 def dense_of(module: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
     """A function dtype -> dense weight [out, in] of a quantised Linear; None for other modules."""
-    make = _quantised(module)[1]
+    make = _quantised(module)
     return None if make is None else partial(make, module)
 
 
@@ -87,7 +85,7 @@ def class_of(module: nn.Module) -> type:
 
 def is_quantised(module: nn.Module) -> bool:
     """Whether this is a known quantised Linear."""
-    return _quantised(module)[0] is not None
+    return _quantised(module) is not None
 
 
 # --- torchao's projections that train -------------------------------------------------------------

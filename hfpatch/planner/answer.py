@@ -27,7 +27,6 @@ from hfpatch.planner.placements import (
     FLOAT8_RECIPES,
     Resident,
     float8_bytes,
-    placement_named,
     resident,
 )
 from hfpatch.planner.result import Plan

@@ -23,17 +23,6 @@ def _seconds(run, least: float = 0.1) -> float:
             return spent / count
 
 
-def why_no_kernels(head_dim: int, softcap: float | None) -> str | None:
-    """Why this machine's first GPU has no kernel for such attention in bf16 with a backward; None
-    if it has one.
-    """
-    from hfpatch.attention.attention import Pattern, supported
-
-    if not torch.cuda.is_available():
-        return "no CUDA device is here"
-    return supported(head_dim, torch.bfloat16, torch.device("cuda"), Pattern(softcap=softcap))
-
-
 def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
     """This machine's first GPU as a Gpu, with its rates for `dtype`. ValueError without a GPU."""
     if not torch.cuda.is_available():

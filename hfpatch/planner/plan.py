@@ -6,7 +6,7 @@ changes.
 
 from dataclasses import replace
 
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.planner.remembered import recall, remember
 from hfpatch.planner.result import Plan
@@ -59,7 +59,7 @@ def plan(
             "stock" and "stock-checkpointing" for transformers alone.
         sp_size: GPUs that share each row (Ulysses, context parallelism).
         max_seq_len: also search the longest sequence.
-        adapters: LoRA over a frozen base (budget/adapters.py).
+        adapters: LoRA over a frozen base (lab/adapters.py).
         progress: called with each length that the search tries.
         fp8: a recipe of FLOAT8_RECIPES.
         images, video_tokens: in each row. The image tower is then planned too: trained with all
@@ -75,7 +75,7 @@ def plan(
         )
     if adapters is not None and not isinstance(adapters, Adapters):
         raise ValueError(
-            f"hfpatch: adapters must be a hfpatch.budget.adapters.Adapters, {adapters!r} came; "
+            f"hfpatch: adapters must be a hfpatch.lab.adapters.Adapters, {adapters!r} came; "
             "pass Adapters(16) for rank 16."
         )
     asked = {

@@ -340,7 +340,9 @@ def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     grown = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
     straight = lambda y, z: z + beyond * max(0.0, z - y)  # noqa: E731
     waits = ("copy_wait", "python_wait")
-    seconds = {n: (straight if n in waits else curve)(b.seconds[n], v) for n, v in c.seconds.items()}
+    seconds = {
+        n: (straight if n in waits else curve)(b.seconds[n], v) for n, v in c.seconds.items()
+    }
     share = sum(seconds.values()) / sum(c.seconds.values())
     passes = {n: share * getattr(c, n) for n in ("forward", "backward", "passed")}
     return replace(c, moments=tuple(moments), seconds=seconds, **bytes_, **grown, **passes)

@@ -10,8 +10,9 @@ from hfpatch.planner.answer import (
     WHOLE,
     Run,
 )
-from hfpatch.planner.result import Plan
 from hfpatch.planner.evaluate import best, longest, placements
+from hfpatch.planner.model import model_of
+from hfpatch.planner.result import Plan
 
 
 def suggestions(run: Run, plan: Plan, asked: str) -> list:

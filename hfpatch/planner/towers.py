@@ -115,8 +115,8 @@ class Tower:
         return away * rows * self.tokens * self.merge * self.depth * self.width * itemsize
 
     def beside(self, moments, text: int, rows: int, policy, frozen: bool) -> list:
-        """A step's moments with the tower's added. text: bytes of the text model's gradients. The tower's backward comes last, when the text
-        model's gradients exist, if the placement keeps them."""
+        """A step's moments with the tower's added. text: bytes of the text model's gradients, which
+        exist when the tower's backward comes, if the placement keeps them."""
         held = self.held(rows, policy, frozen)
         columns = self.columns if frozen else self.works
         works = 2 * rows * self.tokens * self.merge * columns

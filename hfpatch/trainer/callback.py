@@ -118,7 +118,9 @@ class Callback(TrainerCallback):
         sizes = vars(_parallelism(args) or object).get
         self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
         known = _with_config(model)
-        self._shape = Work.of(known) if hasattr(getattr(known, "config", None), "model_type") else None
+        self._shape = (
+            Work.of(known) if hasattr(getattr(known, "config", None), "model_type") else None
+        )
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
             optimizer = optimizer.optimizer

@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow
 import torch
 
-from hfpatch.budget.shape import ModelShape
 from hfpatch.trainer import chat, packing, tokenizer
 from hfpatch.trainer.dataset import RowDataset, make_row
 from hfpatch.trainer.loading import loads
+from hfpatch.trainer.model_flops import windows_of
 from hfpatch.trainer.rows import Rows, rows_of
 
 MOST_MALFORMED = 0.1  # of the rows; more stop the run unless --allow_malformed
@@ -258,14 +258,6 @@ def pad_id(config, tokenizer) -> int:
     return next(number for number in ids if number is not None and number < size)
 
 
-def _windows(config) -> dict[int, int]:
-    """How many layers see how many tokens (0: all), as far as a closed form knows."""
-    try:
-        return ModelShape.from_config(config.get_text_config()).window_counts()
-    except ValueError:
-        return packing.FULL
-
-
 def load_data(model, data, args, config, *, say) -> tuple:
     """The tokenizer and the datasets of the run. One process of a machine tokenizes, others wait."""
     with args.main_process_first(desc="tokenizing"):
@@ -342,7 +334,9 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
             order = np.random.default_rng(seed).permutation(good)
             most = min(len(good) - 1, max(1, round(len(good) * data.validation_split)))
             held, good = (tokens, np.sort(order[:most])), np.sort(order[most:])
-        made, _, share = prepared(tokens, good, "train", data, padding, _windows(config), say)
+        made, _, share = prepared(
+            tokens, good, "train", data, padding, windows_of(config) or packing.FULL, say
+        )
     evaluation, per_token = None, 0.0
     if held is not None:
         evaluation, per_token, _ = prepared(*held, "validation", data, padding, packing.FULL, say)

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import torch
-
-from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS, GiB
+from hfpatch.lab.adapters import Adapters
 from hfpatch.planner.answer import make_run
 from hfpatch.planner.evaluate import evaluate
 from hfpatch.planner.machine import gpu_limit, host_limit

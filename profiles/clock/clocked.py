@@ -5,7 +5,7 @@ python profiles/clock/measure.py picture llama-3.1-8b h100 16384 step.png
 
 import torch
 
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.hardware import Gpu, gpu_row
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.lab.clock import COMPUTE, WAITS, ClockFollower, Slice, run_on_clock

@@ -54,12 +54,12 @@ def settings(host, more: dict) -> dict:
         more["host_ram"] = f"{host}GiB"
     if (place := more.pop("weights", None)) is not None:
         from hfpatch import Checkpointing
-        from hfpatch.budget.adapters import Adapters
+        from hfpatch.lab.adapters import Adapters
 
         more["adapters"] = Adapters(16, "4bit")
         more["checkpointing"] = Checkpointing(frozen_weights=place)
     if (rank := more.pop("lora", None)) is not None:
-        from hfpatch.budget.adapters import Adapters
+        from hfpatch.lab.adapters import Adapters
 
         more["adapters"] = Adapters(rank)
     return more

@@ -6,7 +6,7 @@ import csv
 import sys
 from dataclasses import replace
 
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.planner.plan import plan

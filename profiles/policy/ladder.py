@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.choice import decide
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.flops import step_flops

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from hfpatch.budget import hardware, pace
-from hfpatch.budget.adapters import Adapters, layer_linears
+from hfpatch.lab.adapters import Adapters, layer_linears
 from hfpatch.budget.hardware import GPUS, Gpu
 from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import stock

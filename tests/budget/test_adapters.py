@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import LONG
 
-from hfpatch.budget.adapters import BASES, Adapters, attention_linears, layer_linears
+from hfpatch.lab.adapters import BASES, Adapters, attention_linears, layer_linears
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND

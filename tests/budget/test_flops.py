@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.choice import decide
 from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.flops import attended, step_flops

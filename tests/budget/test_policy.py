@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.choice import (
     HOST_SHARE,
     PINNED_MOST,

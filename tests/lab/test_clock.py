@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.shape import ModelShape

@@ -16,7 +16,7 @@ from tiny import LONG, longer
 
 import hfpatch
 from hfpatch.budget import choice
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import Moment, StepMemory, step_memory
 from hfpatch.budget.hardware import (

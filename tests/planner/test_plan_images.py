@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfpatch
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.formula import ModelShape, StepMemory, step_memory
 from hfpatch.budget.policy import Policy
 from hfpatch.cli import main as cli

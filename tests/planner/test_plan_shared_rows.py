@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 import hfpatch
-from hfpatch.budget.adapters import Adapters
+from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.budget.policy import Checkpointing

@@ -90,19 +90,6 @@ def figure_table(runs):
     ):
         add(name, [size(r.memory[key]) if key in r.memory else None for r in runs])
     add("waiting for copies", [_seconds(r.memory.get("copy_wait_seconds")) for r in runs])
-    add(
-        "planned peak, as on a GPU",
-        [size(r.planned["gpu_peak_bytes"]) if r.planned else None for r in runs],
-    )
-    add(
-        "planned / peak here",
-        [
-            f"{r.planned['gpu_peak_bytes'] / r.peak_bytes:.3f}"
-            if r.planned and r.peak_bytes
-            else None
-            for r in runs
-        ],
-    )
     return rows
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from hfpatch.budget.measured import unplanned
+from hfpatch.budget.first import first_policy
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.lab.profile.options import Options, words_of
 from hfpatch.lab.profile.owners import holds
@@ -100,7 +100,7 @@ def _policy(model, options, settings):
     if settings == "off":
         return None
     width = model.get_input_embeddings().weight.shape[1]
-    return unplanned(settings, options.batch * options.seq_len, False, width, None)
+    return first_policy(settings, rows=options.batch * options.seq_len, width=width)
 
 
 def _owned(block, inputs, forward_end, head, root) -> Allocation:

@@ -80,7 +80,6 @@ class Run:
     families: dict = field(default_factory=dict)  # kernel family -> seconds of the recorded step
     step_seconds: list = field(default_factory=list)  # of the steps that ran without the profiler
     memory: dict = field(default_factory=dict)  # allocator, host and copy figures, by name
-    planned: dict = field(default_factory=dict)  # the closed form's figures for this run
     setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
     versions: dict = field(default_factory=dict)
     applied: list = field(default_factory=list)  # what hfpatch.apply printed, line by line

@@ -10,7 +10,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from hfpatch.budget.adapters import ALL_LINEAR, BLOCK, NESTED, Adapters
+from hfpatch.lab.adapters import ALL_LINEAR, BLOCK, NESTED, Adapters
 from hfpatch.lab.compat import int8_product
 from hfpatch.lab.simulate.follow import current
 

@@ -29,7 +29,7 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
 
     Args:
         config: the values of a config.json.
-        adapters: a budget.adapters.Adapters, for LoRA over the model.
+        adapters: a lab.adapters.Adapters, for LoRA over the model.
 
     Raises ValueError for values that make no such model.
     """
