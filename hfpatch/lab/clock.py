@@ -390,25 +390,28 @@ class StepMeter(Meter):
     Attributes:
         able: what the layers can do.
         gradients: bytes of those of all layers.
+        ahead: bytes per token that the sources of copies may take; None: of those of two layers,
+            and the room of gradients, which come after the forward.
     """
 
-    def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict):
+    def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: int | None):
         super().__init__(gauge, model.parameters, len(_layers(model)))
         self.model, self.gradients, self.kinds, self.able = model, gradients, kinds, Layers()
+        self.ahead = ahead
+        self.own = sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
     def plan(self, first: Policy, settings, able: Layers, rows: int, grows: bool = True) -> Policy:
         step, self.able = self.step, able
         step.rows, step.gate_up = rows, able.gate_up
-        # Gradients come after the forward, so the sources of copies may take their room.
-        own = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-        step.ahead = max(own, COPIES * rows * (able.wide + able.gate_up))
+        step.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))
+        if self.ahead is not None:
+            step.ahead = self.ahead * rows
         self.firm(first)
         return first
 
     def backward(self, step, untiled: bool = False) -> Counters:
         if step.back is not None:
-            own = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-            self.gauge.missing = max(0, self.gradients - own)
+            self.gauge.missing = max(0, self.gradients - self.own)
         return super().backward(step, untiled)
 
 
@@ -418,7 +421,8 @@ def _layers(model) -> list:
 
 def run_on_clock(
     model, gpu: Gpu, policy: Policy | None, *, batch: int, seq_len: int, ranks: int = 1,
-    optimizer=None, follower=ClockFollower, gradients: int = 0, kinds: dict | None = None, **more,
+    optimizer=None, follower=ClockFollower, gradients: int = 0, kinds: dict | None = None,
+    ahead: int | None = None, **more,
 ):  # fmt: skip
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 
@@ -427,7 +431,8 @@ def run_on_clock(
         ranks: that share each row. seq_len is this rank's part.
         follower: makes the ClockFollower from the clock and a Follower's settings.
         gradients: bytes of those of the whole model, of which this one is a part.
-        kinds: what earlier steps showed of kinds of layers. more: of simulate.
+        kinds: what earlier steps showed of kinds of layers. ahead: as of StepMeter. more: of
+            simulate.
 
     Returns:
         The Simulation, the ClockDevice with each stream's work, and the follower, whose `meter`
@@ -440,7 +445,7 @@ def run_on_clock(
 
     def following(**settings):
         made.append(follower(device, **settings))
-        made[0].meter = StepMeter(LedgerGauge(device, made[0]), model, gradients, kinds)
+        made[0].meter = StepMeter(LedgerGauge(device, made[0]), model, gradients, kinds, ahead)
         return made[0]
 
     around = (

@@ -197,13 +197,12 @@ class Meter:
         self.step.plan = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
 
     def free(self) -> int:
-        """Free bytes of the device."""
+        """Bytes of the device that a first step may take, beside its gradients and an optimizer's
+        states of their size."""
         step = self.step
-        return (
-            self.gauge.limit() - self.gauge.read().allocated
-            if step is None
-            else (step.limit - step.base.allocated)
-        )
+        if step is None:
+            return self.gauge.limit() - self.gauge.read().allocated
+        return step.limit - step.base.allocated - 2 * step.coming
 
     def words(self) -> str:
         """What the planned step takes, for the line of a policy."""

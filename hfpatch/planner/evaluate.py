@@ -20,6 +20,7 @@ from hfpatch.budget.measured import (
 )
 from hfpatch.budget.policy import Policy
 from hfpatch.lab.simulate.fla import installed
+from hfpatch.layer.meter import COPIES
 from hfpatch.planner.answer import (
     FLOAT8,
     PROCESS_BYTES,
@@ -98,7 +99,7 @@ class Ladder:
         return {"rows": rows, "width": self.width, "itemsize": itemsize}
 
     def _free(self) -> int:
-        """Free bytes of the device before the first step."""
+        """Free bytes of the device, without gradients and optimizer states."""
         run = self.run
         held = 0
         if run.tower is not None:
@@ -111,8 +112,16 @@ class Ladder:
             return None
         return max(0, (run.host - self.stays.host) // run.gpus - PROCESS_BYTES)
 
+    def _first_free(self) -> int:
+        """As layer/meter.py's Meter.free."""
+        return max(0, self._free() - 2 * self._gradients())
+
+    def _gradients(self) -> int:
+        stays = self.stays.gradients
+        return self.run.shape.trained_bytes if stays is None else stays
+
     def _too_large(self) -> bool:
-        return step_bytes(self.first, **self._sizes(self.rows)) > self._free()
+        return step_bytes(self.first, **self._sizes(self.rows)) > self._first_free()
 
     def _first(self, settings) -> Policy:
         run, shape = self.run, self.run.shape
@@ -120,7 +129,7 @@ class Ladder:
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
             "chains": shape.mixes and run.ranks == 1,
             "sums": 4 * shape.trained_parameters // shape.num_layers,
-            "card": run.gpu.memory_bytes, "free": self._free(),
+            "card": run.gpu.memory_bytes, "free": self._first_free(),
         }  # fmt: skip
         try:
             return first_policy(settings, **asked, host=self._host())
@@ -129,22 +138,23 @@ class Ladder:
 
     def settled(self, grows: bool) -> Plan:
         """The plan at the policy that stays."""
-        run, policy, sure = self.run, self.first, False
-        cost, call = self.steps.cost(run.seq_len, policy), Call()
+        run, policy, sure, ahead = self.run, self.first, False, 0
+        # the first step's copies let go of their sources as each layer ends
+        cost, call = self.steps.cost(run.seq_len, policy, ahead), Call()
         points = [_said(run, self.placement, policy, cost)]
         grows = grows and self.settings.aim == "fastest" and points[0].fits and cost.kinds
         for _ in range(STEPS if grows else 0):
             self._note(call, cost)
             found = self._next(call, cost, sure)
-            if any(found.untiled) and self._unknown(call, found):
+            if any(found.untiled) and self._unknown(call):
                 # a run tries one layer of each kind alone
-                n = min(self.steps.model.period, run.shape.num_layers)
-                self.steps.cost(run.seq_len, replace(policy, plain=n, keep=(), again=0))
+                self.steps.try_untiled(run.seq_len, policy, ahead)
                 found = self._next(call, cost, sure)
-            if found.policy == policy and sure == (policy.plain > 1):
+            room, settled = self._ahead(call, cost, found), (policy, sure, ahead)
+            policy, sure, ahead = found.policy, found.policy.plain > 1, room
+            if settled == (policy, sure, ahead):
                 break
-            policy, sure = found.policy, found.policy.plain > 1
-            cost = self.steps.cost(run.seq_len, policy)
+            cost = self.steps.cost(run.seq_len, policy, ahead)
             points.append(_said(run, self.placement, policy, cost))
         keys = "gpu_peak_bytes", "step_seconds", "policy"
         frontier = [{k: getattr(p, k) for k in keys} for p in points]
@@ -159,8 +169,7 @@ class Ladder:
             cost.kinds[i if i < model.first else model.first + (i - model.first) % period]
             for i in range(layers)
         ]
-        stays = self.stays.gradients
-        call.gradients = self.run.shape.trained_bytes if stays is None else stays
+        call.gradients = self._gradients()
         call.stands.put(rows, cost.stands)
         call.after.put(rows, cost.after)
         call.seconds.put(rows, cost.passed)
@@ -168,16 +177,28 @@ class Ladder:
         if first or cost.exact:
             call.tiled.put(rows, cost.tiled)
 
-    def _unknown(self, call: Call, found) -> bool:
+    def _unknown(self, call: Call) -> bool:
         kinds = self.steps.kinds
         return any(k is not None and kinds[k].kept is None for k in call.kinds)
 
     def _next(self, call: Call, cost: Cost, sure: bool):
         """The next step's budget.measured.Plan."""
-        gpu, share = self.run.gpu, SURE if sure else UNSURE
-        room = self._free() - self.stays.optimizer - share * gpu.memory_bytes
-        able = Layers(cost.able.gate_up, cost.able.wide, self._host(), gpu.link_rate)
+        room = self._room(sure)
+        able = Layers(cost.able.gate_up, cost.able.wide, self._host(), self.run.gpu.link_rate)
         return climb(self.first, call, self.steps.kinds, self.settings, able, self.rows, room)
+
+    def _room(self, sure: bool) -> float:
+        share = (SURE if sure else UNSURE) * self.run.gpu.memory_bytes
+        return self._free() - self.stays.optimizer - share
+
+    def _ahead(self, call: Call, cost: Cost, found) -> int | None:
+        """Bytes per token that the sources of copies may take, as layer/meter.py has them; None
+        where they need not wait for memory."""
+        working = found.tiled - call.gradients
+        spare = self._room(any(found.untiled)) - working - call.stands.most(self.rows)
+        if spare >= COPIES * (cost.able.wide + cost.able.gate_up) * self.rows:
+            return None
+        return max(0, int(spare / self.rows)) // 1024 * 1024
 
 
 def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:

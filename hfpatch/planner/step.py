@@ -157,11 +157,11 @@ class Steps:
         tiled = isinstance(policy, Policy)
         return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
 
-    def cost(self, tokens: int, policy) -> Cost:
+    def cost(self, tokens: int, policy, ahead: int | None = None) -> Cost:
         """The cost of a step of rows of `tokens` tokens (of one rank), under a Policy or a word for
-        layers that run whole."""
+        layers that run whole. ahead: bytes per token that the sources of copies may take."""
         if not self.carried_on(tokens, policy):
-            return self._deep(tokens, policy)
+            return self._deep(tokens, policy, None, ahead)
         heads_, keys, ranks = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.ranks
         width = heads_per_group(self.batch, tokens, heads_, keys)
         if ranks > 1:
@@ -172,13 +172,22 @@ class Steps:
             tiles = max(3, least), max(3, least) + 2
         shorter = [n * tile // self.batch for n in tiles]
         table = self.sizes.embedding if self.batch == 1 else (0, 0)
-        return _stretched([self._deep(n, policy, width) for n in shorter], shorter, tokens, table)
+        steps = [self._deep(n, policy, width, ahead) for n in shorter]
+        return _stretched(steps, shorter, tokens, table)
 
-    def _deep(self, tokens: int, policy, width=None) -> Cost:
+    def try_untiled(self, tokens: int, policy: Policy, ahead: int | None) -> None:
+        """Measures what an untiled layer of each kind keeps."""
+        n, period = self.model.depths(policy.every)
+        while self.carried_on(tokens, policy):
+            tokens //= 2
+        policy = replace(policy, keep=(), again=0)
+        self._ran(tokens, None, ahead, policy, min(self.model.layers, n + period), period or n)
+
+    def _deep(self, tokens: int, policy, width, ahead) -> Cost:
         """The cost of all layers from steps of few. With n layers, of which the last p keep
         everything and the q below keep less than the others, what a step takes is linear in n, in p
         and in q."""
-        run, L = partial(self._ran, tokens, width), self.model.layers
+        run, L = partial(self._ran, tokens, width, ahead), self.model.layers
         if not isinstance(policy, Policy):
             n, period = self.model.depths()
             return self._cost_of(run(policy, n, 0), [(partial(run, policy), n, 0, L - n, period)])
@@ -208,11 +217,12 @@ class Steps:
                 grow.append((partial(run, full), n, few, plain - few, period))
         return self._cost_of(base, grow)
 
-    def _ran(self, tokens: int, width, policy, layers: int, plain: int) -> _Ran:
+    def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:
         tiled = isinstance(policy, Policy)
         policy = replace(policy, plain=plain) if tiled else policy
         how = {
             "ranks": self.sizes.ranks, "gradients": self.sizes.trained_bytes, "kinds": self.kinds,
+            "ahead": ahead,
             "most_operations": max(OPERATIONS, self.batch * tokens),
         }  # fmt: skip
         model = self.model.cut(layers, "hfpatch" if tiled else IMPLEMENTATIONS[policy])
