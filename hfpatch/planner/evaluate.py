@@ -35,7 +35,7 @@ from hfpatch.planner.result import Plan
 from hfpatch.planner.step import Cost, Steps
 
 STEPS = 8  # the most steps after which a policy settles
-STEPS_FOR_LENGTH = 14  # steps in the search for the longest sequence; more if none fits
+SETTLED, FIRST, GLANCE = "settled", "first", "glance"
 LONGEST = 1 << 24  # tokens
 WAITS = (
     "in mixers a GPU waits for those that have the tokens before its own, which the seconds leave "
@@ -62,12 +62,13 @@ def weights_at(run: Run, place: str) -> Run:
 
 
 @lru_cache(maxsize=256)
-def evaluate(run: Run, placement: str, grows: bool = True) -> Plan:
-    """The plan under one placement. grows: False for a run's first step, which takes the least."""
+def evaluate(run: Run, placement: str, way: str = SETTLED) -> Plan:
+    """The plan under one placement, of the policy that stays, or of a run's first step, which takes
+    the least. GLANCE tells the first step's bytes alone."""
     if run.checkpointing in WHOLE:
         cost = steps_of(run, placement).cost(run.seq_len, run.checkpointing)
         return _said(run, placement, run.checkpointing, cost)
-    return Ladder(run, placement).settled(grows)
+    return Ladder(run, placement).plan(way)
 
 
 class Ladder:
@@ -136,14 +137,13 @@ class Ladder:
         except ValueError:  # the host cannot hold it, which the plan says
             return first_policy(settings, **asked)
 
-    def settled(self, grows: bool) -> Plan:
-        """The plan at the policy that stays."""
+    def plan(self, way: str) -> Plan:
+        """As evaluate."""
         run, policy, sure, ahead = self.run, self.first, False, 0
         # the first step's copies let go of their sources as each layer ends
-        cost, call = self.steps.cost(run.seq_len, policy, ahead), Call()
-        points = [_said(run, self.placement, policy, cost)]
-        grows = grows and self.settings.aim == "fastest" and points[0].fits and cost.kinds
-        for _ in range(STEPS if grows else 0):
+        grows = way == SETTLED and self.settings.aim == "fastest"
+        cost, call = self.steps.cost(run.seq_len, policy, ahead, False), Call()
+        for _ in range(STEPS if grows and cost.kinds else 0):
             self._note(call, cost)
             found = self._next(call, cost, sure)
             if any(found.untiled) and self._unknown(call):
@@ -154,11 +154,9 @@ class Ladder:
             policy, sure, ahead = found.policy, found.policy.plain > 1, room
             if settled == (policy, sure, ahead):
                 break
-            cost = self.steps.cost(run.seq_len, policy, ahead)
-            points.append(_said(run, self.placement, policy, cost))
-        keys = "gpu_peak_bytes", "step_seconds", "policy"
-        frontier = [{k: getattr(p, k) for k in keys} for p in points]
-        return replace(points[-1], frontier=frontier)
+            cost = self.steps.cost(run.seq_len, policy, ahead, False)
+        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE or run.host is not None)
+        return _said(run, self.placement, policy, cost)
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
@@ -198,7 +196,7 @@ class Ladder:
         spare = self._room(any(found.untiled)) - working - call.stands.most(self.rows)
         if spare >= COPIES * (cost.able.wide + cost.able.gate_up) * self.rows:
             return None
-        return max(0, int(spare / self.rows)) // 1024 * 1024
+        return max(0, int(spare / self.rows)) // 8192 * 8192
 
 
 def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
@@ -223,20 +221,35 @@ def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
     return assembled(run, placement, policy, why, cost)
 
 
-def best(run: Run, names) -> Plan:
+def best(run: Run, names, way: str = SETTLED) -> Plan:
     """The plan of the first placement that fits, else of the one that lacks the fewest bytes."""
     plans = []
     for name in names:
-        plans.append(evaluate(run, name))
+        plans.append(evaluate(run, name, GLANCE))
         if plans[-1].fits:
-            return plans[-1]
-    return min(plans, key=_lack)
+            return evaluate(run, name, way)
+    return evaluate(run, min(plans, key=_lack).placement, GLANCE if way == GLANCE else FIRST)
+
+
+def possible(run: Run, names) -> list[str]:
+    """The placements whose weights, gradients and optimizer states leave room on the GPU."""
+    settings = run.checkpointing
+    if settings not in WHOLE and settings.frozen_weights == "auto" and run.ranks == 1:
+        settings = replace(settings, frozen_weights="host")
+
+    def stands(name):
+        stays = stays_of(run, name, settings)
+        own = run.shape.trained_bytes if stays.gradients is None else stays.gradients
+        return stays.parameters + stays.optimizer + own
+
+    return [name for name in names if stands(name) < run.gpu.usable_bytes]
 
 
 def faster(run: Run, plan: Plan, names) -> dict:
     """Plan.faster: the first placement after the plan's that fits and is faster by more than the
     plan's error."""
-    later = (evaluate(run, n) for n in names[names.index(plan.placement) + 1 :])
+    later = names[names.index(plan.placement) + 1 :]
+    later = (evaluate(run, n) for n in later if evaluate(run, n, GLANCE).fits)
     enough = (1 - SECONDS_ERROR) * plan.step_seconds
     found = next((p for p in later if p.fits and p.step_seconds < enough), None)
     return {} if found is None else {n: getattr(found, n) for n in ("placement", "step_seconds")}
@@ -254,39 +267,28 @@ def _room(plan: Plan) -> int:
     return min(gpu, host)
 
 
-def longest(run: Run, names, first: Plan, progress=None) -> int:
-    """The longest sequence that fits, 0 if none does. If memory grows linearly, a few steps find it
-    to a thirtieth.
-    """
-    least = replace(run, checkpointing=_frugal(run.checkpointing))
+def longest(run: Run, names, progress=None) -> int:
+    """The longest sequence that fits, to a thirtieth; 0 if none does.
 
-    def at(tokens: int) -> Plan:
+    progress: called with each length that is tried.
+    """
+    names = possible(run, names)
+    room: dict[int, int] = {}  # tokens -> free bytes of the first step, negative if it lacks some
+    tokens, low, high = run.seq_len * run.ranks, 0, LONGEST if names else 0
+    while high - low > max(1024, low // 32) and tokens not in room:
         if progress:
             progress(tokens)
-        return best(replace(least, seq_len=-(-tokens // run.ranks)), names)
-
-    tried = [first, at(max(1024, int(first.seq_len * (2 if first.fits else 0.5)) // 1024 * 1024))]
-    while True:
-        low = max((p.seq_len for p in tried if p.fits), default=0)
-        high = min((p.seq_len for p in tried if not p.fits), default=min(LONGEST, 16 * low + 1024))
-        if high - low <= max(1024, low // 32) or low and len(tried) >= STEPS_FOR_LENGTH:
-            break
-        near, far = sorted(tried, key=lambda p: abs(_room(p)))[:2]
-        slope = (_room(near) - _room(far)) / (near.seq_len - far.seq_len)
-        guess = near.seq_len - _room(near) / slope if slope < 0 else high
-        guess = 2 * low if all(p.fits for p in tried) else guess  # policies change on the way
-        # After many lengths of which none fits, at least halve the length.
-        top = high - 1024 if len(tried) < 2 * STEPS_FOR_LENGTH else high // 2
-        guess = int(min(max(guess, low + 1024), top)) // 1024 * 1024
-        if any(p.seq_len == guess for p in tried):
-            break
-        tried.append(at(guess))
-    return max((p.seq_len for p in tried if p.fits), default=0)
-
-
-def _frugal(settings):
-    """The settings without growth."""
-    return settings if settings in WHOLE else replace(settings, plain=0)
+        room[tokens] = _room(best(replace(run, seq_len=-(-tokens // run.ranks)), names, GLANCE))
+        low = max((n for n, left in room.items() if left >= 0), default=0)
+        high = min((n for n, left in room.items() if n > low and left < 0), default=LONGEST)
+        if high == LONGEST or not low:
+            tokens = 2 * low or high // 2
+        elif len(room) % 3:  # memory grows about linearly
+            tokens = low + int((high - low) * room[low] / (room[low] - room[high]))
+        else:
+            tokens = (low + high) // 2
+        tokens = min(max(tokens, low + 1024), high - 1) // 1024 * 1024
+    return low
 
 
 def placements(run: Run, asked: str) -> list[str]:

@@ -96,7 +96,7 @@ def plan(
 
 def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Plan:
     from hfpatch.planner.answer import settings_of
-    from hfpatch.planner.evaluate import best, faster, longest, placements
+    from hfpatch.planner.evaluate import FIRST, best, faster, longest, placements
     from hfpatch.planner.suggestions import suggestions
 
     asked |= {"checkpointing": settings_of(asked["checkpointing"])}
@@ -110,8 +110,8 @@ def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Pl
     else:
         found = replace(found, suggestions=suggestions(run, found, placement))
     if max_seq_len:
-        tokens = longest(run, names, found, progress)
-        host = best(replace(run, seq_len=-(-tokens // run.ranks)), names).host_peak_bytes
+        tokens = longest(run, names, progress)
+        host = best(replace(run, seq_len=-(-tokens // run.ranks)), names, FIRST).host_peak_bytes
         said = {"every": "auto", "seq_len": tokens, "host_peak_bytes": host if tokens else 0}
         found = replace(found, max_seq_len=tokens, longest=[said])
     return found

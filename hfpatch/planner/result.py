@@ -10,7 +10,6 @@ class Plan:
     Attributes:
         policy: the resolved Policy as a dict, or one word if layers run whole.
         first_step: the extra seconds of the first step.
-        frontier: the steps by which layers keep more and more.
         longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked.
         adapters: the adapters trained over a frozen base; None if all weights are trained.
         sp_size: GPUs that share each sequence.
@@ -43,7 +42,6 @@ class Plan:
     flops: float
     rates: str
     first_step: dict = field(default_factory=dict)
-    frontier: list = field(default_factory=list)
     max_seq_len: int | None = None
     longest: list = field(default_factory=list)
     adapters: dict | None = None

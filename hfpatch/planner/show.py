@@ -37,31 +37,11 @@ def policy_text(policy, num_layers: int | None = None) -> str:
     return describe(Policy(**policy), num_layers)
 
 
-def _points(plan) -> list[str]:
-    """The points of the frontier to show, and the chosen one. A point is shown if it is faster than
-    the shown point before, by a hundredth and as printed, and its memory is more than a tenth away
-    from the chosen point's.
-    """
-    shown = []
-    for point in sorted(plan.frontier, key=lambda point: point["gpu_peak_bytes"]):
-        seconds, peak = point["step_seconds"], point["gpu_peak_bytes"]
-        faster = (
-            not shown or seconds < 0.99 * shown[-1][1] and f"{seconds:.1f}" != f"{shown[-1][1]:.1f}"
-        )
-        if faster and abs(peak / plan.gpu_peak_bytes - 1) > 0.1:
-            shown.append((peak, seconds, ""))
-    shown.append((plan.gpu_peak_bytes, plan.step_seconds, " (chosen)"))
-    return [f"{seconds:.1f} s in {gib(n)}{chosen}" for n, seconds, chosen in sorted(shown)]
-
-
 def text(plan) -> str:
     """The whole answer, a screen long."""
     lines = _answer(plan)
     if plan.first_step:
         lines.insert(-3, _first_step(plan))
-    points = _points(plan)
-    if len(points) > 1:
-        lines.append(f"frontier        the step in less or more GPU memory: {', '.join(points)}")
     if plan.faster:
         name, seconds = plan.faster["placement"], plan.faster["step_seconds"]
         lines.append(

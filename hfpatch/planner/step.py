@@ -157,11 +157,15 @@ class Steps:
         tiled = isinstance(policy, Policy)
         return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
 
-    def cost(self, tokens: int, policy, ahead: int | None = None) -> Cost:
+    def cost(self, tokens: int, policy, ahead: int | None = None, deep: bool = True) -> Cost:
         """The cost of a step of rows of `tokens` tokens (of one rank), under a Policy or a word for
-        layers that run whole. ahead: bytes per token that the sources of copies may take."""
+        layers that run whole.
+
+        ahead: bytes per token that the sources of copies may take. deep: False for what a meter
+            reads of the step alone, which the fewest layers tell.
+        """
         if not self.carried_on(tokens, policy):
-            return self._deep(tokens, policy, None, ahead)
+            return self._deep(tokens, policy, None, ahead, deep)
         heads_, keys, ranks = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.ranks
         width = heads_per_group(self.batch, tokens, heads_, keys)
         if ranks > 1:
@@ -169,10 +173,10 @@ class Steps:
         tile, tiles = policy.tile, STRETCHED
         least = 0 if self.sizes.carries_states else -(-LEAST // tile)
         if least:
-            tiles = max(3, least), max(3, least) + 2
+            tiles = max(3, least), max(3, least) + 1
         shorter = [n * tile // self.batch for n in tiles]
         table = self.sizes.embedding if self.batch == 1 else (0, 0)
-        steps = [self._deep(n, policy, width, ahead) for n in shorter]
+        steps = [self._deep(n, policy, width, ahead, deep) for n in shorter]
         return _stretched(steps, shorter, tokens, table)
 
     def try_untiled(self, tokens: int, policy: Policy, ahead: int | None) -> None:
@@ -183,7 +187,7 @@ class Steps:
         policy = replace(policy, keep=(), again=0)
         self._ran(tokens, None, ahead, policy, min(self.model.layers, n + period), period or n)
 
-    def _deep(self, tokens: int, policy, width, ahead) -> Cost:
+    def _deep(self, tokens: int, policy, width, ahead, deep: bool) -> Cost:
         """The cost of all layers from steps of few. With n layers, of which the last p keep
         everything and the q below keep less than the others, what a step takes is linear in n, in p
         and in q."""
@@ -204,6 +208,9 @@ class Steps:
         if plain == L and period:
             few = n = fewer
         base = run(full, n, few)
+        if not deep and policy.offload != "gpu":
+            found = self._cost_of(base, [])
+            return replace(found, passed=found.passed * L / n)
         if n == L and again:
             base = run(replace(full, again=again), n, few)
         grow = []

@@ -10,7 +10,7 @@ from hfpatch.planner.answer import (
     WHOLE,
     Run,
 )
-from hfpatch.planner.evaluate import best, longest, placements
+from hfpatch.planner.evaluate import FIRST, GLANCE, SETTLED, best, longest, placements, possible
 from hfpatch.planner.model import model_of
 from hfpatch.planner.result import Plan
 
@@ -24,7 +24,7 @@ def suggestions(run: Run, plan: Plan, asked: str) -> list:
     _of_a_larger_gpu(run, names, offers)
     if run.host is not None:
         _of_more_host_memory(run, names, offers)
-    length = longest(run, names, plan)
+    length = longest(run, names)
     if length:
         offers.add(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
                    f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
@@ -40,7 +40,10 @@ class Offers:
     def add(self, change: str, run: Run, names: list, cost: str = "") -> bool:
         """Adds the change if the changed run fits, and returns whether it does. cost: the text of
         its cost; by default the seconds of its step."""
-        other = best(run, names)
+        names = possible(run, names)
+        if not names:
+            return False
+        other = best(run, names, FIRST if cost else SETTLED)
         if other.fits:
             slower = other.step_seconds / self.plan.step_seconds - 1
             paid = cost or f"step {other.step_seconds:.1f} s ({slower:+.0%})"
@@ -99,16 +102,15 @@ def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
         key=lambda g: g.memory_bytes,
     )
     for gpu in larger:
-        # its memory first, beside the rates whose steps are simulated already
-        if best(replace(run, gpu=replace(run.gpu, memory_bytes=gpu.memory_bytes)), names).fits:
-            there = replace(run, gpu=replace(gpu, float8=run.gpu.float8))
-            offers.add(f"--gpu {gpu.name}", there, names,
-                       f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB")  # fmt: skip
+        # beside the rates whose steps are simulated already
+        there = replace(run, gpu=replace(run.gpu, memory_bytes=gpu.memory_bytes))
+        words = f"a GPU of {gpu.memory_bytes / GiB:.0f} GiB"
+        if offers.add(f"--gpu {gpu.name}", there, names, words):
             break
 
 
 def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
-    roomy = best(replace(run, host=None), names)
+    roomy = best(replace(run, host=None), names, GLANCE)
     if roomy.fits:
         more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
         larger = replace(run, host=more * GiB)
