@@ -30,12 +30,12 @@ FOLDERS = {
     "context": (794, 9837),
     "store": (683, 6986),
     "kernels": (600, 10124),
-    "compat": (588, 5558),
+    "compat": (587, 5558),
     "parts": (579, 7102),
-    "attention": (537, 8367),
+    "attention": (476, 7436),
     "loss": (475, 5416),
     ".": (405, 4128),
-    "parallel": (276, 3833),
+    "parallel": (266, 3681),
 }  # fmt: skip
 TESTS = 23298  # most statements of tests/
 

@@ -78,7 +78,7 @@ def planned(run: Run, policy: Policy, gpu: Gpu | None) -> dict:
         return found
     flops = step_flops(shape, policy, **sizes)
     time_, _ = step_time(gpu, flops, memory, policy, shape, **sizes, itemsize=run.itemsize)
-    first = first_step(gpu, memory, policy, shape, tokens=run.tokens, itemsize=run.itemsize)
+    first = first_step(memory, policy, shape, run.itemsize)
     return found | {"plan_s": time_.total, "first_s": sum(first.values())}
 
 

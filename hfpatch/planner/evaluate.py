@@ -152,9 +152,7 @@ def _evaluated(run: Run, placement: str, policy=None) -> Plan:
     found = assembled(run, placement, policy, why, memory, flops, time, moved)
     return replace(
         found,
-        first_step=first_step(
-            run.gpu, memory, policy, run.shape, tokens=run.seq_len, itemsize=itemsize
-        ),
+        first_step=first_step(memory, policy, run.shape, itemsize),
     )
 
 
