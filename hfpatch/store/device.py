@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hfpatch.budget.free import hold
-from hfpatch.budget.nodes import gpu_node, running_on
 from hfpatch.compat import has_values, version
 
 # Drivers from r580 on refuse to register 512 GiB at once (github.com/LMCache/LMCache/issues/5177).
@@ -176,11 +175,10 @@ class CudaDevice(Device):
         x.record_stream(self.current())
 
     def pin(self, block: Tensor) -> int:
-        node = gpu_node(torch.cuda.get_device_properties(self.device))
-        # CUDA makes a context on the current device, which may be another rank's. Registering
-        # touches every page, so this runs on the CPUs of the GPU's memory node.
-        with torch.cuda.device(self.device), running_on(node[1] if node else set()):
-            runtime, status = torch.cuda.cudart(), 0
+        status = 0
+        # CUDA makes a context on the current device, which may be another rank's.
+        with torch.cuda.device(self.device):
+            runtime = torch.cuda.cudart()
             for start in range(0, block.numel(), PINNED_AT_ONCE):
                 nbytes = min(PINNED_AT_ONCE, block.numel() - start)
                 status = int(runtime.cudaHostRegister(block.data_ptr() + start, nbytes, 0))

@@ -146,8 +146,6 @@ def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    monkeypatch.setattr(device_module, "gpu_node", lambda properties: None)
     device = CudaDevice(torch.device("cuda", 0))
     block = torch.empty(8 * most + 64, dtype=torch.uint8, device="meta")
     if room < block.numel():
@@ -295,32 +293,12 @@ def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(name="without an address"),
-    )
     device = CudaDevice(second)
     block = torch.zeros(8, dtype=torch.uint8)
     assert device.pin(block) == 0
     device.unpin(block)
     assert entered == [second] * 2
     assert device.threads(1, "waits").submit(lambda: list(current)).result() == [second]
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone")
-def test_memory_is_pinned_by_a_thread_on_the_gpus_node(monkeypatch):
-    before, ran_on = os.sched_getaffinity(0), []
-    one = {max(before)}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda *_: ran_on.append(os.sched_getaffinity(0)) or 0
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    monkeypatch.setattr(device_module, "gpu_node", lambda properties: (1, one))
-    assert CudaDevice(torch.device("cuda", 1)).pin(torch.zeros(8, dtype=torch.uint8)) == 0
-    assert ran_on == [one] and os.sched_getaffinity(0) == before
 
 
 def test_the_disk_is_read_ahead(tmp_path, monkeypatch):
