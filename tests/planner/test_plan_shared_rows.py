@@ -32,9 +32,6 @@ def test_a_million_tokens_fit_on_eight():
     assert "--sp-size 2" in [
         s["change"] for s in rows.suggestions
     ] and ", 8 GPUs a sequence): fits" in str(plan)
-    assert "rope_float64=True" in str(plan) and "float64" not in str(
-        hfpatch.plan("llama-3.1-8b", seq_len=131072)
-    )
     assert plan.tokens_per_second == pytest.approx(M / plan.step_seconds)
     # Eight rows side by side take as long in attention as one after the other on eight: an eighth
     #     of a row each.
