@@ -24,7 +24,7 @@ from hfpatch.attention.attention import attention_backward, attention_forward, p
 from hfpatch.attention.heads import Attention, Heads
 from hfpatch.budget.sequence import Rounds, rounds_of
 from hfpatch.parallel.shards import least_of, of_hosts, together
-from hfpatch.store.device import ToHost, beside, device_for
+from hfpatch.store.device import device_for, on_host
 
 # Limit of states in flight to the next rank, which bounds how far a rank runs ahead.
 LEAVING = 16
@@ -112,10 +112,9 @@ class Sequence:
 
     def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
         """Whole rows [B, T] of small tensors [B, t], gathered by the hosts, which read them."""
-        parts = self.all_gather(ToHost(lambda *xs: torch.stack(xs), *xs_Bt).get())
-        rows = [self.in_order(part) for part in parts.unbind(1)]
+        parts = self.all_gather(on_host(torch.stack(xs_Bt)))
         device = device_for(xs_Bt[0].device)
-        return beside(lambda *_: [device.from_host(row) for row in rows], *xs_Bt)
+        return [device.from_host(self.in_order(part)) for part in parts.unbind(1)]
 
 
 class _Coming:

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from traceback import walk_stack
 
 import torch
@@ -25,7 +25,6 @@ from hfpatch.lab.device import matmul_rate
 from hfpatch.lab.stock import UNTILED, flops_of
 from hfpatch.parts.quantised import as_trained
 from hfpatch.planner.placements import Resident
-from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
 from hfpatch.trainer.marks import first_to_say
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
@@ -75,7 +74,7 @@ class Callback(TrainerCallback):
         self.attention_share = attention_share
         self.report = None  # of apply
         self._applied = lambda: None
-        self._hook = self._loader = None
+        self._hook = None
         self._warned, self._last, self._unwrap = False, None, lambda: None
         self._tokens, self._flops, self._shapes, self._steps = 0, 0.0, Counter(), 0
 
@@ -146,9 +145,6 @@ class Callback(TrainerCallback):
             say_compiling(type(optimizer).__name__)
         # A run that searches for its batch size begins again without an end.
         self.on_train_end(args, state, control)
-        self._loader = kwargs.get("train_dataloader")
-        if self._loader is not None:
-            _set_class(self._loader, _noting_arrivals(type(self._loader)))
         self._trained = 1.0 if self._shape and self._shape.adapters else _trained_share(model)
         state_of = getattr(args, "distributed_state", None)
         self._plans = (
@@ -234,9 +230,6 @@ class Callback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._loader is not None:
-            _set_class(self._loader, type(self._loader).__base__)
-            self._loader = None
 
     def _start(self, state):
         self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
@@ -280,24 +273,6 @@ def _caller(kind: type):
     """The nearest object of that class among the callers' `self`, or None."""
     owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
     return next((owner for owner in owners if isinstance(owner, kind)), None)
-
-
-# accelerate's loaders have a property __class__, the class of the loader inside.
-_set_class = vars(object)["__class__"].__set__
-
-
-@cache
-def _noting_arrivals(kind: type) -> type:
-    """A subclass of a loader that marks each batch as ready. Finding the documents of a later batch
-    then waits for no earlier step.
-    """
-
-    def batches(self):
-        for batch in kind.__iter__(self):
-            mark_batch_ready(batch)
-            yield batch
-
-    return type(kind.__name__, (kind,), {"__iter__": batches})
 
 
 def memory_columns(device) -> dict:
