@@ -19,14 +19,12 @@ if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the sa
     from hfpatch.planner.plan import plan as plan
     from hfpatch.planner.result import Plan as Plan
     from hfpatch.report import Report as Report
-    from hfpatch.store.device import mark_batch_ready as mark_batch_ready
     from hfpatch.trainer.callback import Callback as Callback
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "apply": "hfpatch.patch",
-    "mark_batch_ready": "hfpatch.store.device",
     "undo": "hfpatch.patch",
     "Report": "hfpatch.report",
     "plan": "hfpatch.planner.plan",
@@ -42,7 +40,7 @@ _PUBLIC = {
 OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
 __all__ = [
-    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply", "mark_batch_ready",
+    "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply",
     "ops", "plan", "profile", "token_wise", "undo", "verify",
 ]  # fmt: skip
 

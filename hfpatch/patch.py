@@ -6,7 +6,6 @@ same.
 """
 
 import weakref
-from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
@@ -39,7 +38,6 @@ from hfpatch.context.classes import (
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import ask_model
 from hfpatch.ops._library import HAS_TRITON
-from hfpatch.parts.angles import widen
 from hfpatch.report import Report
 
 FUSED = ("rope", "rms_norm", "mlp", "loss")
@@ -137,7 +135,6 @@ def apply(
     model: nn.Module,
     *,
     rope: bool = True,
-    rope_float64: bool = False,
     rms_norm: bool = True,
     mlp: bool = True,
     loss: bool = True,
@@ -159,8 +156,6 @@ def apply(
         model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP,
             DeepSpeed or torch.compile wrap it.
         rope: fused rotary embedding of q and k, one launch for both.
-        rope_float64: rotary angles in float64. Worth it above 131,072 tokens, where float32 angles
-            are off by more than bfloat16 rounds.
         rms_norm: fused RMSNorm, and residual add with the norm after it.
         mlp: fused activation times up.
         loss: head and cross-entropy by chunks of tokens, without whole logits.
@@ -183,7 +178,6 @@ def apply(
     """
     switches = {
         "rope": rope,
-        "rope_float64": rope_float64,
         "rms_norm": rms_norm,
         "mlp": mlp,
         "loss": loss,
@@ -231,8 +225,6 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
         for option in swaps.PARTS:
             if switches[option]:
                 swaps.fuse_parts(decoder, option, report)
-    if switches["rope_float64"]:
-        notes.count(report, "float64 RoPE", widen(decoder.stack), Counter())
     if switches["loss"]:
         swaps.fuse_loss(decoder, logits, report)
         if decoder.causal is not None:

@@ -118,7 +118,10 @@ rows. Zamba2's shared layers run whole, for attention and Mamba follow each othe
 ## Attention
 
 Whatever `attn_implementation` names (eager, sdpa, flash_attention_2, a kernel of the hub), attention
-runs in FlashAttention-2, cuDNN or FlashAttention-3, whichever a trial on the device finds fastest.
+runs in cuDNN on H100 and B200 and in FlashAttention-2 on other GPUs. `HFPATCH_ATTENTION=flash`, `cudnn`,
+`fa3` or `efficient` names the kernel (`fa3` needs the package flash_attn_interface). A kernel is compared
+with plain torch once, and where it differs FlashAttention-2 runs. So it does in a process with more than
+four sequence lengths: cuDNN would plan each one anew.
 Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
 layers run whole, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
 torch's memory-efficient kernel. FlashAttention-3 has run on no GPU of ours.

@@ -258,7 +258,7 @@ def test_unknown_logits_refused():
     refused(tiny.llama(), "logits must be", "'maybe'", logits="maybe")
 
 
-@pytest.mark.parametrize("option", ["rope", "rope_float64", "rms_norm", "mlp", "loss"])
+@pytest.mark.parametrize("option", ["rope", "rms_norm", "mlp", "loss"])
 def test_options_that_are_no_yes_or_no_refused(option):
     refused(tiny.llama(), f"{option} must be True or False", "'fused'", **{option: "fused"})
 

@@ -20,9 +20,9 @@ from hfpatch.attention.backends import (
     WIDEST_HEAD,
     has_flash,
     pick,  # noqa: F401 (for callers of both directions)
+    why_not_kernel,
 )
 from hfpatch.attention.blocks import blocks_backward, blocks_forward
-from hfpatch.attention.efficient import why_not_efficient
 from hfpatch.attention.pattern import CAUSAL, Documents, Pattern
 from hfpatch.compat import aten
 
@@ -100,7 +100,7 @@ def supported(
         return None
     if pattern.window is not None:
         return f"a window at head_dim {head_dim}"
-    reason = why_not_efficient(device, dtype, head_dim)
+    reason = why_not_kernel("efficient", device, dtype, head_dim)
     return reason and f"head_dim {head_dim} needs torch's efficient attention, and {reason}"
 
 
@@ -130,8 +130,8 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
         return "efficient"
     if pattern.documents is not None or pattern.window is not None:
         return "fa2"
-    # The trial of cuDNN and FA3 did not cover the head dims that _widened makes. FA2 takes any
-    # multiple of 8.
+    # cuDNN and FA3 were not compared at the head dims that _widened makes. FA2 takes any multiple
+    # of 8.
     return "flash" if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3") else backend
 
 

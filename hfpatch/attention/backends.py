@@ -1,18 +1,15 @@
 """The attention kernels for plain causal rows, and the choice between them.
 
-A trial on the device finds the fastest kernel for a shape. It also times the first call at a new
-exact length: cuDNN makes a plan for each, in 0.4 to 1 s. Once a process has run more than
-FEW_LENGTHS lengths, that cost is added to every call, so batches of mixed lengths use kernels
-without plans.
+The choice is a table by compute capability, FASTEST. The environment variable HFPATCH_ATTENTION
+names another kernel. cuDNN makes a plan for each exact length, in 0.4 to 1 s, so a process that has
+run more than FEW_LENGTHS lengths uses FlashAttention-2, which makes none.
 
 B batch, T tokens, H query heads, K key-value heads, E head dim. A kernel's tensors are
 [B, heads, T, E] views.
 """
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass
+import os
 from functools import lru_cache
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -23,14 +20,13 @@ from hfpatch.attention.efficient import (
     for_each_head,
     of_groups,
 )
-from hfpatch.compat import aten, flash3, has_kernel
+from hfpatch.attention.trial import why_not
+from hfpatch.compat import aten, flash3
 from hfpatch.report import say
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # columns; only the efficient kernel takes more
-LONGEST_TRIAL = 16384  # tokens; which kernel is fastest does not change beyond
 FEW_LENGTHS = 4
-PLAN_SECONDS = 0.1  # a smaller delay of a new length's first call is noise or an allocation
 
 # --- one row a backend --------------------------------------------------------------------------
 # forward(q, k, v, scale) -> out, lse, state
@@ -78,7 +74,7 @@ def _cudnn_backward(dout, q, k, v, out, lse, state, scale):
     )
 
 
-# A trial times CANDIDATES. attention.py chooses the kernel for documents, windows and soft caps.
+# attention.py chooses the kernel for documents, windows and soft caps.
 BACKENDS = {
     "cpu": (_cpu_forward, _cpu_backward),
     "flash": (_flash_forward, _flash_backward),
@@ -86,11 +82,11 @@ BACKENDS = {
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "efficient": (efficient_forward, efficient_backward),
 }
-CANDIDATES = (
-    "flash",
-    "cudnn",
-    "fa3",
-)  # the first that runs gives the reference for the others
+# The fastest kernel of a compute capability; "flash" on every other one. On an H100 cuDNN's forward
+# runs at 539 TFLOP/s, FlashAttention-2's at 335 (published). torch prefers cuDNN on the same two.
+FASTEST = {(9, 0): "cudnn", (10, 0): "cudnn"}
+# The exact (B, T) that this process has run attention at on a GPU, up to FEW_LENGTHS + 1.
+lengths_met: set[tuple[int, int]] = set()
 
 
 @lru_cache(maxsize=16)
@@ -103,111 +99,25 @@ def has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# Per device: the peak of its memory after the last trial, and how many trials ran out of memory.
-trial_peaks: dict[torch.device, int] = {}
-trials_without_room: Counter = Counter()
-# Per device: the exact (B, T) that this process has run attention at, up to FEW_LENGTHS + 1.
-lengths_met: dict[torch.device, set] = defaultdict(set)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The result of a trial of one shape.
-
-    seconds: of one forward and backward, by backend. new_length: extra seconds of the first call at
-    an exact length. left_out: why the other backends cannot be used.
-    """
-
-    seconds: dict[str, float]
-    new_length: dict[str, float]
-    left_out: dict[str, str]
-
-    def fastest(self, many_lengths: bool = False) -> str:
-        """The fastest backend; "efficient" if no tried backend works."""
-        cost = self.new_length if many_lengths else {}
-        return min(
-            self.seconds, key=lambda n: self.seconds[n] + cost.get(n, 0), default="efficient"
-        )
-
-    def __str__(self):
-        found = [
-            f"{n} {1e3 * s:.2f} ms" for n, s in sorted(self.seconds.items(), key=lambda row: row[1])
-        ]
-        first, then = self.fastest(), self.fastest(many_lengths=True)
-        chosen = f"{first} is taken"
-        if then != first:
-            chosen += (
-                f", and {then} beyond {FEW_LENGTHS} lengths, each of which costs {first} "
-                f"{self.new_length[first]:.1f} s"
-            )
-        return "; ".join(
-            [
-                ", ".join(found) or "none serves",
-                chosen,
-                *(f"{n} {why}" for n, why in self.left_out.items()),
-            ]
-        )
+@lru_cache(maxsize=64)
+def why_not_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """None if a kernel agrees with plain blocks at this head dim, else the reason."""
+    return why_not(*BACKENDS[name], device, dtype, head_dim)
 
 
 @lru_cache(maxsize=64)
-def tried(
-    device: torch.device,
-    dtype: torch.dtype,
-    n_heads: int,
-    n_kv_heads: int,
-    head_dim: int,
-    tokens: int,
-    groups: int,
-) -> Trial:
-    """Times the backends in CANDIDATES on this CUDA device, and prints one line.
-
-    Forward takes all heads, backward one of `groups` groups of heads at a time. A backend is left
-    out if it raises, or if it differs by more than rounding from the first that runs.
-
-    Raises:
-        torch.OutOfMemoryError: the device has no room for a trial. Raised, not returned: the result
-            is cached.
-    """
-    seconds, new_length, left_out, expected = {}, {}, {}, None
-    inputs = _trial_inputs(device, dtype, n_heads, n_kv_heads, head_dim, tokens)
-    other = [x[:, :, : tokens - 8] for x in inputs]
-    for name in CANDIDATES:
-        try:
-            got = _timed(name, inputs, groups)[1]  # untimed: loads or compiles
-            took = min(_timed(name, inputs, groups)[0] for _ in range(2))
-            first_at_other = _timed(name, other, groups)[0]
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            left_out[name] = (
-                f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
-            )
-            continue
-        expected = expected or got
-        if not all((g - e).norm() <= 2e-2 * e.norm() for g, e in zip(got, expected)):
-            left_out[name] = "gave other numbers"
-            continue
-        seconds[name], more = took, first_at_other - took
-        new_length[name] = more if more >= PLAN_SECONDS else 0.0
-    trial_peaks[device] = torch.cuda.max_memory_allocated(device)
-    found = Trial(seconds, new_length, left_out)
-    say(
-        f"attention of {n_heads} heads over {n_kv_heads} of {head_dim} at {tokens:,} tokens: "
-        f"{found}."
-    )
-    return found
-
-
-def _trial_inputs(
-    device, dtype, n_heads: int, n_kv_heads: int, head_dim: int, tokens: int
-) -> list[Tensor]:
-    """q, k, v and dout as slices of a wider tensor, as the layer passes them."""
-    generator = torch.Generator(device).manual_seed(0)
-    options = {"generator": generator, "device": device, "dtype": dtype}
-    return [
-        torch.randn(1, tokens, 2 * h, head_dim, **options)[:, :, h:].transpose(1, 2)
-        for h in (n_heads, n_kv_heads, n_kv_heads, n_heads)
-    ]
+def _usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The kernel of this name, or "flash" where it does not agree with plain blocks."""
+    if name not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise ValueError(f"hfpatch: HFPATCH_ATTENTION must be one of {known}, got {name!r}.")
+    reason = None if name == "flash" else why_not_kernel(name, device, dtype, head_dim)
+    if reason is None:
+        return name
+    say(f"attention with heads of {head_dim} uses flash, not {name}: {reason}.")
+    return "flash"
 
 
 def packed(x: Tensor) -> Tensor:
@@ -222,40 +132,11 @@ def packed(x: Tensor) -> Tensor:
     return x
 
 
-def _timed(name: str, inputs: list[Tensor], groups: int) -> tuple[float, list[Tensor]]:
-    """(seconds, [out, the groups' dq, dk and dv]) of one forward and backward. The time includes
-    the layout copies that `attention_backward` makes.
-    """
-    forward, backward = BACKENDS[name]
-    q, k, v, dout = inputs
-    scale = q.shape[3] ** -0.5
-    torch.cuda.synchronize(q.device)
-    start = perf_counter()
-    out, lse, state = forward(q, k, v, scale)
-    got, first = (
-        [out],
-        0 if name == "cudnn" else 3,
-    )  # index in (q, k, v, out, dout) of the first that attention_backward makes contiguous
-    for *part, lse_part in zip(*(x.chunk(groups, 1) for x in (q, k, v, out, dout, lse))):
-        part[first:] = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in part[first:])
-        got += backward(part[4], *part[:4], packed(lse_part), state, scale)
-    torch.cuda.synchronize(q.device)
-    return perf_counter() - start, got
-
-
-def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
-    """The backend for these shapes.
-
-    groups: the number of groups of heads in the backward. On CUDA a trial runs once per device and
-    shape, at the next power of two of tokens, up to LONGEST_TRIAL.
-    """
-    device, (B, T, H, E) = q_BTHE.device, q_BTHE.shape
+def pick(q_BTHE: Tensor) -> str:
+    """The backend for these queries."""
+    device, (B, T, _, E) = q_BTHE.device, q_BTHE.shape
     if device.type != "cuda":
-        return (
-            "cpu"
-            if has_kernel("_scaled_dot_product_flash_attention_for_cpu_backward")
-            else "blocks"
-        )
+        return "cpu"
     if q_BTHE.dtype == torch.float64:
         return "blocks"  # no kernel takes it
     if q_BTHE.dtype not in HALF or not has_flash(device) or E > WIDEST_HEAD:
@@ -264,14 +145,11 @@ def pick(q_BTHE: Tensor, k_BTKE: Tensor, groups: int = 1) -> str:
     # each time: a user may turn it on later. With few tokens the call costs more than the kernel.
     if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or T < 128:
         return "flash"
-    met = lengths_met[device]
-    if len(met) <= FEW_LENGTHS:
-        met.add((B, T))
-    try:
-        tokens = min(LONGEST_TRIAL, 1 << (T - 1).bit_length())
-        found = tried(device, q_BTHE.dtype, H, k_BTKE.shape[2], E, tokens, groups)
-    except torch.OutOfMemoryError:
-        trials_without_room[device] += 1
-        trial_peaks[device] = torch.cuda.max_memory_allocated(device)
-        return "flash"  # for now; the next call tries again
-    return found.fastest(many_lengths=len(met) > FEW_LENGTHS)
+    name = os.environ.get("HFPATCH_ATTENTION")
+    if name is None:
+        if len(lengths_met) <= FEW_LENGTHS:
+            lengths_met.add((B, T))
+        if len(lengths_met) > FEW_LENGTHS:
+            return "flash"
+        name = FASTEST.get(torch.cuda.get_device_capability(device), "flash")
+    return _usable(name, device, q_BTHE.dtype, E)

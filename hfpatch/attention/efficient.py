@@ -4,12 +4,8 @@ It takes any dtype but float64, and head dims that are multiples of 8. All tenso
 E] views.
 """
 
-from functools import lru_cache
-
 import torch
 
-from hfpatch.attention.pattern import CAUSAL
-from hfpatch.attention.trial import why_not
 from hfpatch.compat import aten
 
 
@@ -44,20 +40,3 @@ def efficient_backward(dout, q, k, v, out, lse, state, scale):
         dout, q, k, v, None, out, lse, *state, 0.0, [True, True, True, False], True, scale=scale
     )
     return dq, *of_groups(K, dk, dv)
-
-
-@lru_cache(maxsize=32)
-def why_not_efficient(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """None if the kernel agrees with plain blocks at this head dim, else the reason (see
-    why_not).
-    """
-
-    def forward(q, k, v, pattern, scale):
-        out, *rest = efficient_forward(*(x.transpose(1, 2) for x in (q, k, v)), scale)
-        return out.transpose(1, 2), *rest
-
-    def backward(dout, q, k, v, out, lse, state, pattern, scale):
-        given = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        return [x.transpose(1, 2) for x in efficient_backward(*given, lse, state, scale)]
-
-    return why_not(forward, backward, device, dtype, head_dim, CAUSAL, 129)

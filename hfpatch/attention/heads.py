@@ -30,7 +30,7 @@ class Heads:
 
     call: object
     groups: tuple[tuple[slice, slice], ...]  # of query heads and of KV heads
-    backend: str = ""
+    backend: str
 
     def part(self, hs: slice) -> dict:
         """attention_forward's and attention_backward's keywords for a group."""
@@ -91,13 +91,12 @@ class Attention:
             groups = groups_of(B, T, H, k.shape[2])
             if self.wide:
                 groups = [(slice(0, H), slice(0, k.shape[2]))]
-            heads = Heads(ask, groups)
+            heads = Heads(ask, groups, pick(q))
             self.heads.append(heads)
             several = len(groups) > 1
             whole, by_group = None, several and copies_inputs(q, v, ask.pattern)
             for hs, ks in groups if by_group else [(ALL, ALL)]:
                 part = (q[:, :, hs], k[:, :, ks], v[:, :, ks]) if by_group else (q, k, v)
-                heads.backend = heads.backend or pick(*part[:2], 1 if by_group else len(groups))
                 out, lse, state = attention_forward(*part, **heads.part(hs))
                 if by_group:
                     whole = whole or _room_for(out, lse, H)

@@ -6,8 +6,6 @@ B batch, T tokens of whole rows, H query heads, K KV heads, P ranks.
 
 from dataclasses import dataclass
 
-# up to this many tokens, rotary angles in float32 are as exact as bf16 cos and sin
-FLOAT32_ANGLES = 131072
 BLOCKS = 512  # blocks of 128 queries that keep a large GPU busy
 
 

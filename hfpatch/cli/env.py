@@ -18,7 +18,6 @@ from pathlib import Path
 from hfpatch.budget.free import host_free
 from hfpatch.budget.hardware import GiB
 from hfpatch.budget.limits import parse_length
-from hfpatch.budget.nodes import gpu_node
 from hfpatch.cli.env_problems import NO_GPU, problems
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.timeline import size, versions
@@ -131,13 +130,11 @@ def _torch_facts() -> dict:
     gpus = []
     for i in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         found = torch.cuda.get_device_properties(i)
-        node = gpu_node(found)
         gpus.append(
             {
                 "name": found.name,
                 "bytes": found.total_memory,
                 "capability": [found.major, found.minor],
-                "memory_node": None if node is None else node[0],
             }
         )
     cuda = torch.backends.cuda
@@ -238,13 +235,10 @@ def show(facts, found) -> None:
     ]
     for gpu in facts["gpus"]:
         capability = ".".join(map(str, gpu["capability"]))
-        node = gpu.get("memory_node")
-        pinned = "" if node is None else f", host memory pinned on node {node}"
         rows.append(
             (
                 "GPU",
-                f"{gpu['name']}, {gpu['bytes'] / GiB:.1f} GiB, compute capability "
-                f"{capability}{pinned}",
+                f"{gpu['name']}, {gpu['bytes'] / GiB:.1f} GiB, compute capability {capability}",
             )
         )
     if not facts["gpus"]:

@@ -73,8 +73,6 @@ def _parser() -> Parser:
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add, off = parser.add_argument, {"action": "store_false", "default": None}
     add_checkpointing(add)
-    on = {"action": "store_true", "default": None}
-    add("--rope-float64", help="angles in float64, for more than 131,072 tokens", **on)
     add("--no-rope", dest="rope", help="rotary embedding as it is", **off)
     add("--no-rms-norm", dest="rms_norm", help="RMSNorm as it is", **off)
     add("--no-mlp", dest="mlp", help="MLP as it is", **off)
@@ -103,7 +101,7 @@ def _command(args) -> list[str]:
 
 def _options(args) -> dict:
     """The given options, as marks.environment takes them. Raises ValueError for a wrong one."""
-    names: tuple = ("rope", "rope_float64", "rms_norm", "mlp", "loss")
+    names: tuple = ("rope", "rms_norm", "mlp", "loss")
     options: dict = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.logits:
         options["logits"] = _WORDS[args.logits]

@@ -152,12 +152,6 @@ class _Aten:
 aten = _Aten()
 
 
-@functools.cache
-def has_kernel(name: str) -> bool:
-    """Whether torch has the operator aten::name."""
-    return hasattr(torch.ops.aten, name)
-
-
 def flash3():
     """FlashAttention-3's functions under the names of torch's operators. torch itself would
     register them for the whole process. RuntimeError if the package is not installed."""

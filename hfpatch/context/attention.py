@@ -154,7 +154,7 @@ def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     q, k, v = _cast(asked)
     pattern = asked.pattern()
     unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
-    backend = "blocks" if unsupported else pick(q, k)
+    backend = "blocks" if unsupported else pick(q)
     how = {"scale": asked.scale, "pattern": pattern}
     return _Attention.apply(q, k, v, asked.sinks_H, how, backend), None
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.attention.attention import Documents
-from hfpatch.store.device import ToHost
+from hfpatch.store.device import on_host
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,9 @@ def packs(
         return cu_seq_lens.numel() > B + 1
     if position_ids is None:
         return False
-    given = [position_ids.expand(B, -1)] + ([] if attention_mask is None else [attention_mask])
-    starts = lambda positions, mask=None: _document_starts(  # noqa: E731
-        positions, None if mask is None else mask.bool(), True
-    )
-    return bool(ToHost(lambda *x: starts(*x).any(), *given).number())
+    visible_BT = None if attention_mask is None else attention_mask.bool()
+    found = on_host(_document_starts(position_ids.expand(B, -1), visible_BT, True).any())
+    return found is not None and bool(found)
 
 
 def refuse_packed(kind: type, advice: str = "do not pack"):
@@ -142,7 +140,7 @@ def find_rows(
     and only a restart starts one.
     cached: transformers would make a cache. ValueError if the offsets do not cover the tokens.
     """
-    bounds = ToHost(cu_seq_lens).get() if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
+    bounds = on_host(cu_seq_lens) if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
     packed = bounds is not None
     if packed:
         bounds = [int(bound) for bound in bounds]
@@ -155,29 +153,19 @@ def find_rows(
     if attention_mask is None and position_ids is None and chunk is None:
         every = sorted({*bounds, *range(0, B * T, T)}) if packed else ()
         return Rows(_from_bounds(every, B, T, device) if packed else None)
-    given = [x for x in (attention_mask, position_ids, idle_BT) if x is not None]
+    given = any(x is not None for x in (attention_mask, position_ids, idle_BT))
     where = device if given else torch.device("cpu")  # no value is on the device: no wait for it
     inside = None
     if packed:
         inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
     beside_a_mask = attention_mask is not None or cached or not padding
 
-    def find(*_):
-        # On a side stream, from the batch's own tensors: it does not wait for the layers.
-        return _marks(
-            B,
-            T,
-            where,
-            attention_mask,
-            position_ids,
-            inside,
-            chunk,
-            idle_BT,
-            padding,
+    found = on_host(
+        _marks(
+            B, T, where, attention_mask, position_ids, inside, chunk, idle_BT, padding,
             beside_a_mask,
         )
-
-    found = (ToHost(find, *given) if given else ToHost(find())).get()
+    )  # fmt: skip
     if found is None:  # a simulation has no values: every row is one document
         return Rows()
     (starts_N, seen_N), (holes, read) = found[:-2].view(2, -1), found[-2:].tolist()

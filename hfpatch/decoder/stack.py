@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hfpatch.budget.sequence import FLOAT32_ANGLES
 from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
@@ -54,16 +53,9 @@ from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.parallel.shards import alike
-from hfpatch.parts.angles import narrow
 
 # Arguments that this file and batch.py add to the caller's.
 _ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAMES}
-_ADVICE = (
-    f"rotary angles of more than {FLOAT32_ANGLES:,} tokens are off in float32 by more than "
-    "bfloat16 rounds; "
-    "hfpatch.apply(model, rope_float64=True) computes them in float64 (hfpatch train: "
-    "--rope_float64 True)."
-)
 
 
 class OurAttention(KeepsSignature):
@@ -146,9 +138,6 @@ class OurAttention(KeepsSignature):
             batch.packed = packed_row(given, self._hfpatch_traits, layers, batch)
         if batch is None:
             return self._hfpatch_declined(kwargs)
-        if runtime is not None and batch.T > FLOAT32_ANGLES and _ADVICE not in runtime.warned:
-            if narrow(self):
-                runtime.tell(_ADVICE)
         return self._hfpatch_ours(batch, kwargs)
 
     def _hfpatch_ours(self, batch: Batch, kwargs):

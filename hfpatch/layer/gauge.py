@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hfpatch.attention.backends import trial_peaks, trials_without_room
 from hfpatch.budget.free import expandable_segments, gpu_free, share_of_device
 from hfpatch.store.device import device_for
 
@@ -29,9 +28,9 @@ class Gauge:
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         if not stats:
             return Counters()
-        whole, tried = stats["allocated_bytes"]["all"], trials_without_room[self.device]
+        whole = stats["allocated_bytes"]["all"]
         return Counters(
-            whole["current"], whole["peak"], stats["num_ooms"] - tried, stats["num_alloc_retries"]
+            whole["current"], whole["peak"], stats["num_ooms"], stats["num_alloc_retries"]
         )
 
     def limit(self) -> int:
@@ -57,7 +56,3 @@ class Gauge:
     def clock(self):
         """An event on the compute stream that knows its time."""
         return device_for(self.device).clock()
-
-    def rose(self, before: int, after: int) -> bool:
-        """Whether the peak rose, other than by a trial of attention's kernels."""
-        return after > max(before, trial_peaks.get(self.device, 0))

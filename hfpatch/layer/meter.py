@@ -273,7 +273,7 @@ class Meter:
     def backward(self, step: Step, untiled: bool = False) -> Counters:
         """A layer's backward begins."""
         now = self.gauge.read()
-        if step.within and self.gauge.rose(step.last.peak, now.peak):
+        if step.within and now.peak > step.last.peak:
             step.top, step.exact = now.peak, True
         step.last, step.within = now, not untiled
         if step.back is None and step.ends is not None:
@@ -287,10 +287,10 @@ class Meter:
         stood = max(0, now.allocated - ends.allocated)
         call.after.put(rows, stood)
         most = now.peak - ends.allocated  # at the most, if the counter did not rise
-        if not self.gauge.rose(ends.peak, now.peak):
+        if now.peak <= ends.peak:
             if call.loss.points:
                 most = min(most, call.loss.most(rows))
-            elif not self.gauge.rose(step.base.peak, now.peak):
+            elif now.peak <= step.base.peak:
                 # Sums in float32 and the loss's workspace come in addition to what it leaves.
                 most = min(most, 3 * stood + 2 * LOSS_WORKSPACE)
         call.loss.put(rows, max(most, stood))
@@ -299,7 +299,7 @@ class Meter:
         """A tiled layer's backward has ended. first: it was the first layer's."""
         now = step.last = self.gauge.read()
         step.within = False
-        if self.gauge.rose(before.peak, now.peak):
+        if now.peak > before.peak:
             step.top, step.exact = now.peak, True
         elif not step.exact:
             step.top = max(step.top, now.allocated, before.allocated)
@@ -317,7 +317,7 @@ class Meter:
         if not step.exact:
             if call.tiled.points:
                 return
-            if self.gauge.rose(step.base.peak, step.last.peak):
+            if step.last.peak > step.base.peak:
                 step.top = step.last.peak
             else:  # scratch of kernels was not sampled
                 step.top += (step.top - base) // 4

@@ -42,7 +42,7 @@ from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
 from hfpatch.report import say
-from hfpatch.store.device import ToHost, beside
+from hfpatch.store.device import on_host
 
 _WHOLE = (
     "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
@@ -188,8 +188,7 @@ class FusedCausalLM(KeepsSignature):
         given, ignore = kwargs.get("shift_labels"), kwargs.get("ignore_index", -100)
         target = labels if given is None else given
         # On a CPU the op counts the labels itself.
-        labels_in = lambda target: (target != ignore).sum()  # noqa: E731
-        count = ToHost(labels_in, target) if target.is_cuda else None
+        count = on_host((target != ignore).sum()) if target.is_cuda else None
         holder, head = vars(self.get_submodule(self._hfpatch_holder)), Head(self._hfpatch_head())
         with (
             values_for_now([(holder, self._hfpatch_head_name, head)]),
@@ -219,14 +218,8 @@ class FusedCausalLM(KeepsSignature):
         by_rows = by_rows and target.dim() == 2
         theirs = package_of(self) == "transformers" and not asks_for_hidden_states(self, kwargs)
         if by_rows and theirs and not self._hfpatch_tokens_watched():
-
-            def unread(target):
-                labelled = target != ignore
-                return [~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))]
-
-            # On a side stream: when looking for documents the host waits for this mask, and must
-            # not wait for the previous step with it.
-            (idle_BT,) = beside(unread, target)
+            labelled = target != ignore
+            idle_BT = ~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))
         return having(labels=target, idle_BT=idle_BT)
 
     def _hfpatch_log_probs(self, kwargs):
@@ -264,7 +257,7 @@ class FusedCausalLM(KeepsSignature):
                 shift=shift_labels is None,
                 ignore_index=ignore_index,
                 num_items=num_items_in_batch,
-                num_valid=count.number() if counted else None,
+                num_valid=int(count) if counted else None,
                 workspace_bytes=LOSS_WORKSPACE,
             )
             return as_stock(loss)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import autocast, autocast_dtype, trl_fused_head
 from hfpatch.loss.head import through, why_not_fused
-from hfpatch.store.device import ToHost
+from hfpatch.store.device import on_host
 
 _FIELDS = {
     "log_probs": "log_prob",
@@ -82,8 +82,8 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     num_items = kwargs.pop("num_items_in_batch", None)
     target, first = (labels, 1) if shifted is None else (shifted, 0)
     count = None
-    if not torch.compiler.is_compiling():
-        count = ToHost(lambda target: (target[..., first:] != -100).sum(), target)
+    if target.is_cuda and not torch.compiler.is_compiling():
+        count = on_host((target[..., first:] != -100).sum())
     kwargs["use_cache"] = False
     if getattr(asked.text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
@@ -97,7 +97,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
         head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature,
         scale=asked.scale, softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names),
         shift=shifted is None,
-        num_valid=count.number() if count is not None and target.device.type == "cuda" else None,
+        num_valid=None if count is None else int(count),
     )  # fmt: skip
     fields = {}
     for name in names:

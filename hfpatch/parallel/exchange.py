@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hfpatch.attention.attention import attention_backward, attention_forward, pick
-from hfpatch.attention.backends import FEW_LENGTHS, LONGEST_TRIAL
 from hfpatch.attention.heads import Attention, Heads
 from hfpatch.budget.sequence import Rounds, rounds_of
 from hfpatch.parallel.shards import least_of, of_hosts, together
-from hfpatch.store.device import ToHost, beside, device_for
+from hfpatch.store.device import device_for, on_host
 
 # Limit of states in flight to the next rank, which bounds how far a rank runs ahead.
 LEAVING = 16
@@ -42,7 +41,6 @@ class Sequence:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._agreed: dict = {}
         self._leaving: deque = deque()  # (handle, tensor) of each send() in flight
-        self.lengths: set = set()  # the first few exact (B, T) of its rows, the same on every rank
 
     # -- communication -----------------------------------------------------------------------------
     def all_to_all(self, send: Tensor):
@@ -114,10 +112,9 @@ class Sequence:
 
     def whole(self, *xs_Bt: Tensor) -> list[Tensor]:
         """Whole rows [B, T] of small tensors [B, t], gathered by the hosts, which read them."""
-        parts = self.all_gather(ToHost(lambda *xs: torch.stack(xs), *xs_Bt).get())
-        rows = [self.in_order(part) for part in parts.unbind(1)]
+        parts = self.all_gather(on_host(torch.stack(xs_Bt)))
         device = device_for(xs_Bt[0].device)
-        return beside(lambda *_: [device.from_host(row) for row in rows], *xs_Bt)
+        return [device.from_host(self.in_order(part)) for part in parts.unbind(1)]
 
 
 class _Coming:
@@ -218,9 +215,7 @@ class ExchangedAttention(Attention):
             for r, (q_w, *new) in self._ahead(rounds.count, send):
                 keys = new or keys
                 if heads is None:
-                    kind = (*q_w.shape[2:], keys[0].shape[2], q_w.dtype, *self._length(B, t * P))
-                    backend = self.sequence.agreed(kind, lambda q=q_w, k=keys[0]: pick(q, k))
-                    heads = Heads(ask, groups, backend)
+                    heads = Heads(ask, groups, pick(q_w))
                 out, lse, state = attention_forward(q_w, *keys, **heads.part(groups[r][0]))
                 lses.append(lse)
                 self.states.append(state)
@@ -232,15 +227,6 @@ class ExchangedAttention(Attention):
             self.heads.append(heads)
             self.rounds.append(rounds)
         return outs + self.mixed(parts) if mixers else outs, lses
-
-    def _length(self, B: int, T: int) -> tuple:
-        """The length's part of the key for a common backend: pick's power of two, and whether the
-        rows had many lengths by now.
-        """
-        met = self.sequence.lengths
-        if len(met) <= FEW_LENGTHS:
-            met.add((B, T))
-        return min(LONGEST_TRIAL, 1 << (T - 1).bit_length()), len(met) > FEW_LENGTHS
 
     def _local(self, back: _Coming) -> Tensor:
         return back.wait().movedim(0, 2).flatten(2, 3)

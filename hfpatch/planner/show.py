@@ -2,7 +2,6 @@
 
 from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.policy import Policy, describe
-from hfpatch.budget.sequence import FLOAT32_ANGLES
 from hfpatch.planner.placements import placement_named
 
 # Names of the parts of GPU memory in the lines of a plan.
@@ -47,11 +46,6 @@ def text(plan) -> str:
         lines.append(
             f"faster          {seconds:.1f} s ({span(seconds)}) with --placement {name}: "
             f"{placement_named(name).summary}"
-        )
-    if plan.seq_len > FLOAT32_ANGLES and not isinstance(plan.policy, str):
-        lines.append(
-            "angles          apply(rope_float64=True): so far out, float32 angles are off by more "
-            "than bf16 rounds"
         )
     if plan.max_seq_len is not None:
         lines.append(_longest(plan))

@@ -6,7 +6,6 @@ streams. Tests pass in their own class to see every synchronisation (tests/fault
 
 import mmap
 import os
-import sys
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.budget.free import hold
-from hfpatch.budget.nodes import gpu_node, running_on
-from hfpatch.compat import has_values, version
+from hfpatch.compat import has_values
 
 # Drivers from r580 on refuse to register 512 GiB at once (github.com/LMCache/LMCache/issues/5177).
 PINNED_AT_ONCE = 64 << 30
@@ -77,7 +75,6 @@ class Device:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.side = None  # ToHost's stream, made on first use
 
     # -- streams and events ------------------------------------------------------------------------
     def stream(self):
@@ -107,9 +104,6 @@ class Device:
     def synchronize(self, event=None) -> None:
         """The host waits for the event, or for everything."""
 
-    def used_here(self, x: Tensor) -> None:
-        """Tells the allocator that the current stream uses x, which another stream allocated."""
-
     def clock(self):
         """An event that knows its time, recorded now on the current stream; None without one."""
         return None
@@ -123,7 +117,7 @@ class Device:
         """Unregisters a host buffer that no copy uses any more."""
 
     def to_host(self, values: Tensor) -> Tensor:
-        """Starts the copy of a few values to the host, on the current stream."""
+        """A few values, once the current stream has computed them."""
         return values
 
     def from_host(self, values: Tensor) -> Tensor:
@@ -172,15 +166,11 @@ class CudaDevice(Device):
     def synchronize(self, event=None) -> None:
         event.synchronize() if event is not None else torch.cuda.synchronize(self.device)
 
-    def used_here(self, x: Tensor) -> None:
-        x.record_stream(self.current())
-
     def pin(self, block: Tensor) -> int:
-        node = gpu_node(torch.cuda.get_device_properties(self.device))
-        # CUDA makes a context on the current device, which may be another rank's. Registering
-        # touches every page, so this runs on the CPUs of the GPU's memory node.
-        with torch.cuda.device(self.device), running_on(node[1] if node else set()):
-            runtime, status = torch.cuda.cudart(), 0
+        status = 0
+        # CUDA makes a context on the current device, which may be another rank's.
+        with torch.cuda.device(self.device):
+            runtime = torch.cuda.cudart()
             for start in range(0, block.numel(), PINNED_AT_ONCE):
                 nbytes = min(PINNED_AT_ONCE, block.numel() - start)
                 status = int(runtime.cudaHostRegister(block.data_ptr() + start, nbytes, 0))
@@ -208,9 +198,10 @@ class CudaDevice(Device):
         return Threads(count, name, torch.cuda.set_device, (self.device,))
 
     def to_host(self, values: Tensor) -> Tensor:
-        return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True).copy_(
-            values, non_blocking=True
-        )
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)  # to pageable memory the host waits twice
+        self.current().synchronize()
+        return host
 
     def from_host(self, values: Tensor) -> Tensor:
         return values.pin_memory().to(self.device, non_blocking=True)
@@ -275,98 +266,12 @@ def device_for(device: torch.device) -> Device:
     return DEVICES[device]
 
 
-class ToHost:
-    """Computes a few values from a batch on a side stream and copies them to the host.
+@torch.compiler.disable  # dynamo would trace a call between two graphs as a graph of its own
+def on_host(x: Tensor) -> Tensor | None:
+    """The values of a small tensor, for the host to read. None if it has no data: on the meta
+    device, under fake tensors.
 
-    compute(*inputs) returns the values; a tensor in its place is the value itself. get() waits for
-    these values only, not for any layer. After `mark_batch_ready` the side stream waits only for
-    the inputs, otherwise for all work queued so far on the current stream.
+    The host waits for the work queued so far on the current stream. So a batch is read once, before
+    its forward.
     """
-
-    @torch.compiler.disable  # dynamo would trace a call between two graphs as a graph of its own
-    def __init__(self, compute, *inputs: Tensor):
-        if isinstance(compute, Tensor):
-            compute, inputs = (lambda x: x), (compute,)
-        self.device = device_for(inputs[0].device)
-        # keeps the inputs alive until get() has waited for the copy
-        self.inputs, self.stream = inputs, self.device.current()
-        side = _side_stream(self.device, inputs)
-        with self.device.on(side), torch.no_grad():
-            self.values = compute(*inputs)
-            self.host = self.device.to_host(self.values)
-            self.event = self.device.mark(side)
-
-    def get(self) -> Tensor | None:
-        """Waits for the values. None if they have no data: on the meta device, under fake
-        tensors.
-        """
-        if self.inputs is not None:
-            self.device.synchronize(self.event)
-            self.inputs = self.values = None
-        return self.host if has_values(self.host) else None
-
-    def number(self) -> int | None:
-        """The single value as an int, or None as in get()."""
-        found = self.get()
-        return None if found is None else int(found)
-
-    def __del__(self, finalizing=sys.is_finalizing):
-        # get() never ran: the inputs must not return to the allocator during the copy.
-        if (
-            getattr(self, "inputs", None) is not None
-            and hasattr(self, "event")
-            and not finalizing()
-        ):
-            self.device.wait(self.event, self.stream)
-
-
-def _side_stream(device: Device, inputs):
-    """The device's side stream, after it is made to wait for `inputs`."""
-    if device.side is None:
-        device.side = device.stream()
-    for event in _arrivals(inputs, device):
-        device.wait(event, device.side)
-    return device.side
-
-
-def beside(compute, *inputs: Tensor) -> list[Tensor]:
-    """Runs compute(*inputs) on the side stream; it returns a list of tensors.
-
-    The current stream waits for these tensors. A ToHost of them waits for nothing else.
-    """
-    device = device_for(inputs[0].device)
-    side = _side_stream(device, inputs)
-    with device.on(side), torch.no_grad():
-        found = compute(*inputs)
-        event = device.mark(side)
-    device.wait(event, device.current())
-    for x in found:
-        device.used_here(x)
-        x._hfpatch_arrived = (event, version(x))
-    return found
-
-
-def _arrivals(inputs, device: Device) -> list:
-    events = []
-    for x in inputs:
-        event, written = vars(x).get("_hfpatch_arrived") or (None, None)
-        if written != version(x):
-            return [device.mark()]
-        events.append(event)
-    return events
-
-
-def mark_batch_ready(batch) -> None:
-    """Records an event after the batch's copy to the device, on the current stream.
-
-    For hand-written loops with gradient accumulation. Fetch all batches of a step before its first
-    forward, and call this on each batch (a dict of tensors) right after its copy. Lookups in a
-    batch (documents, the number of labels) then wait for its copy only, not for the previous
-    micro-step. `hfpatch.Callback` does this in any Trainer.
-    """
-    events: dict = {}
-    for x in batch.values() if hasattr(batch, "values") else ():
-        if isinstance(x, Tensor):
-            if x.device not in events:
-                events[x.device] = device_for(x.device).mark()
-            x._hfpatch_arrived = (events[x.device], version(x))
+    return device_for(x.device).to_host(x.detach()) if has_values(x) else None

@@ -236,8 +236,7 @@ def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
 
 def apply_options(model: ModelArguments) -> bool | dict:
     """The value of `hfpatch.Callback(apply=...)`: False unless --impl hfpatch."""
-    options = {"checkpointing": checkpointing_of(model), "rope_float64": model.rope_float64}
-    return model.impl == "hfpatch" and options
+    return model.impl == "hfpatch" and {"checkpointing": checkpointing_of(model)}
 
 
 def _refuse(message, where=""):

@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from traceback import walk_stack
 
 import torch
@@ -19,7 +19,6 @@ from hfpatch.budget.hardware import GiB, gpu_named
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.lab.device import matmul_rate
-from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
 from hfpatch.trainer.marks import first_to_say
 from hfpatch.trainer.model_flops import Work
@@ -67,7 +66,7 @@ class Callback(TrainerCallback):
         self.attention_share = attention_share
         self.report = None  # of apply
         self._applied = lambda: None
-        self._hook = self._loader = None
+        self._hook = None
         self._warned, self._last, self._unwrap = False, None, lambda: None
         self._tokens, self._flops, self._steps = 0, 0.0, 0
 
@@ -135,9 +134,6 @@ class Callback(TrainerCallback):
             say_compiling(type(optimizer).__name__)
         # A run that searches for its batch size begins again without an end.
         self.on_train_end(args, state, control)
-        self._loader = kwargs.get("train_dataloader")
-        if self._loader is not None:
-            _set_class(self._loader, _noting_arrivals(type(self._loader)))
         self._trained = _trained_share(model)
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -209,9 +205,6 @@ class Callback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._loader is not None:
-            _set_class(self._loader, type(self._loader).__base__)
-            self._loader = None
 
     def _start(self, state):
         self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
@@ -255,24 +248,6 @@ def _caller(kind: type):
     """The nearest object of that class among the callers' `self`, or None."""
     owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
     return next((owner for owner in owners if isinstance(owner, kind)), None)
-
-
-# accelerate's loaders have a property __class__, the class of the loader inside.
-_set_class = vars(object)["__class__"].__set__
-
-
-@cache
-def _noting_arrivals(kind: type) -> type:
-    """A subclass of a loader that marks each batch as ready. Finding the documents of a later batch
-    then waits for no earlier step.
-    """
-
-    def batches(self):
-        for batch in kind.__iter__(self):
-            mark_batch_ready(batch)
-            yield batch
-
-    return type(kind.__name__, (kind,), {"__iter__": batches})
 
 
 def memory_columns(device) -> dict:

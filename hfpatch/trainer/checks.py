@@ -216,11 +216,8 @@ def _implementation_rules(model, args):
         ),
     )
     yield (
-        not ours and (asked not in ("off", Checkpointing()) or model.rope_float64),
-        (
-            f"--checkpointing, --every and --rope_float64 belong to --impl hfpatch, {model.impl} "
-            "came."
-        ),
+        not ours and asked not in ("off", Checkpointing()),
+        f"--checkpointing and --every belong to --impl hfpatch, {model.impl} came.",
     )
 
 

@@ -48,7 +48,6 @@ class ModelArguments:
         'Rotary scaling as JSON, {"rope_type": "yarn", "factor": 4.0}; saved in config.json (not '
         "by adapters).",
     )
-    rope_float64: bool = _flag(False, "Rotary angles in float64, worth it above 128k tokens.")
     tokenizer: str | None = _flag(
         None, "Folder or hub id of the tokenizer; --model's own by default."
     )

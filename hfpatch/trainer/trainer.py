@@ -6,7 +6,6 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.positions import PositionTrainer
 from hfpatch.trainer.runs import WholeCheckpoints
@@ -45,13 +44,8 @@ class Trainer(WholeCheckpoints, PositionTrainer):
             return super()._determine_best_metric(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
-        """Marks a step's batches as ready before the first is queued.
-
-        Work on later batches then waits for those batches alone.
-        """
+        """Counts the labels of rows whose tokens several ranks share."""
         samples, count = super().get_batch_samples(*args, **kwargs)
-        for batch in samples:
-            mark_batch_ready(batch)
         if samples and self._sequence() is not None:
             labelled = sum((batch["shift_labels"] != IGNORE).sum() for batch in samples)
             count = self.accelerator.gather(labelled.to(self.args.device)).sum()

@@ -9,14 +9,14 @@ from dataclasses import replace
 import families
 import pytest
 import torch
-from tiny import LONG
-
-from hfpatch.lab.adapters import BASES, Adapters, attention_linears, layer_linears
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
+from hfpatch.budget.shape import ModelShape
+from tiny import LONG
+
 from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.adapters import BASES, Adapters, attention_linears, layer_linears
 from hfpatch.lab.presets import preset_config
 from hfpatch.parts.quantised import as_trained
 from hfpatch.planner.answer import PROCESS_BYTES

@@ -5,14 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.choice import decide
-from hfpatch.budget.cuts import head_groups
 from hfpatch.budget.flops import attended, step_flops
 from hfpatch.budget.formula import step_memory
-from hfpatch.budget.hardware import GPUS, GiB
-from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.budget.seconds import (
     FORWARD_SHARE,
     HOST_SECONDS_PER_LAYER,
@@ -25,8 +20,13 @@ from hfpatch.budget.seconds import (
 )
 from hfpatch.budget.shape import ModelShape
 from hfpatch.budget.traffic import elementwise, layer_passes
-from hfpatch.lab.presets import preset_config
 from hfpatch.lab.stock import STOCK_FACTOR, STOCK_LOGIT_BYTES, UNTILED, flops_of
+
+from hfpatch.budget.cuts import head_groups
+from hfpatch.budget.hardware import GPUS, GiB
+from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
+from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.presets import preset_config
 
 
 def shape_of(name, **change):

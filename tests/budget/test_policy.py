@@ -13,9 +13,6 @@ from random import Random
 
 import pytest
 import torch
-
-from hfpatch.budget import free as memory
-from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.choice import (
     HOST_SHARE,
     PINNED_MOST,
@@ -28,10 +25,12 @@ from hfpatch.budget.choice import (
     reserve,
 )
 from hfpatch.budget.copies import link_bytes
-from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.formula import ModelShape, step_memory
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.ladder import TILES
+
+from hfpatch.budget import free as memory
+from hfpatch.budget.cuts import tile_bounds
+from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import (
     KEEPABLE,
     Checkpointing,
@@ -40,6 +39,7 @@ from hfpatch.budget.policy import (
     parse_checkpointing,
     time_tile,
 )
+from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.presets import preset_config
 from hfpatch.planner.machine import gpu_limit, host_limit
 

@@ -127,15 +127,6 @@ def test_several_gpus_need_shared_memory():
     ]
 
 
-def test_the_memory_node_of_a_gpu_is_named(capsys):
-    facts = copy.deepcopy(GOOD)
-    facts["gpus"][0]["memory_node"] = 1
-    doctor.show(facts, [])
-    assert (
-        "80.0 GiB, compute capability 9.0, host memory pinned on node 1" in capsys.readouterr().out
-    )
-
-
 def test_this_machine_and_an_accelerate_config(tmp_path, capsys):
     config = tmp_path / "fsdp.yaml"
     config.write_text(

@@ -255,10 +255,7 @@ def dropped_graph(model, batch: dict) -> None:
 
 
 def handed_over(model, batch: dict) -> None:
-    """Tensors of a fetch that another stream uses, values for the host that nobody reads, and a
-    tensor made beside the layers."""
-    from hfpatch.store.device import ToHost, beside
-
+    """Tensors of a fetch that another stream uses."""
     queues = model.model._hfpatch_runtime.queues
     if not queues:
         return  # before the first step
@@ -274,11 +271,6 @@ def handed_over(model, batch: dict) -> None:
     ticket.done()
     del ticket, saved
     torch.ones(2, 4096, 512, device="cuda")  # takes the memory that the other stream uses
-    ToHost(lambda t: t.add(1), x.add(1))
-    for _ in range(4):
-        torch.ones(2, 4096, 512, device="cuda")
-    (made,) = beside(lambda t: [t.add(1)], x)
-    made.add_(1)
 
 
 def batch_in_flight(model, batch: dict) -> None:

@@ -4,8 +4,7 @@ import pytest
 
 MODEL = "llama-3.1-8b"
 WAYS = ("hfpatch", "stock", "stock checkpointed", "liger", "liger checkpointed")
-# Launches of an untiled layer, forward and backward. Backward takes 28 to 32, by the attention kernel
-# that the trial finds faster, which on this device is chance.
+# Launches of an untiled layer, forward and backward. Backward takes 28 to 32, by the attention kernel.
 LIMITS = {"hfpatch": (14, 32)}
 LORA_LIMIT = 219  # of a layer and tile, forward and backward
 

@@ -69,9 +69,6 @@ def waits() -> list[tuple[str, int, str]]:
 SEEN_IN = {
     "device.wait(self.ready or device.mark(self.side), self.owner)": "partial",
     "device.wait(device.mark(self.user), self.owner)": "handed over",
-    "self.device.wait(self.event, self.stream)": "handed over",
-    "device.wait(event, device.side)": "packed",
-    "device.wait(event, device.current())": "handed over",
 }
 # Needed, but not seen here: the allocator never gave these buffers memory that kernels had used
 # after the slot's last use. tests/faults/test_copies.py shows the race on a CPU.

@@ -110,7 +110,6 @@ class Region:
     def __init__(self, start: int, stop: int, owner: str | None):
         self.start, self.stop, self.storages = start, stop, 0
         self.owner, self.pinned, self.uses = owner, False, {}
-        self.recorded = False  # the allocator itself waits for the other streams
 
 
 class LateFuture:
@@ -227,9 +226,6 @@ class CheckedDevice(TorchDispatchMode, Device):
         ):
             join(self.clocks[self.host], clock)
 
-    def used_here(self, x):
-        self._region(x).recorded = True
-
     def pin(self, block):
         self._region(block).pinned = True
         return 0
@@ -240,9 +236,8 @@ class CheckedDevice(TorchDispatchMode, Device):
                 self.problems.append(f"pinned memory unregistered under {what} on {actor}")
 
     def to_host(self, values):
-        host = values.clone()
-        self._region(host).pinned = True
-        return host
+        join(self.clocks[self.host], self._issue(self.current()))
+        return values.clone()
 
     def host_bytes(self, block, writes):
         self._use(block, self.host, self._tick(self.host), writes, "file")
@@ -296,10 +291,7 @@ class CheckedDevice(TorchDispatchMode, Device):
         for other in others:
             self.memory.remove(other)
             first.storages += other.storages
-            first.pinned, first.recorded = (
-                first.pinned or other.pinned,
-                first.recorded or other.recorded,
-            )
+            first.pinned = first.pinned or other.pinned
             for use, actors in other.uses.items():
                 first.uses.setdefault(use, {}).update(actors)
             for key, (reference, region) in self.regions.items():
@@ -319,7 +311,7 @@ class CheckedDevice(TorchDispatchMode, Device):
         return [(a, use) for uses in region.uses.values() for a, use in uses.items() if a != actor]
 
     def _freed(self, region: Region) -> None:
-        if region.pinned or region.recorded or region.owner is None:
+        if region.pinned or region.owner is None:
             return
         clock = self._issue(region.owner)
         for actor, (time, what) in self._others(region, region.owner):

@@ -17,7 +17,6 @@ from hfpatch.context.ranks import sharded
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store import disk
-from hfpatch.store.device import ToHost, beside, mark_batch_ready
 from tests.faults.checker import standing_in
 from tests.layer.deep import tiny_llama, tokens
 
@@ -40,7 +39,6 @@ def packed(model, device):
     positions = torch.cat([torch.arange(n) for n in (9, 1, 10, 2)])[None].expand(2, -1).contiguous()
     for _ in range(2):
         batch = {"position_ids": positions, "attention_mask": torch.ones(2, 22, dtype=torch.long)}
-        mark_batch_ready(batch)
         loss(model, **batch).backward()
 
 
@@ -50,7 +48,6 @@ def padded(model, device):
         mask = (torch.arange(22) < torch.tensor([[22], [real]])).long()
         labels = tokens(2, 22).masked_fill(mask == 0, -100)
         batch = {"labels": labels, "attention_mask": mask}
-        mark_batch_ready(batch)
         model(tokens(2, 22), **batch).loss.backward()
 
 
@@ -138,9 +135,6 @@ def handed_over(model, device):
     del ticket, saved
     if transfers.tier == "gpu":
         device.wait(device.mark(other))  # the tensor itself is the caller's
-    ToHost(x.mul(2))
-    (made,) = beside(lambda t: [t.add(1)], x)
-    made.mul(2)
 
 
 def written_at_rest(model, device):

@@ -61,7 +61,7 @@ def test_the_short_rows_name_everything():
     assert named == [set(scenarios.TIERS), set(scenarios.WAYS), set(scenarios.ACTIONS)]
 
 
-STEP, DISK, PACKED = ("host", "tiles", "step"), ("disk", "tiles", "step"), ("gpu", "one", "packed")
+STEP, DISK = ("host", "tiles", "step"), ("disk", "tiles", "step")
 PARTIAL, LENGTHS, HANDED = (
     ("host", "tiles", "partial"),
     ("host", "one", "lengths"),
@@ -89,10 +89,6 @@ REMOVALS = {
     ),
     "DiskDirectory._write: self.device.synchronize(event)": DISK,
     "DiskDirectory._read: self.device.synchronize(copied)": DISK,
-    "_side_stream: device.wait(event, device.side)": PACKED,
-    "ToHost.get: self.device.synchronize(self.event)": PACKED,
-    "ToHost.__del__: self.device.wait(self.event, self.stream)": HANDED,
-    "beside: device.wait(event, device.current())": HANDED,
     "_unpin: device.synchronize()": LENGTHS,
 }
 
@@ -192,12 +188,8 @@ def reuse_bounces_at_once(patch):
     patch.setattr(disk, "_ended", lambda job: None)
 
 
-def forget_who_uses_what_was_made_beside(patch):
-    patch.setattr(CheckedDevice, "used_here", lambda self, x: None)
-
-
 @pytest.mark.parametrize("removal, row", [
-    (forget_the_last_use_of_slots, WEIGHTS), (forget_who_uses_what_was_made_beside, HANDED),
+    (forget_the_last_use_of_slots, WEIGHTS),
     (leave_sources_as_a_pass_begins, ("host", "keep", "cut short")),
     (forget_sources, LENGTHS), (let_go_of_tiles_at_once, KEEP),
     (forget_the_end_of_tickets, PARTIAL),

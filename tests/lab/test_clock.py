@@ -9,17 +9,18 @@ from functools import cache, partial
 from unittest import mock
 
 import pytest
-
-from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.flops import step_flops
 from hfpatch.budget.formula import step_memory
+from hfpatch.budget.seconds import step_time
+from hfpatch.budget.shape import ModelShape
+from hfpatch.planner.seconds import run_time
+
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
-from hfpatch.budget.seconds import step_time
 from hfpatch.budget.sequence import sent_bytes
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab import clock as lab
+from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.layer import policies
@@ -28,7 +29,6 @@ from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.parallel.shards import Shards
 from hfpatch.planner.placements import Resident
 from hfpatch.planner.plan import plan
-from hfpatch.planner.seconds import run_time
 from hfpatch.store.transfers import Transfers
 from profiles.clock.clocked import clock, clocked
 from profiles.clock.timeline import trace_events, write_trace

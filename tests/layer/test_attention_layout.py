@@ -103,22 +103,6 @@ def test_one_layout_of_shared_rows(layouts, zigzag):
             attention.backward([q, k, k], [torch.randn_like(q)], outs.__getitem__, lses, [None] * 3)
 
 
-@pytest.mark.parametrize("layouts", ["cudnn", "flash", "fa3"], indirect=True)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_one_layout_of_a_trial_and_of_layers(layouts, groups, monkeypatch):
-    """A trial runs first: its plans are the ones that a layer of the same strides would meet."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    name = next(n for n in A.BACKENDS if A.BACKENDS[n][1].__module__ == __name__)
-    inputs = R._trial_inputs(torch.device("cpu"), torch.float32, 8, 4, 16, 22)
-    R._timed(name, inputs, groups)
-    q, k, v, dout = (x.transpose(1, 2) for x in inputs)
-    out, lse, state = A.attention_forward(q, k, v, scale=0.25, backend=name)
-    for g in range(groups):
-        cut = lambda x, g=g: x.chunk(groups, 2)[g]  # noqa: E731
-        rest = cut(out), lse.chunk(groups, 1)[g].contiguous(), state
-        A.attention_backward(*map(cut, (dout, q, k, v)), *rest, scale=0.25, backend=name)
-
-
 @pytest.mark.parametrize("layouts", ["cudnn", "flash", "fa3", "efficient"], indirect=True)
 def test_one_layout_whatever_a_caller_hands_over(layouts):
     """The same q, k, v with out and dout of their own, cut out of whole heads, and one of each."""

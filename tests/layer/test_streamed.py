@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from hfpatch.budget.copies import weight_bytes
+from hfpatch.budget.shape import ModelShape
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.lab.adapters import Adapters
-from hfpatch.budget.copies import weight_bytes
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.adapters import Adapters
 from hfpatch.layer import policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed

@@ -11,9 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from hfpatch.attention import attention as A
 from hfpatch.attention import backends as R
 from hfpatch.attention import efficient
+from hfpatch.attention.trial import why_not
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.lab.float64 import attention_ref
 from tests.numerics import assert_close
+
+CPU = torch.device("cpu")
 
 
 def inputs(B, T, H, K, E, dtype, seed=0):
@@ -303,137 +306,86 @@ def on_cuda(tokens, dtype=torch.bfloat16, batch=1):
     )
 
 
-def test_what_is_picked_without_a_trial(monkeypatch):
-    """And what a trial that finds no room means: nothing that is remembered."""
-    asked, cudnn = [], R.Trial({"cudnn": 1.0}, {"cudnn": 0.0}, {})
-    answers = iter([torch.OutOfMemoryError(), cudnn, cudnn])
+@pytest.fixture
+def card(monkeypatch):
+    """card(capability): cuda:1 is such a GPU, in a process that ran attention at no length yet.
+    Returns the names of the kernels that were compared with plain blocks."""
+    compared = []
 
-    def tried(device, dtype, *shape):
-        asked.append((device.index, *shape))
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    def compare(name, device, dtype, head_dim):
+        compared.append(name)
+        return None
 
-    monkeypatch.setattr(R, "tried", tried)
-    monkeypatch.setattr(R, "trial_peaks", {})
-    monkeypatch.setattr(R, "trials_without_room", R.Counter())
-    monkeypatch.setattr(R, "lengths_met", R.defaultdict(set))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 77)
-    picked = [A.pick(on_cuda(n), on_cuda(n)) for n in (200, 200, 200_000, 1)]
-    assert picked == ["flash", "cudnn", "cudnn", "flash"]
-    assert asked == [(1, 4, 4, 16, 256, 1)] * 2 + [(1, 4, 4, 16, 16384, 1)]
-    assert [*R.trial_peaks.values(), *R.trials_without_room.values()] == [77, 1]
-    assert A.pick(on_cuda(200, torch.float32), None) == "efficient"
-    assert A.pick(on_cuda(200, torch.float64), None) == "blocks"  # plain torch: no kernel takes it
-    assert A.pick(torch.zeros(1, 200, 4, 16), None) == "cpu"
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert A.pick(on_cuda(200), on_cuda(200)) == "flash"
+    def make(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(R, "lengths_met", set())
+        monkeypatch.setattr(R, "why_not_kernel", compare)
+        return compared
+
+    monkeypatch.delenv("HFPATCH_ATTENTION", raising=False)
+    for known in (R.has_flash, R._usable):
+        known.cache_clear()
+    yield make
+    for known in (R.has_flash, R._usable):
+        known.cache_clear()
 
 
-# What plans cost, what else there is, and what is picked for the first lengths and for all after
-# them.
-@pytest.mark.parametrize("seconds, plans, few, many", [
-    ({"flash": 3e-3, "cudnn": 2e-3}, {"cudnn": 0.7}, "cudnn", "flash"),
-    ({"flash": 3e-3, "cudnn": 2e-3}, {}, "cudnn", "cudnn"),
-    ({"flash": 3e-3, "cudnn": 2e-3, "fa3": 1e-3}, {"cudnn": 0.7}, "fa3", "fa3"),
-    ({"cudnn": 2e-3}, {"cudnn": 0.7}, "cudnn", "cudnn"),
+@pytest.mark.parametrize("capability, name", [
+    ((8, 0), "flash"), ((8, 9), "flash"), ((9, 0), "cudnn"), ((10, 0), "cudnn"), ((12, 0), "flash"),
 ])  # fmt: skip
-def test_a_process_of_many_lengths_takes_what_plans_nothing(seconds, plans, few, many, monkeypatch):
-    monkeypatch.setattr(R, "tried", lambda *_: R.Trial(seconds, plans, {}))
-    monkeypatch.setattr(R, "lengths_met", R.defaultdict(set))
+def test_a_card_has_its_kernel(capability, name, card, monkeypatch):
+    compared = card(capability)
+    assert [A.pick(on_cuda(n)) for n in (200, 200, 200_000)] == 3 * [name]
+    assert compared == [name] * (name == "cudnn")  # once a shape
+    assert A.pick(on_cuda(1)) == "flash"  # cuDNN takes no single token
+    assert A.pick(on_cuda(200, torch.float32)) == "efficient"
+    assert A.pick(on_cuda(200, torch.float64)) == "blocks"  # plain torch: no kernel takes it
+    assert A.pick(torch.zeros(1, 200, 4, 16)) == "cpu"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert A.pick(on_cuda(200)) == "flash"
+
+
+def test_a_process_of_many_lengths_takes_a_kernel_without_plans(card):
+    card((9, 0))
     lengths = [1000, 1001, 5000, 1002]
     for n in [*lengths, *lengths]:  # layer after layer, step after step
-        assert A.pick(on_cuda(n), on_cuda(n)) == few
+        assert A.pick(on_cuda(n)) == "cudnn"
     for n in (777, *lengths, *range(2000, 3000)):
-        assert A.pick(on_cuda(n), on_cuda(n)) == many
-    assert len(R.lengths_met[torch.device("cuda", 1)]) == R.FEW_LENGTHS + 1
+        assert A.pick(on_cuda(n)) == "flash"
+    assert len(R.lengths_met) == R.FEW_LENGTHS + 1
 
 
-class Played:
-    """Backends whose seconds are counted, not taken; the CPU's kernel computes.
-
-    seconds: by name those of forward and backward, None where it cannot run; wrong: names that give
-    other numbers; plans: by name those of a length's first forward.
-    """
-
-    def __init__(self, monkeypatch, seconds: dict, wrong=(), plans=None, groups: int = 1):
-        self.now, self.waits, self.heads, self.met, self.plans = 0.0, [], [], set(), plans or {}
-        self.seconds, self.wrong, self.groups = seconds, wrong, groups
-        monkeypatch.setattr(R, "BACKENDS", {name: self.backend(name) for name in seconds})
-        monkeypatch.setattr(R, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.waits.append)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 77)
-        monkeypatch.setattr(R, "trial_peaks", {})
-
-    def spend(self, name, direction):
-        if self.seconds[name] is None:
-            raise RuntimeError(f"no {name} here\nand a second line")
-        self.now += self.seconds[name][direction] * (1000 if len(self.heads) < 2 else 1)
-
-    def backend(self, name):
-        def forward(q, k, v, scale):
-            self.spend(name, 0)
-            if (name, q.shape[2]) not in self.met:
-                self.met.add((name, q.shape[2]))
-                self.now += self.plans.get(name, 0)
-            self.heads.append((q.shape[1], k.shape[1]))
-            out, lse, state = R._cpu_forward(q, k, v, scale)
-            return (out * 1.1 if name in self.wrong else out), lse, state
-
-        def backward(dout, q, k, v, out, lse, state, scale):
-            self.spend(name, 1 if q.shape[1] * self.groups == 4 else 0)
-            assert lse.is_contiguous()
-            return R._cpu_backward(dout, q, k, v, out, lse, state, scale)
-
-        return forward, backward
-
-    def try_all(self) -> R.Trial:
-        asked = torch.device("cpu"), torch.bfloat16, 4, 2, 16, 128, self.groups
-        R.tried.cache_clear()
-        try:
-            assert R.tried(*asked) is R.tried(*asked)  # once a shape
-            return R.tried(*asked)
-        finally:
-            R.tried.cache_clear()
+def test_the_user_names_a_kernel(card, monkeypatch):
+    card((8, 0))
+    monkeypatch.setenv("HFPATCH_ATTENTION", "cudnn")
+    assert {A.pick(on_cuda(n)) for n in range(200, 300)} == {"cudnn"}
+    assert A.pick(on_cuda(1)) == "flash"
+    monkeypatch.setenv("HFPATCH_ATTENTION", "cudn")
+    with pytest.raises(ValueError, match="HFPATCH_ATTENTION must be one of cpu, flash, .* got 'cu"):
+        A.pick(on_cuda(200))
 
 
-# Of H100s with FlashAttention-3 and without, and an A100: seconds of (forward, backward) of each
-# backend, None where it cannot run; what is picked. One that is fast and wrong is left out, one
-# direction alone does not decide, the first call compiles.
-@pytest.mark.parametrize(
-    "seconds, wrong, fastest",
-    [
-        ({"flash": (3, 7), "cudnn": (2, 5), "fa3": (2, 4)}, (), "fa3"),
-        ({"flash": (3, 7), "cudnn": (2, 5), "fa3": None}, (), "cudnn"),
-        ({"flash": (3, 7), "cudnn": (1, 10), "fa3": None}, (), "flash"),
-        ({"flash": (3, 7), "cudnn": (2, 5), "fa3": (1, 1)}, ("fa3",), "cudnn"),
-        ({"flash": None, "cudnn": (2, 5), "fa3": None}, (), "cudnn"),
-        ({"flash": None, "cudnn": None, "fa3": None}, (), "efficient"),
-    ],
-)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_fastest_that_is_right_is_picked(seconds, wrong, fastest, groups, monkeypatch):
-    played = Played(monkeypatch, seconds, wrong, groups=groups)
-    found, missing = played.try_all(), {name for name, found in seconds.items() if found is None}
-    assert found.fastest() == found.fastest(many_lengths=True) == fastest
-    assert set(found.left_out) == missing | set(wrong)
-    # all heads forward
-    assert set(played.heads) <= {(4, 2)} and len(played.heads) == 4 * (3 - len(missing))
-    assert len(played.waits) == 8 * (3 - len(missing)) + len(missing)  # before and after each
-    assert R.trial_peaks == {torch.device("cpu"): 77}
+@pytest.mark.parametrize("factor, reason", [
+    (1.0, None), (1.1, "it gives other numbers"), (None, "it raises RuntimeError"),
+])  # fmt: skip
+def test_a_kernel_is_compared_before_it_is_trusted(factor, reason, card, monkeypatch, capfd):
+    """On a real device, with the CPU's kernel in the place of cuDNN's."""
 
+    def forward(q, k, v, scale):
+        if factor is None:
+            raise RuntimeError("no such kernel")
+        out, lse, state = R._cpu_forward(q, k, v, scale)
+        return out * factor, lse, state
 
-def test_a_trial_says_what_it_found(monkeypatch, capfd):
-    seconds = {"flash": (0.003, 0.007), "cudnn": (0.002, 0.005), "fa3": None}
-    found = Played(monkeypatch, seconds, plans={"cudnn": 0.7, "flash": 0.05}).try_all()
-    assert found.new_length == {"flash": 0.0, "cudnn": pytest.approx(0.7)}
-    assert capfd.readouterr().err == (
-        "hfpatch: attention of 4 heads over 2 of 16 at 128 tokens: cudnn 7.00 ms, flash 10.00 ms; cudnn is taken, and flash "
-        "beyond 4 lengths, each of which costs cudnn 0.7 s; fa3 raised RuntimeError: no fa3 here.\n"
+    card((9, 0))
+    monkeypatch.setitem(R.BACKENDS, "cudnn", (forward, R._cpu_backward))
+    monkeypatch.setattr(
+        R, "why_not_kernel", lambda name, _, *rest: why_not(*R.BACKENDS[name], CPU, *rest)
     )
-    Played(monkeypatch, seconds | {"fa3": (0.0, 0.0)}, wrong=("fa3",)).try_all()
-    assert capfd.readouterr().err.endswith("10.00 ms; cudnn is taken; fa3 gave other numbers.\n")
+    assert A.pick(on_cuda(200)) == ("cudnn" if reason is None else "flash")
+    said = capfd.readouterr().err
+    assert said == "" if reason is None else f"uses flash, not cudnn: {reason}" in said
 
 
 # (B, T, H, K, E) -> parts: 128k of Llama in one; on the bound and above it; one KV head for all
@@ -585,9 +537,9 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
     )
     for module in (A, R):
         monkeypatch.setattr(module, "has_flash", lambda device: True)
-    assert A.pick(wide, wide) == "efficient"
+    assert A.pick(wide) == "efficient"
     assert A.copies_inputs(q, v, A.CAUSAL)
-    monkeypatch.setattr(A, "why_not_efficient", lambda *_: None)
+    monkeypatch.setattr(A, "why_not_kernel", lambda *_: None)
     cuda, packed = torch.device("cuda"), A.Pattern(A.Documents((0, 1), None))
     for pattern, served in (
         (A.CAUSAL, True),
@@ -600,34 +552,26 @@ def test_heads_wider_than_others_take_go_through_the_efficient_kernel(monkeypatc
 @pytest.mark.parametrize("wrong, said", [(1.0, None), (1.1, "other numbers")])
 def test_the_efficient_kernel_is_tried_before_it_is_trusted(wrong, said, monkeypatch):
     monkeypatch.setattr(efficient, "aten", _Efficient(wrong))
-    found = efficient.why_not_efficient.__wrapped__(torch.device("cpu"), torch.float32, 320)
+    found = why_not(*R.BACKENDS["efficient"], CPU, torch.float32, 320)
     assert found is said or said in found
 
 
 @pytest.mark.parametrize("capability, has", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_before_ampere_nothing_goes_to_fa2(capability, has, monkeypatch):
+def test_before_ampere_nothing_goes_to_fa2(capability, has, card):
     """FA2 raises there, and the efficient kernel knows no bf16: such layers run whole, in plain
     torch, and fp16 rows of any length in the kernel that is left.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(R, "tried", lambda *_: R.Trial({"flash": 1.0}, {}, {}))
-    monkeypatch.setattr(R, "lengths_met", R.defaultdict(set))
-    A.has_flash.cache_clear()
-    try:
-        device, documents = torch.device("cuda", 1), A.Pattern(A.Documents((0, 1), None))
-        for tokens in (1, 200):
-            q = SimpleNamespace(device=device, dtype=torch.float16, shape=(1, tokens, 4, 16))
-            assert A.pick(q, q) == ("flash" if has else "efficient")
-        assert A.supported(64, torch.float16, device) is None
-        for dtype, pattern in (
-            (torch.bfloat16, A.CAUSAL),
-            (torch.float16, documents),
-            (torch.float16, A.Pattern(window=4)),
-        ):
-            assert (A.supported(64, dtype, device, pattern) is None) is has
-    finally:
-        A.has_flash.cache_clear()
+    card(capability)
+    device, documents = torch.device("cuda", 1), A.Pattern(A.Documents((0, 1), None))
+    for tokens in (1, 200):
+        assert A.pick(on_cuda(tokens, torch.float16)) == ("flash" if has else "efficient")
+    assert A.supported(64, torch.float16, device) is None
+    for dtype, pattern in (
+        (torch.bfloat16, A.CAUSAL),
+        (torch.float16, documents),
+        (torch.float16, A.Pattern(window=4)),
+    ):
+        assert (A.supported(64, dtype, device, pattern) is None) is has
 
 
 def test_documents_are_told_apart_where_they_lie(monkeypatch):

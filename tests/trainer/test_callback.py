@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from hfpatch.budget.flops import step_flops
+from hfpatch.budget.formula import step_memory
+from hfpatch.budget.seconds import step_time
+from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.stock import UNTILED, flops_of
 from peft import LoraConfig, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import hfpatch
-from hfpatch.lab.adapters import Adapters
-from hfpatch.budget.flops import step_flops
-from hfpatch.budget.formula import step_memory
 from hfpatch.budget.hardware import GPUS
-from hfpatch.budget.seconds import step_time
-from hfpatch.budget.shape import ModelShape
 from hfpatch.context.classes import is_mixed
-from hfpatch.lab.stock import UNTILED, flops_of
+from hfpatch.lab.adapters import Adapters
 from hfpatch.trainer.callback import (
     Callback,
     memory_columns,
@@ -87,31 +87,6 @@ def test_planned_seconds_stand_beside_those_that_were_measured(tmp_path, monkeyp
     stock = make_trainer(tmp_path, Callback())
     stock.train()
     assert not any("planned_step_seconds" in entry for entry in stock.state.log_history)
-
-
-def test_batches_are_noted_as_they_come_in_any_trainer(tmp_path):
-    """Both micro-batches before the first forward: looking up the second's documents waits for no
-    earlier step's queue.
-    """
-    order, loaders = [], []
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, *args, train_dataloader, **kwargs):
-            loaders.append(train_dataloader)
-            order.append("step")
-
-    trainer = make_trainer(
-        tmp_path, Callback(), Watch(), gradient_accumulation_steps=2, max_steps=1
-    )
-    noted = lambda module, args, kwargs: order.append(  # noqa: E731
-        hasattr(kwargs["input_ids"], "_hfpatch_arrived")
-    )
-    trainer.model.register_forward_pre_hook(noted, with_kwargs=True)
-    trainer.train()
-    assert order == ["step", True, True]
-    assert "__iter__" not in vars(type(loaders[0])) or type(loaders[0]).__module__.startswith(
-        "accelerate"
-    )
 
 
 def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):

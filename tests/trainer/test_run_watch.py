@@ -158,12 +158,12 @@ def test_a_mark_is_left_once(watched, monkeypatch):
 def test_options_are_those_of_apply():
     parsed = {action.dest for action in run._parser()._actions}
     assert set(inspect.signature(hfpatch.apply).parameters) - {"model"} <= parsed
-    words = ["--no-loss", "--no-rms-norm", "--rope-float64", "--logits", "false", "--checkpointing",
+    words = ["--no-loss", "--no-rms-norm", "--logits", "false", "--checkpointing",
              "least,host",
              "--checkpointing", "tile=64", "--every", "2", "python", "--no-mlp"]  # fmt: skip
     options = run._options(run._parser().parse_args(words))
     assert options == {
-        "loss": False, "rms_norm": False, "rope_float64": True, "logits": False,
+        "loss": False, "rms_norm": False, "logits": False,
         "checkpointing": ["least,host", "tile=64", "every=2"],
     }  # fmt: skip
     assert run._options(run._parser().parse_args(["python", "--no-loss"])) == {}, (

@@ -16,7 +16,7 @@ from hfpatch.context.attention import attention
 from hfpatch.context.current import having
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.trainer import checks, sequence
-from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows, apply_options
+from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows
 from hfpatch.trainer.compat import deals_for_any_attention, unless_shared
 from hfpatch.trainer.dataset import Collator
 from hfpatch.trainer.sequence import SharedRows, parallelism, share_rows, shares_exactly
@@ -100,17 +100,6 @@ def test_smoothed_labels_are_refused():
         _share_rows(
             ModelArguments(sp_size=2), DataArguments(), {"label_smoothing_factor": 0.1}, None
         )
-
-
-def test_float64_angles_are_asked_of_apply():
-    assert apply_options(ModelArguments(rope_float64=True))["rope_float64"] is True
-    assert apply_options(ModelArguments())["rope_float64"] is False
-    with pytest.raises(ValueError, match="--rope_float64 belong to --impl hfpatch, hf came"):
-        args = SimpleNamespace(max_steps=1, use_liger_kernel=False, dataloader_num_workers=0)
-        model = ModelArguments(
-            model="llama-tiny", train_tokenizer=300, impl="hf", rope_float64=True
-        )
-        checks.flags(model, DataArguments(data=["a"]), args)
 
 
 def test_heads_that_do_not_go_evenly_are_refused_early():

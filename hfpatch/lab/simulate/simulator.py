@@ -195,7 +195,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
             stack.enter_context(
                 mock.patch.object(attention, "has_flash", lambda *_: True)
             )  # whatever this machine has
-            stack.enter_context(mock.patch.object(attention, "why_not_efficient", lambda *_: None))
+            stack.enter_context(mock.patch.object(attention, "why_not_kernel", lambda *_: None))
         for found in runtimes(model):
             found.close()
             stack.callback(found.close)

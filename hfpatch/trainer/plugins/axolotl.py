@@ -55,7 +55,6 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rope: bool = True
-    rope_float64: bool = False
     rms_norm: bool = True
     mlp: bool = True
     loss: bool = True
