@@ -64,7 +64,7 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
     name = None if model is None else head_name(model)
     trl = None if model is None else TrlHead.of(vars(model).get("forward"))
     if model is None or trl is None and "forward" in vars(model):
-        why = "no head with labels in this model" if model is None else replaced_forward(model)
+        why = "no head with labels around its layers" if model is None else replaced_forward(model)
         report.skipped.append(("loss", why))
         return
     if trl is not None:
@@ -158,9 +158,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack._hfpatch_configs = configs
     stack._hfpatch_traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
-        # A model between causal and stack may make a cache.
-        if mixers or not found.apart or stack not in causal.children():
-            swap(causal, TellsPositions)
+        swap(causal, TellsPositions)
     if not found.apart:
         report.notes.append(
             "rows that hold several documents are refused: its layers were not seen to keep them "

@@ -468,7 +468,7 @@ def test_base_model_gets_the_parts_it_has():
     assert type(model) is LlamaModel
     report = hfpatch.apply(model)
     assert counts(report) == {"rope": 2, "rms_norm": 5, "mlp": 2, "loss": 0, "checkpointing": 2}
-    assert report.skipped == [("loss", "no head with labels in this model")]
+    assert report.skipped == [("loss", "no head with labels around its layers")]
 
 
 def test_base_model_trains_exactly():
@@ -486,7 +486,7 @@ def test_classification_trains_exactly(head):
     stock = tiny.llama(getattr(hf, head), num_labels=3, classifier_dropout=0.0)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    assert ("loss", "no head with labels in this model") in report.skipped and report.count(
+    assert ("loss", "no head with labels around its layers") in report.skipped and report.count(
         "rms_norm"
     ) == 5
     rows = head == "LlamaForSequenceClassification"

@@ -284,8 +284,16 @@ def values_for_now(rows: list[tuple[dict, str, object]]):
             put(table, name, value)
         yield
     finally:
-        for row in reversed(before):  # a row may name what one before it set
-            put(*row)
+        try:
+            _put_back(before)
+        except BaseException:  # Ctrl-C in it: a forward that stayed would compute nothing
+            _put_back(before)
+            raise
+
+
+def _put_back(before: list[tuple[dict, str, object]]) -> None:
+    for row in reversed(before):  # a row may name what one before it set
+        put(*row)
 
 
 @contextmanager

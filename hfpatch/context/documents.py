@@ -129,15 +129,15 @@ def find_rows(
     B: int, T: int, device: torch.device, attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | Sequence[int] | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
-    padding: bool = True, cached: bool = False,
+    watched: bool = False, padding: bool = True, cached: bool = False,
 ) -> Rows:  # fmt: skip
     """Documents and padding of a batch, by the rule in this module's docstring.
 
     attention_mask: [B, T] of 0 and 1, or None. position_ids: [1 or B, T]. cu_seq_lens: [n+1]
     offsets over the flattened tokens (FlashAttention's keyword), which override positions. chunk:
     attention ends every so many tokens of a document, left padding not counted (Llama 4). idle_BT:
-    tokens whose output is unread. padding: False where masked tokens form no documents of their own,
-    and only a restart starts one.
+    tokens whose output the loss does not read. watched: other code may read it. padding: False
+    where masked tokens form no documents of their own, and only a restart starts one.
     cached: transformers would make a cache. ValueError if the offsets do not cover the tokens.
     """
     bounds = on_host(cu_seq_lens) if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
@@ -162,7 +162,8 @@ def find_rows(
 
     found = on_host(
         _marks(
-            B, T, where, attention_mask, position_ids, inside, chunk, idle_BT, padding,
+            B, T, where, attention_mask, position_ids, inside, chunk, idle_BT, watched,
+            padding,
             beside_a_mask,
         )
     )  # fmt: skip
@@ -179,7 +180,8 @@ def find_rows(
 
 def _marks(
     B: int, T: int, device, attention_mask: Tensor | None, position_ids: Tensor | None,
-    inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, padding: bool, beside_a_mask: bool,
+    inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, watched: bool, padding: bool,
+    beside_a_mask: bool,
 ) -> Tensor:  # fmt: skip
     """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether masked tokens
     lie between visible ones, and whether padding's output is read.
@@ -202,7 +204,7 @@ def _marks(
         # A loss that reads padding counts what transformers' mask makes of it.
         unread_BT = after_BT if idle_BT is None else after_BT & idle_BT
         holes = ~(seen_BT | before_BT | unread_BT).all()
-        read = (~seen_BT if idle_BT is None else ~seen_BT & ~idle_BT).any()
+        read = (~seen_BT if watched or idle_BT is None else ~seen_BT & ~idle_BT).any()
     if chunk is not None:
         at = torch.arange(T, device=device)
         index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values

@@ -27,8 +27,8 @@ class Batch:
     """The caller's description of a batch's tokens. Documents are found on first need, once for
     each chunk size.
 
-    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T]: as in
-    documents.find_rows. sequence: the ranks that share these rows (parallel.exchange.Sequence), or
+    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T], watched: as
+    in documents.find_rows. sequence: the ranks that share these rows (parallel.exchange.Sequence), or
     None. t: the number of tokens of this rank.
     """
 
@@ -41,12 +41,13 @@ class Batch:
         position_ids=None,
         cu_seq_lens=None,
         idle_BT=None,
+        watched=False,
         sequence=None,
     ):
         self.B, self.T, self.device, self.sequence = B, T, device, sequence
         self.t = T if sequence is None else T // sequence.size
         self.said = (attention_mask, position_ids, cu_seq_lens)
-        self._idle = idle_BT
+        self._idle, self._watched = idle_BT, watched
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.weights = False  # whether attention returns its probabilities too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
@@ -116,6 +117,7 @@ class Batch:
                 *self.said,
                 chunk=chunk,
                 idle_BT=self._idle,
+                watched=self._watched,
                 cached=self.cached,
             )
         return self._rows[chunk]

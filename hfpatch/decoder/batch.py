@@ -72,6 +72,7 @@ class Given:
         weights: the caller asks for attention's probabilities.
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
+        watched: other code may read outputs.
         sequence: the ranks that share the rows, or None.
     """
 
@@ -99,6 +100,7 @@ class Given:
     weights: bool = False
     encoder: bool = False
     idle_BT: Tensor | None = None
+    watched: bool = False
     sequence: object = None
 
     @property
@@ -158,6 +160,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
+    idle = current.idle_BT
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
@@ -183,7 +186,9 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         uncached=current.uncached,
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
         encoder=kwargs.get("encoder_hidden_states") is not None,
-        idle_BT=current.idle_BT,
+        # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
+        idle_BT=idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None,
+        watched=current.watched,
         sequence=sequence_now(config, training),
     )
 
@@ -291,13 +296,16 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         given.positions,
         None if shared else given.offsets,
         given.idle_BT,
+        given.watched,
         given.sequence,
     )
     batch.cached, batch.weights = cached, given.weights
     if given.rows_mask is not None and batch.rows().holes:
         if shared:
             raise not_exchanged("an attention mask with holes")
-        return _by_transformers(given, traits, "an attention mask with holes", changes)
+        return _by_transformers(
+            given, traits, "an attention mask with holes, or with labels at padding", changes
+        )
     return Decision(batch, changes)
 
 

@@ -40,23 +40,26 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     return found
 
 
+def _decoder_of(module: nn.Module) -> nn.Module | None:
+    try:
+        return module.get_decoder()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def _text_decoder(model: nn.Module) -> nn.Module:
     """Follows get_decoder() to a module that runs layers.
 
     For a multimodal model this is the text tower, which may have a head or an encoder of its own.
-    Returns `model` if it runs layers itself, or if no other module is found.
+    Returns `model` if it names no other and runs layers itself, or if no other module is found.
     """
-    if list_of_layers(model) is not None:
+    if list_of_layers(model) is not None and _decoder_of(model) in (None, model):
         return model
     models = [
         m for m in model.modules() if hasattr(type(m), "get_decoder") and hasattr(m, "config")
     ]
     for module in models:
-        try:
-            inner = module.get_decoder()
-        except (AttributeError, NotImplementedError):
-            continue
-        outermost = module is models[0]
+        inner, outermost = _decoder_of(module), module is models[0]
         if inner is None or inner is module:  # the module has no decoder
             if outermost and _has_head(module):
                 break
@@ -97,7 +100,7 @@ def find_decoder(model: nn.Module) -> Decoder | None:
         (
             m
             for m in model.modules()
-            if _has_head(m) and any(inner is stack for inner in m.modules())
+            if m is not stack and _has_head(m) and any(inner is stack for inner in m.modules())
         ),
         None,
     )

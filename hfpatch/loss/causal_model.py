@@ -63,23 +63,38 @@ EVAL_LOGITS_BYTES = 2 << 30
 BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its loss
 
 
+def _labelled(target, ignore: int, kwargs, watched: bool) -> dict:
+    """The labels of a forward, and the tokens whose outputs its loss does not read: neither the
+    token nor the next one has a label. watched: other code may read their outputs."""
+    idle_BT, mask = current.idle_BT, kwargs.get("attention_mask")
+    # A mask of another length is cut or filled to the tokens' (decoder/batch.py).
+    by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == len(target)
+    if by_rows and target.dim() == 2:
+        labelled = target != ignore
+        idle_BT = ~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))
+    return {"labels": target, "idle_BT": idle_BT, "watched": watched}
+
+
 def _as_called(kwargs) -> dict:
-    """The caller's arguments for the decoder: positions, and whether the caller passed neither a
-    cache nor use_cache.
+    """The caller's arguments for the decoder: positions, whether the caller passed neither a cache
+    nor use_cache, and labels, unless the fused loss has noted them.
 
     Some families drop the positions (Mamba, Bloom); some create a cache in between (Idefics).
     """
-    given = kwargs.get("position_ids")
+    given, target = kwargs.get("position_ids"), kwargs.get("labels")
     uncached = kwargs.get(cache_name(kwargs)) is None and kwargs.get("use_cache") is None
-    return {
+    labels = {}
+    if current.labels is None and isinstance(target, Tensor):
+        labels = _labelled(target, kwargs.get("ignore_index", -100), kwargs, watched=True)
+    return labels | {
         "positions": current.positions if given is None else given,
         "uncached": current.uncached or uncached,
     }
 
 
 class TellsPositions(KeepsSignature):
-    """For causal models that keep their own loss: hands positions on to the decoder, which isolates
-    packed documents by them."""
+    """For causal models that keep their own loss: hands positions and labels on to the decoder, which
+    isolates packed documents, and computes padding that has labels as transformers does."""
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -212,15 +227,9 @@ class FusedCausalLM(KeepsSignature):
         A token's output is unread if neither the token nor the next one has a label, unless a hook,
         the caller, or a forward that is not transformers' own may read hidden states.
         """
-        idle_BT, mask = current.idle_BT, kwargs.get("attention_mask")
-        # A mask of another length is cut or filled to the tokens' (decoder/batch.py).
-        by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == len(target)
-        by_rows = by_rows and target.dim() == 2
         theirs = package_of(self) == "transformers" and not asks_for_hidden_states(self, kwargs)
-        if by_rows and theirs and not self._hfpatch_tokens_watched():
-            labelled = target != ignore
-            idle_BT = ~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))
-        return having(labels=target, idle_BT=idle_BT)
+        watched = not theirs or self._hfpatch_tokens_watched()
+        return having(**_labelled(target, ignore, kwargs, watched))
 
     def _hfpatch_log_probs(self, kwargs):
         """The outputs of TRL's fused head, from our op where both compute the same."""

@@ -6,6 +6,8 @@ import pytest
 import tiny
 import torch
 from families import TILED, small_model
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
 import hfpatch
 
@@ -69,3 +71,46 @@ def test_every_position_is_transformers_own_under_any_mask(family):
                 m(input_ids=ids, attention_mask=mask, use_cache=False).logits for m in (ours, stock)
             )
         assert ((got - wanted).abs() <= 1e-5 * wanted.abs().max()).all()
+
+
+def own_loss(logits, labels, vocab_size, **kwargs):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Own(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+def hook(model):
+    model.model.norm.register_forward_hook(lambda *_: None)
+
+
+# How a forward with labels differs: (class, options of apply, change of the model, arguments).
+LABELLED = {
+    "fused": (LlamaForCausalLM, {}, None, {}),
+    "own class": (Own, {}, None, {}),
+    "logits": (LlamaForCausalLM, {"logits": True}, None, {}),
+    "loss=False": (LlamaForCausalLM, {"loss": False}, None, {}),
+    "own loss": (LlamaForCausalLM, {}, lambda m: setattr(m, "loss_function", own_loss), {}),
+    "hook": (LlamaForCausalLM, {}, hook, {}),
+    "hidden states": (LlamaForCausalLM, {}, None, {"output_hidden_states": True}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:hfpatch. the loss runs through whole logits")
+@pytest.mark.parametrize("how", LABELLED)
+def test_labels_at_padding_behind_a_row_count_as_in_transformers(how):
+    """labels = input_ids.clone(), as many scripts have it, in each kind of forward with labels."""
+    kind, options, change, extra = LABELLED[how]
+    stock = tiny.llama(kind, dtype=torch.float64)
+    ids, mask = tiny.ids(), torch.ones(2, tiny.TOKENS, dtype=torch.long)
+    mask[1, 15:] = 0
+    ours = tiny.patched(stock, **options)
+    for model in (ours, stock):
+        if change is not None:
+            change(model)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids, **extra}
+    got, true = tiny.step(ours, batch), tiny.step(stock, batch)
+    for name, wanted in true.items():
+        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name

@@ -10,6 +10,7 @@ import tiny
 import torch
 
 import hfpatch
+from hfpatch.compat.modules import put
 from hfpatch.context import current as asking
 
 WAYS = {
@@ -104,6 +105,19 @@ def test_ctrl_c_while_configs_are_named(way, monkeypatch):
         ), nth
     count[:] = [0, 0]
     assert_same(gradients_of(ours), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c_while_forwards_are_put_back(way):
+    """A forward that computes nothing, left on a Linear, would make every later step wrong."""
+    ours = tiny.patched(tiny.llama(), checkpointing=WAYS[way])
+    wanted, lines = gradients_of(ours), At(0, put)
+    with lines:
+        gradients_of(ours)
+    for nth in range(1, lines.count + 1, max(1, lines.count // 24)):
+        with contextlib.suppress(KeyboardInterrupt), At(nth, put):
+            gradients_of(ours)
+        assert_same(gradients_of(ours), wanted)
 
 
 # --- models that run in the midst of it -----------------------------------------------------------

@@ -18,10 +18,12 @@ from transformers import (
     Florence2ForConditionalGeneration,
     LlamaForCausalLM,
     LlamaModel,
+    LlamaPreTrainedModel,
     MoonshineConfig,
     MoonshineForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hfpatch
 
@@ -405,6 +407,55 @@ class PlainStack(LlamaForCausalLM):
 def test_a_stack_without_kwargs_gets_what_it_accepts():
     stock = tiny.llama(PlainStack)
     tiny.assert_as_good(tiny.patched(stock), stock, tiny.labelled())
+
+
+class LayersBesideTheStack(LlamaForCausalLM):
+    """Further layers, in the causal model itself, predict the token after the next."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.ahead = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(2))
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        x = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits, V = self.lm_head(x), self.config.vocab_size
+        loss = self.loss_function(logits, labels, V)
+        positions = torch.arange(x.shape[1])[None]
+        angles = self.model.rotary_emb(x, positions)
+        for layer in self.ahead:
+            x = layer(x, position_embeddings=angles, position_ids=positions)
+        loss = loss + self.loss_function(self.lm_head(x[:, :-1]), labels[:, 1:], V)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class OneClass(LlamaPreTrainedModel):
+    """Embedding, layers, norm and head in one module."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        inner = LlamaForCausalLM(config)
+        for name, module in (*inner.model.named_children(), ("lm_head", inner.lm_head)):
+            self.add_module(name, module)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        x = self.embed_tokens(input_ids)
+        positions = torch.arange(x.shape[1])[None]
+        angles = self.rotary_emb(x, positions)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=angles, position_ids=positions)
+        logits = self.lm_head(self.norm(x))
+        loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("cls, stack", [(LayersBesideTheStack, "model"), (OneClass, "")])
+def test_layers_in_the_model_that_has_the_head(cls, stack):
+    ours = compare(cls, batches()["plain"])
+    assert ours.get_submodule(stack)._hfpatch_runtime is not None
 
 
 class Squared(torch.autograd.Function):
