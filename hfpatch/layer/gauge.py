@@ -10,12 +10,14 @@ from hfpatch.store.device import device_for
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Bytes allocated now and at most, errors and retries of the allocator so far."""
+    """Bytes allocated now and at most, errors and retries of the allocator so far. gaps: free bytes
+    beside tensors in segments that do not expand, which serve small tensors alone."""
 
     allocated: int = 0
     peak: int = 0
     ooms: int = 0
     retries: int = 0
+    gaps: int = 0
 
 
 class Gauge:
@@ -29,23 +31,14 @@ class Gauge:
         if not stats:
             return Counters()
         whole = stats["allocated_bytes"]["all"]
+        gaps = 0 if expandable_segments() else stats["inactive_split_bytes"]["all"]["current"]
         return Counters(
-            whole["current"], whole["peak"], stats["num_ooms"], stats["num_alloc_retries"]
+            whole["current"], whole["peak"], stats["num_ooms"], stats["num_alloc_retries"], gaps
         )
 
     def limit(self) -> int:
-        """The most bytes that can be allocated; asks the driver. Free bytes beside tensors in
-        segments that do not expand serve small tensors alone."""
-        beside = 0
-        if self.rigid:
-            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-            beside = stats["inactive_split_bytes"]["all"]["current"] if stats else 0
-        return gpu_free(self.device) + self.read().allocated - beside
-
-    @property
-    def rigid(self) -> bool:
-        """Whether the allocator's segments do not expand, so that lengths that vary leave gaps."""
-        return not expandable_segments()
+        """The most bytes that can be allocated; asks the driver."""
+        return gpu_free(self.device) + self.read().allocated
 
     def card(self) -> int:
         return share_of_device(torch.cuda.mem_get_info(self.device)[1], self.device)

@@ -97,6 +97,8 @@ class Meter:
         step: the last one that began; steps: those whose graph lives.
         spare: bytes more to leave free, after memory ran out or was short.
         tile_most: the largest tile, after memory ran out in a step that kept the least.
+        reached: the most bytes that a step was planned to take.
+        highest: the most bytes that were read as allocated; gaps: Counters.gaps about there.
         why: why the next step keeps less, until a line has said so.
     """
 
@@ -108,11 +110,12 @@ class Meter:
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
         self.spare, self.tile_most, self.why = 0, TILES[-1], ""
+        self.reached, self.highest, self.gaps = 0.0, 0, 0
 
     # -- a step begins -----------------------------------------------------------------------------
     def begin(self) -> None:
         """The stack's forward begins."""
-        now = self.gauge.read()
+        now = self._read()
         if self.step is not None:
             self._close(self.step, now)
         self.step = None  # a step whose graph is gone is not in `steps` from here on
@@ -137,7 +140,10 @@ class Meter:
         if took and call is not None:
             call.seconds.put(step.rows, took)
         ran_out = step.last.ooms > step.base.ooms
-        if ran_out or step.last.retries > step.base.retries:
+        # The first step that takes so much makes the allocator give back segments it had cached.
+        again = step.planned <= self.reached and step.last.retries > step.base.retries
+        self.reached = max(self.reached, step.planned)
+        if ran_out or again:
             self._keep_less(step, ran_out)
         elif call is not None and sum(step.ran) > 1 and step.back is not None:
             call.sure = True
@@ -181,7 +187,7 @@ class Meter:
             first = replace(first, tile=self.tile_most)
         step.policy, step.gate_up = first, able.gate_up
         if call is not None and grows:
-            step.share = SURE if own and call.sure and not self.gauge.rigid else UNSURE
+            step.share = min(UNSURE, SURE + self.gaps / self.card) if own and call.sure else UNSURE
             room = step.limit - step.base.allocated - step.share * self.card - self.spare
             room -= 0 if own else step.coming
             found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
@@ -201,8 +207,16 @@ class Meter:
         states of their size."""
         step = self.step
         if step is None:
-            return self.gauge.limit() - self.gauge.read().allocated
+            return self.gauge.limit() - self._read().allocated
         return step.limit - step.base.allocated - 2 * step.coming
+
+    def _read(self) -> Counters:
+        """The counters now. Gaps count where about the most is allocated."""
+        now = self.gauge.read()
+        self.highest = max(self.highest, now.allocated)
+        if now.allocated > 0.95 * self.highest:
+            self.gaps = max(self.gaps, now.gaps)
+        return now
 
     def words(self) -> str:
         """What the planned step takes, for the line of a policy."""
@@ -218,7 +232,7 @@ class Meter:
 
         waiting: bytes of the sources of copies, which are freed when their memory is needed.
         """
-        step, now = self.step, self.gauge.read()
+        step, now = self.step, self._read()
         solid = now.allocated - waiting
         self._ends(solid)
         limit = step.limit - step.share * self.card - self.spare
@@ -254,7 +268,7 @@ class Meter:
 
     def ended(self) -> None:
         """The forward of the last layer has ended; no copy's source is left."""
-        step, now = self.step, self.gauge.read()
+        step, now = self.step, self._read()
         self._ends(now.allocated)
         step.ends = step.last = now
         call = self.calls.setdefault(step.key, Call())
@@ -272,7 +286,7 @@ class Meter:
 
     def backward(self, step: Step, untiled: bool = False) -> Counters:
         """A layer's backward begins."""
-        now = self.gauge.read()
+        now = self._read()
         if step.within and now.peak > step.last.peak:
             step.top, step.exact = now.peak, True
         step.last, step.within = now, not untiled
@@ -297,7 +311,7 @@ class Meter:
 
     def backed(self, step: Step, before: Counters, first: bool) -> None:
         """A tiled layer's backward has ended. first: it was the first layer's."""
-        now = step.last = self.gauge.read()
+        now = step.last = self._read()
         step.within = False
         if now.peak > before.peak:
             step.top, step.exact = now.peak, True
