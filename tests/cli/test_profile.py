@@ -166,15 +166,16 @@ def test_a_launch_runs_one_implementation(monkeypatch, capfd, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"])
-def test_the_worker_ends_with_its_parent(name, tmp_path):
+def test_the_worker_ends_with_its_parent(name, tmp_path, request):
     """It holds the memory of a step, on a GPU too."""
     parent = subprocess.Popen(
         [sys.executable, "-m", "hfpatch", "profile", "--model", "llama-tiny", "--impl", "hf",
          "--seq-len", "4096", "--steps", "100000", "--device", "cpu", "--no-stacks", "--no-trace",
          "--out", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=default_signals,
     )  # fmt: skip
+    request.addfinalizer(parent.kill)
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
     worker, end = "", time.monotonic() + 120
     while not worker and time.monotonic() < end:
@@ -187,6 +188,12 @@ def test_the_worker_ends_with_its_parent(name, tmp_path):
     while cmdline(worker) and time.monotonic() < end:
         time.sleep(0.05)
     assert not cmdline(worker)
+
+
+def default_signals() -> None:
+    """A parent in the background may ignore SIGINT, one under nohup SIGHUP; both are inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def cmdline(process: str) -> bytes:
