@@ -361,8 +361,6 @@ class LedgerGauge:
             through its last layer.
     """
 
-    rigid = False
-
     def __init__(self, clock: ClockDevice, follower: Follower):
         self.device, self.timer, self.follower = clock.device, clock, follower
         self.missing = self.top = 0
@@ -379,9 +377,6 @@ class LedgerGauge:
 
     def clock(self) -> float:
         return self.timer.compute.now
-
-    def rose(self, before: int, after: int) -> bool:
-        return after > before
 
 
 class StepMeter(Meter):
