@@ -1,9 +1,8 @@
 """Every private name of torch, transformers, accelerate, DeepSpeed, TRL and PEFT that the core
-needs, one function for each, with a fallback or an error for a version without the name. What the
-lab or the trainer alone needs is in lab/compat.py and trainer/compat.py.
+needs. What the lab or the trainer alone needs is in lab/compat.py and trainer/compat.py.
 
-tests/test_compat.py removes each name in turn, and finds private names elsewhere. Names are looked
-up on use: a missing one costs only the feature that needs it, never `import hfpatch`.
+setup.cfg says which versions of torch and transformers have these names. There is a fallback only
+where a version in that range lacks one. tests/test_compat.py finds private names elsewhere.
 """
 
 from hfpatch.compat.engines import *  # noqa: F403

@@ -24,13 +24,10 @@ def cache_name(arguments) -> str | None:
 def record_outputs_like(made: type, base: type) -> None:
     """Registers for `made` the outputs that output_hidden_states and the like record of `base`.
 
-    transformers looks them up by the class's full name. Versions without the registry read an
-    attribute, which a subclass inherits.
+    transformers looks them up by the class's full name.
     """
-    try:
-        from transformers.modeling_utils import _CAN_RECORD_REGISTRY
-    except ImportError:
-        return
+    from transformers.modeling_utils import _CAN_RECORD_REGISTRY
+
     found = getattr(base, "_can_record_outputs", None)
     if found is not None:
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), found)
@@ -98,11 +95,8 @@ def names_attention(config) -> bool:
 def name_attention(config, name: str | None) -> str | None:
     """Sets the attention of this config alone; the property's setter would write into sub-configs
     too. Returns the previous name."""
-    field = "_attn_implementation_internal"
-    if not hasattr(config, field):
-        field = "_attn_implementation"
-    before = getattr(config, field, None)
-    setattr(config, field, name)
+    before = config._attn_implementation_internal
+    config._attn_implementation_internal = name
     return before
 
 

@@ -7,24 +7,15 @@ from functools import partial
 
 from torch import nn
 
-from hfpatch.compat.tensors import gone
-
 
 def parameters_of(module: nn.Module) -> dict:
-    """The module's own parameters by name, to read and to write.
-
-    Raises:
-        RuntimeError: a torch that keeps them elsewhere.
-    """
-    try:
-        return module.__dict__["_parameters"]
-    except KeyError:
-        raise gone("Module._parameters", "use another version") from None
+    """The module's own parameters by name, to read and to write."""
+    return module.__dict__["_parameters"]
 
 
 def buffers_of(module: nn.Module) -> dict:
     """The module's own buffers by name."""
-    return module.__dict__.get("_buffers", {})
+    return module.__dict__["_buffers"]
 
 
 _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -305,12 +296,3 @@ def unwatched():
         yield
     finally:
         _EVERYWHERE.update(noted)
-
-
-def pytree():
-    """torch's functions over nested containers. RuntimeError in a torch without them."""
-    try:
-        from torch.utils import _pytree
-    except ImportError:
-        raise gone("torch.utils._pytree", "use another version") from None
-    return _pytree

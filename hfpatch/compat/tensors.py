@@ -1,7 +1,5 @@
 """Private names of torch: autograd, storages, the dispatcher, fake tensors, the allocator."""
 
-import functools
-import sys
 import traceback
 from contextlib import contextmanager, nullcontext
 from inspect import isgenerator
@@ -9,32 +7,16 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-
-
-def gone(name: str, instead: str) -> RuntimeError:
-    """The error for a torch without a name that is needed."""
-    return RuntimeError(
-        f"hfpatch: expected a torch that has {name}, {torch.__version__} has not; {instead}."
-    )
-
+from torch._subclasses.fake_tensor import is_fake  # whether a tensor has no data (a simulation)
+from torch.utils import _pytree as pytree  # noqa: F401 (functions over nested containers)
+from torch.utils._python_dispatch import _disable_current_modes
 
 # --- autograd and storages ------------------------------------------------------------------------
 
-
-# Functions of torch without a public name, each with a fallback for a torch that lacks it.
-# Whether the backward under way was called with retain_graph; True only holds memory longer.
-keeps_graph = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", functools.partial(bool, 1)
-)
+# Whether the backward under way was called with retain_graph.
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 # A number for each backward pass; -1 outside of one.
-graph_task = getattr(torch._C, "_current_graph_task_id", functools.partial(int, -1))
-try:
-    from torch._subclasses.fake_tensor import is_fake  # whether a tensor has no data (a simulation)
-except ImportError:
-
-    def is_fake(x) -> bool:
-        """Whether a tensor has no data, as in a simulation."""
-        return type(x).__name__ == "FakeTensor"
+graph_task = torch._C._current_graph_task_id
 
 
 def transforming() -> bool:
@@ -64,19 +46,13 @@ def closing_checkpoints():
 
 
 def holders(x: Tensor) -> tuple[int, int]:
-    """The reference counts of this tensor and of its storage in C++; sys.maxsize if unknown."""
-    try:
-        return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-    except AttributeError:
-        return sys.maxsize, sys.maxsize
+    """The reference counts of this tensor and of its storage in C++."""
+    return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 def version(x: Tensor) -> int:
-    """The number of in-place writes to x; 0 for inference tensors, and if unknown."""
-    try:
-        return x._version
-    except (AttributeError, RuntimeError):
-        return 0
+    """The number of in-place writes to x; 0 for inference tensors."""
+    return 0 if x.is_inference() else x._version
 
 
 def hooked(tensors: list[Tensor]) -> list[Tensor]:
@@ -118,67 +94,35 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 # --- the dispatcher -------------------------------------------------------------------------------
 
 
-def below_autograd():
-    """(context, keys, backends) for an op's autograd registration, or None in a torch without them.
+def below_autograd() -> tuple:
+    """(context, keys, backends) for an op's autograd registration.
 
     Inside the context the op may call its implementation directly if the first remaining key is a
     backend's: then no mode and no subclass intercepts the call.
     """
-    try:
-        key = torch._C.DispatchKey
-        return (
-            torch._C._AutoDispatchBelowAutograd,
-            torch._C._after_autograd_keyset,
-            (key.CPU, key.CUDA),
-        )
-    except AttributeError:
-        return None
+    backends = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
+    return torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset, backends
 
 
-class _Aten:
-    """torch.ops.aten. A missing operator raises RuntimeError, like a backend that cannot run.
-
-    Operators are cached as attributes.
-    """
-
-    def __getattr__(self, name: str):
-        try:
-            found = self.__dict__[name] = getattr(torch.ops.aten, name)
-            return found
-        except AttributeError:
-            raise gone(f"aten::{name}", 'use apply(model, checkpointing="off")') from None
+aten = torch.ops.aten
 
 
-aten = _Aten()
-
-
-def flash3():
+def flash3() -> SimpleNamespace:
     """FlashAttention-3's functions under the names of torch's operators. torch itself would
-    register them for the whole process. RuntimeError if the package is not installed."""
-    try:
-        from torch.nn.attention import _fa3
+    register them for the whole process. ImportError if the package is not installed."""
+    from torch.nn.attention import _fa3
 
-        _fa3._fa3_import_module("flash_attn_interface")
-        forward = _fa3._fa3_scaled_dot_product_flash_attention_forward_impl_default
-        backward = _fa3._fa3_scaled_dot_product_flash_attention_backward_impl
-    except (ImportError, AttributeError) as error:
-        raise gone(f"FlashAttention-3 ({error})", "install flash_attn_interface") from None
+    _fa3._fa3_import_module("flash_attn_interface")
     return SimpleNamespace(
-        _scaled_dot_product_flash_attention=forward,
-        _scaled_dot_product_flash_attention_backward=backward,
+        _scaled_dot_product_flash_attention=_fa3._fa3_scaled_dot_product_flash_attention_forward_impl_default,
+        _scaled_dot_product_flash_attention_backward=_fa3._fa3_scaled_dot_product_flash_attention_backward_impl,
     )
 
 
-def grouped_mm():
-    """torch's grouped matmul: each group of rows times its matrix. None without one."""
-    return getattr(torch, "_grouped_mm", None)
-
-
-def assert_async(holds: Tensor, message: str) -> None:
-    """A check on the device that does not wait; no check in a torch without it."""
-    check = getattr(torch, "_assert_async", None)
-    if check is not None:
-        check(holds, message)
+# torch's grouped matmul: each group of rows times its matrix.
+grouped_mm = torch._grouped_mm
+# A check on the device that does not wait.
+assert_async = torch._assert_async
 
 
 def autocast(device_type: str, **how):
@@ -215,10 +159,5 @@ def has_values(x: Tensor) -> bool:
         return False
 
 
-def real_tensors():
-    """A context in which torch computes real values, also inside a simulation on fake tensors."""
-    try:
-        from torch.utils._python_dispatch import _disable_current_modes
-    except ImportError:
-        return nullcontext()
-    return _disable_current_modes()
+# A context in which torch computes real values, also inside a simulation on fake tensors.
+real_tensors = _disable_current_modes

@@ -222,7 +222,7 @@ class Mask:
         kwargs = kwargs or {}
         if function in ANSWERED:
             return ANSWERED[function](*args, **kwargs)
-        args, kwargs = pytree().tree_map(
+        args, kwargs = pytree.tree_map(
             lambda x: x.tensor if isinstance(x, Mask) else x, (args, kwargs)
         )
         return function(*args, **kwargs)

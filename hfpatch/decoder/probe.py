@@ -135,7 +135,7 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
     run = lambda x: forward(x, *args, **of_its_own(kwargs))  # noqa: E731
     with torch.no_grad(), our_attention(configs, batch), asking(count):
         run(x_BTD)
-    known = {id(x) for x in pytree().tree_leaves((args, kwargs))}
+    known = {id(x) for x in pytree.tree_leaves((args, kwargs))}
 
     def told(x):  # (the layer's output, the inputs of its attention calls)
         with asking(_Counting(0.0)) as count:
@@ -323,8 +323,8 @@ class _Probe:
     def _same_as_block(self) -> bool:
         # A layer that reads positions itself (Ministral 3 scales queries by them) differs from the
         # block at large positions only.
-        args, kwargs = pytree().tree_map(
-            _far, pytree().tree_unflatten(self.arguments.leaves, self.arguments.spec)
+        args, kwargs = pytree.tree_map(
+            _far, pytree.tree_unflatten(self.arguments.leaves, self.arguments.spec)
         )
         far = Arguments(args, kwargs, *self.x.shape[:2])
         own, its = self._ask(block=True), self._ask()

@@ -54,19 +54,19 @@ class PackedRow:
         if an argument has no packed form, or if transformers records outputs inside.
         """
         # Layers may write to a dict, such as that of the keys they share: it stays the same one.
-        leaves, spec = pytree().tree_flatten(
+        leaves, spec = pytree.tree_flatten(
             (args, kwargs), is_leaf=lambda x: isinstance(x, dict) and x is not kwargs
         )
         given = [self.form(x) if isinstance(x, Tensor | Mask) else x for x in leaves]
         if x_BTD.dim() != 3 or any(x is GONE for x in given) or collected_now():
             return layer(x_BTD, *args, **kwargs)
-        args, kwargs = pytree().tree_unflatten(given, spec)
+        args, kwargs = pytree.tree_unflatten(given, spec)
         y_BTD, writes, x_1ND = self.last
         if y_BTD is not x_BTD or version(x_BTD) != writes or x_BTD.is_inference():
             x_1ND = x_BTD.flatten(0, 1).index_select(0, self.at_N)[None]
         with having(batch=self.batch):
             out = layer(x_1ND, *args, **kwargs)
-        return pytree().tree_map_only(Tensor, partial(self._padded, x_BTD), out)
+        return pytree.tree_map_only(Tensor, partial(self._padded, x_BTD), out)
 
     def _padded(self, x_BTD: Tensor, y_1ND: Tensor) -> Tensor:
         """A layer's output as [B, T, ...]. Padding keeps the layer's input: with zeros, a norm

@@ -44,7 +44,7 @@ def takes_by_name(args, kwargs: dict) -> bool:
                 if x.requires_grad or values:
                     return False
             elif x.__class__ not in _WITHOUT_GRADIENTS:
-                if any(getattr(leaf, "requires_grad", False) for leaf in pytree().tree_leaves(x)):
+                if any(getattr(leaf, "requires_grad", False) for leaf in pytree.tree_leaves(x)):
                     return False
     return True
 
@@ -66,7 +66,7 @@ class Arguments:
     # Flattened on first use: the common block takes its arguments by name.
     @cached_property
     def _flat(self) -> tuple:
-        return pytree().tree_flatten((self.args, self.kwargs))
+        return pytree.tree_flatten((self.args, self.kwargs))
 
     @property
     def leaves(self) -> list:
@@ -100,7 +100,7 @@ class Arguments:
                 part = whole if axis is None else whole.narrow(axis, a, b - a)
                 self.cut[i] = self.cut[i].detach().requires_grad_()
                 self.stand_ins.append((part, self.cut[i]))
-        return pytree().tree_unflatten(self.cut, self.spec)
+        return pytree.tree_unflatten(self.cut, self.spec)
 
     @cached_property
     def _wanted(self) -> list[int]:
@@ -137,7 +137,7 @@ class Arguments:
         ValueError if an argument is neither the mixer's input nor an unchanged argument of the
         layer that requires no gradient.
         """
-        leaves, spec = pytree().tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         places = {id(x): i for i, x in enumerate(self.cut) if isinstance(x, Tensor)}
         new = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and id(x) not in places]
         wanted = {id(self.cut[i]) for i in self._wanted}

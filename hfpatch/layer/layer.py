@@ -285,5 +285,5 @@ def needs_no_gradient(layer: nn.Module, *given) -> bool:
     """Whether no gradient flows through this call of the layer with the arguments `given`."""
     if not torch.is_grad_enabled():
         return True
-    leaves = (*pytree().tree_leaves(given), *layer.parameters())
+    leaves = (*pytree.tree_leaves(given), *layer.parameters())
     return not any(x.requires_grad for x in leaves if isinstance(x, Tensor))

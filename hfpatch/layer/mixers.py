@@ -107,7 +107,7 @@ class Mixer:
             place = rows, start, start + b - a
             leaves = [leaf.part(*place) if isinstance(leaf, Mask) else leaf for leaf in leaves]
             batch = batch.part(*place)
-        args, kwargs = pytree().tree_unflatten(leaves, self.spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         if parted:
             kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING}
         if states is not None and self.time.argument:
@@ -177,7 +177,7 @@ TOKEN = 5  # the token that the probe changes
 
 def _moved(ours, theirs, tokens: int) -> bool:
     """Whether outputs differ beyond rounding at any token but the changed one."""
-    for a, b in zip(pytree().tree_leaves(ours), pytree().tree_leaves(theirs)):
+    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(theirs)):
         if not isinstance(a, Tensor) or not a.is_floating_point():
             continue
         if a.shape != b.shape:
@@ -195,7 +195,7 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
     """Whether a change of one token in the arguments changes run()'s output at other tokens. known:
     ids of tensors that stay unchanged.
     """
-    leaves, spec = pytree().tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     changed = list(leaves)
     for i, x in enumerate(leaves):
         if (
@@ -208,7 +208,7 @@ def _mixes(run, args, kwargs, tokens: int, known: set) -> bool:
             x = x.clone()
             x.select(axis, TOKEN).normal_()
             changed[i] = x
-    other_args, other_kwargs = pytree().tree_unflatten(changed, spec)
+    other_args, other_kwargs = pytree.tree_unflatten(changed, spec)
     return _moved(run(*other_args, **other_kwargs), run(*args, **kwargs), tokens)
 
 

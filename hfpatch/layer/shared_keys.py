@@ -51,7 +51,7 @@ def _unflatten(leaves, keys) -> SharedKeys:
     return SharedKeys({key: tuple(take(next(leaves)) for _ in range(n)) for key, n in keys})
 
 
-pytree().register_pytree_node(SharedKeys, _flatten, _unflatten)
+pytree.register_pytree_node(SharedKeys, _flatten, _unflatten)
 
 
 def hands_on_keys(layer: nn.Module) -> bool:

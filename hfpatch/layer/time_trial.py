@@ -1,11 +1,15 @@
-"""Tries whether a mixer runs in tiles through time with the kernels of this device.
+"""Proves that a mixer runs in tiles through time: on the small instance, and on the device.
 
-decoder/time_probe.py tried transformers' plain code on a small instance. On a device the kernels of
-a package replace that code (some version of flash-linear-attention, mamba_ssm, causal_conv1d). They
-may drop a state silently. So the mixer itself is tried once a class, device and dtype, on the first
-tokens of its input. Two tiles must agree with one, in output and gradient, to a few steps of
-rounding. Otherwise the difference must be much smaller than with a state between the tiles, or its
-gradient, lost.
+Runs gives the mixer whole rows and tiles. Outputs and gradients must agree. A mixer may silently
+ignore a state, or drop its gradient. So the mixer also runs with one state lost between tiles, and
+with one state's gradient lost.
+
+decoder/time_probe.py proves it for transformers' plain code on a small instance. On a device the
+kernels of a package replace that code (some version of flash-linear-attention, mamba_ssm,
+causal_conv1d). So the mixer itself is tried once a class, device and dtype, on the first tokens of
+its input. Two tiles must agree with one, in output and gradient, to a few steps of rounding.
+Otherwise the difference must be much smaller than with a state between the tiles, or its gradient,
+lost.
 """
 
 import torch
@@ -19,6 +23,67 @@ from hfpatch.layer.time_tiles import SHORTEST, TimeTiles, chunk_of
 ODD = 5  # tokens beyond two chunks
 CLOSE = 4  # allowed difference, in the dtype's steps of rounding, relative to a result's norm
 CLOSER = 4  # a lost state must change the result by this many times the difference
+OUTPUT, INPUT = "its output", "its input's gradient"
+
+
+class Runs:
+    """One call of a mixer by plain autograd, whole or in tiles.
+
+    Args:
+        mixer: the layer.mixers.Mixer of the call.
+        argument: the mixer's argument that takes states.
+        x_BtD: the mixer's input. rows: the rows of the batch that it has.
+        weights: parameters by name, whose gradients are compared too.
+
+    Attributes:
+        keys: the states that the last run left.
+    """
+
+    def __init__(self, mixer, argument: str, x_BtD: Tensor, rows=slice(None), weights=None):
+        self.mixer, self.rows, self.weights = mixer, rows, weights or {}
+        self.x = x_BtD.detach().requires_grad_()
+        self.dout: Tensor | None = None
+        self.keys: tuple = ()
+        mixer.time = TimeTiles(argument, 1)
+
+    def whole(self) -> dict[str, Tensor]:
+        """The output and the gradients, from whole rows without states."""
+        return self._results(self.mixer.call(self.x, self.rows, 0, self.x.shape[1]))
+
+    def tiles(self, *cuts: int, lost=None, unread=None) -> dict[str, Tensor]:
+        """The same in tiles that end at `cuts`. lost: the state that is zero at each tile's start.
+        unread: the state whose gradient is dropped.
+        """
+        after: dict = {}
+        outs = []
+        for a, b in zip((0, *cuts), cuts):
+            before = {key: x.detach() if key == unread else x for key, x in after.items()}
+            before |= {key: torch.zeros_like(x) for key, x in after.items() if key == lost}
+            states = States(before)
+            outs.append(self.mixer.call(self.x[:, a:b], self.rows, a, b, states))
+            after = states.after
+        self.keys = tuple(after)
+        return self._results(torch.cat(outs, 1))
+
+    def _results(self, out: Tensor) -> dict[str, Tensor]:
+        if self.dout is None:
+            self.dout = torch.randn_like(out)
+        inputs = {INPUT: self.x, **self.weights}
+        grads = torch.autograd.grad(out, list(inputs.values()), self.dout, allow_unused=True)
+        found = {name: grad for name, grad in zip(inputs, grads) if grad is not None}
+        return {OUTPUT: out.detach()} | found
+
+
+def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """The relative difference of each result; infinite where one of two runs has none."""
+    if ours.keys() != theirs.keys():
+        return {"other gradients": float("inf")}
+    least = 1e-6 * max(x.float().norm().item() for x in theirs.values())
+    found = {}
+    for name, x in theirs.items():
+        apart = (ours[name] - x).float().norm() / x.float().norm().clamp_min(least)
+        found[name] = apart.nan_to_num(nan=float("inf")).item()
+    return found
 
 
 def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) -> str | None:
@@ -37,7 +102,7 @@ def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) 
     key = type(module), like.device, like.dtype, autocast_dtype(like.device.type)
     if key not in runtime.tried:
         mixer, x_BtD = call()
-        mixer.time, devices = TimeTiles(argument, 1), [x_BtD.device] * x_BtD.is_cuda
+        devices = [x_BtD.device] * x_BtD.is_cuda
         modules = [(m, m.training) for m in mixer.module.modules()]
         try:
             for inside, _ in modules:  # dropout would draw other numbers in tiles
@@ -45,7 +110,7 @@ def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) 
             # Nothing that is saved here is for the hooks of a checkpoint around the model.
             own = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
             with torch.random.fork_rng(devices), torch.enable_grad(), own:
-                why = _tried(mixer, x_BtD)
+                why = _tried(mixer, argument, x_BtD)
         except Exception as error:  # a package's own code
             why = f"tried in tiles here, it raised {type(error).__name__}"
         finally:
@@ -66,48 +131,20 @@ def tokens_tried(module: nn.Module) -> int:
     return 2 * chunk_of(module) + ODD
 
 
-def _tried(mixer, x_BtD: Tensor) -> str | None:
-    rows, end = slice(0, 1), min(x_BtD.shape[1], tokens_tried(mixer.module))
+def _tried(mixer, argument: str, x_BtD: Tensor) -> str | None:
+    end = min(x_BtD.shape[1], tokens_tried(mixer.module))
     chunk = min(chunk_of(mixer.module), end - SHORTEST)
-    x = x_BtD[:1, :end].detach().requires_grad_()
-    dout = None
-
-    def run(*cuts: int, lost=None, unread=None) -> list[Tensor]:
-        """The output and the input's gradient, in tiles that end at `cuts`. lost: the state that
-        is zero at each tile's start. unread: the state whose gradient is dropped.
-        """
-        nonlocal dout
-        after: dict = {}
-        outs = []
-        for a, b in zip((0, *cuts), cuts):
-            before = {key: x.detach() if key == unread else x for key, x in after.items()}
-            before |= {key: torch.zeros_like(x) for key, x in after.items() if key == lost}
-            states = States(before)
-            outs.append(mixer.call(x[:, a:b], rows, a, b, states))
-            after = states.after
-        keys[:] = after
-        out = torch.cat(outs, 1)
-        dout = torch.randn_like(out) if dout is None else dout
-        return [out.detach(), *torch.autograd.grad(out, x, dout)]
-
-    keys: list = []
-    whole = run(end)
-    out, dx = _apart(run(chunk, end), whole)
-    close, found = CLOSE * torch.finfo(x.dtype).eps, max(out, dx)
-    for key in tuple(keys) if found > close else ():
-        without = _apart(run(chunk, end, lost=key), whole)[0]
-        unread = _apart(run(chunk, end, unread=key), whole)[1]
-        if CLOSER * out > max(without, close) or CLOSER * dx > max(unread, close):
-            return f"with this device's kernels tiles differ from whole rows ({found:.0e})"
+    runs = Runs(mixer, argument, x_BtD[:1, :end], rows=slice(0, 1))
+    whole = runs.tiles(end)
+    apart = differences(runs.tiles(chunk, end), whole)
+    close, found = CLOSE * torch.finfo(x_BtD.dtype).eps, max(apart.values())
+    for key in runs.keys if found > close else ():
+        lost = differences(runs.tiles(chunk, end, lost=key), whole)
+        unread = differences(runs.tiles(chunk, end, unread=key), whole)
+        for name, without in ((OUTPUT, lost), (INPUT, unread)):
+            if CLOSER * apart[name] > max(without[name], close):
+                return f"with this device's kernels tiles differ from whole rows ({found:.0e})"
     return None
-
-
-def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
-    """The relative difference of each pair of tensors."""
-    return [
-        ((a - b).float().norm() / b.float().norm().clamp_min(1e-30)).item()
-        for a, b in zip(ours, theirs)
-    ]
 
 
 def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:

@@ -51,7 +51,7 @@ class LayerAsMixer(Mixer):
     @classmethod
     def of(cls, parts: Traced) -> "LayerAsMixer":
         given, batch = parts.arguments, parts.batch
-        leaves, spec = pytree().tree_flatten(((None, *given.args), given.kwargs))
+        leaves, spec = pytree.tree_flatten(((None, *given.args), given.kwargs))
         axes = Arguments((None, *given.args), given.kwargs, given.B, given.T).axes
         return cls(
             parts.layer, leaves, spec, 0, axes, given.B, parts.configs, batch, batch.apart,

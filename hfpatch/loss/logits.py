@@ -111,7 +111,7 @@ class Logits(Tensor):
             recorded = record(*args)
             if recorded is not None:
                 return recorded
-        args, kwargs = pytree().tree_map(
+        args, kwargs = pytree.tree_map(
             lambda x: x.real() if isinstance(x, Logits) else x, (args, kwargs)
         )
         return function(*args, **kwargs)

@@ -78,11 +78,7 @@ def define(
     torch.library.register_fake(f"hfpatch::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.hfpatch, name).default
     IMPLEMENTATIONS[op] = impl
-    if backward is not None and below_autograd() is None:
-        torch.library.register_autograd(
-            f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY
-        )
-    elif backward is not None:
+    if backward is not None:
         LIBRARY.impl(
             name, _autograd_impl(op, impl, backward, setup_context), "Autograd", with_keyset=True
         )

@@ -74,7 +74,7 @@ def _grouped(a: Tensor, b: Tensor):
         inner, *outer = sorted(x.stride())
         if inner != 1 or any(s * x.element_size() % 16 for s in outer):
             return None
-    return grouped_mm()
+    return grouped_mm
 
 
 def _parts(offs_E: Tensor):

@@ -260,10 +260,9 @@ def _dump_snapshot(device, options, run):
     if device.type != "cuda":
         return
     path = Path(options.folder) / f"snapshot-{run.key.replace('@', '-')}.pickle"
-    dumped = dump_allocations(str(path))
+    dump_allocations(str(path))
     record_allocations(False)
-    if dumped:
-        run.memory |= {"snapshot_file": path.name, "snapshot_file_bytes": path.stat().st_size}
+    run.memory |= {"snapshot_file": path.name, "snapshot_file_bytes": path.stat().st_size}
 
 
 def _write_trace(profiler, options, run):
