@@ -26,7 +26,8 @@ from hfpatch.decoder.stack import OurAttention
 from hfpatch.layer.layer import TiledLayer, UntiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
 from hfpatch.layer.tower import Tower, TowerBlock, find_towers
-from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.why_whole import OTHER_MIXER
 from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead

@@ -3,6 +3,7 @@
 cli: docs/reference/cli.md, from each command's --help. models: docs/models.md, from
 scripts/families.py (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. axolotl:
 docs/assets/axolotl-yaml.svg, from the block of docs/start/run.md. description: DESCRIPTION.md, from README.md.
+untiled: docs/internals/untiled.md, from the list in hfpatch/layer/why_whole.py.
 Tests hold each to what it would be now.
 """
 
@@ -204,6 +205,32 @@ def description() -> str:
     return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
+def untiled() -> str:
+    """The page of the reasons why a layer runs untiled."""
+    from hfpatch.layer import why_whole
+
+    stages = why_whole.__doc__.split("known:\n\n")[1].split("\n\n")[0].splitlines()
+    out = ["# Why a layer runs untiled", "",
+           "Written by `python scripts/docs.py untiled` from `REASONS` in "
+           "`hfpatch/layer/why_whole.py`. The first that holds decides.", "",
+           "An untiled layer gives the numbers of transformers' own. It runs again in backward, and "
+           "its input waits where those of tiled layers do, so it is still long-context. Layers "
+           "that keep everything because the device has room for it are another matter: "
+           "[What to keep](../guides/keep.md).", "",
+           "| stage | asked |", "| --- | --- |"]  # fmt: skip
+    for line in stages:
+        stage, asked = line.split(maxsplit=1)
+        out.append(f"| {stage} | {re.sub(r' [(][^)]*[)]$', '', asked)} |")
+    out += ["", "Reasons of `apply` are in the report. The others are printed once, at the first "
+            "step that they hold in.", "",
+            "| reason | stage | the line says |", "| --- | --- | --- |"]  # fmt: skip
+    for reason in why_whole.REASONS:
+        keeps = " (keeps everything)" if reason.keeps else ""
+        said = reason.sentence.replace("{}", "…")
+        out.append(f"| {reason.name}{keeps} | {reason.when} | {said} |")
+    return "\n".join(out) + "\n"
+
+
 def escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;")
 
@@ -211,6 +238,7 @@ def escaped(text: str) -> str:
 WRITTEN = {
     "cli": (cli, "docs/reference/cli.md"),
     "models": (models, "docs/models.md"),
+    "untiled": (untiled, "docs/internals/untiled.md"),
     "memory": (memory, "docs/assets/memory.svg"),
     "axolotl": (axolotl, "docs/assets/axolotl-yaml.svg"),
     "description": (description, "DESCRIPTION.md"),

@@ -114,7 +114,7 @@ class Asked:
         if self.dropout:
             return "attention dropout"
         if self.told:
-            return f"attention that takes a {self.told}"
+            return "attention that takes other inputs than q, k, v and a mask"
         if isinstance(self.mask, Tensor):
             return "attention with a mask that its layer makes"
         reason = why_not_causal(self.module, self.mask)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hfpatch.compat import cache_name
-from hfpatch.context.current import current, named, not_exchanged, standard
+from hfpatch.context.current import current, not_exchanged
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
@@ -25,6 +25,7 @@ from hfpatch.context.ranks import (
     sequence_now,
     whole_rows,
 )
+from hfpatch.layer.why_whole import first
 
 
 @dataclass(frozen=True)
@@ -281,11 +282,6 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         if not (traits.timed and given.tiled):
             refuse_shared_mixers(given.kind)
         refuse_short_parts(given.T // given.sequence.size)
-    why = _why_not_ours(given, traits)
-    if why is not None:
-        if shared:
-            raise not_exchanged(why)
-        return _by_transformers(given, traits, why, changes)
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
     batch = Batch(
@@ -300,12 +296,11 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
         given.sequence,
     )
     batch.cached, batch.weights = cached, given.weights
-    if given.rows_mask is not None and batch.rows().holes:
+    why = first("batch", None, given, traits, batch)
+    if why is not None:
         if shared:
-            raise not_exchanged("an attention mask with holes")
-        return _by_transformers(
-            given, traits, "an attention mask with holes, or with labels at padding", changes
-        )
+            raise not_exchanged(why)
+        return _by_transformers(given, traits, why, changes)
     return Decision(batch, changes)
 
 
@@ -320,29 +315,6 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
             "hfpatch: expected one document a row where a KV cache is kept, position_ids that "
             "restart came; pass use_cache=False, which isolates the documents."
         )
-
-
-def _why_not_ours(given: Given, traits: StackTraits) -> str | None:
-    """What keeps hfpatch's attention from running in this forward, as a noun for messages, or None.
-    Where ranks share rows, it returns no probabilities and has no dropout.
-    """
-    name, shared = standard(given.config), given.sequence is not None
-    if not traits.ours:
-        return f"a {given.kind.__name__}, whose attention cannot be hfpatch's,"
-    if name is None:
-        return f"attention of another library ({named(given.config)})"
-    if not (given.causal and getattr(given.config, "is_causal", True)):
-        return "attention that is not causal"
-    if given.encoder:
-        return "attention to an encoder's states"  # they have masks and lengths of their own
-    if given.own:
-        return "an attention mask of the caller's own"
-    if given.weights and (shared or name != "eager"):
-        return "output_attentions"
-    if given.reruns:
-        return "transformers' own checkpointing"
-    dropout = shared and getattr(given.config.get_text_config(), "attention_dropout", 0.0)
-    return "attention dropout" if given.training and dropout else None
 
 
 def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> Decision:

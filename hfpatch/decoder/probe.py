@@ -22,11 +22,12 @@ from hfpatch.layer.mixers import find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import OTHER_MIXER, LayerTraits, looks_like_a_block
+from hfpatch.layer.traits import LayerTraits, looks_like_a_block
+from hfpatch.layer.why_whole import OTHER_MIXER, Why, why, why_not_called
 from hfpatch.parts.unread import able, can_go_without, idle
 
 TOKENS = 12
-MORE_THAN_HIDDEN = "it returns more than hidden states and what belongs to single tokens"
+MORE_THAN_HIDDEN = why("more results")
 
 
 class _Counting:
@@ -120,14 +121,14 @@ def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
         # In tiles, the layer would write the buffer once a tile, each time from a part of the row.
         return replace(
             answers,
-            reason=answers.reason or next((f"it writes to {name}" for name in written()), None),
+            reason=answers.reason or next((why("buffer", name) for name in written()), None),
         )
 
 
-def _said(error: Exception) -> str:
+def _said(error: Exception) -> Why:
     if isinstance(error, NotStopped):
-        return str(error)
-    return f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})"
+        return why("not stopped", str(error))
+    return why("raised", f"{type(error).__name__} ({' '.join(str(error).split())[:80]})")
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
@@ -200,11 +201,11 @@ def _with_mixers(
     ):
         return replace(known, reason=MORE_THAN_HIDDEN)
     if attention and reasons:
-        return replace(known, reason=reasons[0])
+        return replace(known, reason=why_not_called(reasons[0]))
     if len(count.modules) != len(attention):  # a mixer makes some of the attention calls
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     if not count.independent:
-        return replace(known, reason="what mixes its tokens takes one from the other")
+        return replace(known, reason=why("dependent mixers"))
     return replace(known, softcap=count.softcap)
 
 

@@ -112,12 +112,12 @@ def packed_row(given: Given, traits: StackTraits, layers, batch: Batch) -> Packe
 
 def _as_tried(layer) -> bool:
     """Whether a layer behaves as in the small instance, on rows of any length. A layer compiled by
-    itself would be compiled for each length. A layer with other modules in it may mix tokens, and a
-    mixer under a bias that an adapter adds remembers padding."""
+    itself would be compiled for each length. A layer with other modules in it may mix tokens, and
+    one that runs untiled may remember padding."""
     if not isinstance(layer, UntiledLayer) or compiled_by_itself(layer):
         return False
     now = look(layer)
-    return now.reason in (None, layer._hfpatch_traits.reason) and not now.biased
+    return now.reason in (None, layer._hfpatch_traits.reason)
 
 
 def _rounded(tokens: int) -> int:

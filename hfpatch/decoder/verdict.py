@@ -31,7 +31,8 @@ from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import hands_on_keys
 from hfpatch.layer.strangers import is_token_wise, places_in
-from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 
 # Allowed difference, relative to a gradient's norm. Norms, rotations and routers compute in float32
 # even in a float64 model.
@@ -85,9 +86,9 @@ def ask_model(decoder: Decoder) -> Verdict:
         found = _verdict(type(decoder.stack), *asked, code)
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        untried = LayerTraits(reason=f"no small instance of it could be tried ({reason})")
+        untried = LayerTraits(reason=why("untried", reason))
         return Verdict((untried,) * n, False, shared, apart=False)
-    unknown = LayerTraits(reason="no layer of its kind in the small instance")
+    unknown = LayerTraits(reason=why("other kind"))
     answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
     # rows without their padding.
@@ -170,11 +171,7 @@ def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
         try:
             answers[kind] = probe.ask(stack, layer)
         except Exception as error:  # raised by the stack before it calls the layer
-            answers[kind] = LayerTraits(
-                reason=(
-                    f"its model reads masks itself, and cannot read ours ({type(error).__name__})"
-                )
-            )
+            answers[kind] = LayerTraits(reason=why("masks of its own", type(error).__name__))
     return answers
 
 
@@ -274,7 +271,7 @@ class _Expected:
         error, size = (got[~idle_BT] - wanted).norm(dim=-1), wanted.norm(dim=-1)
         return bool((~(error <= CLOSE * size)).sum() <= 1)
 
-    def differs(self, found: Verdict, every: int | str = 1) -> str | None:
+    def differs(self, found: Verdict, every: int | str = 1) -> Why | None:
         """How a stack with these traits differs from transformers, or None. every: with "auto",
         layers without attention run as chains.
         """
@@ -285,10 +282,10 @@ class _Expected:
             try:
                 got = self._gradients(ours, [batch])
             except Exception as error:  # a layer that cannot be cut may raise anything
-                return f"it raises {type(error).__name__} on a {name} batch"
+                return why("batch raises", f"{type(error).__name__} on a {name} batch")
             wanted = self.wanted[name]
             if got.keys() != wanted.keys():
-                return f"other parameters have gradients on a {name} batch"
+                return why("other gradients", name)
             for what, value in wanted.items():
                 error, size = (got[what] - value).norm(), value.norm()
                 # A bias of unrotated keys shifts all scores alike. Its gradient is zero up to the
@@ -296,10 +293,7 @@ class _Expected:
                 weight = wanted.get(what.removesuffix(".bias") + ".weight")
                 rounding = 0.0 if weight is None else EPS * weight.norm()
                 if not error <= max(CLOSE * size.clamp_min(1e-3), rounding):
-                    return (
-                        f"it differs from transformers on a {name} batch ({what}: "
-                        f"{error / size:.0e})"
-                    )
+                    return why("differs", f"{name} batch ({what}: {error / size:.0e})")
         return None
 
 
@@ -331,7 +325,7 @@ def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Modul
     ours._hfpatch_traits = StackTraits(found.ours, unpads=found.unpads)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
-        answer = found.answers.get(kind_of(layer), LayerTraits(reason="not asked"))
+        answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
         layer._hfpatch_index = index
         layer._hfpatch_runtime, layer._hfpatch_configs, layer._hfpatch_traits = (

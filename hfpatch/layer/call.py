@@ -147,8 +147,8 @@ class LayerCall(Kept):
             del qkv
             if where == "again" or (alone and self.policy.save_attention):
                 save = self.queue.transfers.save if where == "tier" else self.on_device
-                self.outs = [save(o) for o in outs]
-                self.lses = [save(s) for s in lses]
+                self.outs = list(map(save, outs))
+                self.lses = list(map(save, lses))
             del lses
             whole = self.after(x_BTD, outs, noting=alone and bool(self.keep_inside))
         finally:

@@ -19,6 +19,7 @@ from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
 from hfpatch.parallel.exchange import ExchangedAttention
+from hfpatch.parts.quantised import holds_packed
 
 
 class LayerFunction(torch.autograd.Function):
@@ -84,9 +85,10 @@ def parts_of(
     return Traced(
         layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
         layer._hfpatch_configs, batch,
-        records=records, collected=collected, modules=[layer, *condition.inside],
-        random=condition.draws, condition=condition, leaves=condition.leaves,
-        dequantized=DequantizedWeights() if condition.packed else None,
+        records=records, collected=collected, modules=[layer, *condition.snapshot.inside],
+        random=condition.draws, condition=condition,
+        leaves=condition.shares is not None and condition.shares[1],
+        dequantized=DequantizedWeights() if any(map(holds_packed, condition.experts[0])) else None,
         autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
     )  # fmt: skip
 

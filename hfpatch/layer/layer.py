@@ -37,8 +37,9 @@ from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
+from hfpatch.layer.why_whole import OTHER_MIXER
 
 _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
 
@@ -104,8 +105,9 @@ def why_not_shared(traits: LayerTraits, condition: Condition) -> str | None:
     """Why ranks cannot share the rows of such a layer; None if they can. The reason is "" if the
     layer is known to mix tokens outside attention.
     """
-    if not traits.looked or condition.unknown:
-        return condition.unknown or traits.reason
+    unknown = condition.reason is not None and condition.reason.name == "unknown module"
+    if unknown or not traits.looked:
+        return condition.reason
     mixes = traits.mixers and not traits.attends
     return "" if mixes or traits.reason == OTHER_MIXER else None
 
@@ -229,7 +231,7 @@ class TiledLayer(UntiledLayer):
     def _read(self, r: Request) -> tuple:
         """The keys that this layer reads from earlier layers. The first call finds them by running
         one token."""
-        if r.condition.read is None:
+        if r.condition.shares is None:
             arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
             parts = Traced(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
             device = r.x.device
@@ -241,8 +243,8 @@ class TiledLayer(UntiledLayer):
                 self._hfpatch_runtime.weights.forward(self, device),
             ):
                 parts.pre(r.x[:, :1], 0, 1)
-            r.condition.read, r.condition.leaves = parts.read, bool(parts.left)
-        return r.condition.read
+            r.condition.shares = parts.read, bool(parts.left)
+        return r.condition.shares[0]
 
     def _whole(self, r: Request):
         """A function that runs the layer whole on given hidden states. Mixers take packed documents

@@ -3,9 +3,9 @@
 The small instance's verdict covers the modules that it had, by name and class. Of these, one is
 known if its class and the code that it runs belong to the layer's own package (transformers, or a
 model's own files), or to a library in `LIBRARIES`. Any other may mix tokens, count its calls or
-keep its inputs. Adapters (layer/adapters.py) and what replaces a Linear are known where they run
-their library's code. A layer that runs whole calls its modules as transformers' own checkpointing
-does. The user's hooks inside a layer have the same effect (condition.py).
+keep its inputs. Adapters and what replaces a Linear are known where they run their library's code
+(some adapters have rows of their own in why_whole.py). A layer that runs whole calls its modules as
+transformers' own checkpointing does.
 """
 
 import copy
@@ -105,7 +105,7 @@ def _inside(layer: nn.Module, known: set[type]):
     class is in `known`.
 
     Modules that run their library's code are left out if they replace a Linear (quantised) or are
-    adapters, which layer.adapters checks. A Linear with buffers or submodules is listed: it may
+    adapters, which why_whole.py checks. A Linear with buffers or submodules is listed: it may
     write to them. forward: the one on the instance, GONE without one.
     """
     todo = [(*child, False) for child in modules_of(layer).items()]

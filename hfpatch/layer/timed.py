@@ -27,13 +27,13 @@ from hfpatch.budget.policy import Policy
 from hfpatch.compat import pytree, version
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.condition import has_hooks
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.time_trial import tokens_tried, why_not_here
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.weight_gradients import WeightGradients
+from hfpatch.layer.why_whole import has_hooks
 from hfpatch.store.transfers import Saved
 
 MOST_PIECES = 2  # packed documents may have at most this many times the tiles of whole rows

@@ -315,8 +315,8 @@ class Traced:
         """The gradients of `inputs`, None where it wants none. given: stand-ins of the layer's
         other arguments, with the sums of their gradients.
         """
-        if self.condition.contiguous:  # tiles of several rows are not
-            grads = [None if dy is None else dy.contiguous() for dy in grads]
+        # Tiles of several rows are not contiguous, which some of torchao's products need.
+        grads = [None if dy is None else dy.contiguous() for dy in grads]
         wanted = [x for x in inputs if x.requires_grad]
         found = iter(walk([weights], outputs, grads, [*wanted, *(x for _, x in given)]))
         made = [next(found) if x.requires_grad else None for x in inputs]

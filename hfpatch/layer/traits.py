@@ -6,8 +6,6 @@ from torch import nn
 
 from hfpatch.context.class_code import rope_of
 
-OTHER_MIXER = "it mixes tokens by something else than attention"
-
 
 @dataclass(frozen=True)
 class LayerTraits:
@@ -27,7 +25,7 @@ class LayerTraits:
         unread_pre: the same for `pre`.
         unread_always: the names in unread_post whose values the layer's output does not read
             either.
-        reason: why the layer is not tiled, or None.
+        reason: why the layer is not tiled (layer.why_whole.Why, of stage apply), or None.
         softcap: the cap of attention's scores, or None.
         looked: the probe searched for modules that mix tokens.
         attends: the mixers only call attention, in a way that cannot be intercepted.

@@ -187,6 +187,12 @@ def test_the_models_page_is_current():
     assert (ROOT / "docs/models.md").read_text() == script("docs").models()
 
 
+def test_the_page_of_untiled_layers_is_the_list():
+    made = script("docs").untiled()
+    page = (ROOT / "docs/internals/untiled.md").read_text()
+    assert page == made, "run python scripts/docs.py untiled"
+
+
 # Sentences that were true once, each with the code that made it false.
 UNTRUE = {
     "takes whole rows": "layer/time_tiles.py",

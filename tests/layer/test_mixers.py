@@ -19,7 +19,8 @@ from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict as verdict_of
 from hfpatch.layer.mixers import Mixer
-from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
+from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.why_whole import OTHER_MIXER
 from tests.decoder.test_families import assert_close, batch, step
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)

@@ -9,8 +9,9 @@ from transformers.cache_utils import DynamicCache
 from hfpatch.budget.policy import Policy
 from hfpatch.context.masks import Batch, Mask
 from hfpatch.layer.layer import TiledLayer
-from hfpatch.layer.route import KEEPS, NOT_DESCRIBED, RULES, Request, Stock, Tiled, Whole, route
+from hfpatch.layer.route import Request, Stock, Tiled, Whole, route
 from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.why_whole import REASONS, first, why
 
 B, T, D = 2, 4, 8
 ALL = Policy(plain=1)  # by which the only layer is one of the last, which keep everything
@@ -34,17 +35,17 @@ class Session:
         self.lines.append(line)
 
 
-def call(training=True, policy=None, traits=(), settled=None, adapter=None, causal=True, **changes):
+def call(training=True, policy=None, settled=None, causal=True, **changes):
     """A call that is tiled, with these changes."""
     session = Session()
     session.policy_is = session.policy_is if policy is None else policy
     attn = SimpleNamespace(is_causal=causal)
-    known = LayerTraits(attention=("self_attn",), looked=True, **dict(traits))
+    traits = LayerTraits(attention=("self_attn",), looked=True)
     layer = SimpleNamespace(
-        training=training, _hfpatch_runtime=session, _hfpatch_traits=known,
+        training=training, _hfpatch_runtime=session, _hfpatch_traits=traits,
         gradient_checkpointing=False, _hfpatch_index=0,
     )  # fmt: skip
-    condition = SimpleNamespace(now=settled, mixing=[attn], head_dim=8, adapter=adapter)
+    condition = SimpleNamespace(now=settled, mixing=[attn], head_dim=8, traits=traits)
     x = changes.get("x", torch.zeros(B, T, D))
     made = {"x": x, "given": x, "args": (), "kwargs": {}, "batch": Batch(B, T, x.device)}
     made |= {"sequence": None, "condition": condition, "mask": None, "shared": None}
@@ -65,14 +66,13 @@ TABLE = {
     "causal, by a mask": ({"mask": Mask(described())}, Tiled, None, None),
     "one of the last": ({"policy": ALL}, Stock, None, None),
     "settled for this forward": (
-        {"settled": "attention dropout"}, Whole, "attention dropout", "attention dropout"
+        {"settled": why("dropout")}, Whole, "attention dropout", "attention dropout"
     ),
     "a reason that the report has": (
-        {"settled": "it mixes", "traits": {"reason": "it mixes"}}, Whole, "it mixes", None
+        {"settled": why("buffer", "calls")}, Whole, "it writes to calls", None
     ),
     "the same among the last": (
-        {"settled": "it mixes", "traits": {"reason": "it mixes"}, "policy": ALL},
-        Stock, "it mixes", None
+        {"settled": why("buffer", "calls"), "policy": ALL}, Stock, "it writes to calls", None
     ),
     "a mask of the caller's own": (
         {"mask": torch.ones(B, 1, T, T)}, Whole, "an attention mask of the caller's own", "own"
@@ -84,18 +84,21 @@ TABLE = {
         {"mask": Mask(described()), "causal": False}, Whole, "attention that is not causal", "not"
     ),
     "an encoder's states": ({"kwargs": ENCODER}, Whole, "it attends to an encoder's states", "to"),
-    "transformers' own attention": ({"batch": None}, Whole, NOT_DESCRIBED, None),
-    "probabilities": ({"batch": described(weights=True)}, Whole, NOT_DESCRIBED, None),
-    "an input of another shape": ({"x": torch.zeros(B, D)}, Whole, NOT_DESCRIBED, None),
-    "no tokens": ({"x": torch.zeros(B, 0, D)}, Stock, NOT_DESCRIBED, None),
+    "transformers' own attention": ({"batch": None}, Whole, "not described", None),
+    "probabilities": ({"batch": described(weights=True)}, Whole, "not described", None),
+    "an input of another shape": ({"x": torch.zeros(B, D)}, Whole, "not described", None),
+    "no tokens": ({"x": torch.zeros(B, 0, D)}, Stock, "not described", None),
     "output_attentions": (
-        {"batch": None, "kwargs": {"output_attentions": True}}, Stock, NOT_DESCRIBED, None
+        {"batch": None, "kwargs": {"output_attentions": True}}, Stock, "not described", None
     ),
-    "a cache": ({"cache": DynamicCache()}, Stock, KEEPS, "run whole"),
-    "evaluation, whole": ({"training": False, "batch": None}, Stock, NOT_DESCRIBED, None),
+    "a cache": ({"cache": DynamicCache()}, Stock, why("cache"), "run whole"),
+    "a cache, in a layer that runs whole": (
+        {"cache": DynamicCache(), "settled": why("buffer", "calls")}, Stock, why("cache"), "keep"
+    ),
+    "evaluation, whole": ({"training": False, "batch": None}, Stock, "not described", None),
     "an adapter told by the model's forward": (
-        {"settled": "an adapter", "adapter": "a task for each row"},
-        Stock, "an adapter", "keep everything"
+        {"settled": why("handed adapter", "a task for each row")},
+        Stock, "an adapter in it has a task for each row", "keep everything"
     ),
 }  # fmt: skip
 
@@ -129,9 +132,16 @@ def test_without_gradients_a_layer_of_the_last_runs_in_tiles():
         assert isinstance(route(call(policy=ALL)), Tiled)
 
 
-def test_every_rule_decides_somewhere():
-    """A rule that none of these calls needs would be one too many."""
-    decides = {
-        next((rule for rule in RULES if rule(call(**row[0]))), None) for row in TABLE.values()
-    }
-    assert {*RULES} - decides == {RULES[-1]}, "on a CPU there are kernels for all"
+def test_every_reason_of_a_call_decides_somewhere():
+    """One that none of these calls needs would be one too many."""
+    given = [call(**changes) for changes, *_ in TABLE.values()]
+    found = {getattr(first("call", r.condition.now, r), "name", None) for r in given}
+    assert {r.name for r in REASONS if r.when == "call"} - found == {"kernels"}, "a CPU has them all"
+
+
+def test_the_first_reason_of_the_list_decides():
+    """Whichever stage found it."""
+    settled = why("dropout")
+    assert first("call", settled, call(mask=torch.ones(B, 1, T, T))) is settled
+    assert first("call", settled, call(cache=DynamicCache())).name == "cache"
+    assert len({reason.name for reason in REASONS}) == len(REASONS)

@@ -31,7 +31,7 @@ from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
 from hfpatch.lab.watch import module_calls, runtimes
-from hfpatch.layer import route
+from hfpatch.layer import why_whole
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.ops import _wide_sums
@@ -190,7 +190,7 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
             # These serve tiled layers and whole ones.
             for user in (heads, exchange, attending):
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
-            for user in (attention, route, attending):
+            for user in (attention, why_whole, attending):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
             stack.enter_context(
                 mock.patch.object(attention, "has_flash", lambda *_: True)

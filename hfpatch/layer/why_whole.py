@@ -1,0 +1,337 @@
+"""Why a layer runs untiled: the one ordered list.
+
+Tiles must not change a number, nor what a hook is given. Where they might, the layer runs whole, its
+input offloaded; where it cannot run again in backward, it keeps everything. The first reason of
+`REASONS` that holds decides. It is asked in five stages, each when its facts are known:
+
+    apply    the layer's small instance differed (decoder/probe.py, decoder/verdict.py)
+    layer    modules, hooks and adapters in the layer, after each change of them (condition.py)
+    forward  the mode and the process, once in each forward of the stack (condition.py)
+    batch    the arguments of the stack's forward: all its layers run untiled (decoder/batch.py)
+    call     the arguments of this layer's call (route.py)
+
+A rare case gets a row here, not a mechanism. docs/internals/untiled.md is made from this list.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from hfpatch.attention.attention import Pattern, supported
+from hfpatch.compat import (
+    MADE_FROM,
+    autocast_dtype,
+    engine_hook,
+    forward_hooks,
+    hooks_on_all,
+    other_hooks,
+    submodule,
+    watched_by_user,
+)
+from hfpatch.context.class_code import as_asked
+from hfpatch.context.classes import other_forward, package_of, replaced_forward
+from hfpatch.context.current import named, standard, why_not_causal
+from hfpatch.context.masks import Mask
+from hfpatch.layer.strangers import stranger_in
+from hfpatch.parts.quantised import WRAPPED, kinds_of, scales_over_tokens
+
+_CAPTURING = "transformers.utils.output_capturing"
+_NO_MASK = "_attach_context_parallel_hooks."
+
+# PEFT's adapters whose effect on a token depends on others, by class (of a module or of a LoRA
+# variant). PEFT is not imported for a model without adapters.
+_OVER_TOKENS = {
+    "peft.LilyLayer": "experts that all tokens' mean weighs",
+    "peft.PveraLayer": "a draw for all tokens",
+    "peft.MontecloraLinearVariant": "a draw for all tokens",
+    "peft.VeloraLinearVariant": "a mean over the first batch",
+}
+# Those that read what PEFT's model forward hands them by hooks, which are gone in backward.
+_HANDED = {
+    "peft.ALoraLinearVariant": "offsets from the end of a row",
+    "peft.PolyLayer": "a task for each row",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A row of the list.
+
+    Attributes:
+        name: unique.
+        sentence: for the report, with {} for the detail.
+        test: function of the stage's facts. Returns the detail, or whether the reason holds. None at
+            stage apply, where decoder/ finds it.
+        when: the stage.
+        keeps: the layer cannot run again, so it keeps everything.
+        told: a line on stderr says it once. The report has those of apply, and the stack says those of
+            batch.
+    """
+
+    name: str
+    sentence: str
+    test: Callable | None = None
+    when: str = "apply"
+    keeps: bool = False
+    told: bool = False
+
+
+class Why(str):
+    """A reason's sentence. name: of the reason."""
+
+    name: str
+
+
+# --- tests: (layer, condition) -------------------------------------------------------------------
+
+
+def _adapters(table: dict, layer: nn.Module, condition) -> str | None:
+    found: set[str] = set()
+    for module in condition.snapshot.inside if "peft" in sys.modules else ():
+        found |= kinds_of(type(module))
+        for variant in getattr(module, "lora_variant", {}).values():
+            found |= kinds_of(type(variant))
+    return next((what for name, what in table.items() if name in found), None)
+
+
+def _adds_a_bias(layer: nn.Module, condition) -> bool:
+    """A projection of zeros, which padding is before a mixer, is then no longer zero."""
+    if not condition.traits.mixers or "peft" not in sys.modules:
+        return False
+    for module in condition.snapshot.inside:
+        if "peft.BaseTunerLayer" in kinds_of(type(module)):
+            for name, _ in module.named_parameters():
+                if "bias" in name and not name.startswith(WRAPPED):
+                    return True
+    return False
+
+
+def _name_in(layer: nn.Module, module: nn.Module) -> str:
+    return next(name for name, m in layer.named_modules() if m is module)
+
+
+def _scaled(layer: nn.Module, condition) -> str | None:
+    for module in condition.snapshot.inside:
+        why = scales_over_tokens(module)
+        if why is not None:
+            return f"{_name_in(layer, module)}: {why}"
+    return None
+
+
+def _hooked(layer: nn.Module, condition) -> str | None:
+    """Tiles would call a user's hooks more often, with parts of a row. A forward that is stopped at
+    its attention calls no hook of the modules around that.
+    """
+    watched = watched_by_user(condition.snapshot.inside)
+    if watched is not None:
+        return _name_in(layer, watched)
+    return next((name for name, module in _on_the_way(layer, condition) if has_hooks(module)), None)
+
+
+def _on_the_way(layer: nn.Module, condition) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the modules that mix tokens, and of those around them."""
+    names: dict[str, None] = {}
+    for path in condition.traits.mixing:
+        parts = path.split(".")
+        names |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)))
+    return [(name, submodule(layer, name)) for name in names]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks other than those that a tiled call serves otherwise:
+    transformers' recorders, and accelerate's hooks under context parallelism, which remove a mask.
+    """
+    forward = [h for h in forward_hooks(module) if getattr(h, "__module__", None) != _CAPTURING]
+    others = [
+        h for h in other_hooks(module) if not getattr(h, "__qualname__", "").startswith(_NO_MASK)
+    ]
+    return bool(forward or others) or engine_hook(module) is not None
+
+
+def _patched(layer: nn.Module, condition) -> str | None:
+    kinds = dict.fromkeys(MADE_FROM[type(m)] for m in (layer, *condition.snapshot.inside))
+    return next((kind.__name__ for kind in kinds if not as_asked(kind)), None)
+
+
+def _other_attention(layer: nn.Module, condition) -> str | None:
+    """A module that mixes tokens, or one around it, of another library or with its forward."""
+    for name, module in _on_the_way(layer, condition):
+        if other_forward(module):
+            return f"{name}: {replaced_forward(module)}"
+        if name in condition.traits.mixing and package_of(module) != package_of(layer):
+            kind = MADE_FROM[type(module)]
+            return f"{name}: a {kind.__module__}.{kind.__name__}"
+    return None
+
+
+def _drops_scores(layer: nn.Module, condition) -> bool:
+    for attn in condition.mixing if layer.training else ():
+        dropout = getattr(attn, "attention_dropout", 0.0)
+        if dropout.p if isinstance(dropout, nn.Dropout) else dropout:
+            return True
+    return False
+
+
+# --- tests: (route.Request) ----------------------------------------------------------------------
+
+
+def _mask(sentence: str, r) -> bool:
+    attention = () if r.mask is None else r.condition.traits.attention
+    for attn in r.condition.mixing[: len(attention)]:
+        if why_not_causal(attn, r.mask) == sentence:
+            return True
+    return False
+
+
+def _no_kernels(r) -> str | None:
+    softcap, device = r.condition.traits.softcap, r.x.device
+    pattern = r.mask.pattern(softcap) if isinstance(r.mask, Mask) else Pattern(softcap=softcap)
+    dtype = autocast_dtype(device.type) or r.x.dtype
+    return supported(r.condition.head_dim, dtype, device, pattern)
+
+
+# --- the list ------------------------------------------------------------------------------------
+
+_layer = partial(Reason, when="layer", told=True)
+_forward = partial(Reason, when="forward", told=True)
+_batch = partial(Reason, when="batch")
+_call = partial(Reason, when="call", told=True)
+
+OWN_MASK = "an attention mask of the caller's own"
+BUILT_MASK = "a mask that is neither causal, a window nor chunks"
+NOT_CAUSAL = "attention that is not causal"
+
+REASONS = (
+    # What cannot run again in backward.
+    _call(
+        "cache",
+        "keys and values come with the batch, or are to be kept (prefix tuning, use_cache=True)",
+        lambda r: r.cache is not None,
+        keeps=True,
+    ),
+    _layer("handed adapter", "an adapter in it has {}", partial(_adapters, _HANDED), keeps=True),
+    # What nobody tried.
+    Reason("untried", "no small instance of it could be tried ({})"),
+    Reason("other kind", "no layer of its kind in the small instance"),
+    _layer("unknown module", "{}", lambda layer, c: stranger_in(layer, layer._hfpatch_places)),
+    # What the small instance showed.
+    Reason("masks of its own", "its model reads masks itself, and cannot read ours ({})"),
+    Reason("raised", "asked, it raised {}"),
+    Reason("not stopped", "{}"),
+    Reason("other mixer", "it mixes tokens by something else than attention"),
+    Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
+    Reason("probed dropout", "attention dropout"),
+    Reason("probed inputs", "attention that takes other inputs than q, k, v and a mask"),
+    Reason("probed mask of its layer", "attention with a mask that its layer makes"),
+    Reason("probed mask", OWN_MASK),
+    Reason("probed built mask", BUILT_MASK),
+    Reason("probed direction", NOT_CAUSAL),
+    Reason("probed lengths", "queries and keys of different lengths"),
+    Reason("dependent mixers", "what mixes its tokens takes one from the other"),
+    Reason("buffer", "it writes to {}"),
+    Reason("batch raises", "it raises {}"),
+    Reason("other gradients", "other parameters have gradients on a {} batch"),
+    Reason("differs", "it differs from transformers on a {}"),
+    # What is in the layer now.
+    _layer("adapter", "an adapter in it has {}", partial(_adapters, _OVER_TOKENS)),
+    _layer("adapter's bias", "an adapter adds a bias before a mixer", _adds_a_bias),
+    _layer("shared scale", "{}", _scaled),
+    _layer("hooks", "hooks on {}", _hooked),
+    _layer("patched class", "another {}.forward or rotation than at apply()", _patched),
+    _layer("other attention", "{}", _other_attention),
+    # What holds in this forward.
+    _forward(
+        "hooks on all",
+        "hooks on every module of the process",
+        lambda layer, c: c.snapshot.inside and hooks_on_all(),
+    ),
+    _forward("dropout", "attention dropout", _drops_scores),
+    # What the stack was given.
+    _batch(
+        "stack's attention",
+        "a {}, whose attention cannot be hfpatch's,",
+        lambda given, traits, batch: not traits.ours and given.kind.__name__,
+    ),
+    _batch(
+        "named attention",
+        "attention of another library ({})",
+        lambda given, *_: not standard(given.config) and str(named(given.config)),
+    ),
+    _batch(
+        "stack's direction",
+        NOT_CAUSAL,
+        lambda given, *_: not (given.causal and getattr(given.config, "is_causal", True)),
+    ),
+    _batch("stack's encoder", "attention to an encoder's states", lambda given, *_: given.encoder),
+    _batch("stack's mask", OWN_MASK, lambda given, *_: given.own),
+    _batch(
+        "probabilities",
+        "output_attentions",
+        # Eager attention returns probabilities, unless ranks share rows.
+        lambda given, *_: given.weights and (given.sequence or standard(given.config) != "eager"),
+    ),
+    _batch("reruns", "transformers' own checkpointing", lambda given, *_: given.reruns),
+    _batch(
+        "shared dropout",
+        "attention dropout",
+        lambda given, *_: (
+            given.sequence
+            and given.training
+            and getattr(given.config.get_text_config(), "attention_dropout", 0.0)
+        ),
+    ),
+    _batch(
+        "holes",
+        "an attention mask with holes, or with labels at padding",
+        lambda given, traits, batch: given.rows_mask is not None and batch.rows().holes,
+    ),
+    # What this call of the layer was given.
+    _call(
+        "not described",
+        "not described",
+        lambda r: r.batch is None or r.batch.weights or r.x.dim() != 3 or not r.x.numel(),
+        told=False,
+    ),
+    _call(
+        "encoder",
+        "it attends to an encoder's states",
+        lambda r: r.kwargs.get("encoder_hidden_states") is not None,
+    ),
+    _call("mask", OWN_MASK, partial(_mask, OWN_MASK)),
+    _call("built mask", BUILT_MASK, partial(_mask, BUILT_MASK)),
+    _call("direction", NOT_CAUSAL, partial(_mask, NOT_CAUSAL)),
+    _call("kernels", "{}", _no_kernels),
+)
+BY_NAME = {reason.name: reason for reason in REASONS}
+
+
+def why(name: str, detail: str = "") -> Why:
+    """The sentence of the reason of this name."""
+    made = Why(BY_NAME[name].sentence.format(detail))
+    made.name = name
+    return made
+
+
+def why_not_called(sentence: str) -> Why:
+    """The reason at apply with this sentence, which context.current.Asked gives."""
+    return why(next(r.name for r in REASONS if r.sentence == sentence))
+
+
+def first(stage: str, settled: Why | None, *facts) -> Why | None:
+    """The first reason of the list that holds: `settled`, of an earlier stage, or one of this
+    stage, by its facts; None if tiles are exact.
+    """
+    for reason in REASONS:
+        if settled is not None and settled.name == reason.name:
+            return settled
+        if reason.when == stage:
+            detail = reason.test(*facts)
+            if detail:
+                return why(reason.name, detail)
+    return None
+
+
+OTHER_MIXER = why("other mixer")
