@@ -17,7 +17,7 @@ from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing, Policy
 # Part of the card that stays free until a step with untiled layers was measured, and after it.
 UNSURE, SURE = 0.10, 0.04
 # A layer of a kind that never ran untiled keeps at most this many times the graphs of its tiles.
-UNTRIED = 1.5
+UNTRIED = 1.3
 # Part of the free host memory for checkpoints; the process, the data loader and page tables need
 # the rest.
 HOST_SHARE = 0.9

@@ -77,6 +77,7 @@ class TileGraph:
         """The graph of these outputs is built."""
         self.stands = self.step.meter.gauge.read().allocated
         self.kind.parts[self.part] = [max(0, self.stands - self.before) / self.tokens, 0.0]
+        self._sample()
         todo, seen = [y.grad_fn for y in outputs], set()
         while todo:
             node = todo.pop()

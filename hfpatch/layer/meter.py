@@ -179,21 +179,24 @@ class Meter:
     def plan(
         self, first: Policy, settings: Checkpointing, able: Layers, rows: int, grows: bool = True
     ) -> Policy:
-        """The policy of the step that begins. first: of one of which nothing is known."""
+        """The policy of the step that begins. first: of one of which nothing is known; grows:
+        whether layers may keep more."""
         step = self.step
         call, own = self._call_of(step.key)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
         step.policy, step.gate_up = first, able.gate_up
-        if call is not None and grows:
+        if not grows:
+            settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
+        if call is not None:
             step.share = min(UNSURE, SURE + self.gaps / self.card) if own and call.sure else UNSURE
             room = step.limit - step.base.allocated - step.share * self.card - self.spare
             room -= 0 if own else step.coming
             found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
             step.policy, step.plan, step.need = found.policy, found.untiled, found.need
             step.working = found.tiled - call.gradients
-            step.ahead = COPIES * (able.wide + able.gate_up) * rows
+            step.ahead = grows * COPIES * (able.wide + able.gate_up) * rows
             step.told, step.planned = list(call.kinds), step.base.allocated + found.top
         return step.policy
 

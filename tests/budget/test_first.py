@@ -64,7 +64,12 @@ def test_layers_without_attention_share_an_input_as_far_as_the_card_is_large():
     assert first(chains=True, settings={"every": 1}).chain == 0
 
 
-def test_the_least_is_the_smallest_tile():
-    assert first(settings={"aim": "least"}).tile == 1024
+@pytest.mark.parametrize("rows, tile", [(1000, 1024), (32768, 1024), (65536, 2048), (131072, 4096)])
+def test_the_least_is_a_small_tile(rows, tile):
+    """What a tile takes is 1% of what the layer's own tensors of all tokens take."""
+    assert first(rows=rows, settings={"aim": "least"}).tile == tile
+
+
+def test_the_least_of_layers_that_mix_along_time():
     least = first(settings={"aim": "least"}, chains=True)
     assert (least.tile, least.time_tile, least.chain) == (2048, 0, 1)

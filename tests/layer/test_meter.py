@@ -157,7 +157,10 @@ def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
     assert {(p.tile, p.plain, p.keep) for p in run.run(work, 4096)} == {(1024, 0, ())}
 
 
-def test_sources_of_copies_take_what_the_peak_leaves(monkeypatch):
+@pytest.mark.parametrize(
+    "settings, ahead", [(hfpatch.Checkpointing(plain=0), True), ("least", False)]
+)
+def test_sources_of_copies_take_what_the_peak_leaves(settings, ahead, monkeypatch):
     """Gradients come after the forward: until then sources of copies may take their room, and no
     step takes more for it.
     """
@@ -174,10 +177,11 @@ def test_sources_of_copies_take_what_the_peak_leaves(monkeypatch):
             clear(run)
 
     monkeypatch.setattr(Meter, "layer", told)
-    run = Run(monkeypatch, 8.0, checkpointing=hfpatch.Checkpointing(plain=0))
+    run = Run(monkeypatch, 8.0, checkpointing=settings)
     run.run(work, 2048)
     assert all(room == 0 for room, _ in rooms[:6])  # nothing is measured yet
-    assert all(room > 2 * ahead > 0 for room, ahead in rooms[-6:]), rooms[-6:]
+    assert all(room > 2 * step for room, step in rooms[-6:]), rooms[-6:]
+    assert all(room > 0 and (step > 0) == ahead for room, step in rooms[-6:])
     assert run.peaks[-1] <= run.meter.step.planned
 
 
