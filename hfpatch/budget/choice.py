@@ -123,8 +123,9 @@ class Search:
         for name in asked:
             if name not in shape.keepable:
                 raise ValueError(
-                    f"hfpatch: expected layers that can keep {name}, this model's cannot; leave "
-                    'Checkpointing\'s keep "auto".'
+                    f"hfpatch: keep must be what the model's layers can keep, got {name}. Leave "
+                    "Checkpointing's keep "
+                    '"auto".'
                 )
         self.settings, self.shape, self.gpu, self.able = settings, shape, gpu or GPUS[NOMINAL], able
         self.sizes = {"batch": batch, "tokens": tokens, "itemsize": itemsize}
@@ -342,10 +343,9 @@ def _host_too_small(search: Search, found: Option, budget: Budget) -> str:
     fewer = replace(found.policy, every=least, save_attention=False, keep=())
     saved = found.host - search.price(fewer).host
     return (
-        f"hfpatch: checkpoints need {found.host / GiB:.1f} GiB of host memory, "
-        f"{budget.host / GiB:.1f} GiB are free to a rank; "
-        f"Checkpointing(save_attention=False, every={least}) saves {saved / GiB:.1f} GiB, "
-        "a directory as offload saves all."
+        f"hfpatch: checkpoints need {found.host / GiB:.1f} GiB of host memory, and "
+        f"{budget.host / GiB:.1f} GiB are free to a rank. Checkpointing(save_attention=False, "
+        f"every={least}) saves {saved / GiB:.1f} GiB, a directory as offload saves all."
     )
 
 

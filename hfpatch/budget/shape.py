@@ -18,7 +18,7 @@ class UnknownFamily(ValueError):
     def __init__(self, what: str):
         self.what = what
         super().__init__(
-            f"hfpatch: expected a model that closed forms describe, {what} came; hfpatch.plan() "
+            f"hfpatch: no closed form describes {what}: hfpatch.plan() "
             "runs its step on fake tensors."
         )
 
@@ -78,16 +78,15 @@ class ModelShape(Layout, Parameters):
             value = getattr(self, field.name)
             if field.type is int and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ValueError(
-                    f"hfpatch: {field.name} must be a whole number, {value!r} came; check the "
+                    f"hfpatch: {field.name} must be a whole number, got {value!r}. Check the "
                     "config."
                 )
         names = {n for i in self.kinds for n in self.adaptable(i)}
         unknown = [n for n in (self.adapters.targets if self.adapters else ()) if n not in names]
         if unknown:
             raise ValueError(
-                f"hfpatch: expected Linear layers of {', '.join(sorted(names))} to adapt, "
-                f"{unknown[0]!r} came; name some of "
-                "those, or all-linear."
+                f"hfpatch: the layers to adapt must be among {', '.join(sorted(names))}, got "
+                f"{unknown[0]!r}. Name some of those, or all-linear."
             )
         own = dict(
             num_hidden_layers="num_layers",
@@ -126,7 +125,8 @@ class ModelShape(Layout, Parameters):
                 raise
             reason = " ".join(str(error).split())[:160]
             raise ValueError(
-                f"hfpatch: expected the values of a model's config.json ({reason}); check the file."
+                f"hfpatch: config.json must hold a model's values, and does not ({reason}). Check "
+                "the file."
             ) from error
 
     @classmethod
@@ -142,7 +142,7 @@ class ModelShape(Layout, Parameters):
                                "vocab_size") if values.get(n) is None]  # fmt: skip
         if missing:
             raise ValueError(
-                f"hfpatch: the config lacks {', '.join(missing)}; pass a model's whole config.json."
+                f"hfpatch: the config lacks {', '.join(missing)}. Pass a model's whole config.json."
             )
         heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers")
         sizes = {

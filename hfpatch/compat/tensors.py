@@ -14,7 +14,8 @@ from torch import Tensor
 def gone(name: str, instead: str) -> RuntimeError:
     """The error for a torch without a name that is needed."""
     return RuntimeError(
-        f"hfpatch: expected a torch that has {name}, {torch.__version__} has not; {instead}."
+        f"hfpatch: torch must have {name}, and torch {torch.__version__} does not. Instead: "
+        f"{instead}."
     )
 
 

@@ -127,7 +127,7 @@ def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
 def _said(error: Exception) -> str:
     if isinstance(error, NotStopped):
         return str(error)
-    return f"asked, it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})"
+    return f"in a trial it raised {type(error).__name__} ({' '.join(str(error).split())[:80]})"
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:

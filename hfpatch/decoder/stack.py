@@ -59,9 +59,8 @@ from hfpatch.parts.angles import narrow
 # Arguments that this file and batch.py add to the caller's.
 _ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAMES}
 _ADVICE = (
-    f"rotary angles of more than {FLOAT32_ANGLES:,} tokens are off in float32 by more than "
-    "bfloat16 rounds; "
-    "hfpatch.apply(model, rope_float64=True) computes them in float64 (hfpatch train: "
+    f"float32 rotary angles are off by more than bfloat16 rounding beyond {FLOAT32_ANGLES:,} "
+    "tokens; hfpatch.apply(model, rope_float64=True) computes them in float64 (hfpatch train: "
     "--rope_float64 True)."
 )
 
@@ -110,7 +109,8 @@ class OurAttention(KeepsSignature):
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
         assert not transforming(), (
-            "hfpatch: torch.func and forward mode must run without hfpatch; call hfpatch.undo(model)."
+            "hfpatch: torch.func and forward mode do not work on a patched model. Call "
+            "hfpatch.undo(model)."
         )
         layers = list_of_layers(self) or ()
         hooked = {self, *modules_of(self).values()} - {None}
@@ -122,8 +122,8 @@ class OurAttention(KeepsSignature):
             and "pixel_values" not in self._hfpatch_positional
         ):
             raise ValueError(
-                f"hfpatch: expected text for a {type(self).__name__}, which has no tower of images, "
-                "pixel_values came; leave them out, or load the model with its images."
+                f"hfpatch: a {type(self).__name__} takes text alone, got pixel_values. Leave them "
+                "out, or load the model with its images."
             )
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
@@ -228,7 +228,7 @@ class OurAttention(KeepsSignature):
         they may mix tokens outside attention."""
         layers = list_of_layers(self)
         if layers is None:
-            refuse_shared_mixers(type(self), "its layers are others than at apply()")
+            refuse_shared_mixers(type(self), "its layers changed after apply()")
         for layer in layers:
             why = replaced_forward(layer)
             if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine

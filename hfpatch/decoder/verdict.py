@@ -37,9 +37,7 @@ from hfpatch.layer.traits import OTHER_MIXER, LayerTraits
 # even in a float64 model.
 CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
-SHARED_KEYS = (
-    "its layers share keys with later ones, and would store them again when they run again"
-)
+SHARED_KEYS = "its later layers share its keys, and would store them again when it runs again"
 TILE = 16
 CHAIN_TILE = 8192  # at least a chunk of any rule: shorter tiles make no chain
 DOCUMENTS = (0, 17, TOKENS)
@@ -87,7 +85,7 @@ def ask_model(decoder: Decoder) -> Verdict:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         untried = LayerTraits(reason=f"no small instance of it could be tried ({reason})")
         return Verdict((untried,) * n, False, shared, apart=False)
-    unknown = LayerTraits(reason="no layer of its kind in the small instance")
+    unknown = LayerTraits(reason="the small instance has no layer of its kind")
     answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
     # rows without their padding.

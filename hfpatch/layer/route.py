@@ -133,15 +133,15 @@ def _whole(r: Request, reason: str) -> Whole | Stock:
         # gradient_checkpointing they last longer, but end as the layer's backward begins if its
         # input needs no gradient.
         runtime.tell(
-            f"{kind}s run whole and keep everything: an adapter in it has {r.condition.adapter}."
+            f"{kind}s run untiled and not checkpointed: an adapter in it has {r.condition.adapter}."
         )
         return Stock(reason)
     # the report prints traits.reason
     if reason not in (NOT_DESCRIBED, layer._hfpatch_traits.reason):
-        runtime.tell(f"{kind}s run whole, their inputs offloaded: {reason}.")
+        runtime.tell(f"{kind}s run untiled, their inputs offloaded: {reason}.")
     # the caller wants the cache, and a rerun of the layer would write its keys twice
     if r.cache is not None:
-        runtime.tell(f"{kind}s run whole and keep everything: {KEEPS}.")
+        runtime.tell(f"{kind}s run untiled and not checkpointed: {KEEPS}.")
         return Stock(KEEPS)
     policy = runtime.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None
     if policy is not None and runtime.untiled(layer, r.given, policy):

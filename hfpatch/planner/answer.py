@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from hfpatch.budget.choice import HOST_SHARE, reserve
 from hfpatch.budget.formula import GiB, ModelShape
-from hfpatch.budget.hardware import FLOAT8_GPUS, Gpu, gpu_row
+from hfpatch.budget.hardware import FLOAT8_GPUS, Gpu
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.lab.models import LANGUAGE_TOWER, resolve, text_config_of
 from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING
 from hfpatch.planner.limits import parse_bytes
+from hfpatch.planner.machine import card
 from hfpatch.planner.placements import FLOAT8_RECIPES, Resident, float8_bytes, resident
 from hfpatch.planner.towers import Tower, tower_in_front
 
@@ -181,17 +182,17 @@ def with_float8(run: Run, recipe: str) -> Run:
     possible."""
     if recipe not in FLOAT8_RECIPES:
         raise ValueError(
-            f"hfpatch: --fp8 takes {' or '.join(FLOAT8_RECIPES)}, {recipe!r} came; pass one of "
+            f"hfpatch: --fp8 must be {' or '.join(FLOAT8_RECIPES)}, got {recipe!r}. Pass one of "
             "them."
         )
     if not isinstance(run.shape, ModelShape) or run.shape.adapters:
         raise ValueError(
-            "hfpatch: --fp8 is planned for all weights of a model that closed forms describe, "
-            "another came; leave it out."
+            "hfpatch: --fp8 is planned for all weights of a model that closed forms describe "
+            "only. Leave it out."
         )
     if not run.gpu.measured and run.gpu.name not in FLOAT8_GPUS:
         raise ValueError(
-            f"hfpatch: --fp8 wants a GPU that multiplies in float8, {run.gpu.name} came; pass one "
+            f"hfpatch: --fp8 needs a GPU that multiplies in float8, got {run.gpu.name}. Pass one "
             f"of {', '.join(FLOAT8_GPUS)}."
         )
     return replace(run, gpu=replace(run.gpu, float8=FLOAT8_RECIPES[recipe]))
@@ -202,12 +203,12 @@ def shared(shape: ModelShape, sp_size: int, gpus: int) -> ModelShape:
     GPUs, or the heads."""
     if gpus % sp_size:
         raise ValueError(
-            f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
+            f"hfpatch: --sp-size must divide --gpus, got {sp_size} and {gpus}. Pass a divisor of "
             f"{gpus}."
         )
     heads = shape.num_heads, shape.num_kv_heads
     if heads[0] > 1 and (why := why_not_shared_out(*heads, sp_size)):  # 1: it has no attention
-        raise ValueError(f"hfpatch: {why}; pass another --sp-size.")
+        raise ValueError(f"hfpatch: {why}. Pass another --sp-size.")
     return replace(shape, ranks=sp_size)
 
 
@@ -238,13 +239,12 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(
-                f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more."
+                f"hfpatch: {what} must be a positive whole number, got {value!r}. Pass 1 or more."
             )
     tower = tower_in_front(model, images, video_tokens, seq_len)
     if tower is not None and sp_size > 1:
         raise ValueError(
-            f"hfpatch: images are planned for rows that no GPUs share, --sp-size {sp_size} came; "
-            "leave one of them out."
+            f"hfpatch: --images and --sp-size {sp_size} cannot be combined. Leave one out."
         )
     name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     reason = getattr(shape, "whole_because", "")
@@ -262,6 +262,6 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
 
         row, host_ram = measure_this(), host_limit() if host_ram is None else host_ram
     else:
-        row = gpu if isinstance(gpu, Gpu) else gpu_row(gpu)
+        row = gpu if isinstance(gpu, Gpu) else card(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
     return Run(name, shape, row, gpus, host, batch, seq_len, checkpointing, tower)

@@ -102,8 +102,8 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
-            f"hfpatch: expected a decoder with a list of layers, {type(model).__name__} came; "
-            "pass a causal language model."
+            f"hfpatch: the model must have a list of decoder layers, got {type(model).__name__}. "
+            "Pass a causal language model."
         )
     return list_of_layers(decoder.stack)
 

@@ -10,6 +10,7 @@ from functools import cache
 
 from hfpatch.budget.adapters import Adapters
 from hfpatch.budget.formula import ModelShape
+from hfpatch.budget.policy import names_the_nearest
 from hfpatch.budget.shape import UnknownFamily
 from hfpatch.planner.answer import (
     Plan,
@@ -26,15 +27,13 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
     """ValueError if no runtime supports the weights on the host."""
     if not adapters:
         raise ValueError(
-            "hfpatch: weights on the host are a frozen base's, all weights came to be trained; "
-            "pass adapters (--lora-r 16), or "
-            "--placement zero3-offload."
+            "hfpatch: weights on the host must be a frozen base's, and all weights train. Pass "
+            "adapters (--lora-r 16), or --placement zero3-offload."
         )
     if sp_size > 1:
         raise ValueError(
-            f"hfpatch: weights on the host are whole on each GPU, --sp-size {sp_size} came, whose "
-            "engines shard them; leave "
-            "frozen_weights out."
+            f'hfpatch: frozen_weights="host" and --sp-size {sp_size} cannot be combined: its '
+            "engines shard the weights. Leave frozen_weights out."
         )
 
 
@@ -59,12 +58,13 @@ def resolved(
 @cache
 def _say_simulated(what: str) -> None:
     print(
-        f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, "
-        "for half a minute or more.",
+        f"hfpatch: no closed form describes {what}, so its step runs on fake tensors, which takes "
+        "minutes.",
         file=sys.stderr,
     )
 
 
+@names_the_nearest
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
@@ -105,13 +105,13 @@ def plan(
     }  # fmt: skip
     if not isinstance(max_seq_len, bool):
         raise ValueError(
-            f"hfpatch: max_seq_len must be True or False, {max_seq_len!r} came; one length goes "
-            "to seq_len."
+            f"hfpatch: max_seq_len must be True or False, got {max_seq_len!r}. One length goes to "
+            "seq_len."
         )
     if adapters is not None and not isinstance(adapters, Adapters):
         raise ValueError(
-            f"hfpatch: adapters must be a hfpatch.budget.adapters.Adapters, {adapters!r} came; "
-            "pass Adapters(16) for rank 16."
+            f"hfpatch: adapters must be a hfpatch.budget.adapters.Adapters, got {adapters!r}. Pass "
+            "Adapters(16) for rank 16."
         )
     if getattr(checkpointing, "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(adapters, sp_size)

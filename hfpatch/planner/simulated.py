@@ -59,9 +59,8 @@ def _run(model: nn.Module, batch: int, seq_len: int, policy, counted: Counted):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
-            f"hfpatch: expected a causal language model that runs on [{batch}, {seq_len}] tokens, "
-            f"this does not ({reason}); take a "
-            "shorter length, or another model."
+            f"hfpatch: the model must be a causal language model that runs on [{batch}, {seq_len}] "
+            f"tokens, and this does not ({reason}). Take a shorter length, or another model."
         ) from error
 
 
@@ -124,8 +123,8 @@ def _policy(asked, tokens: int, states: bool) -> Policy:
     """
     if asked.keep not in ("auto", ()) or asked.frozen_weights == "host":
         raise ValueError(
-            "hfpatch: keep and weights on the host want a model that closed forms describe, "
-            "another came; leave them out."
+            "hfpatch: keep and weights on the host are planned for models that closed forms "
+            "describe only. Leave them out."
         )
     chosen = {
         "offload": "host", "every": 1, "save_attention": True, "tile": auto_tile(tokens), "plain": 0
@@ -155,8 +154,8 @@ def simulated_plan(
     """
     if run.ranks > 1 and run.checkpointing in (STOCK, STOCK_CHECKPOINTING):
         raise ValueError(
-            "hfpatch: transformers' own steps are simulated over whole rows, --sp-size "
-            f"{run.ranks} came; leave one of them out."
+            f"hfpatch: stock steps and --sp-size {run.ranks} cannot be combined: they are "
+            "simulated over whole sequences. Leave one out."
         )
     at = partial(_at, Values(text_config_of(model)[1]), run, names)
     found = at(run.seq_len * run.ranks)
