@@ -54,7 +54,7 @@ def _refuse_old(packages) -> None:
         if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST[name]:
             wanted = ".".join(map(str, OLDEST[name]))
             raise ImportError(
-                f"hfpatch: expected {name} {wanted} or newer, {version} is installed; pip install "
+                f"hfpatch: {name} must be {wanted} or newer, got {version}. Run: pip install "
                 f"'{name}>={wanted}'."
             )
 

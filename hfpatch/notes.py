@@ -35,7 +35,7 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
     names = Counter(type(m).__name__ for m in done)
     report.swaps += [(option, name, n) for name, n in names.items()]
     for (name, reason), n in left.items():
-        report.details.append(f"{option}: {n} x {name} left as they are: {reason}.")
+        report.details.append(f"{option}: {n} x {name} stay stock: {reason}.")
     if left and not done:
         report.skipped.append((option, left.most_common(1)[0][0][1]))
     elif left:
@@ -50,9 +50,7 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     stack, layers, notes = decoder.stack, decoder.layers, report.notes
     whole = Counter(reason for layer in layers if (reason := look(layer).now))
     for reason, n in whole.items():
-        notes.append(
-            f"{n} of {len(layers)} layers are checkpointed whole, their inputs offloaded: {reason}."
-        )
+        notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
     where = "chosen at the first step" if settings.offload == "auto" else settings.offload
     notes.append(
@@ -73,10 +71,7 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
         )
     dropout = getattr(stack.config, "attention_dropout", 0.0)
     if dropout:
-        notes.append(
-            f"attention_dropout is {dropout}: in training, layers are checkpointed whole instead "
-            "of tile by tile."
-        )
+        notes.append(f"attention_dropout is {dropout}: in training, layers run untiled.")
 
 
 def widened(model: nn.Module) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hfpatch import notes, swaps
-from hfpatch.anchors import with_page
 from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkpointing
 from hfpatch.compat import (
     Turn,
@@ -65,16 +64,16 @@ def _refuse_wrapped(model: nn.Module) -> None:
             if kind.__name__ in _TOO_LATE and home in ("torch", "deepspeed", "accelerate", "peft"):
                 late, came = _TOO_LATE[kind.__name__], type(module).__name__
                 raise ValueError(
-                    f"hfpatch: expected a model before {late}, found {came}; "
-                    f"call apply() before {late}."
+                    f"hfpatch: apply() must run before {late}, got {came}. Call apply() before "
+                    f"{late}."
                 )
         _refuse_liger(module)
         hook = engine_hook(module)  # accelerate's; several are one hook with a list
         if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook])):
             raise ValueError(
-                "hfpatch: expected a model on one device, found weights that a device_map keeps on "
-                "the CPU or on disk. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread a "
-                "model that does not fit)."
+                "hfpatch: the model must be on one device, got weights that a device_map keeps on "
+                "the CPU or on disk. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread "
+                "a model that does not fit)."
             )
 
 
@@ -85,9 +84,9 @@ def _refuse_liger(module: nn.Module) -> None:
     homes = type(module).__module__, getattr(code, "__module__", None) or ""
     if any(home.split(".")[0] == "liger_kernel" for home in homes):
         raise ValueError(
-            "hfpatch: expected transformers' own modules, found Liger's in "
-            f"{type(module).__name__}; "
-            "drop use_liger_kernel (apply_liger_kernel_to_...), or do not call apply()."
+            "hfpatch: the modules must be transformers' own, got Liger's in "
+            f"{type(module).__name__}. Drop use_liger_kernel (apply_liger_kernel_to_...), or do "
+            "not call apply()."
         )
 
 
@@ -182,24 +181,14 @@ def apply(
         "mlp": mlp,
         "loss": loss,
     }
-    try:
-        return _apply(model, switches, checkpointing, logits)
-    except ValueError as error:
-        with_page(error)
-        raise
-
-
-def _apply(model: nn.Module, switches: dict, checkpointing, logits) -> Report:
     settings = parse_checkpointing(checkpointing)
     if logits not in ("auto", True, False):
         raise ValueError(
-            f'hfpatch: logits must be "auto", True or False, {logits!r} came; leave it "auto".'
+            f'hfpatch: logits must be "auto", True or False, got {logits!r}. Leave it "auto".'
         )
     for name, value in switches.items():
         if value not in (True, False):
-            raise ValueError(
-                f"hfpatch: {name} must be True or False, {value!r} came; leave it out."
-            )
+            raise ValueError(f"hfpatch: {name} must be True or False, got {value!r}. Leave it out.")
     expect_module(model)
     with as_before_fsdp2(model) if sharded_while_loaded(model) else nullcontext():
         return _applied(model, settings, switches, checkpointing, logits)
@@ -212,10 +201,9 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
-            "hfpatch: expected a decoder with a list of layers, found none in "
-            f"{type(model).__name__} "
-            f"({config.model_type}); call apply() on a causal language model as transformers made "
-            "it."
+            "hfpatch: the model must have a list of decoder layers, and none was found in "
+            f"{type(model).__name__} ({config.model_type}). Call apply() on a causal language "
+            "model of transformers."
         )
     report = Report(type(model).__name__)
     notes.grow_segments(report)

@@ -50,12 +50,11 @@ class Report:
             kinds = ", ".join(f"{n} x {name}" for o, name, n in self.swaps if o == option)
             left = [reason for o, reason in self.skipped if o == option]
             lines.append(
-                f"  {option:<13} {kinds}"
-                + (f"; others left as they are: {left[0]}" if left else "")
+                f"  {option:<13} {kinds}" + (f"; others stay stock: {left[0]}" if left else "")
             )
         told = {o for o, _, _ in self.swaps}
         lines += [
-            f"  {option:<13} left as it is: {reason}"
+            f"  {option:<13} stays stock: {reason}"
             for option, reason in self.skipped
             if option not in told
         ]

@@ -15,7 +15,7 @@ PYTHON=${PYTHON:-python3}
 # make_env EXTRA: the environment with `pip install -e .[EXTRA]`; afterwards `python` is the environment's.
 make_env() {
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
-        echo "hfpatch: expected Python 3.10 or newer, $("$PYTHON" --version 2>&1) came; set PYTHON=/path/to/python3." >&2
+        echo "hfpatch: Python must be 3.10 or newer, got $("$PYTHON" --version 2>&1). Set PYTHON=/path/to/python3." >&2
         return 2
     }
     if [ ! -x "$HFPATCH_VENV/bin/python" ]; then

@@ -50,7 +50,7 @@ def export(
     """
     folder, out = Path(source), Path(target)
     if kind not in TYPES:
-        raise ValueError(f"hfpatch: --type: expected one of {', '.join(TYPES)}, came {kind}.")
+        raise ValueError(f"hfpatch: --type must be one of {', '.join(TYPES)}, got {kind}.")
     if out.exists() and not force:
         raise ValueError(f"hfpatch: {out} exists; give another name or --force.")
     if (folder / "adapter_config.json").exists():
@@ -65,12 +65,12 @@ def export(
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type != "llama":
         raise ValueError(
-            f"hfpatch: expected a model of type llama, came {config.model_type}; use llama.cpp's "
+            f"hfpatch: the model must be of type llama, got {config.model_type}. Use llama.cpp's "
             "converter."
         )
     if config.hidden_act != "silu":
         raise ValueError(
-            f"hfpatch: llama.cpp's llama has SiLU alone, came hidden_act {config.hidden_act!r}."
+            f"hfpatch: hidden_act must be silu for llama.cpp's llama, got {config.hidden_act!r}."
         )
     where = _tensor_files(folder)
     expected = _expected_tensors(config, where)
@@ -181,7 +181,7 @@ def _write_tokenizer(writer, folder: Path, vocab_size: int, pre: str | None) -> 
     model = spec["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ValueError(
-            f"hfpatch: expected a byte-level BPE tokenizer, came {model.get('type')}"
+            f"hfpatch: the tokenizer must be a byte-level BPE, got {model.get('type')}"
             f"{' with byte fallback' if model.get('byte_fallback') else ''}; use llama.cpp's "
             "converter."
         )
@@ -250,7 +250,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                f"hfpatch: expected a weight_map in {index}, none came; save the model again."
+                f"hfpatch: {index} must hold a weight_map, got none. Save the model again."
             ) from None
         out = sorted(str(file) for file in named.values() if Path(file).name != file)
         if out:
@@ -330,7 +330,7 @@ def _stored_type(shape: tuple[int, ...], kind: str):
 def _encode(tensor: torch.Tensor, name: str, shape, config, kind: str) -> np.ndarray:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(
-            f"hfpatch: {name}: expected shape {tuple(shape)}, came {tuple(tensor.shape)}."
+            f"hfpatch: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}."
         )
     for projection, heads in (
         ("q_proj", config.num_attention_heads),

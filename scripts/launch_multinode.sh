@@ -19,44 +19,45 @@ set -euo pipefail
 fail() { echo "hfpatch: $1" >&2; exit 2; }
 # number NAME VALUE LEAST MOST: the value without leading zeros, which bash would read as octal.
 number() {
-    [[ $2 =~ ^0*([0-9]{1,9})$ ]] || fail "$1: expected a whole number, came '$2'; correct the environment."
+    [[ $2 =~ ^0*([0-9]{1,9})$ ]] || fail "$1 must be a whole number, got '$2'. Correct the environment."
     local value=$((10#${BASH_REMATCH[1]}))
-    [ "$value" -ge "$3" ] && [ "$value" -le "$4" ] || fail "$1: expected $3 to $4, came $2; ${5:-correct the environment}."
+    [ "$value" -ge "$3" ] && [ "$value" -le "$4" ] || fail "$1 must be from $3 to $4, got $2. ${5:-Correct the environment}."
     echo "$value"
 }
 
 case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 LAUNCHER=${LAUNCHER:-accelerate}
 if [ "${1:-}" = --launcher ]; then
-    [ $# -ge 2 ] || fail "--launcher: expected accelerate or torchrun, nothing came."
+    [ $# -ge 2 ] || fail "--launcher must be accelerate or torchrun, got nothing. Name one."
     LAUNCHER=$2
     shift 2
 fi
-[ $# -ge 1 ] || fail "expected a script to launch, nothing came; for example scripts/train.py run.yaml."
-case $LAUNCHER in accelerate | torchrun) ;; *) fail "launcher: expected accelerate or torchrun, came '$LAUNCHER'." ;; esac
+[ $# -ge 1 ] || fail "a script to launch is missing. Name one, for example scripts/train.py run.yaml."
+case $LAUNCHER in accelerate | torchrun) ;; *) fail "LAUNCHER must be accelerate or torchrun, got '$LAUNCHER'. Name one." ;; esac
 
-command -v "$LAUNCHER" >/dev/null || fail "$LAUNCHER is not installed here; pip install ${LAUNCHER/torchrun/torch}."
+command -v "$LAUNCHER" >/dev/null || fail "$LAUNCHER is not installed here. Run: pip install ${LAUNCHER/torchrun/torch}."
 
 # `|| exit`: what fails inside $(...) has said why, and must end this script too.
 machines=$(number WORLD_SIZE "${WORLD_SIZE:-1}" 1 100000) || exit
 rank=$(number MACHINE_RANK "${MACHINE_RANK:-${RANK:-0}}" 0 $((machines - 1)) "WORLD_SIZE counts machines") || exit
 port=$(number MASTER_PORT "${MASTER_PORT:-29500}" 1 65535) || exit
 gpus=${GPUS-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))' 2>/dev/null)} ||
-    fail "GPUS: torch could not count this machine's GPUs; set GPUS."
+    fail "GPUS: torch could not count this machine's GPUs. Set GPUS."
 gpus=$(number GPUS "$gpus" 1 1024) || exit
 if [ "$machines" -gt 1 ] && [ -z "${MASTER_ADDR:-}" ]; then
-    fail "MASTER_ADDR: expected the address of machine 0, came nothing; set it on every machine."
+    fail "MASTER_ADDR must be the address of machine 0, got nothing. Set it on every machine."
 fi
 address=${MASTER_ADDR:-127.0.0.1}
 
 if [ "$LAUNCHER" = torchrun ]; then
+    [ -z "${CONFIG_FILE:-}" ] || fail "CONFIG_FILE works with accelerate only. Leave it out, or drop --launcher torchrun."
     command=(torchrun --nnodes "$machines" --node_rank "$rank" --nproc_per_node "$gpus"
         --master_addr "$address" --master_port "$port" "$@")
 else
     command=(accelerate launch --num_machines "$machines" --machine_rank "$rank" --num_processes $((machines * gpus))
         --main_process_ip "$address" --main_process_port "$port")
     if [ -n "${CONFIG_FILE:-}" ]; then
-        [ -f "$CONFIG_FILE" ] || fail "CONFIG_FILE: no file $CONFIG_FILE; take one of fsdp_configs/*.yaml."
+        [ -f "$CONFIG_FILE" ] || fail "CONFIG_FILE must be a file, got $CONFIG_FILE. Take one of fsdp_configs/*.yaml."
         command+=(--config_file "$CONFIG_FILE")
     else
         [ $((machines * gpus)) -gt 1 ] && command+=(--multi_gpu)
@@ -65,7 +66,7 @@ else
     command+=("$@")
 fi
 if [ "${DRY_RUN:-0}" != 1 ]; then
-    case $1 in -*) ;; *) [ -f "$1" ] || fail "expected a script to launch, there is no file $1; check the path." ;; esac
+    case $1 in -*) ;; *) [ -f "$1" ] || fail "there is no script $1. Check the path." ;; esac
     wait=$(number MASTER_WAIT "${MASTER_WAIT:-60}" 0 86400) || exit
     python - "$address" "$wait" <<'WAIT' || exit 2
 import socket, sys, time

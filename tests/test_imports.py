@@ -15,7 +15,7 @@ import hfpatch
 PACKAGE = Path(__file__).parent.parent / "hfpatch"
 # A package or module may import those of its own row and of the rows above.
 ROWS = (
-    ("anchors", "compat", "report"),
+    ("compat", "report"),
     ("budget",),
     ("kernels",),
     ("ops",),

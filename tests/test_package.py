@@ -144,7 +144,8 @@ def test_an_old_package_is_refused_with_a_sentence(package, version, monkeypatch
         importlib.metadata, "version", lambda name: version if name == package else real(name)
     )
     with pytest.raises(
-        ImportError, match=f"^hfpatch: expected {package} .* or newer, .*{version[:4]}.*pip install"
+        ImportError,
+        match=f"^hfpatch: {package} must be .* or newer, got .*{version[:4]}.*pip install",
     ):
         _ = hfpatch.apply
 

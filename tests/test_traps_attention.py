@@ -162,7 +162,7 @@ def test_cu_seq_lens_isolate_too():
 
 def test_cu_seq_lens_that_miss_tokens_raise():
     bounds = torch.tensor([0, 7, 20], dtype=torch.int32)
-    with pytest.raises(ValueError, match="cu_seq_lens to rise from 0 to 24"):
+    with pytest.raises(ValueError, match="cu_seq_lens must rise from 0 to 24"):
         tiny.patched(tiny.llama())(**packed(), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
 
 
@@ -195,7 +195,7 @@ def test_packed_with_a_cache_is_refused(given, mask):
 
         batch[name] = DynamicCache(config=ours.config)
     with pytest.raises(
-        ValueError, match="^hfpatch: expected one document a row where a KV cache.*use_cache=False"
+        ValueError, match="^hfpatch: a KV cache needs one document a sequence.*use_cache=False"
     ):
         ours(**batch, use_cache=True)
     batch.pop(name, None)

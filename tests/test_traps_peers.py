@@ -217,7 +217,9 @@ def test_gradients_by_torch_func_are_refused_by_a_sentence():
     ours = tiny.patched(tiny.llama())
     parameters = {name: p.detach() for name, p in ours.named_parameters()}
     loss = lambda parameters: torch.func.functional_call(ours, parameters, (), tiny.labelled()).loss  # noqa: E731
-    with pytest.raises(AssertionError, match="hfpatch: torch.func .* must run without hfpatch"):
+    with pytest.raises(
+        AssertionError, match="hfpatch: torch.func .* do not work on a patched model"
+    ):
         torch.func.grad(loss)(parameters)
     with torch.no_grad(), forward_ad.dual_level(), pytest.raises(AssertionError, match="hfpatch:"):
         ours(**tiny.labelled())
@@ -399,7 +401,9 @@ def test_hooks_inside_a_layer_fire_as_under_transformers_checkpointing(way, caps
     for key, values in got.items():
         for three in zip(values, plain[key], exact[key], strict=True):
             tiny.numerics.assert_close(*three, str(key))
-    said = "run whole, their inputs offloaded: hooks on self_attn.v_proj" in capsys.readouterr().err
+    said = (
+        "run untiled, their inputs offloaded: hooks on self_attn.v_proj" in capsys.readouterr().err
+    )
     assert said == (way != "off")
 
 
@@ -426,7 +430,7 @@ def test_hooks_on_every_module_fire_as_under_transformers_checkpointing(capsys):
     finally:
         handle.remove()
     assert now and seen["ours"] == now
-    assert "run whole, their inputs offloaded: hooks on every module" in capsys.readouterr().err
+    assert "run untiled, their inputs offloaded: hooks on every module" in capsys.readouterr().err
 
 
 def test_a_hook_that_mixes_tokens_sees_all_of_them():

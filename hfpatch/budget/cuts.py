@@ -57,8 +57,8 @@ def chunk_bounds(rows: int, row_bytes: int, room: int) -> tuple[tuple[int, int],
     most = room // row_bytes
     if most < 1:
         raise ValueError(
-            f"hfpatch: expected at least {row_bytes:,} bytes for the logits of one token, "
-            f"workspace_bytes leaves {max(0, room):,}; raise it."
+            f"hfpatch: workspace_bytes must leave {row_bytes:,} bytes for the logits of one token, "
+            f"and leaves {max(0, room):,}. Raise it."
         )
     size, count = _chunks(rows, most)
     starts = range(0, count * size, size)

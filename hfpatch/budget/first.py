@@ -117,8 +117,7 @@ def _host_too_small(wanted: int, room: int, layers: int, one: int) -> str:
     least = max(1, round(math.sqrt(layers)))
     saved = wanted - -(-layers // least) * one
     return (
-        f"hfpatch: checkpoints need {wanted / GiB:.1f} GiB of host memory, "
-        f"{room / GiB:.1f} GiB are free to a rank; "
-        f"Checkpointing(save_attention=False, every={least}) saves {saved / GiB:.1f} GiB, "
-        "a directory as offload saves all."
+        f"hfpatch: checkpoints need {wanted / GiB:.1f} GiB of host memory, and {room / GiB:.1f} "
+        f"GiB are free to a rank. Checkpointing(save_attention=False, every={least}) saves "
+        f"{saved / GiB:.1f} GiB, a directory as offload saves all."
     )

@@ -83,8 +83,8 @@ def host_free(root: str = "/") -> int | None:
     if given is not None:
         if not (given.isascii() and given.isdigit()):
             raise ValueError(
-                f"hfpatch: expected HFPATCH_HOST_MEMORY to be a number of bytes, {given!r} came; "
-                "for 110 GiB write 118111600640."
+                f"hfpatch: HFPATCH_HOST_MEMORY must be a number of bytes, got {given!r}. For 110 "
+                "GiB write 118111600640."
             )
         return max(0, int(given) - _held * environment_number("LOCAL_WORLD_SIZE", 1, 1))
     root = Path(root)

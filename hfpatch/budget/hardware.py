@@ -8,6 +8,8 @@ columns give the part that a training step reaches. `--gpu this` measures the ma
 
 from dataclasses import dataclass
 
+from hfpatch.budget.policy import refuse_unknown
+
 GiB = 1 << 30
 
 # Fitted to the rows of profiles/rates marked `fits`: the share of the data sheet that large bf16
@@ -132,6 +134,14 @@ _ROWS = (
      _SHARES.format("NVIDIA DGX B200 data sheet / 8")),
     ("l40s",         45.0, 362.0,   0.864,  32.0, 181.0,  145.0, 142, 0.0,
      _SHARES.format("NVIDIA L40S data sheet")),
+    ("l4",           22.0, 121.0,   0.3,    32.0, 60.5,   48.4, 58, 0.0,
+     _SHARES.format("NVIDIA L4 data sheet")),
+    ("a10g",         22.0, 70.0,    0.6,    32.0, 35.0,   28.0, 80, 0.0,
+     _SHARES.format("NVIDIA A10G data sheet")),
+    ("rtxa6000",     47.5, 154.8,   0.768,  32.0, 77.4,   61.9, 84, 0.0,
+     _SHARES.format("NVIDIA RTX A6000 data sheet")),
+    ("rtx3090",      24.0, 71.0,    0.936,  32.0, 35.5,   28.4, 82, 0.0,
+     _SHARES.format("NVIDIA GA102 white paper")),
     ("rtx4090",      24.0, 165.2,   1.008,  32.0, 82.6,   66.1, 128, 0.0,
      _SHARES.format("NVIDIA Ada white paper")),
     ("rtx5090",      31.8, 209.5,   1.792,  64.0, 104.8,  83.8, 170, 0.0,
@@ -152,6 +162,8 @@ _ALIASES = {
     "a100": "a100-80gb",
     "h100-80gb": "h100",
     "h100-sxm": "h100",
+    "a6000": "rtxa6000",
+    "3090": "rtx3090",
     "4090": "rtx4090",
     "5090": "rtx5090",
 }
@@ -164,12 +176,10 @@ def gpu_row(name: str) -> Gpu:
         ValueError: no such row; the message lists all names.
     """
     plain = str(name).lower().replace(" ", "").replace("_", "-")
-    for candidate in (plain, _ALIASES.get(plain, ""), plain.replace("-", "")):
-        if candidate in GPUS:
-            return GPUS[candidate]
-    raise ValueError(
-        f"hfpatch: the known GPUs are {', '.join(GPUS)} and this, {name!r} came; pass one of them."
-    )
+    names = (plain, _ALIASES.get(plain, ""), plain.replace("-", ""))
+    known = next((one for one in names if one in GPUS), str(name))
+    refuse_unknown([known], (*GPUS, "this", "24GiB"), "--gpu")
+    return GPUS[known]
 
 
 def gpu_named(device_name: str) -> Gpu | None:
@@ -177,11 +187,11 @@ def gpu_named(device_name: str) -> Gpu | None:
     words = device_name.lower().replace("-", " ").split()
     if {"pcie", "nvl"} & set(words):  # cards of the same name with lower clocks
         return None
-    plain = "".join(w for w in words if w not in ("nvidia", "geforce", "amd", "instinct"))
+    words = [w for w in words if w not in ("nvidia", "geforce", "amd", "instinct")]
     rows = [
-        (name.partition("-")[2] in plain, gpu)
+        (name.partition("-")[2] in "".join(words), gpu)
         for name, gpu in GPUS.items()
-        if plain.startswith(name.partition("-")[0])
+        if name.partition("-")[0] in ("".join(words[:1]), "".join(words[:2]))
     ]
     # if the card comes with two memories, the row of the memory in its name
     return max(rows, key=lambda row: row[0])[1] if rows else None

@@ -16,8 +16,8 @@ def environment_number(name: str, default: int, least: int = 0, most: int | None
     number = int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
     if number is None or number < least or most is not None and number > most:
         raise ValueError(
-            f"hfpatch: expected {range_words(least, most)} in the environment's {name}, {text!r} "
-            "came; correct or unset it."
+            f"hfpatch: {name} in the environment must be {range_words(least, most)}, got {text!r}. "
+            "Correct or unset it."
         )
     return number
 
@@ -51,18 +51,17 @@ def check_sizes(read) -> None:
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
             raise ValueError(
-                f"hfpatch: {name} must be a whole number of at least 1, {value!r} came; check the "
+                f"hfpatch: {name} must be a whole number of at least 1, got {value!r}. Check the "
                 "config."
             )
         # a plan of such a model would add up for hours
         if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):
-            raise ValueError(f"hfpatch: {name} is {value}, which no model has; check the config.")
+            raise ValueError(f"hfpatch: {name} is {value}, which no model has. Check the config.")
     heads, kv_heads = read("num_attention_heads"), read("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         raise ValueError(
-            f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, {heads} and "
-            f"{kv_heads} came; check the "
-            "config."
+            f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
+            f"and {kv_heads}. Check the config."
         )
     _check_numbers(read)
 
@@ -77,7 +76,7 @@ def _check_numbers(read) -> None:
         )
         if not number or beyond(value, least, 1) or beyond(value, most, -1):
             raise ValueError(
-                f"hfpatch: {name} must be {range_words(least, most)}, {value!r} came; check the "
+                f"hfpatch: {name} must be {range_words(least, most)}, got {value!r}. Check the "
                 "config."
             )
     for rope in filter(lambda x: isinstance(x, Mapping), map(read, _ROPE)):
@@ -97,18 +96,19 @@ def range_words(least, most) -> str:
         words.append(f"more than {least[0]}" if isinstance(least, list) else f"{least} or more")
     if most is not None:
         words.append(f"less than {most[0]}" if isinstance(most, list) else f"{most} or less")
-    return "a number of " + " and ".join(words) if words else "a finite number"
+    return " and ".join(words) if words else "a finite number"
 
 
 def parse_length(text) -> int:
-    """Tokens from "8192", "128k" (131,072) or "1M" (1,048,576). ValueError for anything else."""
+    """Tokens from "8192", "131,072", "128k" (131,072) or "1M" (1,048,576). ValueError for anything else."""
     number = str(text).strip().lower().replace("_", "")
+    number = number.replace(",", "") if re.fullmatch("[0-9]{1,3}(,[0-9]{3})+", number) else number
     factor = {"k": 1 << 10, "m": 1 << 20}.get(number[-1:], 1)
     digits = number[:-1] if factor > 1 else number
     if not re.fullmatch("[0-9]{1,13}", digits) or not 0 < int(digits) * factor < 1 << 40:
         raise ValueError(
-            f"hfpatch: a length is tokens such as 8192, 128k or 1M, {text!r} came; write such a "
-            "number."
+            f"hfpatch: a length must be tokens such as 8192, 128k or 1M, got {text!r}. Write such "
+            "a number."
         )
     return int(digits) * factor
 

@@ -1,5 +1,4 @@
-"""What layers keep for backward, and where: the user's `Checkpointing`, and the `Policy` that
-choice.py derives from it. Standard library only."""
+"""What layers keep for backward: the user's `Checkpointing`, and the `Policy` derived from it."""
 
 import difflib
 import functools
@@ -15,6 +14,7 @@ from hfpatch.budget.limits import parse_word
 # What a layer may keep beside x, out and lse: q, k, v; the residual after attention; gate and up.
 KEEPABLE = ("qkv", "mid", "gate_up")
 PLACES = ("auto", "gpu", "host")
+_MEANT = {"cpu": ["host"], "cuda": ["gpu"], "disk": []}  # words of other libraries
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
@@ -39,8 +39,8 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            end = f"did you mean {near[0]}?" if near else "name one of these."
-            raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, {name} came; {end}")
+            end = f"Did you mean {near[0]}?" if near else "Name one of these."
+            raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}. {end}")
 
 
 Named = TypeVar("Named", bound=Callable)
@@ -113,17 +113,20 @@ class Checkpointing:
     def _check_offload(self) -> None:
         place, fix = self.offload, None
         if not isinstance(place, (str, os.PathLike)) or not str(place):
-            came, fix = repr(place), 'pass "host" for pinned memory'
+            got, fix = repr(place), 'Pass "host" for pinned memory'
         elif place in PLACES or os.path.isdir(place):
             return
         elif os.path.exists(place) and os.sep in str(place):
-            came = f"the file {str(place)!r}"
-            fix = "name a directory, which is made where there is none"
+            got = f"the file {str(place)!r}"
+            fix = "Name a directory, which is made if it does not exist"
         elif os.sep not in str(place):
-            came, fix = repr(str(place)), f'write a directory as a path, for example "./{place}"'
+            near = difflib.get_close_matches(place, (*PLACES, "least"), 1)
+            meant = _MEANT.get(place, near)
+            fix = f"Did you mean {meant[0]}? " if meant else ""
+            got, fix = repr(str(place)), f'{fix}A directory is written as a path, "./{place}"'
         if fix:
             raise ValueError(
-                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, {came} came; {fix}.'
+                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, got {got}. {fix}.'
             )
 
     def _check_numbers(self) -> None:
@@ -136,12 +139,12 @@ class Checkpointing:
                 not isinstance(value, int) or isinstance(value, bool) or value < least
             ):
                 raise ValueError(
-                    f'hfpatch: {name} must be "auto" or {wanted}, {value!r} came; leave it "auto".'
+                    f'hfpatch: {name} must be "auto" or {wanted}, got {value!r}. Leave it "auto".'
                 )
         if self.save_attention != "auto" and not isinstance(self.save_attention, bool):
             raise ValueError(
-                f'hfpatch: save_attention must be "auto", True or False, {self.save_attention!r} '
-                'came; leave it "auto".'
+                'hfpatch: save_attention must be "auto", True or False, got '
+                f'{self.save_attention!r}. Leave it "auto".'
             )
 
     def _check_names(self) -> None:
@@ -149,23 +152,22 @@ class Checkpointing:
         listed = isinstance(keep, (tuple, list)) and all(name in KEEPABLE for name in keep)
         if keep != "auto" and not listed:
             raise ValueError(
-                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, {keep!r} '
-                'came; leave it "auto".'
+                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, got {keep!r}. '
+                'Leave it "auto".'
             )
         if self.frozen_weights not in WEIGHTS:
             raise ValueError(
-                f"hfpatch: frozen_weights must be one of {', '.join(WEIGHTS)}, "
-                f'{self.frozen_weights!r} came; leave it "auto".'
+                f"hfpatch: frozen_weights must be one of {', '.join(WEIGHTS)}, got "
+                f'{self.frozen_weights!r}. Leave it "auto".'
             )
         if self.frozen_weights == "host" and self.plain not in ("auto", 0):
             raise ValueError(
-                f'hfpatch: expected plain=0 with frozen_weights="host", {self.plain} came: layers '
-                "that keep "
-                'all that autograd saves keep their weights; leave plain "auto".'
+                f'hfpatch: plain must be 0 with frozen_weights="host", got {self.plain}: layers '
+                'that are not checkpointed keep their weights. Leave plain "auto".'
             )
         if self.aim not in AIMS:
             raise ValueError(
-                f"hfpatch: aim must be one of {', '.join(AIMS)}, {self.aim!r} came; leave it out."
+                f"hfpatch: aim must be one of {', '.join(AIMS)}, got {self.aim!r}. Leave it out."
             )
 
     def words(self) -> list[str]:
@@ -230,8 +232,8 @@ def parse_checkpointing(value) -> "Checkpointing | str":
         name, given = _field(word)
         if name in found and found[name] != given:
             raise ValueError(
-                f"hfpatch: checkpointing says {name} twice, {found[name]!r} and {given!r} came; "
-                "drop one."
+                f"hfpatch: checkpointing names {name} twice, got {found[name]!r} and {given!r}. "
+                "Leave one out."
             )
         found |= {name: given} if name else {}
     return Checkpointing(**found)
@@ -242,7 +244,7 @@ def _field(word: str) -> tuple[str, object]:
     if not re.match(_FIELD, word):
         if word == "off":
             raise ValueError(
-                'hfpatch: checkpointing is "off", fields of it came too; drop one of them.'
+                'hfpatch: checkpointing "off" takes no fields, and got some. Leave them out.'
             )
         if word in ("true", "false"):  # YAML's yes and no, not a folder
             raise _not_checkpointing(word)
@@ -260,8 +262,8 @@ def _field(word: str) -> tuple[str, object]:
     refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
     if not text:
         raise ValueError(
-            f"hfpatch: checkpointing takes FIELD=VALUE, {word!r} came; write offload=host for "
-            "example."
+            f"hfpatch: a field of checkpointing must be FIELD=VALUE, got {word!r}. Write "
+            "offload=host, for example."
         )
     if name == "keep" and text != "auto":
         return name, tuple(text.split(","))
@@ -270,8 +272,9 @@ def _field(word: str) -> tuple[str, object]:
 
 def _not_checkpointing(value) -> ValueError:
     return ValueError(
-        f'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host", a directory or a '
-        f'hfpatch.Checkpointing, {value!r} came; for example hfpatch.Checkpointing(offload="host").'
+        'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host", a directory or a '
+        f'hfpatch.Checkpointing, got {value!r}. Pass hfpatch.Checkpointing(offload="host"), for '
+        "example."
     )
 
 

@@ -61,7 +61,7 @@ def rounds_of(batch: int, tokens: int, n_heads: int, n_kv_heads: int, ranks: int
     tokens: of whole rows.
     """
     if why := why_not_shared_out(n_heads, n_kv_heads, ranks):
-        raise ValueError(f"hfpatch: {why}; take another number of ranks.")
+        raise ValueError(f"hfpatch: {why}. Take another number of ranks.")
     own, sharing = n_heads // ranks, max(1, ranks // n_kv_heads)
     repeat = min(own, n_heads // n_kv_heads)
     wanted = -(-BLOCKS // max(1, batch * -(-tokens // 128)))

@@ -41,7 +41,7 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument(
         "--model",
-        help="what hfpatch does to this model in place of all that: a preset, a folder, a hub id",
+        help="what hfpatch would patch in this model instead: a preset, a folder, a hub id",
     )
     parser.add_argument(
         "--seq-len",
@@ -53,14 +53,12 @@ def add_arguments(parser) -> None:
 
 def main(args) -> int:
     if args.seq_len is not None and args.model is None:
-        raise ValueError(
-            "hfpatch: --seq-len plans a step of a model, none came; pass --model as well."
-        )
+        raise ValueError("hfpatch: --seq-len works with --model only. Add --model.")
     if args.model is not None:
         if args.files:
             raise ValueError(
-                f"hfpatch: --model takes no config files, {args.files[0]} came with it; drop one "
-                "of them."
+                f"hfpatch: --model and the config file {args.files[0]} cannot be combined. Leave "
+                "one out."
             )
         from hfpatch.cli import support
 
@@ -180,35 +178,35 @@ def _configs(files) -> dict:
     found = {}
     for path in [*([default] if default.is_file() else []), *map(Path, files)]:
         if not path.is_file():
-            raise ValueError(
-                f"hfpatch: a config file was expected, {path} is none; check the path."
-            )
+            raise ValueError(f"hfpatch: there is no config file {path}. Check the path.")
         text = path.read_text()
         if path.suffix == ".json":
             try:
                 values = json.loads(text)
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"hfpatch: {path} is not JSON: {error.msg}, line {error.lineno}; mend the file."
+                    f"hfpatch: {path} must be JSON: {error.msg}, line {error.lineno}. Correct the "
+                    "file."
                 ) from error
         else:
             try:
                 import yaml
             except ImportError:
                 raise ValueError(
-                    f"hfpatch: {path} is YAML and no YAML reader is here; pip install pyyaml."
+                    f"hfpatch: {path} is YAML, and no YAML reader is installed. Run: pip install "
+                    "pyyaml."
                 ) from None
             try:
                 values = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 reason = " ".join(str(error).split())
                 raise ValueError(
-                    f"hfpatch: {path} is not YAML: {reason}; mend the file."
+                    f"hfpatch: {path} must be YAML: {reason}. Correct the file."
                 ) from error
         if values is not None and not isinstance(values, dict):
             raise ValueError(
-                f"hfpatch: expected keys and values in {path}, {type(values).__name__} came; mend "
-                "the file."
+                f"hfpatch: {path} must hold keys and values, got a {type(values).__name__}. "
+                "Correct the file."
             )
         found[str(path)] = _without_secrets(values or {})
     return found

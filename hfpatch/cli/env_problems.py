@@ -16,7 +16,7 @@ SUPPORTED = {
 
 NO_GPU = (
     "none that torch can use: hfpatch plan, profile and the tests work, training runs as plain "
-    "PyTorch on the CPU, right and slow; fused kernels and copies beside compute need a GPU"
+    "PyTorch on the CPU, correct but slow; fused kernels and copies beside compute need a GPU"
 )
 
 
@@ -65,13 +65,10 @@ def _version_problems(facts):
             "There is a GPU and no triton: the fused kernels cannot run.", "pip install triton"
         )
     elif facts["gpus"] and not facts["builds"]["compiler"]:
-        what = "There is no C compiler, with which Triton makes the code that starts a kernel."
+        what = "There is no C compiler; Triton needs one."
         yield Problem(what, "apt-get install gcc, or export CC=/path/to/one")
     elif facts["gpus"] and not facts["builds"]["python_headers"]:
-        what = (
-            "Python's headers (Python.h) are missing, with which Triton makes the code that "
-            "starts a kernel."
-        )
+        what = "Python's headers (Python.h) are missing; Triton needs them."
         yield Problem(what, "apt-get install python3-dev, of the version that runs this")
 
 
@@ -81,7 +78,7 @@ def _device_problems(facts):
         name, driver = facts["drivers"][0]["name"], facts["drivers"][0]["driver"]
         if facts["torch_cuda"] is None:
             what = (
-                f"torch {facts['versions'].get('torch')} is built for the CPU alone, beside a "
+                f"torch {facts['versions'].get('torch')} is built for CPUs only, and there is a "
                 f"{name}."
             )
             yield Problem(
@@ -96,7 +93,7 @@ def _device_problems(facts):
             yield Problem(what, "unset it, or name a GPU that is there")
         else:
             what = (
-                f"torch is built for CUDA {facts['torch_cuda']} and driver {driver} gives it no "
+                f"torch is built for CUDA {facts['torch_cuda']}, and driver {driver} gives it no "
                 "GPU."
             )
             yield Problem(what, "update the driver, or install a torch built for an older CUDA")
@@ -149,8 +146,8 @@ def _limit_problems(facts):
         )
     for lock in facts.get("left_builds", ()):
         what = (
-            f"{lock} is left from a build of a C++ extension that was killed: DeepSpeed waits for "
-            "it for ever."
+            f"{lock} is the lock of a killed build of a C++ extension: it makes DeepSpeed wait for "
+            "ever."
         )
         yield Problem(what, f"rm {lock}")
     if (

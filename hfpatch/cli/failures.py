@@ -5,7 +5,6 @@ An error that no row below describes is a bug, and always shows its traceback.
 """
 
 import argparse
-import difflib
 import errno
 import json
 import pickle
@@ -14,36 +13,35 @@ import sys
 import traceback
 import zipfile
 
-from hfpatch.anchors import page_of
 from hfpatch.cli.quiet import quiet
+from hfpatch.planner.limits import did_you_mean, suggestion
 
 BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
 
-_FULL = "the disk is full{at}; free some room, or write elsewhere"
-_NO_RIGHT = "no permission{at}; check its owner and mode, or write elsewhere"
-_READ_ONLY = "the disk is read-only{at}; see how it is mounted, or write elsewhere"
-_NO_FOLDER = "expected a folder, a file stands in the way{at}; name another path"
+_FULL = "the disk is full{at}. Free some room, or write elsewhere"
+_NO_RIGHT = "no permission{at}. Check its owner and mode, or write elsewhere"
+_READ_ONLY = "the disk is read-only{at}. See how it is mounted, or write elsewhere"
+_NO_FOLDER = "a file is where a folder must be{at}. Name another path"
 _MEMORY = (
-    "the memory ran out{why}; ask `hfpatch plan` what fits, and take a shorter length, a smaller "
-    "batch or model; on a GPU, "
-    "PYTORCH_ALLOC_CONF=expandable_segments:True avoids fragments"
+    "the memory ran out{why}. Ask `hfpatch plan` what fits, and take a shorter length, a smaller "
+    "batch or model; on a GPU, PYTORCH_ALLOC_CONF=expandable_segments:True avoids fragments"
 )
-_FILES = "too many files are open; raise the limit (ulimit -n) or use fewer workers"
-_BROKEN = "a file is broken or cut{at}{why}; write or download it again"
+_FILES = "too many files are open. Raise the limit (ulimit -n) or use fewer workers"
+_BROKEN = "a file is broken or cut{at}{why}. Write or download it again"
 # errno: (exit code, sentence)
 _SYSTEM = {
     errno.ENOSPC: (MACHINE, _FULL), errno.EDQUOT: (MACHINE, _FULL), errno.EFBIG: (MACHINE, _FULL),
     errno.EACCES: (BAD_INPUT, _NO_RIGHT), errno.EPERM: (BAD_INPUT, _NO_RIGHT),
     errno.EROFS: (MACHINE, _READ_ONLY),
-    errno.ENOENT: (BAD_INPUT, "there is no such file or folder{at}; check the path"),
+    errno.ENOENT: (BAD_INPUT, "there is no such file or folder{at}. Check the path"),
     errno.ENOTDIR: (BAD_INPUT, _NO_FOLDER), errno.EEXIST: (BAD_INPUT, _NO_FOLDER),
-    errno.EISDIR: (BAD_INPUT, "expected a file, a folder came{at}; name a file"),
-    errno.ENAMETOOLONG: (BAD_INPUT, "a name is too long{at}; shorten it"),
+    errno.EISDIR: (BAD_INPUT, "a folder is where a file must be{at}. Name a file"),
+    errno.ENAMETOOLONG: (BAD_INPUT, "a name is too long{at}. Shorten it"),
     errno.ENOMEM: (MACHINE, _MEMORY), errno.EMFILE: (MACHINE, _FILES),
     errno.ENFILE: (MACHINE, _FILES),
-    errno.EADDRINUSE: (MACHINE, "the port is in use{at}; choose another, as with MASTER_PORT"),
-    errno.EPIPE: (MACHINE, "what read the output is gone; write it to a file, as with > run.log"),
-    errno.EIO: (MACHINE, "reading or writing failed{at}; check the disk"),
+    errno.EADDRINUSE: (MACHINE, "the port is in use{at}. Choose another, as with MASTER_PORT"),
+    errno.EPIPE: (MACHINE, "what read the output is gone. Write it to a file, as with > run.log"),
+    errno.EIO: (MACHINE, "reading or writing failed{at}. Check the disk"),
 }  # fmt: skip
 # Errors that libraries raise as RuntimeError and the like, recognized by words of the message. Disk
 # comes before memory, and both before broken files: earlier messages contain words of later rows.
@@ -78,6 +76,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings})
 
     def parse_known_args(self, args=None, namespace=None):
+        self.given = args
         known = self._option_string_actions  # includes the groups'; help lists the first name only
         for flag, action in list(known.items()):
             for name in (flag, *SPELLINGS.get(flag, ())):
@@ -86,11 +85,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        flag = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         names = [action.option_strings[-1] for action in self._actions if action.option_strings]
-        near = difflib.get_close_matches(flag[1], names, 1) if flag else ()
-        see = f"did you mean {near[0]}? See" if near else "see"
-        raise ValueError(f"hfpatch: {message.rstrip('.')}; {see} {self.prog} --help.")
+        flags = [word.partition("=")[0] for word in self.given or () if word.startswith("--")]
+        misspelt = [flag for flag in flags if flag not in self._option_string_actions]
+        if misspelt and "are required" in message:
+            message = f"unrecognized arguments: {misspelt[0]}"
+        near = did_you_mean(misspelt[0], names) if misspelt else suggestion(message)
+        raise ValueError(f"hfpatch: {message.rstrip('.')}.{near} See {self.prog} --help.")
 
 
 def guarded(command, argv, *, piped: bool = True) -> int:
@@ -111,9 +112,11 @@ def guarded(command, argv, *, piped: bool = True) -> int:
     debug = bool(at)
     argv = [a for i, a in enumerate(argv) if i not in at]
     try:
-        empty = next((a for a in argv if a.startswith("--") and a.endswith("=--")), None)
-        if empty:  # argparse would make an empty list of it for any flag
-            raise ValueError(f"hfpatch: expected a value, {empty} came; write one.")
+        for word, after in zip(argv, [*argv[1:], None]):
+            # argparse makes an empty list of --flag=--, and takes "" for the current folder
+            if word.startswith("--") and (word.endswith(("=", "=--")) or after == ""):
+                flag = word.partition("=")[0]
+                raise ValueError(f"hfpatch: {flag} has no value. Write one, or leave it out.")
         return command(argv)
     except KeyboardInterrupt as error:
         return say(error, "stopped by Ctrl-C", INTERRUPTED, debug)
@@ -132,10 +135,8 @@ def say(error: BaseException, sentence: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     else:
-        # A Ctrl-C needs no page, and the sentence on a wrong flag names --help.
-        explained = code == INTERRUPTED or sentence.endswith("--help")
         sentence = _LONG.sub(r"\1...", _SECRET.sub("hf_...", sentence))
-        end = "." if explained else f"; more: {page_of(sentence)}."
+        end = "" if sentence.endswith("?") else "."
         print(f"hfpatch: {sentence}{end}", file=sys.stderr)
     return code
 
@@ -157,13 +158,13 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, MemoryError):
         return _MEMORY.format(why=f" ({_cut(text)})" if text else ""), MACHINE
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("hfpatch"):
-        return f"the package {error.name} is missing; pip install it", BAD_INPUT
+        return f"the package {error.name} is missing. Run: pip install {error.name}", BAD_INPUT
     if isinstance(error, json.JSONDecodeError):
-        return f"expected JSON, line {error.lineno} is none ({error.msg}); mend the file", BAD_INPUT
+        return f"line {error.lineno} must be JSON ({error.msg}). Correct the file", BAD_INPUT
     if isinstance(error, UnicodeDecodeError):
-        return f"expected UTF-8 text, other bytes came ({_cut(text)}); convert the file", BAD_INPUT
+        return f"a file must be UTF-8 text ({_cut(text)}). Convert it", BAD_INPUT
     if isinstance(error, ValueError) and text.startswith("embedded null"):
-        return "a path holds a null character; correct it", BAD_INPUT
+        return "a path holds a null character. Correct it", BAD_INPUT
     if isinstance(error, (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)):
         return _BROKEN.format(at="", why=f" ({_cut(text)})"), BAD_INPUT
     if isinstance(error, (RuntimeError, OSError)) or type(error).__name__ in (

@@ -55,6 +55,6 @@ def adapters_of(args) -> Adapters | None:
         return Adapters.of(args.lora_r, args.base, args.lora_target)
     if (args.base, args.lora_target) != ("bf16", ALL_LINEAR):
         raise ValueError(
-            "hfpatch: --base and --lora-target describe LoRA, no --lora-r came; add --lora-r 16."
+            "hfpatch: --base and --lora-target work with --lora-r only. Add --lora-r 16."
         )
     return None

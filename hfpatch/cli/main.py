@@ -12,9 +12,9 @@ COMMANDS = {
     "profile": ("hfpatch.cli.profile", "run real steps and write a memory report"),
     "prove": (
         "hfpatch.cli.prove",
-        "check and measure hfpatch on this machine; a page, and a row to send",
+        "test hfpatch on this machine and write a report",
     ),
-    "env": ("hfpatch.cli.env", "versions, devices, limits, and what would go wrong"),
+    "env": ("hfpatch.cli.env", "versions, devices and limits, and what would go wrong"),
     "train": ("hfpatch.cli.train", "train a causal language model on texts or conversations"),
     "run": ("hfpatch.cli.run", "run a training command unmodified, with the patch on its models"),
 }

@@ -59,9 +59,8 @@ def main(argv=None) -> int:
         return _as_ended(code)
     if os.environ.get("RANK", "0") == "0":
         print(
-            "hfpatch: expected a Trainer or an accelerate loop, no process of this run trained a "
-            "patched model; what it trained, if anything, ran without hfpatch: call "
-            "hfpatch.apply(model) in the script (docs/start/run.md).",
+            "hfpatch: nothing was patched: no process of this run trained a patched model with a "
+            "Trainer or an accelerate loop. Call hfpatch.apply(model) in the script.",
             file=sys.stderr,
         )
     return NOTHING_TRAINED if args.require else 0
@@ -73,10 +72,10 @@ def _parser() -> Parser:
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add, off = parser.add_argument, {"action": "store_false", "default": None}
     add_checkpointing(add)
-    add("--no-rope", dest="rope", help="rotary embedding as it is", **off)
+    add("--no-rope", dest="rope", help="stock rotary embedding", **off)
     add("--no-rms-norm", dest="rms_norm", help="RMSNorm as it is", **off)
     add("--no-mlp", dest="mlp", help="MLP as it is", **off)
-    add("--no-loss", dest="loss", help="head and loss as they are", **off)
+    add("--no-loss", dest="loss", help="stock head and loss", **off)
     add("--logits", choices=list(_WORDS), help="whether forwards with labels return logits")
     add("--require", action="store_true", help="exit 3 if nothing trained with hfpatch")
     rest = {"nargs": argparse.REMAINDER}
@@ -91,10 +90,10 @@ def _command(args) -> list[str]:
         return [sys.executable, "-m", *args.module]
     words = args.command[args.command[:1] == ["--"] :]
     if not words:
-        raise ValueError("hfpatch: expected a script, a module or a command, none came; name one.")
+        raise ValueError("hfpatch: a script, a module or a command is missing. Name one.")
     name = words[0]
     if not Path(name).is_file() and shutil.which(name) is None:
-        raise ValueError(f"hfpatch: expected a script or command, none is called {name}; mend it.")
+        raise ValueError(f"hfpatch: there is no script or command {name}. Check its name.")
     script = name.endswith(".py") and Path(name).is_file()
     return [*([sys.executable] if script else []), *words]
 
@@ -137,8 +136,8 @@ def _child(command: list[str], environment: dict[str, str]) -> tuple[int, bool]:
             child = subprocess.Popen(command, env=variables, preexec_fn=ends_with(os.getpid()))
         except OSError as error:
             print(
-                f"hfpatch: expected a command that the system can start, {command[0]} came "
-                f"({error.strerror}); name its interpreter, as in: hfpatch run bash {command[0]}",
+                f"hfpatch: the system cannot start {command[0]} ({error.strerror}). Name its "
+                f"interpreter, as in: hfpatch run bash {command[0]}",
                 file=sys.stderr,
             )
             return BAD_INPUT, False

@@ -107,7 +107,7 @@ def main(args) -> int:
     print(f"{found.model}: {found.tiled} of {found.layers} layers run tile by tile")
     print(f"verdict  {found.verdict}")
     for reason, n in found.reasons.items():
-        print(f"whole    {n} layers: {reason}")
+        print(f"untiled  {n} layers: {reason}")
     print(f"fused    {', '.join(found.fused) or 'nothing'}")
     print(f"packed   {found.packed}")
     if found.in_time + found.in_rows:

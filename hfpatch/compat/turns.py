@@ -26,10 +26,9 @@ class Turn:
         # would never return.
         if not self.lock.acquire(timeout=WAIT_SECONDS):
             raise RuntimeError(
-                "hfpatch: expected this model's other thread to end its forward or backward "
-                f"within {WAIT_SECONDS:.0f} s, it did "
-                "not; take gradients of a patched model outside of its forward (not in a forward "
-                "hook)."
+                "hfpatch: this model's other thread did not end its forward or backward within "
+                f"{WAIT_SECONDS:.0f} s. Take gradients of a patched model outside of its forward "
+                "(not in a forward hook)."
             )
         return self
 

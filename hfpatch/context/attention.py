@@ -174,8 +174,8 @@ def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
     eager, mask, q = _own_eager(asked.module), _whole_mask(asked), asked.q_BHTE
     if eager is None:
         raise NotImplementedError(
-            "hfpatch: expected an eager attention beside the attention of "
-            f"{type(asked.module).__name__}, none came; call hfpatch.undo(model)."
+            f"hfpatch: {type(asked.module).__name__} has no eager attention to fall back to. Call "
+            "hfpatch.undo(model)."
         )
     if mask is not None and mask.dtype == torch.bool:
         mask = q.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(q.dtype).min)

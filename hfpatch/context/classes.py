@@ -74,12 +74,14 @@ def not_a_model(came) -> ValueError:
     if found is not None:
         path, model = found
         fix = (
-            f"pass the one inside it, its {path} ({type(model).__name__}), before another library "
+            f"Pass the one inside it, its {path} ({type(model).__name__}), before another library "
             "wraps or shards it."
         )
     else:
-        fix = "pass the model that from_pretrained() or from_config() returned."
-    return ValueError(f"hfpatch: expected a transformers model (with a config), {name} came; {fix}")
+        fix = "Pass the model that from_pretrained() or from_config() returned."
+    return ValueError(
+        f"hfpatch: model must be a transformers model (with a config), got {name}. {fix}"
+    )
 
 
 def expect_module(model) -> None:

@@ -212,8 +212,8 @@ def refuse_in_the_midst() -> None:
     """
     if current.batch is not None or current.declined or current.role is not None:
         raise RuntimeError(
-            "hfpatch: expected no forward in the midst of a patched model's own, one came (from a "
-            "hook, or a signal's handler?); set a flag there, and run the model between steps."
+            "hfpatch: a patched model cannot run again inside its own forward (from a hook or a "
+            "signal handler). Set a flag there, and run the model between steps."
         )
 
 
@@ -236,9 +236,8 @@ def asking(role):
 def not_exchanged(what: str) -> ValueError:
     """The error for a forward that would take a rank's part of each row for the whole row."""
     return ValueError(
-        "hfpatch: expected attention that can be exchanged between the ranks of a sequence, "
-        f"{what} came; "
-        "leave it out, or train without sequence parallelism."
+        f"hfpatch: {what} cannot be exchanged between the ranks that share a sequence. Leave it "
+        "out, or train without sequence parallelism."
     )
 
 

@@ -119,9 +119,8 @@ def packs(
 def refuse_packed(kind: type, advice: str = "do not pack"):
     """Raises ValueError: documents would see each other in this class of model or layer."""
     raise ValueError(
-        "hfpatch: expected one document a row, position_ids that restart came to a "
-        f"{kind.__name__}, in which what mixes tokens "
-        f"was not seen to keep documents apart; {advice}."
+        f"hfpatch: a {kind.__name__} must get one document a sequence, got position_ids that "
+        f"restart: its layers were not seen to keep documents apart. To go on, {advice}."
     )
 
 
@@ -146,9 +145,8 @@ def find_rows(
         bounds = [int(bound) for bound in bounds]
         if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
             raise ValueError(
-                f"hfpatch: expected cu_seq_lens to rise from 0 to {B * T} (batch x tokens), "
-                f"{bounds[:3]}...{bounds[-1]} came; "
-                "count every token of the batch once."
+                f"hfpatch: cu_seq_lens must rise from 0 to {B * T} (batch x tokens), got "
+                f"{bounds[:3]}...{bounds[-1]}. Count every token of the batch once."
             )
     if attention_mask is None and position_ids is None and chunk is None:
         every = sorted({*bounds, *range(0, B * T, T)}) if packed else ()

@@ -77,9 +77,8 @@ def summed_gradients(config: dict, size: int) -> None:
     if stage != 3 or not scatters:
         came = f"stage {stage}" if stage != 3 else "reduce_scatter: false"
         raise ValueError(
-            f"hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, {came} "
-            f"came, where gradients are {size} "
-            'times too large; set "stage": 3 and "reduce_scatter": true.'
+            f"hfpatch: sequence parallelism needs ZeRO-3 with reduce_scatter, got {came}: "
+            f'gradients would be {size} times too large. Set "stage": 3 and "reduce_scatter": true.'
         )
 
 
@@ -115,10 +114,9 @@ def refuse_training_over_a_device_map(training: bool) -> None:
     again."""
     if training:
         raise ValueError(
-            "hfpatch: expected a model on one device, one with a device map or offloaded weights "
-            "came for training; load it "
-            "without device_map (FSDP or DeepSpeed ZeRO-3 spread a model that does not fit), or "
-            "call hfpatch.undo(model)."
+            "hfpatch: a model that trains must be on one device, got one with a device map or "
+            "offloaded weights. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread a "
+            "model that does not fit), or call hfpatch.undo(model)."
         )
 
 
@@ -130,9 +128,8 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
     if unknown:
         mixes = f"may mix tokens by something else than attention ({unknown})"
     raise ValueError(
-        f"hfpatch: expected whole rows, a part of each came to a {kind.__name__}, which {mixes}; "
-        "train it without sequence "
-        "parallelism."
+        f"hfpatch: a {kind.__name__} must get whole sequences, got a part on each rank, and it "
+        f"{mixes}. Train it without sequence parallelism."
     )
 
 
@@ -142,9 +139,9 @@ def refuse_short_parts(t: int) -> None:
     """
     if t < SHORTEST_PART:
         raise ValueError(
-            f"hfpatch: expected at least {SHORTEST_PART} tokens of each row on every rank, {t} "
-            "came to a model that mixes tokens by something else than attention too; pad the rows, "
-            "or share them between fewer ranks."
+            f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
+            f"{t}: this model mixes tokens by something else than attention too. Pad the "
+            "sequences, or share them between fewer ranks."
         )
 
 
@@ -152,10 +149,9 @@ def require_positions(position_ids: Tensor | None) -> None:
     """Raises ValueError without position_ids: each rank would count its own tokens from 0."""
     if position_ids is None:
         raise ValueError(
-            "hfpatch: expected position_ids where a row's tokens lie on several ranks, none came, "
-            "and each rank would count its "
-            "own from 0; put position_ids = torch.arange(tokens) into every batch before it is "
-            "sharded."
+            "hfpatch: sequences on several ranks need position_ids, got none: each rank would "
+            "count its tokens from 0. Put position_ids = torch.arange(tokens) into every batch "
+            "before it is sharded."
         )
 
 
@@ -193,17 +189,15 @@ def refuse_uneven_rows(
     for rank, (*shapes, hooks) in enumerate(ranks):
         if hooks != ranks[0][-1]:
             raise ValueError(
-                "hfpatch: expected hooks inside the same layers on all ranks that share rows, "
-                f"rank {rank} has others than rank 0, "
-                "and would wait for it; register them on all."
+                "hfpatch: all ranks that share a sequence must have hooks in the same layers, and "
+                f"rank {rank} has others than rank 0. Register them on all."
             )
         if shapes != ranks[0][:-1] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
             raise ValueError(
-                "hfpatch: expected parts of one shape on all ranks that share rows, with labels "
-                "and position_ids as long as "
-                f"input_ids, rank {rank} has {words(shapes)}" + (f", rank 0 {words(ranks[0])}"
-                                                                 if rank else "")
-                + "; cut or pad the rows before they are dealt out."
+                "hfpatch: all ranks that share a sequence must get parts of one shape, with "
+                "labels and position_ids as long as input_ids, and "
+                f"rank {rank} got {words(shapes)}" + (f", rank 0 {words(ranks[0])}" if rank else "")
+                + ". Cut or pad the sequences before they are dealt out."
             )  # fmt: skip
 
 

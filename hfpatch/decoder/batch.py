@@ -312,8 +312,8 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
     of_scores = given.own and not given.covers_the_cache
     if (traits.mixers or not of_scores) and given.packed:
         raise ValueError(
-            "hfpatch: expected one document a row where a KV cache is kept, position_ids that "
-            "restart came; pass use_cache=False, which isolates the documents."
+            "hfpatch: a KV cache needs one document a sequence, got position_ids that restart. "
+            "Pass use_cache=False, which keeps the documents apart."
         )
 
 
@@ -323,10 +323,10 @@ def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict)
         # Given a mask, transformers does not look for documents.
         changes["attention_mask"] = None
         if not bool(given.rows_mask.all()):
-            refuse_packed(given.kind, "do not pack rows that are padded too")
+            refuse_packed(given.kind, "do not pack padded sequences")
     if traits.mixers and packs(given.B, given.positions, given.seen, given.offsets):
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
-    line = f"the layers of {given.kind.__name__} run whole, their inputs offloaded: {why}."
+    line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."
     # The report tells of a stack that cannot have hfpatch's attention.
     return Decision(None, changes, line if traits.ours and given.tiled and given.trains else None)
 

@@ -102,7 +102,8 @@ class OurAttention(KeepsSignature):
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
         assert not transforming(), (
-            "hfpatch: torch.func and forward mode must run without hfpatch; call hfpatch.undo(model)."
+            "hfpatch: torch.func and forward mode do not work on a patched model. Call "
+            "hfpatch.undo(model)."
         )
         layers = list_of_layers(self) or ()
         hooked = {self, *modules_of(self).values()} - {None}
@@ -114,8 +115,8 @@ class OurAttention(KeepsSignature):
             and "pixel_values" not in self._hfpatch_positional
         ):
             raise ValueError(
-                f"hfpatch: expected text for a {type(self).__name__}, which has no tower of images, "
-                "pixel_values came; leave them out, or load the model with its images."
+                f"hfpatch: a {type(self).__name__} takes text alone, got pixel_values. Leave them "
+                "out, or load the model with its images."
             )
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
@@ -217,7 +218,7 @@ class OurAttention(KeepsSignature):
         they may mix tokens outside attention."""
         layers = list_of_layers(self)
         if layers is None:
-            refuse_shared_mixers(type(self), "its layers are others than at apply()")
+            refuse_shared_mixers(type(self), "its layers changed after apply()")
         for layer in layers:
             why = replaced_forward(layer)
             if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine

@@ -38,9 +38,7 @@ from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 # even in a float64 model.
 CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
-SHARED_KEYS = (
-    "its layers share keys with later ones, and would store them again when they run again"
-)
+SHARED_KEYS = "its later layers share its keys, and would store them again when it runs again"
 TILE = 16
 CHAIN_TILE = 8192  # at least a chunk of any rule: shorter tiles make no chain
 DOCUMENTS = (0, 17, TOKENS)

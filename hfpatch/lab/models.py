@@ -60,7 +60,8 @@ def _language_tower(name: str, values: dict) -> tuple[str, dict]:
     except Exception as error:  # each family raises its own class for junk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
-            f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file."
+            f"hfpatch: a {kind} config.json must hold its values, and does not ({reason}). Check "
+            "the file."
         ) from error
     if text is made:
         return name, values
@@ -101,8 +102,8 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
         config = getattr(model, "config", model)
         if not hasattr(config, "to_dict") and not hasattr(config, "__dict__"):
             raise ValueError(
-                f"hfpatch: expected a model, its config or a name, {type(model).__name__} came; "
-                "pass what `hfpatch plan` takes."
+                "hfpatch: the model must be a name, a config or a model, got "
+                f"{type(model).__name__}. Pass what `hfpatch plan` takes."
             )
         values = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
         return getattr(config, "_name_or_path", "") or "model", values
@@ -110,7 +111,10 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
-        return name, read_config(path)
+        values = read_config(path)
+        if not values.get("model_type"):
+            raise ValueError(f"hfpatch: {path} lacks model_type. Pass a model's whole config.json.")
+        return name, values
     known = name.removesuffix("-Instruct").removesuffix("-Thinking")
     if known in _WITH_IMAGES:
         return known, _WITH_IMAGES[known]
@@ -121,17 +125,16 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
         return name, hub_config(name, download)
     if name and Path(name).is_dir():
         raise ValueError(
-            f"hfpatch: a model's folder holds a config.json, {name} has none; pass another."
+            f"hfpatch: a model's folder must hold a config.json, and {name} has none. Pass another."
         )
     if name.endswith(".json") or "/" in name:
         raise ValueError(
-            f"hfpatch: expected a model's folder or config.json, there is none at {name}; check "
-            "the path."
+            f"hfpatch: there is no model folder or config.json at {name}. Check the path."
         )
     raise ValueError(
-        f"hfpatch: expected a known model, {name!r} came; the nearest are "
-        f"{', '.join(nearest(name))}; any other is planned from its config: pass the path of a "
-        "config.json, a model's folder, or a hub id (owner/name)."
+        f"hfpatch: the model {name!r} is unknown. Did you mean {', '.join(nearest(name))}? Any "
+        "other is planned from its config: pass the path of a config.json, a model's folder, or a "
+        "hub id (owner/name)."
     )
 
 
@@ -147,12 +150,11 @@ def read_config(path: Path) -> dict:
     try:
         values = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(
-            f"hfpatch: a config.json was expected, {path} is no JSON; pass the model's folder."
-        ) from None
+        raise ValueError(f"hfpatch: {path} must be JSON. Pass the model's folder.") from None
     if not isinstance(values, dict):
         raise ValueError(
-            f"hfpatch: {path} should hold one JSON object, a {type(values).__name__} came."
+            f"hfpatch: {path} must hold one JSON object, got a {type(values).__name__}. Pass the "
+            "model's folder."
         )
     return _numbers(values)
 
@@ -176,7 +178,7 @@ def hub_config(name: str, download: bool = True) -> dict:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     except ImportError:
         raise ValueError(
-            f"hfpatch: {name!r} is no preset and huggingface_hub is absent; pass a config.json."
+            f"hfpatch: {name!r} is no preset, and huggingface_hub is missing. Pass a config.json."
         ) from None
     try:
         return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
@@ -184,9 +186,8 @@ def hub_config(name: str, download: bool = True) -> dict:
         pass  # not in the cache
     if not download:
         raise ValueError(
-            f"hfpatch: expected a preset or a model in the local cache, {name!r} came, and "
-            "nothing is downloaded here; download "
-            "its config.json and pass the file."
+            f"hfpatch: {name!r} is no preset and not in the local cache, and nothing is downloaded "
+            "here. Download its config.json and pass the file."
         )
     try:
         # This fails at once, a download would retry.
@@ -194,6 +195,6 @@ def hub_config(name: str, download: bool = True) -> dict:
         return read_config(Path(hf_hub_download(name, "config.json")))
     except Exception as error:  # no network, a gated or unknown model: classes differ by version
         raise ValueError(
-            f"hfpatch: expected a preset or a model whose config.json can be had, {name!r} came "
-            f"({type(error).__name__}); download its config.json and pass the file."
+            f"hfpatch: {name!r} is no preset, and its config.json could not be fetched "
+            f"({type(error).__name__}). Download its config.json and pass the file."
         ) from None

@@ -171,7 +171,8 @@ def preset_config(name: str) -> dict:
     if known is None:
         known_names = ", ".join((*PRESETS, *MODELS))
         raise ValueError(
-            f"hfpatch: the presets are {known_names}, {name!r} came; or pass a config.json."
+            f"hfpatch: a preset must be one of {known_names}, got {name!r}. Pass one of them, or a "
+            "config.json."
         )
     kind, hidden, inter, layers, heads, kv, head_dim, vocab, tied, positions, theta, more = _ROWS[
         known

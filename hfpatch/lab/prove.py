@@ -202,16 +202,16 @@ def check_row(found: dict) -> None:
     """ValueError for a row that profiles/prove/ refuses: its fields, its size, or a path in it."""
     for name, kind in REQUIRED.items():
         if not isinstance(found.get(name), kind):
-            raise ValueError(f"hfpatch: expected a row with {name} ({kind.__name__}), none came.")
+            raise ValueError(f"hfpatch: a row must have {name} ({kind.__name__}), got none.")
     unknown = found.keys() - REQUIRED.keys() - OPTIONAL
     if unknown:
-        raise ValueError(f"hfpatch: expected the fields of a row, {min(unknown)} came beside them.")
+        raise ValueError(f"hfpatch: a row must have its own fields alone, got {min(unknown)} too.")
     text = json.dumps(found, allow_nan=False)
     if len(text) > ROW_BYTES:
-        raise ValueError(f"hfpatch: expected a row of {ROW_BYTES} bytes at most, {len(text)} came.")
+        raise ValueError(f"hfpatch: a row must have {ROW_BYTES} bytes at most, got {len(text)}.")
     for value in _texts(found):
         if _PATH.search(value):
-            raise ValueError(f"hfpatch: expected no path in a row, {value!r} came; leave it out.")
+            raise ValueError(f"hfpatch: a row must hold no path, got {value!r}. Leave it out.")
 
 
 def _texts(value) -> list[str]:

@@ -57,7 +57,7 @@ class Verified:
         first = f"the first {self.layers} of {self.of_layers} layers, as all did not fit"
         layers = first if some else "all layers"
         return (
-            f"hfpatch: the patched model {verdict} the stock one: loss {self.loss:.6g} against "
+            f"hfpatch: the patched model {verdict} stock: loss {self.loss:.6g} against "
             f"{self.stock_loss:.6g}; of {self.gradients} gradients and the loss the worst, "
             f"{self.worst}, is {self.distance:.2g} of its size away, where rounding alone moves it "
             f"by {self.noise:.2g} and {self.limit:.2g} is allowed ({self.dtype}, {layers})."
@@ -106,20 +106,20 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
             return Verified(**found, layers=layers, of_layers=total)
         clean()
         if layers == 1:
-            why = "expected a step of one layer to fit the memory, it does not"
-            raise ValueError(f"hfpatch: {why}; pass fewer or shorter rows.")
+            why = "a step of one layer must fit the memory, and does not"
+            raise ValueError(f"hfpatch: {why}. Pass fewer or shorter rows.")
         layers //= 2
 
 
 def _decoder(model: nn.Module):
     if any(is_shard(p) or local_part(p) is not p for p in model.parameters()):
-        why = "expected whole parameters, sharded ones came"
-        raise ValueError(f"hfpatch: {why}; call verify() before an engine wraps the model.")
+        why = "parameters must be whole, and some are sharded"
+        raise ValueError(f"hfpatch: {why}. Call verify() before an engine wraps the model.")
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
-            "hfpatch: expected a decoder with a list of layers, found none in "
-            f"{type(model).__name__}; pass a causal language model of transformers."
+            "hfpatch: the model must have a list of decoder layers, and none was found in "
+            f"{type(model).__name__}. Pass a causal language model of transformers."
         )
     return decoder
 
@@ -131,14 +131,15 @@ def _batch(model: nn.Module, batch: Mapping) -> dict:
     if batch.get("input_ids") is None and batch.get("inputs_embeds") is None:
         came = ", ".join(batch) or "an empty batch"
         raise ValueError(
-            f"hfpatch: expected input_ids or inputs_embeds, {came} came; name the tokens so."
+            f"hfpatch: the batch must have input_ids or inputs_embeds, got {came}. Name the tokens "
+            "so."
         )
     if batch.get("labels") is None:
         if batch.get("input_ids") is None:
-            raise ValueError("hfpatch: expected labels beside inputs_embeds, none came; add them.")
+            raise ValueError("hfpatch: inputs_embeds need labels, got none. Add them.")
         batch["labels"] = batch["input_ids"]
     if batch.get("inputs_embeds") is None and not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("hfpatch: expected parameters that train, all are frozen; unfreeze some.")
+        raise ValueError("hfpatch: some parameters must train, and all are frozen. Unfreeze some.")
     return {"use_cache": False, **batch}
 
 
@@ -196,7 +197,9 @@ def _copied(model: nn.Module, layers: int, patched: bool = False):
     try:
         made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except TypeError as error:  # a lock, a file, a generator among its attributes
-        why = f"hfpatch: expected a model that can be copied, found {error}; remove it first."
+        why = (
+            f"hfpatch: the model must be one that can be copied, and has {error}. Remove it first."
+        )
         raise ValueError(why) from error
     asked = next((s.keywords for m in made.modules() if (s := vars(m).get("_hfpatch_beside"))), {})
     undo(made)
@@ -277,9 +280,9 @@ class Rounding:
     def expect_layers(self, decoder) -> None:
         """ValueError if the copy did not run its own modules; both runs would be of the model."""
         if not self.ran.intersection(decoder.layers[0].modules()):
-            why = "expected the model's copy to run its own layers, its forward runs another's"
-            fix = "remove what wraps model.forward (accelerator.unwrap_model)"
-            raise ValueError(f"hfpatch: {why}; {fix} and call verify() again.")
+            why = "the model's copy must run its own layers, and its forward runs another's"
+            fix = "Remove what wraps model.forward (accelerator.unwrap_model)"
+            raise ValueError(f"hfpatch: {why}. {fix} and call verify() again.")
 
 
 def step_of(dtype: torch.dtype) -> float:

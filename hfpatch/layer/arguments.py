@@ -149,10 +149,9 @@ class Arguments:
                 else f"{len(new)} tensors made in its layer"
             )
             raise ValueError(
-                f"hfpatch: expected {type(module).__name__} to take hidden states and arguments "
-                "of its layer that want no "
-                f"gradient, {came} came, of which backward would know nothing; call apply with "
-                "checkpointing='off'."
+                f"hfpatch: a {type(module).__name__} must take hidden states and arguments that "
+                f"want no gradient, got {came}: backward would miss it. Call hfpatch.apply(model, "
+                "checkpointing='off')."
             )
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]

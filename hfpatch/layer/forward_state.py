@@ -32,9 +32,8 @@ from hfpatch.compat import (
 def edited(what: str, how: str) -> RuntimeError:
     """The error of a backward whose weights changed."""
     return RuntimeError(
-        f"hfpatch: expected the weights that forward used, {what} was {how} before its backward; "
-        "step the optimizer (or edit "
-        "weights) after backward."
+        f"hfpatch: {what} was {how} between a layer's forward and its backward. Step the "
+        "optimizer, or edit weights, after backward."
     )
 
 
@@ -106,15 +105,14 @@ class ForwardState:
         """
         if self.layer.__class__ is not self.kind or modules_in(self.layer) != self.modules:
             raise RuntimeError(
-                f"hfpatch: expected the modules that forward used, a {self.kind.__name__} has "
-                "others before its backward; "
-                "change the model (adapters, undo) after backward."
+                f"hfpatch: the modules of a {self.kind.__name__} changed between its forward and "
+                "its backward. Change the model (adapters, undo) after backward."
             )
         if not (self.snapshot.runs_alike(self.layer) and hooks_on_all() == self.on_all):
             raise RuntimeError(
-                "hfpatch: expected the hooks, forwards and merged adapters that forward used, "
-                f"those inside a {self.kind.__name__} changed before its backward; "
-                "change them before forward or after backward."
+                f"hfpatch: hooks, forwards or merged adapters of a {self.kind.__name__} changed "
+                "between its forward and its backward. Change them before forward or after "
+                "backward."
             )
         for (module, name), x, count in zip(self.places, self.tensors, self.counts):
             if tensor_at(module, name) is not x or version(x) != count:

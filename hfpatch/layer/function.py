@@ -37,9 +37,8 @@ class LayerFunction(torch.autograd.Function):
     def backward(ctx, dy, *dextras):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "hfpatch: expected a first-order backward, create_graph=True came; "
-                "for second derivatives call hfpatch.undo(model), and "
-                "model.set_attn_implementation('eager')."
+                "hfpatch: a patched layer has no second derivative, got create_graph=True. Call "
+                "hfpatch.undo(model), and model.set_attn_implementation('eager')."
             )
         call = ctx.call
         if dy is None:
@@ -48,8 +47,8 @@ class LayerFunction(torch.autograd.Function):
             dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
         if call.parts is None:
             raise RuntimeError(
-                "hfpatch: expected one backward through this graph, came to it a second time; "
-                "pass retain_graph=True to the first backward."
+                "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
+                "the first of two."
             )
         n = len(dextras) - len(call.parts.places)
         call.dextras, call.dleft = dextras[:n], dextras[n:]
@@ -151,6 +150,6 @@ def _keep(call: LayerCall, policy: Policy, runtime) -> None:
     if call.keep != policy.keep and runtime.checkpointing.keep != "auto":
         lost = ", ".join(name for name in policy.keep if name not in call.keep)
         runtime.tell(
-            f"{type(call.layer).__name__}s compute {lost} again: keeping that spares them nothing "
-            "(adapters, autocast, or another block)."
+            f"{type(call.layer).__name__}s compute {lost} again in backward: keeping that would "
+            "not spare it (adapters, autocast, or another block)."
         )

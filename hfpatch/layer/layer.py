@@ -220,9 +220,8 @@ class TiledLayer(UntiledLayer):
                 y, *extras = tiled_layer(runtime, policy, parts, x)
         except NotStopped as error:
             raise RuntimeError(
-                f"hfpatch: expected a {type(self).__name__} to mix tokens as on its small "
-                f"instance, {error}; "
-                "call hfpatch.apply(model, checkpointing='off')."
+                f"hfpatch: a {type(self).__name__} does not mix tokens as its small instance did: "
+                f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = freed_with(units, y) if units else y
         y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)

@@ -125,9 +125,9 @@ class Packed:
         for holder, name, tensor in _travelling(layer):
             if id(tensor) in others:
                 raise ValueError(
-                    "hfpatch: expected each weight that waits on the host in one layer alone, a "
-                    f"{self.kind} came whose {name} is another layer's too; "
-                    'pass Checkpointing(frozen_weights="gpu").'
+                    f'hfpatch: frozen_weights="host" needs weights of one layer each, and {name} '
+                    f"of a {self.kind} is shared with another layer. Pass "
+                    'Checkpointing(frozen_weights="gpu").'
                 )
             if not isinstance(tensor, nn.Parameter):
                 # All layers may share a table of levels: this layer gets its own alias.

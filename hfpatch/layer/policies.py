@@ -183,10 +183,9 @@ class Policies:
         policy = self._resolve(layer, T, x_BTD, whole, group)
         if policy.every > 1 and is_sharded(layer):
             raise ValueError(
-                f"hfpatch: every={policy.every} runs several layers at once, which parameters "
-                "sharded layer by layer "
-                "do not allow; use Checkpointing(every=1) with a directory as offload where host "
-                "memory is short."
+                f"hfpatch: every={policy.every} runs several layers at once, and parameters "
+                "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
+                "directory as offload if host memory is short."
             )
         # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
         if group is not None and policy.every == 1 and self.shards is None:

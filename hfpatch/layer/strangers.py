@@ -66,8 +66,8 @@ def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ValueError(
-            f"hfpatch: expected a class of torch.nn.Module to be token-wise, {kind!r} came; pass "
-            "the class, not an instance."
+            f"hfpatch: token_wise takes a class of torch.nn.Module, got {kind!r}. Pass the class, "
+            "not an instance."
         )
     _DECLARED.add(kind)
     return kind
@@ -175,8 +175,8 @@ def stranger_in(layer: nn.Module, known: frozenset[tuple[str, type]]) -> str | N
         said = f"a {kind.__qualname__}, which is declared token-wise and mixes tokens"
     if said is None:
         said = (
-            f"a {kind.__module__}.{kind.__qualname__} that nobody tried (hfpatch.token_wise "
-            "declares one that computes each token alone)"
+            f"a {kind.__module__}.{kind.__qualname__} that hfpatch does not know "
+            "(hfpatch.token_wise declares one that computes each token alone)"
         )
     return f"{name}: {said}"
 

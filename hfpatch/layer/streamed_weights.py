@@ -64,9 +64,9 @@ class StreamedWeights:
             if packed is not None:
                 if name := packed.trained_by_now():
                     raise ValueError(
-                        "hfpatch: expected the weights that wait on the host to stay frozen, "
-                        f"{packed.kind}'s {name} wants a "
-                        "gradient now; call hfpatch.undo(model) and hfpatch.apply(model) again."
+                        "hfpatch: weights that wait on the host must stay frozen, and "
+                        f"{packed.kind}'s {name} wants a gradient now. Call hfpatch.undo(model) "
+                        "and hfpatch.apply(model) again."
                     )
                 if same(packed.tables, noted(layer)) and not packed.given_others():
                     continue
@@ -75,9 +75,9 @@ class StreamedWeights:
             flat = any(map(is_view_of_flat, layer.parameters()))
             if flat or is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
-                    f'hfpatch: expected whole weights for Checkpointing(frozen_weights="host"), a '
-                    f"{type(layer).__name__} came whose weights are sharded over ranks; "
-                    "leave frozen_weights out, or train adapters without an engine."
+                    'hfpatch: Checkpointing(frozen_weights="host") needs whole weights, got a '
+                    f"{type(layer).__name__} whose weights are sharded over ranks. Leave "
+                    "frozen_weights out, or train adapters without an engine."
                 )
             if self.transfers is None:
                 self.transfers = Transfers(device, "host")
@@ -106,9 +106,8 @@ class StreamedWeights:
         ]
         if any(new.dtype != dtype for dtype, new in made) and self.packed:
             raise ValueError(
-                "hfpatch: expected weights that wait on the host to keep their dtype, a cast "
-                "came; cast the model before its "
-                "first forward, or call hfpatch.undo(model)."
+                "hfpatch: weights that wait on the host must keep their dtype, and they were "
+                "cast. Cast the model before its first forward, or call hfpatch.undo(model)."
             )
         if not self.packed and all(new.device.type == "cpu" for _, new in made):
             taken = []
@@ -124,19 +123,16 @@ class StreamedWeights:
     def refuse_a_graph(self, layer: nn.Module) -> None:
         """Raises ValueError: autograd would save views of a slot for a layer that runs whole."""
         raise ValueError(
-            "hfpatch: expected layers that run tile by tile for "
-            'Checkpointing(frozen_weights="host"), a '
-            f"{type(layer).__name__} came that runs whole, whose backward would find other "
-            "weights; "
-            "leave frozen_weights out, or call it under torch.no_grad()."
+            'hfpatch: Checkpointing(frozen_weights="host") needs layers that run tiled, got a '
+            f"{type(layer).__name__} that runs untiled: its backward would find other weights. "
+            "Leave frozen_weights out, or call it under torch.no_grad()."
         )
 
     def _refuse_no_base(self, kind: str) -> None:
         if torch.is_grad_enabled() and not self.host_bytes:
             raise ValueError(
-                'hfpatch: expected frozen weights for Checkpointing(frozen_weights="host"), '
-                f"every parameter of {kind} "
-                "is trained; freeze the base (get_peft_model does), or leave "
+                'hfpatch: Checkpointing(frozen_weights="host") needs frozen weights, and every '
+                f"parameter of {kind} is trained. Freeze the base (get_peft_model does), or leave "
                 "frozen_weights out."
             )
 

@@ -195,9 +195,9 @@ class TimedCall(LayerCall):
         (grads, expected, count), self.handed = self.handed, None
         if expected() is not dy or version(dy) != count:
             raise RuntimeError(
-                f"hfpatch: expected nobody but the next layer to read the output of a "
-                f"{type(self.layer).__name__}, another gradient of it came; "
-                "pass checkpointing=hfpatch.Checkpointing(every=1), which keeps every layer's input."
+                f"hfpatch: the output of a {type(self.layer).__name__} must go to the next layer "
+                "alone, and something else sends it a gradient. Pass "
+                "checkpointing=hfpatch.Checkpointing(every=1), which keeps every layer's input."
             )
         if not retain:
             self.release()

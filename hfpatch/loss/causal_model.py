@@ -53,9 +53,8 @@ _UNREAD = (
     "hfpatch.apply(model, logits=True) returns them."
 )
 _NOT_ITS_LOSS = (
-    "expected the model's own loss under context parallelism, compute_loss_func or label smoothing "
-    "came, which transformers gives labels that end with each GPU's part there; take it away, or "
-    "share no rows (cp_size=1)."
+    "context parallelism needs the model's own loss, got compute_loss_func or label smoothing, "
+    "whose labels end with each GPU's part. Leave it out, or set cp_size=1."
 )
 # In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
@@ -145,7 +144,7 @@ class FusedCausalLM(KeepsSignature):
         if head is None:
             if name == "forward" and whose(value).startswith("trl."):
                 self._tell(
-                    "TRL's own head runs, as this TRL sets it otherwise than 1.16; "
+                    "TRL's own head runs: this TRL is not 1.16 and sets it otherwise. "
                     "fused_lm_head=True is not hfpatch's."
                 )
             return super().__setattr__(name, value)
@@ -157,9 +156,7 @@ class FusedCausalLM(KeepsSignature):
             try:
                 self._hfpatch_beside(reference)
             except ValueError as error:
-                warnings.warn(
-                    f"hfpatch: the reference model stays as it is ({error})", stacklevel=4
-                )
+                warnings.warn(f"hfpatch: the reference model stays stock ({error})", stacklevel=4)
 
     def _hfpatch_head(self) -> nn.Module:
         return modules_of(self.get_submodule(self._hfpatch_holder))[self._hfpatch_head_name]

@@ -122,8 +122,8 @@ class Logits(Tensor):
 
 def _no_gradient(grad):
     raise RuntimeError(
-        "hfpatch: a gradient came for logits that were not computed, from an autograd function "
-        "that the model's forward calls. Call hfpatch.apply(model, logits=True)."
+        "hfpatch: an autograd function that the model's forward calls sends a gradient to logits "
+        "that were not computed. Call hfpatch.apply(model, logits=True)."
     )
 
 

@@ -39,9 +39,9 @@ def use_kernel(*tensors: Tensor | None) -> bool:
 
 def refuse(op: str, *rules: tuple) -> None:
     """Raises ValueError for the first broken rule (broken, message, the values of its {})."""
-    for broken, message, *came in rules:
+    for broken, message, *values in rules:
         if broken:
-            raise ValueError(f"hfpatch: {op} expected {message.format(*came)}.")
+            raise ValueError(f"hfpatch: {op}: {message.format(*values)}.")
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -127,10 +127,9 @@ def no_second_derivative(name: str) -> Callable:
 
     def backward(ctx, *grads):
         raise RuntimeError(
-            f"hfpatch: {name} has one derivative, a second was asked for (create_graph=True); "
-            f"use `from hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate "
-            "again, or, in a model that was "
-            "patched, hfpatch.undo(model) and model.set_attn_implementation('eager')."
+            f"hfpatch: {name} has no second derivative, got create_graph=True. Use `from "
+            f"hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate again, or, "
+            "in a patched model, hfpatch.undo(model) and model.set_attn_implementation('eager')."
         )
 
     return backward

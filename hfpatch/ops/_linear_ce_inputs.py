@@ -48,42 +48,46 @@ def check(
     """
     V, b = tuple(weight.shape[:1]), weight if bias is None else bias
     dtypes = hidden.dtype, weight.dtype, b.dtype
-    wanted, came, inf = tuple(hidden.shape[:-1]), tuple(labels.shape), float("inf")
+    wanted, found, inf = tuple(hidden.shape[:-1]), tuple(labels.shape), float("inf")
     floating = hidden.is_floating_point() and weight.is_floating_point() and b.is_floating_point()
     cast = None if torch.float64 in dtypes[:2] else autocast_dtype(hidden.device.type)
     refuse(
         op,
         (weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:],
-         "hidden [..., D] and weight [V, D], {} and {} came; check the head",
+         "hidden must be [..., D] and weight [V, D], got {} and {}. Check the head",
          tuple(hidden.shape), tuple(weight.shape)),
         (bias is not None and bias.shape != V,
-         "a bias of shape {}, {} came; check the head", V, tuple(b.shape)),
+         "bias must have shape {}, got {}. Check the head", V, tuple(b.shape)),
         (not floating,
-         "floating-point hidden, weight and bias, {}, {} and {} came; dequantise first", *dtypes),
+         "hidden, weight and bias must be floating-point, got {}, {} and {}. Dequantise them first",
+         *dtypes),
         (shard is not None and V != (shard.stop - shard.start,),
-         "this rank's rows of weight, {} came; split the vocabulary as torch.chunk does", V),
+         "weight must have this rank's rows, got {}. Split the vocabulary as torch.chunk does", V),
         (cast is None and not hidden.dtype == weight.dtype == b.dtype,
-         "hidden, weight and bias of one dtype, {}, {} and {} came; cast them or use "
+         "hidden, weight and bias must have one dtype, got {}, {} and {}. Cast them or use "
          "torch.autocast", *dtypes),
-        (came != wanted, "labels of shape {}, {} came; give one label for each row", wanted, came),
+        (found != wanted, "labels must have shape {}, got {}. Give one label for each row",
+         wanted, found),
         (labels.dtype not in (torch.int64, torch.int32),
-         "int64 or int32 labels, {} came; class probabilities need "
+         "labels must be int64 or int32, got {}. For class probabilities use "
          "torch.nn.functional.cross_entropy", labels.dtype),
-        (shift and not wanted, "labels [..., T] for shift, a scalar came; drop it"),
+        (shift and not wanted, "shift needs labels [..., T], got a scalar. Leave shift out"),
         (not 0.0 < scale < inf,
-         "a finite scale > 0, {} came; 1 leaves the logits as they are", scale),
+         "scale must be finite and more than 0, got {}. 1 leaves the logits unscaled", scale),
         (not 0.0 < temperature < inf,
-         "a finite temperature > 0, {} came; 1 leaves the logits as they are", temperature),
+         "temperature must be finite and more than 0, got {}. 1 leaves the logits unscaled",
+         temperature),
         (softcap is not None and not softcap > 0.0,
-         "softcap > 0 or None, {} came; None turns it off", softcap),
+         "softcap must be more than 0 or None, got {}. None turns it off", softcap),
         (num_valid is not None and num_valid < 0,
-         "num_valid >= 0, {} came; count the labels that are not ignore_index", num_valid),
+         "num_valid must be 0 or more, got {}. Count the labels that are not ignore_index",
+         num_valid),
         (reduction not in ("mean", "sum", "none"),
-         'reduction "mean", "sum" or "none", {!r} came; choose one', reduction),
+         'reduction must be "mean", "sum" or "none", got {!r}. Choose one', reduction),
         (num_items is not None and reduction == "none",
-         'no num_items with reduction="none", both came; divide the result, or ask for a sum'),
+         'num_items does not go with reduction="none". Divide the result, or ask for a sum'),
         (not 0.0 <= label_smoothing <= 1.0,
-         "label_smoothing in [0, 1], {} came; 0 turns it off", label_smoothing),
-        (not z_loss >= 0.0, "z_loss >= 0, {} came; 0 turns it off", z_loss),
+         "label_smoothing must be from 0 to 1, got {}. 0 turns it off", label_smoothing),
+        (not z_loss >= 0.0, "z_loss must be 0 or more, got {}. 0 turns it off", z_loss),
     )  # fmt: skip
     return cast or hidden.dtype

@@ -76,11 +76,11 @@ def _check_labels(labels_N: Tensor, vocab_size: int, ignore_index: int) -> None:
         return
     ok_N = ((labels_N >= 0) & (labels_N < vocab_size)) | (labels_N == ignore_index)
     expected = f"hfpatch: labels must lie in [0, {vocab_size}) or be ignore_index={ignore_index}"
-    advice = "check the tokenizer against the model's vocabulary."
+    advice = "Check the tokenizer against the model's vocabulary."
     if labels_N.device.type != "cpu":
-        assert_async(ok_N.all(), f"{expected}; {advice}")
+        assert_async(ok_N.all(), f"{expected}. {advice}")
     elif not ok_N.all():
-        raise ValueError(f"{expected}, {int(labels_N[~ok_N][0])} came; {advice}")
+        raise ValueError(f"{expected}, got {int(labels_N[~ok_N][0])}. {advice}")
 
 
 def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
@@ -100,7 +100,7 @@ def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
         "hfpatch: num_valid must be at least the number of labels (after the shift) that are not "
         "ignore_index"
     )
-    advice = "count the labels that the op gets."
+    advice = "Count the labels that the op gets."
     if is_fake(labels_N):
         pass
     elif labels_N.device.type == "cpu":
@@ -108,9 +108,9 @@ def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
         if num_valid is None:
             num_valid = count
         elif num_valid < count:
-            raise ValueError(f"{message}, {num_valid} came for {count}; {advice}")
+            raise ValueError(f"{message}, got {num_valid} for {count}. {advice}")
     elif num_valid is not None:
-        assert_async(ignored_N.sum() >= tokens - num_valid, f"{message}; {advice}")
+        assert_async(ignored_N.sum() >= tokens - num_valid, f"{message}. {advice}")
     if num_valid is None or tokens - num_valid <= tokens // 32:
         return None, tokens
     return torch.argsort(ignored_N.to(torch.uint8), stable=True), num_valid

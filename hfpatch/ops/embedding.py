@@ -28,10 +28,8 @@ class Embedding(torch.autograd.Function):
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "hfpatch: expected a first-order backward through the embedding, create_graph=True "
-                "came; "
-                "for second derivatives call hfpatch.undo(model), and "
-                "model.set_attn_implementation('eager')."
+                "hfpatch: the embedding has no second derivative, got create_graph=True. Call "
+                "hfpatch.undo(model), and model.set_attn_implementation('eager')."
             )
         (ids,) = ctx.saved_tensors
         D = dy.shape[-1]

@@ -373,8 +373,8 @@ def experts(
     E, rows, D = one.shape
     refuse("experts", (
         two.shape != (E, D, rows // 2) or x_ND.shape[1] != D,
-        "experts of one shape, w1 [E,2F,D] and w2 [E,D,F] for x [N,D], {}, {} and {} came; give all "
-        "of them as many columns", tuple(one.shape), tuple(two.shape), tuple(x_ND.shape),
+        "experts must have one shape, w1 [E,2F,D] and w2 [E,D,F] for x [N,D], got {}, {} and {}. "
+        "Give all of them as many columns", tuple(one.shape), tuple(two.shape), tuple(x_ND.shape),
     ))  # fmt: skip
     return _experts(x_ND, w_NK, ids_NK, w1, w2, b1, b2, *first, *second, layout, adds, value)
 

@@ -188,7 +188,7 @@ def linear_cross_entropy(
         softcap=softcap, num_valid=num_valid, reduction=reduction, num_items=num_items,
         label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
-    message = "no label_smoothing beside a shard, {} came; leave it out"
+    message = "a shard takes no label_smoothing, got {}. Leave it out"
     refuse(op, (shard is not None and label_smoothing > 0.0, message, label_smoothing))
     if shift:
         labels = shift_labels(labels, ignore_index)

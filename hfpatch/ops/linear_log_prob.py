@@ -189,7 +189,7 @@ def linear_log_prob(
     op, names = "linear_log_prob", LinearLogProbOutput._fields
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     known = outputs and set(outputs) <= set(names)
-    message = "outputs among {}, {} came; name at least one of them"
+    message = "outputs must be among {}, got {}. Name at least one of them"
     refuse(op, (not known, message, ", ".join(names), outputs))
     dtype = check(
         op, hidden, weight, labels, bias, shard, shift,

@@ -216,12 +216,13 @@ def _check(x, weight, cast):
     refuse(
         "rms_norm",
         (not x.dtype.is_floating_point,
-         "floating-point values, {} came; cast them first", x.dtype),
+         "x must be floating-point, got {}. Cast it first", x.dtype),
         (x.ndim == 0 or shape not in (None, x.shape[-1:]),
-         "weight [D] or None for x [..., D], weight {} and x {} came; normalise over the last "
-         "dimension", shape, tuple(x.shape)),
+         "weight must be [D] or None for x [..., D], got weight {} and x {}. Normalise over the "
+         "last dimension", shape, tuple(x.shape)),
         (cast not in CASTS or (cast == "weight" and weight is None),
-         'cast to be one of {} ("weight" with a weight alone), {!r} {} came; "before" is Llama\'s',
+         'cast must be one of {} ("weight" with a weight alone), got {!r} {}. Use "before", '
+         "as Llama does",
          ", ".join(CASTS), cast, alone),
     )  # fmt: skip
 
@@ -281,7 +282,7 @@ def add_rms_norm(
         ValueError: as rms_norm, or where the shapes differ.
     """
     _check(x, weight, cast)
-    message = "x and residual of one shape, {} and {} came; expand the smaller one"
+    message = "x and residual must have one shape, got {} and {}. Expand the smaller one"
     refuse("add_rms_norm", (x.shape != residual.shape, message, x.shape, residual.shape))
     y, _, total = ADD_RMS_NORM(x, residual, weight, eps, offset, cast)
     return y, total

@@ -128,10 +128,10 @@ def rope(
     refuse(
         "rope",
         (not q.dtype.is_floating_point,
-         "floating-point values, {} came; cast them first", q.dtype),
+         "q must be floating-point, got {}. Cast it first", q.dtype),
         (not fits or width % 2,
-         "q [B,H,T,E], k [B,K,T,E], cos and sin [1 or B,T,E] with even E, {}, {}, {} and {} came; "
-         "pass HF's rotary_emb output as it is", q.shape, k.shape, cos.shape, sin.shape),
+         "q must be [B,H,T,E], k [B,K,T,E], cos and sin [1 or B,T,E] with even E, got {}, {}, {} "
+         "and {}. Pass HF's rotary_emb output unchanged", q.shape, k.shape, cos.shape, sin.shape),
     )  # fmt: skip
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         # transformers makes cos and sin without gradients; a learned rotation needs the plain

@@ -146,12 +146,12 @@ def swiglu(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     refuse(
         "swiglu",
         (activation not in ACTIVATIONS,
-         "one of {} as activation, {!r} came; leave that MLP as it is (apply(mlp=False))",
+         "activation must be one of {}, got {!r}. Leave that MLP stock with apply(mlp=False)",
          ", ".join(ACTIVATIONS), activation),
         (not gate.dtype.is_floating_point,
-         "floating-point values, {} came; cast them first", gate.dtype),
+         "gate must be floating-point, got {}. Cast it first", gate.dtype),
         (gate.shape != up.shape,
-         "gate and up of one shape, {} and {} came; both come from projections of one width",
+         "gate and up must have one shape, got {} and {}. Their projections must have one width",
          gate.shape, up.shape),
     )  # fmt: skip
     return SWIGLU(gate, up, ACTIVATIONS[activation])

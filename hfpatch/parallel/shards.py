@@ -81,8 +81,7 @@ def together(group, work):
     rank, other = next(((r, one) for r, one in enumerate(said) if one is not None), (0, None))
     if other is not None:
         raise ValueError(
-            f"hfpatch: expected all ranks that share a layer to begin its step, rank {rank} "
-            f"cannot: {other}"
+            f"hfpatch: rank {rank} cannot begin the step of a layer that ranks share: {other}"
         )
     return found
 

@@ -8,12 +8,12 @@ from hfpatch.budget.hardware import (
     PIN_BYTES_PER_SECOND,
     GiB,
     Gpu,
-    gpu_row,
 )
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
 from hfpatch.planner.limits import parse_bytes
+from hfpatch.planner.machine import card
 from hfpatch.planner.model import (
     STOCK,
     STOCK_CHECKPOINTING,
@@ -174,14 +174,17 @@ def with_float8(run: Run, recipe: str) -> Run:
     possible."""
     if recipe not in FLOAT8_RECIPES:
         raise ValueError(
-            f"hfpatch: --fp8 takes {' or '.join(FLOAT8_RECIPES)}, {recipe!r} came; pass one of "
+            f"hfpatch: --fp8 must be {' or '.join(FLOAT8_RECIPES)}, got {recipe!r}. Pass one of "
             "them."
         )
     if run.shape.adapters:
-        raise ValueError("hfpatch: --fp8 is planned for all weights, adapters came; leave it out.")
+        raise ValueError(
+            "hfpatch: --fp8 is planned for all weights only, and adapters are asked for. Leave it "
+            "out."
+        )
     if not run.gpu.measured and run.gpu.name not in FLOAT8_GPUS:
         raise ValueError(
-            f"hfpatch: --fp8 wants a GPU that multiplies in float8, {run.gpu.name} came; pass one "
+            f"hfpatch: --fp8 needs a GPU that multiplies in float8, got {run.gpu.name}. Pass one "
             f"of {', '.join(FLOAT8_GPUS)}."
         )
     return replace(run, gpu=replace(run.gpu, float8=FLOAT8_RECIPES[recipe]))
@@ -212,13 +215,12 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(
-                f"hfpatch: {what} must be a positive whole number, {value!r} came; pass 1 or more."
+                f"hfpatch: {what} must be a positive whole number, got {value!r}. Pass 1 or more."
             )
     tower = tower_in_front(model, images, video_tokens, seq_len)
     if tower is not None and sp_size > 1:
         raise ValueError(
-            f"hfpatch: images are planned for rows that no GPUs share, --sp-size {sp_size} came; "
-            "leave one of them out."
+            f"hfpatch: --images and --sp-size {sp_size} cannot be combined. Leave one out."
         )
     name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     made = model_of(Values(values), adapters)
@@ -231,6 +233,6 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
 
         row, host_ram = measure_this(), host_limit() if host_ram is None else host_ram
     else:
-        row = gpu if isinstance(gpu, Gpu) else gpu_row(gpu)
+        row = gpu if isinstance(gpu, Gpu) else card(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
     return Run(name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower)

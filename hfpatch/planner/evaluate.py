@@ -300,7 +300,7 @@ def placements(run: Run, asked: str) -> list[str]:
         found = [name for name in found if not placement_named(name).sharded]
     if not found:
         raise ValueError(
-            f"hfpatch: --fp8 is planned without an engine, --gpus {run.gpus} --placement {asked} "
-            "came; pass --gpus 1 with --placement auto, or leave --fp8 out."
+            f"hfpatch: --fp8 is planned without an engine, got --gpus {run.gpus} --placement "
+            f"{asked}. Pass --gpus 1 with --placement auto, or leave --fp8 out."
         )
     return found

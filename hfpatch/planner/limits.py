@@ -1,7 +1,9 @@
 """Flags of all commands and scripts: parsers, and one table of ranges. Standard library only."""
 
 import argparse
+import difflib
 import math
+import re
 from collections.abc import Mapping
 
 from hfpatch.budget.limits import beyond, parse_length, range_words
@@ -12,7 +14,7 @@ SEED = (0, 2**32 - 1)
 COUNT = (1, 2**20)
 RANGES = {
     "batch": COUNT, "per_device_train_batch_size": COUNT, "per_device_eval_batch_size": COUNT,
-    "gradient_accumulation_steps": COUNT, "gpus": (1, None),
+    "gradient_accumulation_steps": COUNT, "gpus": (1, 2**16),
     "steps": (1, None),
     "warmup": (0, None), "seconds": (0, None), "seed": SEED, "data_seed": SEED,
     "seeds": (1, None), "time_limit": (0, None), "learning_rate": (0, None),
@@ -27,13 +29,13 @@ RANGES = {
     "nan_steps": (0, None), "eval_positions": (0, None), "max_position_embeddings": (1, None),
     "lora_r": (0, None), "lora_alpha": (0, None),
     "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_len": (2, None),
-    "pad_multiple": (1, None),
+    "pad_multiple": COUNT,
     "validation_split": (0, [1]), "shuffle_buffer": (1, None), "show_batch": (0, None),
-    "every": (1, None), "sp_size": (1, None), "label_smoothing_factor": (0, 1),
+    "every": (1, None), "sp_size": (1, 2**16), "label_smoothing_factor": (0, 1),
     "neftune_noise_alpha": (0, None),
     "ddp_timeout": (1, None), "ddp_bucket_cap_mb": (1, None), "eval_accumulation_steps": (1, None),
     "eval_delay": (0, None),
-    "torch_empty_cache_steps": (1, None), "dataloader_prefetch_factor": (1, None),
+    "torch_empty_cache_steps": (1, None), "dataloader_prefetch_factor": (1, 1024),
 }  # fmt: skip
 
 
@@ -52,8 +54,8 @@ def check_ranges(values: Mapping, between: str = "-") -> None:
             if endless or beyond(number, least, 1) or beyond(number, most, -1):
                 flag = name.replace("_", between)
                 raise ValueError(
-                    f"hfpatch: expected {range_words(least, most)} for --{flag}, {number} came; "
-                    "change it."
+                    f"hfpatch: --{flag} must be {range_words(least, most)}, got {number}. Change "
+                    "it."
                 )
 
 
@@ -76,11 +78,26 @@ def parse_bytes(text) -> int:
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(
-            f"hfpatch: a size is written like 256GiB, {text!r} came; use B, KB to TB or KiB to TiB."
+            f"hfpatch: a size must be written like 256GiB, got {text!r}. Use B, KB to TB or KiB to "
+            "TiB."
         )
     if value < 0:
-        raise ValueError(f"hfpatch: a size is positive, {text!r} came; pass the bytes there are.")
+        raise ValueError(
+            f"hfpatch: a size must be more than 0, got {text!r}. Pass the bytes there are."
+        )
     return int(value)
+
+
+def did_you_mean(name: str, known) -> str:
+    """The end of an error about an unknown name: the known name that is most like it."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def suggestion(message: str) -> str:
+    """did_you_mean for argparse's message about a value that is none of the choices."""
+    found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+    return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2])) if found else ""
 
 
 def parse_lengths(text) -> list[int]:

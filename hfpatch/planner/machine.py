@@ -1,9 +1,13 @@
 """What this process may use of its machine: host memory, a GPU's memory, cores."""
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from hfpatch.budget.free import cgroup_paths, meminfo, read_number, share_of_device
+from hfpatch.budget.hardware import GPUS, Gpu, gpu_row
+from hfpatch.planner.limits import parse_bytes
 
 
 def host_limit(root: str = "/") -> int | None:
@@ -21,6 +25,16 @@ def gpu_limit(device=None) -> int:
     import torch
 
     return share_of_device(torch.cuda.mem_get_info(device)[1], device)
+
+
+def card(name: str) -> Gpu:
+    """The card of --gpu: a row of hardware.py, or any card by its memory, such as "24GiB"."""
+    if not re.fullmatch(r"[\d.]+ ?[kmgt]i?b", name.lower()):
+        return gpu_row(name)
+    memory = parse_bytes(name)
+    near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))
+    rates = f"those of {near.name}, the known card nearest in memory: {near.source}"
+    return replace(near, name=name, memory_bytes=memory, source=rates)
 
 
 def cores() -> int:

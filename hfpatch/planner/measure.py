@@ -27,8 +27,8 @@ def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
     """This machine's first GPU as a Gpu, with its rates for `dtype`. ValueError without a GPU."""
     if not torch.cuda.is_available():
         raise ValueError(
-            "hfpatch: --gpu this measures a CUDA device, none is here; name the GPU you mean "
-            "instead."
+            "hfpatch: --gpu this measures a CUDA device, and there is none here. Name the GPU you "
+            "mean instead."
         )
 
     device = torch.device("cuda:0")

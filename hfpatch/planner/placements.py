@@ -7,7 +7,7 @@ library only.
 
 from dataclasses import dataclass
 
-from hfpatch.budget.policy import WEIGHT_SLOTS
+from hfpatch.budget.policy import WEIGHT_SLOTS, refuse_unknown
 
 # The most parameters gathered and reused at once, by ds_configs/zero3*.json: 2 * 500,000,000
 LIVE_PARAMETERS = 1_000_000_000
@@ -103,22 +103,16 @@ def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
     possible = list(ADAPTED) if adapters else possible
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]
-    if name not in PLACEMENTS:
-        raise ValueError(
-            f"hfpatch: the placements are auto, {', '.join(PLACEMENTS)}, {name!r} came; pass one "
-            "of them."
-        )
+    refuse_unknown([name], ("auto", *PLACEMENTS), "--placement")
     if name not in possible and adapters:
         raise ValueError(
-            "hfpatch: adapters over a frozen base are planned with --placement "
-            f"{', '.join(ADAPTED)}, {name} came; pass one of "
-            "those, or leave --lora-r out."
+            f"hfpatch: LoRA is planned with --placement {', '.join(ADAPTED)}, got {name}. Pass one "
+            "of those, or leave --lora-r out."
         )
     if name not in possible:
         raise ValueError(
-            f"hfpatch: --placement {name} is for {'several GPUs' if gpus == 1 else 'one GPU'}, "
-            f"--gpus {gpus} came; "
-            f"pass one of {', '.join(possible)}."
+            f"hfpatch: --placement {name} is for {'several GPUs' if gpus == 1 else 'one GPU'}, got "
+            f"--gpus {gpus}. Pass one of {', '.join(possible)}."
         )
     return [name]
 

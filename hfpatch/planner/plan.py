@@ -6,6 +6,7 @@ changes.
 
 from dataclasses import replace
 
+from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.planner.remembered import recall, remember
@@ -16,15 +17,13 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
     """ValueError if no runtime supports the weights on the host."""
     if not adapters:
         raise ValueError(
-            "hfpatch: weights on the host are a frozen base's, all weights came to be trained; "
-            "pass adapters (--lora-r 16), or "
-            "--placement zero3-offload."
+            "hfpatch: weights on the host must be a frozen base's, and all weights train. Pass "
+            "adapters (--lora-r 16), or --placement zero3-offload."
         )
     if sp_size > 1:
         raise ValueError(
-            f"hfpatch: weights on the host are whole on each GPU, --sp-size {sp_size} came, whose "
-            "engines shard them; leave "
-            "frozen_weights out."
+            f'hfpatch: frozen_weights="host" and --sp-size {sp_size} cannot be combined: its '
+            "engines shard the weights. Leave frozen_weights out."
         )
 
 
@@ -36,6 +35,7 @@ def resolved(model, *, seq_len: int, fp8: str | None = None, **asked):
     return with_float8(run, fp8) if fp8 else run
 
 
+@names_the_nearest
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
@@ -70,13 +70,13 @@ def plan(
     """
     if not isinstance(max_seq_len, bool):
         raise ValueError(
-            f"hfpatch: max_seq_len must be True or False, {max_seq_len!r} came; one length goes "
-            "to seq_len."
+            f"hfpatch: max_seq_len must be True or False, got {max_seq_len!r}. One length goes to "
+            "seq_len."
         )
     if adapters is not None and not isinstance(adapters, Adapters):
         raise ValueError(
-            f"hfpatch: adapters must be a hfpatch.lab.adapters.Adapters, {adapters!r} came; "
-            "pass Adapters(16) for rank 16."
+            f"hfpatch: adapters must be a hfpatch.lab.adapters.Adapters, got {adapters!r}. Pass "
+            "Adapters(16) for rank 16."
         )
     asked = {
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,

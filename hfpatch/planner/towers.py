@@ -168,7 +168,7 @@ def tower_in_front(model, images: int, video_tokens: int, seq_len: int) -> Tower
     for what, value in (("images", images), ("video_tokens", video_tokens)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(
-                f"hfpatch: {what} must be a whole number, {value!r} came; pass 0 or more."
+                f"hfpatch: {what} must be a whole number, got {value!r}. Pass 0 or more."
             )
     if not images and not video_tokens:
         return None
@@ -176,14 +176,14 @@ def tower_in_front(model, images: int, video_tokens: int, seq_len: int) -> Tower
     tower = _tower(json.dumps(values, sort_keys=True, default=str))
     if tower is None:
         raise ValueError(
-            f"hfpatch: expected a model with a tower of images, {name} came, which has none; leave "
-            "--images and --video-tokens out."
+            f"hfpatch: --images and --video-tokens need a model with an image tower, and {name} "
+            "has none. Leave them out."
         )
     tower = replace(tower, images=images, video_tokens=video_tokens)
     if tower.tokens > seq_len:
         raise ValueError(
-            f"hfpatch: expected rows of at least the {tower.tokens:,} visual tokens of their images "
-            f"and videos, --seq-len {seq_len:,} came; raise it: it counts text and images together."
+            f"hfpatch: --seq-len must be at least the {tower.tokens:,} visual tokens of its images "
+            f"and videos, got {seq_len:,}. Raise it: it counts text and images together."
         )
     return tower
 

@@ -36,9 +36,8 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
         memory = mmap.mmap(-1, nbytes, **private)
     except OSError as error:
         raise MemoryError(
-            f"hfpatch: expected {nbytes / 2**30:.2f} GiB of host memory, the system answered: "
-            f"{error}; "
-            "give the container more memory, or use Checkpointing(every=2) or "
+            f"hfpatch: the system could not give {nbytes / 2**30:.2f} GiB of host memory: {error}. "
+            "Give the container more memory, or use Checkpointing(every=2) or "
             "Checkpointing(offload='/a/directory')."
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):

@@ -32,8 +32,8 @@ class File:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"hfpatch: expected to make a file in {directory}, {error.strerror} came; "
-                "give another directory as Checkpointing(offload=...)",
+                f"hfpatch: no file can be made in {directory}: {error.strerror}. Pass another "
+                "directory as Checkpointing(offload=...)",
             ) from error
         os.unlink(path)
         self.directory, self.writes = directory, []
@@ -106,9 +106,9 @@ class DiskDirectory:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"hfpatch: expected to write {nbytes} bytes to {file.directory}, {error.strerror} "
-                "came; "
-                "free space there or give another directory as Checkpointing(offload=...)",
+                f"hfpatch: {nbytes} bytes could not be written to {file.directory}: "
+                f"{error.strerror}. Free space there, or pass another directory as "
+                "Checkpointing(offload=...)",
             ) from error
 
     # -- reading -----------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ class DiskDirectory:
             got = os.preadv(file.fd, [view[done:]], first + done)
             if not got:
                 raise OSError(
-                    f"hfpatch: expected {nbytes} bytes in {file.directory}, the file ends early; "
-                    "is the disk full?"
+                    f"hfpatch: {file.directory} must hold {nbytes} bytes, and the file ends early. "
+                    "Is the disk full?"
                 )
             done += got
 

@@ -139,10 +139,9 @@ class HostPool:
         if block.status:
             self.pinned = False
             warnings.warn(
-                f"hfpatch: expected to pin {nbytes / 2**30:.2f} GiB of host memory, CUDA answered "
-                f"{block.status}; copies run "
-                "from pageable memory, more slowly: give the container more memory (or locked "
-                "memory, ulimit -l), or use "
+                f"hfpatch: CUDA could not pin {nbytes / 2**30:.2f} GiB of host memory "
+                f"({block.status}); copies run from pageable memory, more slowly. Give the "
+                "container more memory (or locked memory, ulimit -l), or use "
                 "Checkpointing(every=2) or Checkpointing(offload='/a/directory').",
                 stacklevel=2,
             )

@@ -40,8 +40,8 @@ from hfpatch.store.disk import DiskDirectory, File, Read
 from hfpatch.store.pool import HostPool, Loan
 
 WRITTEN_TO = (
-    "hfpatch: expected a layer's input as it was in forward, found it modified in place; "
-    "clone it before the in-place operation."
+    "hfpatch: a layer's input was modified in place after its forward. Clone it before the "
+    "in-place operation."
 )
 
 
@@ -63,8 +63,8 @@ class Saved:
         """The kept tensor. RuntimeError if it was released or modified in place."""
         if self.kept is None:
             raise RuntimeError(
-                "hfpatch: expected one backward through this graph, came to it a second time; "
-                "pass retain_graph=True to the first backward."
+                "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
+                "the first of two."
             )
         if version(self.kept) != self.version:
             raise RuntimeError(WRITTEN_TO)

@@ -12,7 +12,7 @@ from functools import partial
 from transformers import HfArgumentParser
 
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
-from hfpatch.planner.limits import flag
+from hfpatch.planner.limits import flag, suggestion
 from hfpatch.trainer import config_file, configs
 from hfpatch.trainer.flags import (
     CLASSES,
@@ -54,15 +54,15 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
     namespace, rest = parser.parse_known_args(argv, namespace)
     if rest:
         raise ValueError(
-            f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}."
+            f"hfpatch: unknown flag {rest[0]!r}{config_file.nearest(rest[0].lstrip('-'), actions)}"
         )
     explicit |= {actions[name].dest for name in named if name in actions}
     values = {name: _expanded(value) for name, value in vars(namespace).items()}
     for name, wanted in COMPANIONS.items():
         if values[name] != actions[name].default and not values[wanted]:
             raise ValueError(
-                f"hfpatch: --{name} goes with --{wanted}, which did not come; add it, or leave "
-                f"--{name} out."
+                f"hfpatch: --{name} works with --{wanted} only. Add --{wanted}, or leave --{name} "
+                "out."
             )
     model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
     model = _place(model, values, explicit)
@@ -136,7 +136,7 @@ def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArgu
     if not model.placement:
         return model
     if model.engine:
-        raise ValueError("hfpatch: expected one of --placement and --engine, both came; keep one.")
+        raise ValueError("hfpatch: --placement and --engine cannot be combined. Keep one.")
     from hfpatch.trainer import placement
 
     name = model.placement
@@ -160,7 +160,7 @@ def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
     gpu = gpu_free()
     if gpu is None:
         raise ValueError(
-            "hfpatch: --placement auto looks at a GPU's memory, no GPU came; name a placement."
+            "hfpatch: --placement auto needs a GPU, and there is none. Name a placement."
         )
     # A fused step in backward has neither accumulation nor a global norm, so a flag for one of
     # them excludes it.
@@ -183,8 +183,8 @@ def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config
     # within a part.
     if values.get("label_smoothing_factor"):
         raise ValueError(
-            f"hfpatch: --label_smoothing_factor needs whole rows, --sp_size {model.sp_size} came "
-            "too; leave one of them out."
+            f"hfpatch: --label_smoothing_factor and --sp_size {model.sp_size} cannot be combined: "
+            "it needs whole sequences. Leave one out."
         )
     engine, engine_values = (config.engine, config.values) if config else (None, {})
     values["parallelism_config"] = parallelism(
@@ -206,15 +206,12 @@ def _use_engine(values: dict, explicit: set[str]):
         configs.load(values["fsdp_config"])
     if isinstance(values["deepspeed"], str):
         if name:
-            raise ValueError(
-                "hfpatch: expected one of --engine and --deepspeed, both came; keep --engine."
-            )
+            raise ValueError("hfpatch: --engine and --deepspeed cannot be combined. Keep --engine.")
         name, values["deepspeed"] = values["deepspeed"], None
     if not name:
         if values["nvme_path"]:
             raise ValueError(
-                "hfpatch: --nvme_path belongs to --engine zero3_nvme_offload, no engine came; "
-                "add it."
+                "hfpatch: --nvme_path works with --engine zero3_nvme_offload only. Add it."
             )
         return None
     config = configs.load(name, nvme_path=values["nvme_path"])
@@ -241,7 +238,9 @@ def apply_options(model: ModelArguments) -> bool | dict:
 
 def _refuse(message, where=""):
     message = re.sub(r"^argument (--\w+)(/--[\w-]+)+", r"argument \1", message)  # one spelling
-    raise ValueError(f"hfpatch: {where}{message.rstrip('.')}; see {config_file.typed()} --help.")
+    near = suggestion(message)
+    said = f"{where}{message.rstrip('.')}.{near} See {config_file.typed()} --help."
+    raise ValueError(f"hfpatch: {said}")
 
 
 def _mappings() -> set[str]:

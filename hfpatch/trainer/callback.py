@@ -54,13 +54,13 @@ class Callback(TrainerCallback):
     def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
         if not isinstance(apply, (bool, dict)):
             raise ValueError(
-                "hfpatch: apply must be True, False or a dict of hfpatch.apply's options, "
-                f"{type(apply).__name__} came; pass True."
+                "hfpatch: apply must be True, False or a dict of hfpatch.apply's options, got "
+                f"{type(apply).__name__}. Pass True."
             )
         if not isinstance(attention_share, (int, float)) or not 0 <= attention_share <= 1:
             raise ValueError(
-                f"hfpatch: attention_share must be from 0 to 1, {attention_share!r} came; leave "
-                "it out."
+                f"hfpatch: attention_share must be from 0 to 1, got {attention_share!r}. Leave it "
+                "out."
             )
         self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
         self.attention_share = attention_share
@@ -91,8 +91,8 @@ class Callback(TrainerCallback):
         if self.apply and model is not None:
             if args.use_liger_kernel:
                 raise ValueError(
-                    "hfpatch: expected one implementation, use_liger_kernel came too; drop it or "
-                    "apply."
+                    "hfpatch: use_liger_kernel and hfpatch cannot be combined. Leave out one of "
+                    "them."
                 )
             import hfpatch
 
@@ -110,9 +110,9 @@ class Callback(TrainerCallback):
         known = (module is self._applied() or is_mixed(module) for module in model.modules())
         if self.apply and not any(known):
             raise ValueError(
-                "hfpatch: expected the model that Trainer was made with, another one trains; pass "
-                "Callback(apply=True) "
-                "in Trainer(callbacks=[...]), and with model_init call hfpatch.apply inside it."
+                "hfpatch: the model that trains is not the one that Trainer was made with. Pass "
+                "Callback(apply=True) in Trainer(callbacks=[...]), and with model_init call "
+                "hfpatch.apply inside it."
             )
         sizes = vars(_parallelism(args) or object).get
         self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)

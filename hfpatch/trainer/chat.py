@@ -80,9 +80,15 @@ def kind_of(columns, text_field: str = "text") -> str:
         return "prompt"
     if text_field in columns:
         return "text"
+    if "chosen" in columns and "rejected" in columns:
+        raise ValueError(
+            "hfpatch: preference data (chosen, rejected) are for TRL's DPOTrainer. Run: hfpatch "
+            "run trl dpo --model_name_or_path MODEL --dataset_name DATA."
+        )
+    alpaca = "; rename Alpaca's 'instruction' to 'prompt' and 'output' to 'completion'"
     raise BadRow(
-        f"expected a column {text_field!r}, 'messages', or 'prompt' and 'completion'; came "
-        f"{', '.join(map(repr, columns)) or 'none'}"
+        f"a row needs a column {text_field!r}, 'messages', or 'prompt' and 'completion', got "
+        f"{', '.join(map(repr, columns)) or 'none'}{alpaca if 'instruction' in columns else ''}"
     )
 
 
@@ -103,7 +109,7 @@ def encode(
         field = next((name for name in CHAT_FIELDS if name in row), None)
         if field is None:
             raise BadRow(
-                f"expected a column {' or '.join(map(repr, CHAT_FIELDS))}, came "
+                f"a row needs a column {' or '.join(map(repr, CHAT_FIELDS))}, got "
                 f"{', '.join(map(repr, row))}"
             )
         turns = _messages(row[field], field)
@@ -111,7 +117,7 @@ def encode(
     if kind == "prompt":
         for name in ("prompt", "completion"):
             if name not in row:
-                raise BadRow(f"expected a column {name!r}, came {', '.join(map(repr, row))}")
+                raise BadRow(f"a row needs a column {name!r}, got {', '.join(map(repr, row))}")
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
             turns, said = _messages(prompt, "prompt"), _messages(completion, "completion")
@@ -153,7 +159,7 @@ def text_of(row: dict, text_field: str) -> str:
     """The plain text of a row. Raises BadRow where it is missing, empty, or no string."""
     if text_field not in row:
         raise BadRow(
-            f"expected a column {text_field!r}, came {', '.join(map(repr, row)) or 'none'}"
+            f"a row needs a column {text_field!r}, got {', '.join(map(repr, row)) or 'none'}"
         )
     return _string(row[text_field], text_field)
 
@@ -215,9 +221,8 @@ def encode_chat(
 def _moved(message: int) -> str:
     missing = importlib.util.find_spec("trl") is None
     return (
-        f"the chat template does not keep its prefix at message {message} (it renders earlier "
-        "turns differently once later ones are there), so the assistant's tokens cannot be told "
-        "apart"
+        f"the chat template changes earlier turns at message {message}, so the assistant's tokens "
+        "cannot be found"
         + ("; pip install trl, which has training templates of many models" if missing else "")
     )
 
@@ -230,7 +235,7 @@ def _as_parts(message: dict) -> dict:
 
 def _string(value, name: str) -> str:
     if not isinstance(value, str):
-        raise BadRow(f"{name!r} must be a string, {type(value).__name__} came")
+        raise BadRow(f"{name!r} must be a string, got {type(value).__name__}")
     if not value:
         raise BadRow(f"{name!r} is empty")
     try:
@@ -245,14 +250,14 @@ def _messages(value, name: str) -> list[dict]:
     """The messages as [{"role", "content", ...}]; ShareGPT's {"from", "value"} is read too."""
     if not isinstance(value, list) or not value:
         raise BadRow(
-            f"{name!r} must be a list of messages, {type(value).__name__ if value else 'none'} came"
+            f"{name!r} must be a list of messages, got {type(value).__name__ if value else 'none'}"
         )
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             raise BadRow(
-                f"message {i} must be an object with 'role' and 'content', "
-                f"{type(message).__name__} came"
+                f"message {i} must be an object with 'role' and 'content', got "
+                f"{type(message).__name__}"
             )
         # parquet and `datasets` fill the keys that other rows have with None.
         message = {k: v for k, v in message.items() if v is not None}
@@ -278,5 +283,5 @@ def _content(content, i: int) -> str:
     ):
         content = "".join(_string(part.get("text"), "text") for part in content)
     if not isinstance(content, str):
-        raise BadRow(f"message {i} must have text as 'content', {type(content).__name__} came")
+        raise BadRow(f"message {i} must have text as 'content', got {type(content).__name__}")
     return content and _string(content, "content")

@@ -47,8 +47,8 @@ def _known_host(address: str) -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() > end:
                 raise ValueError(
-                    f"hfpatch: expected a host in the environment's MASTER_ADDR, {address!r} is "
-                    f"not known after {HOST_SECONDS} s ({error}); correct it."
+                    f"hfpatch: MASTER_ADDR must be a host that this machine knows, got {address!r} "
+                    f"(not known after {HOST_SECONDS} s: {error}). Correct it."
                 ) from error
         time.sleep(0.5)
 
@@ -59,9 +59,9 @@ def _warn_of_silent_rank_0(rank: int, address: str, port: int) -> None:
         socket.create_connection((address, port), timeout=HOST_SECONDS / 10).close()
     except OSError as error:
         print(
-            f"hfpatch: rank {rank} waits for rank 0 at {address}:{port}, which does not answer "
-            f"yet ({error}); if this lasts, look whether it runs there and whether a firewall "
-            "closes the port.",
+            f"hfpatch: rank {rank} waits for rank 0 at {address}:{port}, which does not answer yet "
+            f"({error}). If this lasts, check that it runs there and that no firewall closes the "
+            "port.",
             file=sys.stderr,
             flush=True,
         )
@@ -82,7 +82,7 @@ def _offload_folder(model) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "which may not be written to" if there.is_dir() else "which is no folder"
         raise ValueError(
-            f"hfpatch: expected a folder for --checkpointing, {there} came, {what}; name another."
+            f"hfpatch: --checkpointing must be a folder, got {there}, {what}. Name another."
         )
 
 
@@ -109,49 +109,54 @@ def _process_rules(args):
     # Each process would train by itself, into one folder.
     yield (
         launched > 1 and args.world_size == 1,
-        f"expected {launched} processes that train together, as they were launched, each sees "
-        "itself alone, having no GPU; pass --use_cpu True and no engine, or launch one.",
+        f"the {launched} processes of this launch must train together, and each sees itself alone: "
+        "there is no GPU. Pass --use_cpu True and no engine, or launch one.",
     )
     workers, most = args.dataloader_num_workers, 16 + 4 * cores()
     yield (
         workers > most,
-        f"--dataloader_num_workers {workers} is as many processes, this one has {cores()} cores; "
-        f"take {most} or fewer.",
+        f"--dataloader_num_workers must be {most} or less with {cores()} cores, got {workers}. "
+        "Take fewer.",
     )
     yield (
         args.max_steps == 0,
-        "expected --max_steps of 1 or more, 0 came; leave it out to train --num_train_epochs.",
+        "--max_steps must be 1 or more, got 0. Leave it out to train --num_train_epochs.",
     )
 
 
 def _model_rules(model, data):
     yield (
         model.model is None,
-        "expected --model with a folder, a hub id or a preset, none came; name one model.",
+        "--model is missing. Name a folder, a hub id or a preset.",
     )
     yield (
         not data.data,
-        "expected --data with files, folders, or a hub data set, none came; name some.",
+        "--data is missing. Name files, folders, or one hub data set.",
     )
     yield (
         model.config_overrides and not model.preset,
-        (f"--config_overrides changes a preset, --model {model.model} came; edit its config.json."),
+        (
+            f"--config_overrides works with a preset only, got --model {model.model}. Edit its "
+            "config.json."
+        ),
     )
     yield (
         model.preset and not model.tokenizer and not model.train_tokenizer,
         (
-            f"the preset {model.preset} has random weights and no tokenizer; give --tokenizer "
-            "NAME or "
-            "--train_tokenizer SIZE."
+            f"the preset {model.preset} has random weights and no tokenizer. Give --tokenizer NAME "
+            "or --train_tokenizer SIZE."
         ),
     )
     yield (
         model.tokenizer and model.train_tokenizer,
-        ("expected one of --tokenizer and --train_tokenizer, both came; keep one."),
+        ("--tokenizer and --train_tokenizer cannot be combined. Keep one."),
     )
     yield (
         not model.preset and model.train_tokenizer,
-        (f"--train_tokenizer makes tokens that {model.model} never saw; use it with a preset."),
+        (
+            f"--train_tokenizer works with a preset only: {model.model} never saw its tokens. Leave "
+            "it out."
+        ),
     )
 
 
@@ -161,36 +166,36 @@ def _quantisation_rules(model, args):
         return
     yield (
         not model.lora_r,
-        f"{bits[0]} freezes the weights that it quantises, no --lora_r came; add --lora_r 16.",
+        f"{bits[0]} freezes the weights that it quantises and needs adapters. Add --lora_r 16.",
     )
-    yield len(bits) > 1, "expected one of --load_in_4bit and --load_in_8bit, both came; keep one."
+    yield len(bits) > 1, "--load_in_4bit and --load_in_8bit cannot be combined. Keep one."
     yield (
         model.preset,
-        f"{bits[0]} quantises trained weights as they load, the preset {model.preset} came; name "
-        "a folder or a hub id.",
+        f"{bits[0]} needs trained weights, got the preset {model.preset}. Name a folder or a hub "
+        "id.",
     )
     yield (
         _missing("bitsandbytes"),
-        (f"{bits[0]} needs the package bitsandbytes, it is missing; pip install bitsandbytes."),
+        (f"{bits[0]} needs bitsandbytes. Run: pip install bitsandbytes."),
     )
     yield (
         args.deepspeed or args.fsdp,
-        f"{bits[0]} keeps a whole base on each GPU, an engine came; drop one.",
+        f"{bits[0]} and an engine cannot be combined: the base is whole on each GPU. Leave one out.",
     )
 
 
 def _float8_rules(model, args):
     yield (
         model.fp8 and model.lora_r,
-        f"--fp8 {model.fp8} is for full training, --lora_r came; drop one.",
+        f"--fp8 {model.fp8} and --lora_r cannot be combined. Leave one out.",
     )
     yield (
         model.fp8 and (args.deepspeed or args.fsdp),
-        f"--fp8 {model.fp8} was tried without an engine alone, one came; drop one.",
+        f"--fp8 {model.fp8} and an engine cannot be combined. Leave one out.",
     )
     yield (
         model.fp8 and _missing("torchao"),
-        "--fp8 needs the package torchao, it is missing; pip install torchao.",
+        "--fp8 needs torchao. Run: pip install torchao.",
     )
 
 
@@ -198,26 +203,29 @@ def _implementation_rules(model, args):
     ours, liger, asked = model.impl == "hfpatch", model.impl == "liger", checkpointing_of(model)
     yield (
         liger and (not torch.cuda.is_available() or args.use_cpu),
-        ("--impl liger needs a GPU (Liger has no CPU path), none came; use hf or hfpatch."),
+        ("--impl liger needs a GPU, and there is none. Use hf or hfpatch."),
     )
     yield (
         liger and _missing("liger_kernel"),
-        ("--impl liger needs the package liger-kernel, it is missing; pip install liger-kernel."),
+        ("--impl liger needs liger-kernel. Run: pip install liger-kernel."),
     )
     yield (
         not liger and args.use_liger_kernel,
-        (f"--use_liger_kernel and --impl {model.impl} both patch the model; use --impl liger."),
+        (f"--use_liger_kernel and --impl {model.impl} both patch the model. Use --impl liger."),
     )
     yield (
         ours and asked != "off" and args.gradient_checkpointing,
         (
-            "--gradient_checkpointing would checkpoint what hfpatch checkpoints already; drop "
-            "it, or use --checkpointing off."
+            "--gradient_checkpointing and hfpatch's checkpointing cannot be combined. Leave it "
+            "out, or use --checkpointing off."
         ),
     )
     yield (
         not ours and asked not in ("off", Checkpointing()),
-        f"--checkpointing and --every belong to --impl hfpatch, {model.impl} came.",
+        (
+            "--checkpointing and --every work with --impl hfpatch only, got "
+            f"{model.impl}. Leave them out."
+        ),
     )
 
 
@@ -236,32 +244,53 @@ def _report_rules(args):
 def _data_rules(model, data, args):
     yield (
         data.validation_split and data.eval_data,
-        ("expected one of --validation_split and --eval_data, both came; keep one."),
+        ("--validation_split and --eval_data cannot be combined. Keep one."),
     )
     yield (
         data.streaming and data.validation_split,
-        ("--validation_split needs all of the data, --streaming came; give --eval_data."),
+        (
+            "--validation_split and --streaming cannot be combined: it needs all of the data. Give "
+            "--eval_data."
+        ),
     )
     yield (
         data.streaming and model.train_tokenizer,
-        ("--train_tokenizer reads all of the data, --streaming came; give --tokenizer."),
+        (
+            "--train_tokenizer and --streaming cannot be combined: it reads all of the data. Give "
+            "--tokenizer."
+        ),
     )
     yield (
         data.streaming and args.max_steps <= 0,
-        ("--streaming needs --max_steps, for the length of the data is unknown; give it."),
+        ("--streaming needs --max_steps: the length of the data is unknown. Add it."),
     )
     evaluates = data.eval_data or data.validation_split
+    chosen = {
+        "--early_stopping_patience": args.early_stopping_patience,
+        "--load_best_model_at_end": args.load_best_model_at_end,
+        "--save_strategy best": args.save_strategy == "best",
+    }
+    asked = chosen | {
+        "--eval_on_start": args.eval_on_start,
+        "--eval_strategy": args.eval_strategy != "no",
+    }
+    for name, on in asked.items():
+        yield on and not evaluates, f"{name} needs --eval_data or --validation_split. Add one."
+    for name, on in chosen.items():
+        yield (
+            on and args.eval_strategy == "no",
+            f"{name} needs --eval_strategy steps or epoch. Add it.",
+        )
     yield (
-        not evaluates and (args.eval_strategy != "no" or args.early_stopping_patience),
-        ("evaluation needs --eval_data or --validation_split, none came; give one."),
-    )
-    yield (
-        args.early_stopping_patience and args.eval_strategy == "no",
-        ("--early_stopping_patience needs --eval_strategy steps or epoch, no came; set it."),
+        args.optim_args and args.optim in ("adamw_torch", "adamw_torch_fused"),
+        f"--optim_args works with another optimizer than {args.optim}. Add --optim.",
     )
     yield (
         data.chat_template and not Path(data.chat_template).is_file(),
-        (f"expected a template at --chat_template {data.chat_template}, there is no file."),
+        (
+            f"--chat_template must be a file, and there is none at {data.chat_template}. Check the "
+            "path."
+        ),
     )
 
 
@@ -274,9 +303,9 @@ def length(seq_len: int, config) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit and seq_len > limit:
         raise ValueError(
-            f"hfpatch: --seq-len {seq_len} is over the model's {limit} positions "
-            "(max_position_embeddings); shorten it, or lengthen the model with --rope_scaling or "
-            "--max_position_embeddings."
+            f"hfpatch: --seq-len must be at most the model's {limit} positions "
+            f"(max_position_embeddings), got {seq_len}. Shorten it, or extend the model with "
+            "--rope_scaling or --max_position_embeddings."
         )
 
 
@@ -289,8 +318,8 @@ def sharing(sp_size: int, config) -> None:
     )
     if reason:
         raise ValueError(
-            f"hfpatch: --sp_size {sp_size} came, but {reason}, which DeepSpeed's Ulysses refuses; "
-            "pass another size, or --engine fsdp2."
+            f"hfpatch: --sp_size {sp_size} does not work with DeepSpeed's Ulysses: {reason}. Pass "
+            "another size, or --engine fsdp2."
         )
 
 
@@ -303,24 +332,23 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if args.deepspeed and kind != "DEEPSPEED":
         raise ValueError(
-            f"hfpatch: expected accelerate to run DeepSpeed as its config asks, it runs {kind}; "
-            "launch with `accelerate launch --use_deepspeed --deepspeed_config_file FILE`, or "
-            "with plain python."
+            f"hfpatch: accelerate must run DeepSpeed, as the config asks, and runs {kind}. Launch "
+            "with `accelerate launch --use_deepspeed --deepspeed_config_file FILE`, or with plain "
+            "python."
         )
     if (
         getattr(args, "fsdp", None) or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     ) and kind != "FSDP":
         raise ValueError(
-            f"hfpatch: expected accelerate to run FSDP as its config asks, it runs {kind}: its "
-            "FSDP is for GPUs, started as by `accelerate launch` without --cpu; on CPUs leave "
-            "FSDP out."
+            f"hfpatch: accelerate must run FSDP, as the config asks, and runs {kind}: its FSDP "
+            "needs GPUs and `accelerate launch` without --cpu. On CPUs leave FSDP out."
         )
     if checkpoint is not None and (kind == "FSDP") is not any(
         Path(checkpoint).glob("pytorch_model_fsdp*")
     ):
         here, there = ("under", "without") if kind == "FSDP" else ("without", "under")
         raise ValueError(
-            f"hfpatch: {checkpoint} was saved {there} FSDP, this run of {args.world_size} "
-            f"processes is {here} it; launch as many with the same --engine, or start anew with "
-            "--model set to what `accelerate merge-weights` makes of it."
+            f"hfpatch: {checkpoint} was saved {there} FSDP, and this run of {args.world_size} "
+            f"processes is {here} it. Launch as many with the same --engine, or start a new run "
+            "with --model set to what `accelerate merge-weights` makes of it."
         )

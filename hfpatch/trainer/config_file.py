@@ -3,13 +3,14 @@
 So choices, types and ranges are the flags' own.
 """
 
-import difflib
 import json
 import re
 import sys
 from pathlib import Path
 
 import yaml
+
+from hfpatch.planner.limits import did_you_mean
 
 
 class _Typed(yaml.SafeLoader):
@@ -37,33 +38,31 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
     file = Path(name).expanduser()
     if file.suffix.lower() not in (".yaml", ".yml", ".json"):
         raise ValueError(
-            f"hfpatch: expected flags or a config file (.yaml, .json) first, {name!r} came; begin "
-            "flags with --."
+            "hfpatch: the first argument must be a flag or a config file (.yaml, .json), got "
+            f"{name!r}. Write -- before a flag."
         )
     try:
         text = file.read_text(encoding="utf-8-sig")
         written, typed = yaml.load(text, yaml.BaseLoader), yaml.load(text, _Typed)
     except OSError as error:
         raise ValueError(
-            f"hfpatch: cannot read the config file {file} ({error.strerror}); check the path."
+            f"hfpatch: the config file {file} cannot be read ({error.strerror}). Check the path."
         ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"hfpatch: {file} is not YAML or JSON: {reason}; mend the file."
+            f"hfpatch: {file} must be YAML or JSON: {reason}. Correct the file."
         ) from error
     if not isinstance(written, dict):
-        raise ValueError(f"hfpatch: expected keys and values in {file}; mend the file.")
+        raise ValueError(f"hfpatch: {file} must hold keys and values. Correct the file.")
     words = {}
     for name_, value in written.items():
         key = name_.replace("-", "_")
         if key not in actions:
-            raise ValueError(f"hfpatch: {file}: unknown key {key!r}{nearest(key, actions)}.")
+            raise ValueError(f"hfpatch: {file} has an unknown key {key!r}{nearest(key, actions)}")
         flag = actions[key].dest  # one of its spellings came
-        if typed[name_] is None:
-            raise ValueError(
-                f"hfpatch: {file}: expected a value for {key!r}, null came; write one."
-            )
+        if typed[name_] in (None, ""):
+            raise ValueError(f"hfpatch: {file}: {key!r} has no value. Write one.")
         if isinstance(value, list):
             words[flag] = [f"--{key}", *map(str, value)] if value else []
         else:
@@ -84,5 +83,6 @@ def typed() -> str:
 
 def nearest(name: str, known) -> str:
     """The end of an error about an unknown name: the known name that is most like it."""
-    near = difflib.get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
-    return f"; did you mean --{near[0]}" if near else f"; see {typed()} --help"
+    flags = [f"--{one}" for one in known]
+    said = did_you_mean("--" + name.split("=")[0].replace("-", "_"), flags)
+    return "." + (said or f" See {typed()} --help.")

@@ -64,7 +64,7 @@ def find(name_or_path: str) -> Path:
             return folder / f"{name_or_path}.json"
     known = sorted({p.stem for folder in folders for p in folder.glob("*.json")})
     raise ValueError(
-        f"hfpatch: no engine config {name_or_path!r}; give a JSON file or one of "
+        f"hfpatch: there is no engine config {name_or_path!r}. Give a JSON file or one of "
         f"{', '.join(known)}."
     )
 
@@ -79,7 +79,7 @@ def load(name_or_path: str, *, nvme_path: str | None = None) -> EngineConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"hfpatch: {path} is not JSON ({error}); an accelerate YAML goes to `accelerate "
+            f"hfpatch: {path} must be JSON ({error}). An accelerate YAML goes to `accelerate "
             "launch --config_file`."
         ) from error
     engine = "fsdp" if {"version", "fsdp_version"} & {*values} else "deepspeed"
@@ -87,8 +87,8 @@ def load(name_or_path: str, *, nvme_path: str | None = None) -> EngineConfig:
     for key in values:
         if key.removeprefix("fsdp_") not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}" if near else "remove it"
-            raise ValueError(f'hfpatch: {path}: unknown key "{key}"; {hint}.')
+            hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
+            raise ValueError(f'hfpatch: {path} has an unknown key "{key}". {hint}')
     if engine == "deepspeed":
         zero = values.get("zero_optimization", {})
         for name in ("offload_param", "offload_optimizer"):
@@ -109,7 +109,9 @@ def _check_zero(zero: dict, path: Path) -> None:
         where = ".".join(map(str, ("zero_optimization", *first["loc"])))
         raise ValueError(f'hfpatch: {path}: "{where}": {first["msg"]}.') from error
     if not zero.get("stage"):
-        raise ValueError(f"hfpatch: {path} shards nothing; set zero_optimization.stage to 1 to 3.")
+        raise ValueError(
+            f"hfpatch: {path} shards nothing. Set zero_optimization.stage to 1, 2 or 3."
+        )
 
 
 def training_arguments(config: EngineConfig, *, flags: dict | None = None) -> dict:
@@ -119,7 +121,7 @@ def training_arguments(config: EngineConfig, *, flags: dict | None = None) -> di
     for other in ("deepspeed", "fsdp", "fsdp_config"):
         if (flags or {}).get(other):
             raise ValueError(
-                f"hfpatch: {config.path.name} and --{other} both name an engine; keep one."
+                f"hfpatch: {config.path.name} and --{other} both name an engine. Keep one."
             )
     if config.engine == "deepspeed":
         zero = config.values.get("zero_optimization", {})
@@ -127,14 +129,14 @@ def training_arguments(config: EngineConfig, *, flags: dict | None = None) -> di
             nvme = section.get("nvme_path") if section.get("device") == "nvme" else "/"
             if not nvme or not Path(nvme).is_dir():
                 raise ValueError(
-                    f"hfpatch: {config.path.name}: nvme_path {nvme} is no folder; pass --nvme_path "
-                    "with one on a local disk."
+                    f"hfpatch: {config.path.name}: nvme_path must be a folder, got {nvme}. Pass "
+                    "--nvme_path with one on a local disk."
                 )
         return {"deepspeed": config.values}
     version = tuple(map(int, importlib.metadata.version("transformers").split(".")[:2]))
     if version < (5, 17):
         raise ValueError(
-            f"hfpatch: Trainer reads {config.path.name} from transformers 5.17 on; use `accelerate "
-            f"launch --config_file {config.path.with_suffix('.yaml')}`."
+            f"hfpatch: Trainer reads {config.path.name} with transformers 5.17 or newer. Use "
+            f"`accelerate launch --config_file {config.path.with_suffix('.yaml')}`."
         )
     return {"fsdp": True, "fsdp_config": dict(config.values)}

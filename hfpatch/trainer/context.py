@@ -28,7 +28,9 @@ def lengthened(config, limit: int | None, scaling: str | None):
         return config
     before = _rope(config)
     if limit is not None and limit < 1:
-        raise ValueError(f"hfpatch: expected --max_position_embeddings of 1 or more, {limit} came.")
+        raise ValueError(
+            f"hfpatch: --max_position_embeddings must be 1 or more, got {limit}. Leave it out."
+        )
     values = config.to_dict()
     if scaling is not None:
         asked = _asked(scaling)
@@ -39,9 +41,9 @@ def lengthened(config, limit: int | None, scaling: str | None):
                 and asked["rope_type"] in _FROM_ORIGINAL
             ):
                 raise ValueError(
-                    f"hfpatch: the model's positions are scaled already ({before['rope_type']}); "
-                    "say which length --rope_scaling starts from with "
-                    '"original_max_position_embeddings".'
+                    f"hfpatch: the model's positions are scaled already ({before['rope_type']}). "
+                    'Add "original_max_position_embeddings" to --rope_scaling, the length it '
+                    "starts from."
                 )
             original = config.max_position_embeddings
         if asked["rope_type"] in _FROM_ORIGINAL:
@@ -59,7 +61,7 @@ def lengthened(config, limit: int | None, scaling: str | None):
             ROPE_INIT_FUNCTIONS[kind](made, "cpu")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"hfpatch: --rope_scaling {scaling} does not serve this model ({error}); check it."
+            f"hfpatch: --rope_scaling {scaling} does not work with this model ({error}). Check it."
         ) from error
     made._name_or_path = config._name_or_path
     return made
@@ -70,8 +72,8 @@ def _rope(config) -> dict:
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope or not hasattr(config, "max_position_embeddings"):
         raise ValueError(
-            "hfpatch: --max_position_embeddings and --rope_scaling set one rotary table, a "
-            f"{config.model_type} has none or several; change its config.json instead."
+            "hfpatch: --max_position_embeddings and --rope_scaling need one rotary table, and a "
+            f"{config.model_type} has none or several. Change its config.json instead."
         )
     return rope
 
@@ -83,29 +85,29 @@ def _asked(scaling: str) -> dict:
         asked = None
     if not isinstance(asked, dict):
         raise ValueError(
-            "hfpatch: expected a JSON object for --rope_scaling, such as "
+            "hfpatch: --rope_scaling must be a JSON object such as "
             '{"rope_type": "yarn", "factor": 4.0}, '
-            f"{scaling!r} came."
+            f"got {scaling!r}. Correct it."
         )
     if not {"type", "rope_type"} & asked.keys() and asked.keys() - {
         "rope_theta",
         "partial_rotary_factor",
     }:
         raise ValueError(
-            f"hfpatch: expected a rope_type beside the numbers of --rope_scaling, {scaling!r} "
-            "came, which transformers takes for no scaling; add it."
+            f"hfpatch: --rope_scaling needs a rope_type, got {scaling!r}: transformers would not "
+            "scale. Add it."
         )
     check_sizes({"rope_parameters": {n: v for n, v in asked.items() if not isinstance(v, str)}}.get)
     asked["rope_type"] = asked.pop("type", asked.get("rope_type", "default"))
     if asked["rope_type"] == "dynamic":
         raise ValueError(
-            "hfpatch: dynamic scaling counts from max_position_embeddings and changes with each "
-            "batch, so training beyond it is not possible; use yarn or linear."
+            "hfpatch: dynamic scaling changes with each batch and cannot train beyond "
+            "max_position_embeddings. Use yarn or linear."
         )
     known = ("default", *ROPE_INIT_FUNCTIONS)
     if asked["rope_type"] not in known:
         raise ValueError(
-            f"hfpatch: --rope_scaling knows the types {', '.join(known)}, {asked['rope_type']!r} "
-            "came; take one of them."
+            f"hfpatch: the rope_type of --rope_scaling must be one of {', '.join(known)}, got "
+            f"{asked['rope_type']!r}. Take one of them."
         )
     return asked

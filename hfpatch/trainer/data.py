@@ -25,7 +25,7 @@ from hfpatch.trainer.rows import Rows, rows_of
 
 MOST_MALFORMED = 0.1  # of the rows; more stop the run unless --allow_malformed
 NO_TEMPLATE = (
-    "hfpatch: some of the data are chat messages and the tokenizer has no chat template; give "
+    "hfpatch: chat messages need a chat template, and the tokenizer has none. Give "
     "--chat_template FILE"
 )
 TOKENS = datasets.Features(
@@ -102,7 +102,8 @@ class Malformed:
             return
         if data.strict:
             raise ValueError(
-                f"hfpatch: --strict expects no malformed row, came {place_and_reason}."
+                f"hfpatch: --strict allows no malformed row, got {place_and_reason}. Correct it, "
+                "or leave --strict out."
             )
         place, _, reason = place_and_reason.partition(": ")
         self.bad += 1
@@ -120,7 +121,7 @@ class Malformed:
         if self.bad > MOST_MALFORMED * max(self.rows, least) and not data.allow_malformed:
             raise ValueError(
                 f"hfpatch: {self.bad} of {self.rows} rows are malformed, more than "
-                f"{MOST_MALFORMED:.0%}. Mend the data, or pass --allow_malformed True."
+                f"{MOST_MALFORMED:.0%}. Correct the data, or pass --allow_malformed True."
             )
 
 
@@ -139,9 +140,9 @@ def prepared(table, documents, name: str, data, pad_id: int, windows, say) -> tu
             labels += count
     if not kept:
         raise ValueError(
-            f"hfpatch: expected tokens to learn in the {name} data, none of {len(documents)} "
-            f"documents has a label left after masking and cutting to {data.seq_len}; check the "
-            "roles, --long_rows and --seq-len."
+            f"hfpatch: the {name} data have no token to learn: none of {len(documents)} documents "
+            f"has a label left after masking and cutting to {data.seq_len}. Check the roles, "
+            "--long_rows and --seq-len."
         )
     rows = packing.pack(kept, data.seq_len) if data.packing else [[piece] for piece in kept]
     tokens, read_ = sum(p.length for p in kept), int(chosen.sum())
@@ -245,9 +246,9 @@ def fit_vocabulary(config, tokenizer, *, fresh: bool) -> None:
     if beyond:
         number, token = min(beyond)
         raise ValueError(
-            f"hfpatch: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size} "
-            f"({token!r} is number {number}, counted from 0); use its own tokenizer, or resize "
-            "the embeddings first."
+            f"hfpatch: the tokenizer must have at most {size} tokens, the model's vocabulary, got "
+            f"{len(tokenizer)} ({token!r} is number {number}, counted from 0). Use its own "
+            "tokenizer, or resize the embeddings first."
         )
 
 
@@ -300,8 +301,8 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
         good = np.flatnonzero([not reason for reason in bad])
         if not len(good):
             raise ValueError(
-                f"hfpatch: expected rows to train on, all {len(bad)} are malformed "
-                f"({next(iter(bad), 'no row')}); mend the data or name its columns."
+                f"hfpatch: all {len(bad)} rows are malformed ({next(iter(bad), 'no row')}). "
+                "Correct the data or name its columns."
             )
         malformed = Malformed()
         for reason in bad:
@@ -314,21 +315,21 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
         found = rows_of(data.eval_data, data, data.eval_split or data.data_split)
         if found.digest == rows.digest:
             raise ValueError(
-                "hfpatch: --eval_data are the training data; name others, or a split with "
-                "--eval_split."
+                "hfpatch: --eval_data must differ from the training data. Name others, or a split "
+                "with --eval_split."
             )
         held = tokens_of(found)
     share = 1.0
     if data.streaming:
         made = Stream(encode(rows), data, padding, seed, say)
         if next(iter(made), None) is None:
-            raise ValueError("hfpatch: expected rows to train on, none is left.")
+            raise ValueError("hfpatch: no row is left to train on. Check the data.")
     else:
         tokens, good = tokens_of(rows)
         if data.validation_split:
             if len(good) < 2:
                 raise ValueError(
-                    "hfpatch: --validation_split needs two documents or more, one came; give "
+                    "hfpatch: --validation_split needs two documents or more, got one. Give "
                     "--eval_data."
                 )
             order = np.random.default_rng(seed).permutation(good)

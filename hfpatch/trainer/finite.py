@@ -40,12 +40,12 @@ class FiniteTrainer(StockTrainer):
             found = f"{name or 'a weight of another rank'} holds nan or infinity"
             if self.args.nan_steps:
                 raise ValueError(
-                    f"hfpatch: expected finite weights to save at step {self.state.global_step}, "
-                    f"{found}; lower --learning_rate and go on from an earlier checkpoint "
-                    "(--nan_steps 0 saves them all the same)."
+                    f"hfpatch: the weights to save at step {self.state.global_step} must be "
+                    f"finite, and {found}. Lower --learning_rate and go on from an earlier "
+                    "checkpoint (--nan_steps 0 saves them all the same)."
                 )
             print(
-                f"hfpatch: saving at step {self.state.global_step} though {found}.",
+                f"hfpatch: saving at step {self.state.global_step} although {found}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -70,10 +70,10 @@ class StopAtNaN(TrainerCallback):
         self._row = self._row + 1 if any(highest(args, bad is not None and bool(bad))) else 0
         if self._row >= self.steps:
             raise ValueError(
-                f"hfpatch: expected a finite loss, {self._last.item()} came at step "
-                f"{state.global_step}, the {self._row} steps up to it had none; lower "
-                "--learning_rate, look at the data with --show_batch, and go on from a "
-                "checkpoint before (--nan_steps 0 trains on)."
+                f"hfpatch: the loss must be finite, got {self._last.item()} at step "
+                f"{state.global_step}, the last of {self._row} such steps in a row. Lower "
+                "--learning_rate, look at the data with --show_batch, and go on from an earlier "
+                "checkpoint (--nan_steps 0 trains on)."
             )
 
 

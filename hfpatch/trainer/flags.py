@@ -38,10 +38,10 @@ class ModelArguments:
         "preset: " + ", ".join(PRESETS),
     )
     config_overrides: str | None = _flag(
-        None, "Of a preset: changes to its config, as hidden_size=128,vocab_size=512."
+        None, "With a preset: changes to its config, such as hidden_size=128,vocab_size=512."
     )
     max_position_embeddings: int | None = _flag(
-        None, "Positions of the model, where more than its config says."
+        None, "Positions of the model, if more than its config says."
     )
     rope_scaling: dict | str | None = _flag(
         None,
@@ -55,7 +55,9 @@ class ModelArguments:
         None, "Train a byte-level BPE of this size on the training text and use it."
     )
     impl: str = _flag(
-        "hfpatch", "Whose layers compute the model.", choices=["hf", "liger", "hfpatch"]
+        "hfpatch",
+        "Whose layers compute the model: stock (hf), Liger's or hfpatch's.",
+        choices=["hf", "liger", "hfpatch"],
     )
     checkpointing: list[str] = field(
         default_factory=list,
@@ -123,7 +125,8 @@ class DataArguments:
         default_factory=list, metadata={"help": "Files, folders, or one hub data set."}
     )
     eval_data: list[str] = field(
-        default_factory=list, metadata={"help": "The same, held out for evaluation."}
+        default_factory=list,
+        metadata={"help": ("Files, folders, or one hub data set, held out for evaluation.")},
     )
     validation_split: float = _flag(
         0.0, "Share of the documents of --data held out for evaluation."
@@ -144,7 +147,7 @@ class DataArguments:
     eval_split: str | None = _flag(None, "The split of --eval_data; --data_split by default.")
     kind: str = _flag(
         "auto",
-        "What a row holds; auto asks its columns.",
+        "What a row of the data holds; auto looks at its columns.",
         choices=["auto", "text", "prompt", "chat"],
     )
     text_field: str = _flag("text", "Column of plain text.", also="text_field")
@@ -157,9 +160,9 @@ class DataArguments:
         also="chat_template",
     )
     seq_len: int = _flag(1024, "Tokens a row.", also="seq_len")
-    packing: bool = _flag(False, "Fill rows with several documents; none attends to another.")
+    packing: bool = _flag(False, "Fill sequences with several documents; none attends to another.")
     long_rows: str = _flag(
-        "split", "Documents longer than a row.", choices=["split", "truncate", "drop"]
+        "split", "Documents longer than a sequence.", choices=["split", "truncate", "drop"]
     )
     pad_multiple: int = _flag(
         1,
@@ -241,4 +244,5 @@ COMPANIONS = {
     "bnb_4bit_quant_type": "load_in_4bit", "use_bnb_nested_quant": "load_in_4bit",
     "shuffle_buffer": "streaming", "eval_split": "eval_data",
     "early_stopping_delta": "early_stopping_patience",
+    "dataloader_persistent_workers": "dataloader_num_workers",
 }  # fmt: skip

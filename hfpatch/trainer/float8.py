@@ -28,8 +28,8 @@ def convert(model: nn.Module, recipe: str) -> nn.Module:
     count = sum(_fits(module, "") for layer in layers for module in layer.modules())
     if not count:
         raise ValueError(
-            f"hfpatch: --fp8 {recipe} expected Linear layers whose widths are multiples of "
-            f"{_MULTIPLE}, {type(model).__name__} has none; leave it out."
+            f"hfpatch: --fp8 {recipe} needs Linear layers whose widths are multiples of "
+            f"{_MULTIPLE}, and {type(model).__name__} has none. Leave it out."
         )
     for layer in layers:
         convert_to_float8_training(layer, config=config, module_filter_fn=_fits)

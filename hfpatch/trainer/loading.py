@@ -2,12 +2,13 @@
 
 import copy
 import errno
+import inspect
 import json
 import warnings
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
 from hfpatch.budget.limits import check_sizes
@@ -33,14 +34,12 @@ def load_config(model):
             getattr(text, "dtype", None),
         )
         if positions is not None and not (isinstance(positions, int) and positions > 0):
-            raise ValueError(
-                f"max_position_embeddings of 1 or more was expected, {positions!r} came"
-            )
+            raise ValueError(f"max_position_embeddings must be 1 or more, got {positions!r}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a dtype such as bfloat16 was expected, {dtype!r} came")
+            raise ValueError(f"dtype must be one such as bfloat16, got {dtype!r}")
         activation = getattr(text, "hidden_act", None)
         if activation is not None and activation not in ACT2FN:
-            raise ValueError(f"hidden_act of transformers was expected, {activation!r} came")
+            raise ValueError(f"hidden_act must be one of transformers', got {activation!r}")
     return context.lengthened(config, model.max_position_embeddings, model.rope_scaling)
 
 
@@ -74,16 +73,21 @@ def _overrides(text: str | None) -> dict:
     for item in filter(None, (text or "").split(",")):
         name, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"hfpatch: expected name=value in --config_overrides, {item!r} came.")
+            raise ValueError(
+                f"hfpatch: --config_overrides must be name=value, got {item!r}. Correct it."
+            )
         try:
             values[name.strip()] = json.loads(value)
         except json.JSONDecodeError:
             values[name.strip()] = value
-    unknown = [name for name in values if not hasattr(LlamaConfig(), name)]
+    # A LlamaConfig's own fields, without those that the tokenizer decides.
+    every, common = (inspect.signature(c).parameters for c in (LlamaConfig, PretrainedConfig))
+    known = every.keys() - common.keys() - {"pad_token_id", "bos_token_id", "eos_token_id"}
+    unknown = [name for name in values if name not in known]
     if unknown:
         raise ValueError(
-            f"hfpatch: LlamaConfig has no {unknown[0]!r} for --config_overrides to set; check its "
-            "name."
+            f"hfpatch: --config_overrides has an unknown name {unknown[0]!r} for a LlamaConfig. "
+            "Check it."
         )
     return values
 
@@ -101,7 +105,7 @@ def expect_attention(model, config) -> None:
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"hfpatch: --attn_implementation {model.attn_implementation} does not work here: "
-            f"{_first(error)}. Leave the flag out: hfpatch brings its own attention."
+            f"{_first(error)}. Leave it out: hfpatch brings its own attention."
         ) from error
 
 
@@ -211,7 +215,7 @@ def with_lora(made, model):
         made = peft.get_peft_model(made, settings)
     except ValueError as error:  # no layer of such a name
         raise ValueError(
-            f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}; give "
+            f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}. Give "
             "--lora_target_modules names of layers with spaces between."
         ) from error
     for parameter in made.parameters():

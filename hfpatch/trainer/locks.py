@@ -32,7 +32,7 @@ def alone_in(folder: str) -> Iterator[None]:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(
-                    f"hfpatch: another run writes to {folder}; wait for it, stop it, or name "
+                    f"hfpatch: another run writes to {folder}. Wait for it, stop it, or name "
                     "another --output_dir."
                 ) from None
         yield

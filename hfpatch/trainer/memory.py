@@ -65,7 +65,7 @@ def begin(model, args) -> None:
                 used = True
     if used:
         path = Path(args.output_dir) / FILE
-        say(f"layers keep what an earlier start's steps showed that there is room for ({path}).")
+        say(f"layers start with what an earlier run measured that fits ({path}).")
 
 
 def write(model, args, folder=None) -> Path | None:
@@ -104,14 +104,13 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     meter.ran_out()
     path = write(model, args)
     advice = (
-        'pass checkpointing="least" to hfpatch.apply'
+        'Or pass checkpointing="least" to hfpatch.apply.'
         if expandable_segments()
-        else f"set {ALLOCATOR[0]}={GROWS}"
+        else f"Or set {ALLOCATOR[0]}={GROWS}."
     )
     sentence = (
-        f"hfpatch: a step of {shape[0]} x {shape[1]:,} tokens ran out of memory. "
-        f"{before / GiB:.1f} GiB were in use as it began, the peak is {peak / GiB:.1f} of "
-        f"{limit / GiB:.1f} GiB, {untiled} layers kept everything. "
-        f"Start again: the next start keeps less ({path}). Or {advice}."
+        f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: {before / GiB:.1f} "
+        f"GiB in use before it, a peak of {peak / GiB:.1f} of {limit / GiB:.1f} GiB, {untiled} "
+        f"layers not checkpointed. Start again: the next start keeps less ({path}). {advice}."
     )
     error.args = (f"{error}\n{sentence}",)

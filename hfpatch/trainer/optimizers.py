@@ -31,14 +31,11 @@ def rounded_to_nearest(optimizer) -> str:
     if not half:
         return ""
     return (
-        f"hfpatch: expected an optimizer that keeps small updates, {type(optimizer).__name__} "
-        f"came: {len(half)} of "
-        f"{len(weights)} trained tensors are {str(half[0].dtype).removeprefix('torch.')} alone, "
-        "and updates below about "
-        '1/512 of a weight are rounded away; pass optim="adamw_torch_8bit", '
-        'optim_args="bf16_stochastic_round=True" '
-        "to TrainingArguments (pip install torchao), or load the model in float32 and pass "
-        "bf16=True."
+        f"hfpatch: {len(half)} of {len(weights)} trained tensors are "
+        f"{str(half[0].dtype).removeprefix('torch.')} alone, and {type(optimizer).__name__} loses "
+        'updates below about 1/512 of a weight. Pass optim="adamw_torch_8bit", '
+        'optim_args="bf16_stochastic_round=True" to TrainingArguments (pip install torchao), or '
+        "load the model in float32 and pass bf16=True."
     )
 
 

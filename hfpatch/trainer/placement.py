@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hfpatch.budget.hardware import GiB
+from hfpatch.budget.policy import refuse_unknown
 from hfpatch.trainer import configs
 
 
@@ -39,10 +40,7 @@ PLACEMENTS = {
 
 def get(name: str) -> Placement:
     """The placement of that name. Raises ValueError for another word."""
-    if name not in PLACEMENTS:
-        raise ValueError(
-            f"hfpatch: --placement: expected auto, {', '.join(PLACEMENTS)}, came {name!r}."
-        )
+    refuse_unknown([name], ("auto", *PLACEMENTS), "--placement")
     return PLACEMENTS[name]
 
 
@@ -56,7 +54,8 @@ def training_arguments(name: str, *, flags: dict | None = None) -> dict:
     for engine in ("deepspeed", "fsdp"):
         if flags.get(engine):
             raise ValueError(
-                f"hfpatch: --placement {name} is for one GPU, --{engine} came with it; keep one."
+                f"hfpatch: --placement {name} is for one GPU and cannot be combined with "
+                f"--{engine}. Keep one."
             )
     if name == "zero3-offload":
         single_process_environment()
@@ -64,8 +63,8 @@ def training_arguments(name: str, *, flags: dict | None = None) -> dict:
         return {"bf16": True, **engine}
     if flags.get("optim") not in (None, "adamw_torch_8bit"):
         raise ValueError(
-            f"hfpatch: --placement {name} brings its optimizer, --optim {flags['optim']} came; "
-            "drop one."
+            f"hfpatch: --placement {name} brings its optimizer and cannot be combined with --optim "
+            f"{flags['optim']}. Leave one out."
         )
     found = {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True"}
     if placement.fused:
@@ -90,9 +89,9 @@ def trainer_arguments(model, args, name: str) -> dict:
     ]
     if other:
         raise ValueError(
-            f"hfpatch: --placement {name} expects bfloat16 weights, {other[0]} is "
-            f"{str(model.get_parameter(other[0]).dtype).removeprefix('torch.')}; load the model "
-            "in bfloat16."
+            f"hfpatch: --placement {name} needs bfloat16 weights, and {other[0]} is "
+            f"{str(model.get_parameter(other[0]).dtype).removeprefix('torch.')}. Load the model in "
+            "bfloat16."
         )
     if not placement.fused:
         return {}
@@ -145,7 +144,7 @@ def fitting(
         short.append(f"{name} needs {on_gpu:.1f} GiB on the GPU and {on_host:.1f} on the host")
     raise ValueError(
         f"hfpatch: no placement fits {gpu_free / GiB:.1f} GiB on the GPU and "
-        f"{found.host_usable_bytes / GiB:.1f} usable on the host: {'; '.join(short)}; shorten the "
+        f"{found.host_usable_bytes / GiB:.1f} usable on the host: {'; '.join(short)}. Shorten the "
         "sequence, add GPUs or train with LoRA."
     )
 
@@ -153,17 +152,17 @@ def fitting(
 def _refuse_what_fused_cannot(max_grad_norm, accumulation, world_size) -> None:
     if max_grad_norm:
         raise ValueError(
-            "hfpatch: gpu8bit-fused never has all gradients, so no global norm: --max_grad_norm "
-            f"{max_grad_norm} came; set it to 0 or use gpu8bit."
+            "hfpatch: gpu8bit-fused never has all gradients, so no global norm, got "
+            f"--max_grad_norm {max_grad_norm}. Set it to 0 or use gpu8bit."
         )
     if accumulation not in (None, 1):
         raise ValueError(
-            "hfpatch: gpu8bit-fused updates in every backward, --gradient_accumulation_steps "
-            f"{accumulation} came; set it to 1 or use gpu8bit."
+            "hfpatch: gpu8bit-fused updates in every backward, got --gradient_accumulation_steps "
+            f"{accumulation}. Set it to 1 or use gpu8bit."
         )
     if world_size > 1:
         raise ValueError(
-            f"hfpatch: gpu8bit-fused runs in one process, {world_size} came; use an --engine for "
+            f"hfpatch: gpu8bit-fused runs in one process, got {world_size}. Use an --engine for "
             "several."
         )
 

@@ -65,8 +65,8 @@ def files_of(paths, data) -> list[Path]:
         unknown = next((p for p in kept if not reader_of(p, data.data_format)), None)
         if unknown or not kept:
             raise ValueError(
-                f"hfpatch: expected rows in files ({', '.join((*READERS, *OPEN))}) at "
-                f"{unknown or path}, none came; check --data, or say what they are with "
+                f"hfpatch: there are no rows ({', '.join((*READERS, *OPEN))}) at "
+                f"{unknown or path}. Check --data, or name the kind of the files with "
                 "--data_format."
             )
         found += kept
@@ -124,7 +124,7 @@ def _of_files(files, data):
         except READ_ERRORS as error:
             if isinstance(error, OSError) and error.errno:
                 raise ValueError(
-                    f"hfpatch: cannot read {file} ({error.strerror}); check it."
+                    f"hfpatch: {file} cannot be read ({error.strerror}). Check it."
                 ) from error
             cause = " ".join(str(error.__cause__ or error).split())[:200]
             yield str(file), chat.BadRow(f"the rows after {at or 'its begin'} are lost: {cause}")
@@ -177,6 +177,6 @@ def _reads(what):
     except READ_ERRORS as error:
         cause = " ".join(str(error.__cause__ or error).split())[:200]
         raise ValueError(
-            f"hfpatch: {str(what)!r} is no file or folder here, and as a hub data set it does not "
-            f"load ({cause}); check --data."
+            f"hfpatch: {str(what)!r} is no file or folder here and does not load as a hub data set "
+            f"({cause}). Check --data."
         ) from error

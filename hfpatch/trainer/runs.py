@@ -33,28 +33,27 @@ def begin(folder: str, resume) -> str | None:
     path, word = Path(folder), str(resume or "false").lower()
     if path.exists() and not path.is_dir():
         raise ValueError(
-            f"hfpatch: expected a folder for --output_dir, {folder} is a file; name another."
+            f"hfpatch: --output_dir must be a folder, and {folder} is a file. Name another."
         )
     found = checkpoints(path)
     if word == "false":
         held = [*found, *path.glob("*.safetensors")]
         if held:
             raise ValueError(
-                f"hfpatch: {path} holds another run ({held[0].name}); go on with "
+                f"hfpatch: {path} holds another run ({held[0].name}). Go on with "
                 "--resume_from_checkpoint True, or name another --output_dir."
             )
         return None
     if word != "true":
         if not (Path(resume) / STATE_FILE).is_file():
             raise ValueError(
-                f"hfpatch: expected a checkpoint at {resume} to resume from, {STATE_FILE} is "
-                "missing; check the path."
+                f"hfpatch: {resume} is no whole checkpoint: {STATE_FILE} is missing. Check the "
+                "path."
             )
         return str(resume)
     if not found and not (path / SAVING).is_dir():  # not killed in its first checkpoint
         raise ValueError(
-            f"hfpatch: expected a checkpoint in {folder} to resume from, none came; check "
-            "--output_dir."
+            f"hfpatch: there is no whole checkpoint in {folder} to resume from. Check --output_dir."
         )
     return str(found[0]) if found else None
 
@@ -78,8 +77,8 @@ def expect_same(checkpoint: str, now: dict) -> None:
     said = [f"{k} {before[k]} there, {v} here" for k, v in now.items() if before.get(k, v) != v]
     if said:
         raise ValueError(
-            f"hfpatch: {checkpoint} does not match this run: {'; '.join(said)}; use the same flags "
-            "and data, or start anew with --model set to the checkpoint."
+            f"hfpatch: {checkpoint} does not match this run: {'; '.join(said)}. Use the same flags "
+            "and data, or start a new run with --model set to the checkpoint."
         )
 
 

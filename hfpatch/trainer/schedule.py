@@ -34,8 +34,8 @@ def check(args, steps: int, say) -> None:
     for step, rate in rates.items():
         if not math.isfinite(rate) or rate < 0:
             raise ValueError(
-                f"hfpatch: the learning rate must be 0 or more, --lr_scheduler_type {name} gives "
-                f"{rate:g} at step {step} of {steps}. Change --lr_scheduler_kwargs."
+                f"hfpatch: the learning rate must be 0 or more, got {rate:g} at step {step} of "
+                f"{steps} from --lr_scheduler_type {name}. Change --lr_scheduler_kwargs."
             )
     if not any(rate for step, rate in rates.items() if step < steps):
         raise ValueError(

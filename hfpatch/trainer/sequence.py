@@ -35,23 +35,21 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
     world = environment_number("WORLD_SIZE", 1, 1)
     if engine is None:
         raise ValueError(
-            "hfpatch: --sp_size needs an engine that spreads the model, none came; add --engine "
-            "zero3 or fsdp2."
+            "hfpatch: --sp_size needs an engine that shards the model. Add --engine zero3 or fsdp2."
         )
     if world % size:
         raise ValueError(
-            f"hfpatch: --sp_size divides the number of processes, {size} and {world} came; change "
-            "one."
+            f"hfpatch: --sp_size must divide the {world} processes, got {size}. Change one."
         )
     if engine == "fsdp":
         if values.get("version", 1) != 2:
-            raise ValueError("hfpatch: --sp_size needs FSDP2, FSDP1 came; take --engine fsdp2.")
+            raise ValueError("hfpatch: --sp_size needs FSDP2, got FSDP1. Use --engine fsdp2.")
         return accelerate.ParallelismConfig(cp_size=size, dp_shard_size=world // size)
     summed_gradients(values, size)
     if not hasattr(accelerate.utils, "DeepSpeedSequenceParallelConfig"):
         raise ValueError(
-            "hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, "
-            f"{accelerate.__version__} came; pip install -U accelerate."
+            "hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, got "
+            f"{accelerate.__version__}. Run: pip install -U accelerate."
         )
     handler = accelerate.utils.DeepSpeedSequenceParallelConfig(
         sp_seq_length_is_variable=True, sp_attn_implementation=attention
@@ -177,9 +175,9 @@ def refuse_unshared_batches(trainer) -> None:
     names = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
     if names and "SFTTrainer" not in names:
         raise ValueError(
-            "hfpatch: expected TRL's SFTTrainer where ranks share rows, a "
-            f"{type(trainer).__name__} came, whose batches neither engine deals out whole; train "
-            "it with sp_size=1 and cp_size=1."
+            "hfpatch: where ranks share sequences the trainer must be TRL's SFTTrainer, got a "
+            f"{type(trainer).__name__}: neither engine deals out its batches whole. Train it with "
+            "sp_size=1 and cp_size=1."
         )
 
 

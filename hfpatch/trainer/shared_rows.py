@@ -126,9 +126,9 @@ def labelled_alike(able: bool, labelled: bool) -> bool:
     able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)])
     if not having and not lacking:
         raise ValueError(
-            "hfpatch: expected labels on all ranks or on none in evaluation where ranks share "
-            "rows, some have none; give every row "
-            f"labels ({IGNORE} where a token is not to be predicted)."
+            "hfpatch: in evaluation all ranks that share a sequence must have labels, and some "
+            f"have none. Give every sequence labels ({IGNORE} where a token is not to be "
+            "predicted)."
         )
     return bool(able)
 

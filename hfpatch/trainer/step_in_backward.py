@@ -41,8 +41,8 @@ class AdamW8bitInBackward(AdamW8bit):
     def _update(self, parameter) -> None:
         if parameter in self._updated:
             raise RuntimeError(
-                "hfpatch: gpu8bit-fused expects one backward a step, a second came before "
-                "optimizer.step(); set gradient_accumulation_steps to 1 or use gpu8bit."
+                "hfpatch: gpu8bit-fused allows one backward a step, got a second before "
+                "optimizer.step(). Set gradient_accumulation_steps to 1 or use gpu8bit."
             )
         self._updated.add(parameter)
         groups = self.param_groups

@@ -34,7 +34,7 @@ class StopCleanly(TrainerCallback):
             if self._orphaned:
                 os.write(
                     2,
-                    b"hfpatch: expected the launcher until training begins, it is gone; launch "
+                    b"hfpatch: the launcher ended before training began. Launch "
                     b"again, nothing is lost.\n",
                 )
                 os._exit(1)

@@ -14,8 +14,7 @@ def train(texts, vocab_size: int) -> PreTrainedTokenizerFast:
     smallest = 256 + len(special) + 1
     if vocab_size < smallest:
         raise ValueError(
-            f"hfpatch: a byte-level vocabulary needs {smallest} tokens or more, {vocab_size} "
-            "came; raise it."
+            f"hfpatch: --train_tokenizer must be {smallest} or more, got {vocab_size}. Raise it."
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -107,13 +107,13 @@ def _is_plain_decoder(model) -> bool:
     return trained and not _is_patched(model) and find_decoder(model) is not None
 
 
-def _is_optimizer(came) -> bool:
+def _is_optimizer(found) -> bool:
     # accelerate's DummyOptim stands for the optimizer of a DeepSpeed config.
-    return hasattr(came, "param_groups") or type(came).__name__ == "DummyOptim"
+    return hasattr(found, "param_groups") or type(found).__name__ == "DummyOptim"
 
 
 def _plain(model, where: str, then: str) -> ValueError:
     return ValueError(
-        f"hfpatch: expected a patched model under `hfpatch run`, {where} got a plain "
-        f"{type(model).__name__}; call hfpatch.apply(model) before you {then}."
+        f"hfpatch: {where} got a stock {type(model).__name__} under `hfpatch run`. Call "
+        f"hfpatch.apply(model) before you {then}."
     )

@@ -73,7 +73,7 @@ def _placement(asked: str | None, ranks: int) -> str:
     if asked not in (None, *among):
         how = "weights that stay on the GPU" if ranks == 1 else "ranks under FSDP"
         raise ValueError(
-            f"hfpatch: the clock expects {how}, placement {asked!r} came; pass one of "
+            f"hfpatch: the clock needs {how}, got placement {asked!r}. Pass one of "
             f"{', '.join(among)}, or none."
         )
     return asked or among[0]
@@ -83,20 +83,20 @@ def _check(found: Plan, seq_len: int, ranks: int) -> None:
     """ValueError for a planned step that the clock cannot run."""
     if not isinstance(found.policy, dict):
         raise ValueError(
-            f"hfpatch: the clock expects layers in tiles, {found.policy!r} came; pass "
+            f"hfpatch: the clock needs tiled layers, got {found.policy!r}. Pass "
             "checkpointing='auto'."
         )
     if found.seq_len != seq_len:
         raise ValueError(
-            f"hfpatch: the clock expects rows that {ranks} ranks divide evenly, {seq_len:,} tokens "
-            f"came; pass {found.seq_len - ranks} or {found.seq_len}."
+            f"hfpatch: the clock needs sequences that {ranks} ranks divide evenly, got {seq_len:,} tokens. "
+            f"Pass {found.seq_len - ranks} or {found.seq_len}."
         )
     if not found.fits:
         raise ValueError(
-            f"hfpatch: the clock expects a step that fits, {found.model} at {found.seq_len:,} "
+            f"hfpatch: the clock needs a step that fits, and {found.model} at {found.seq_len:,} "
             f"tokens takes {found.gpu_peak_bytes / 2**30:.1f} of "
             f"{found.gpu_usable_bytes / 2**30:.1f} GiB on the GPU and "
-            f"{found.host_peak_bytes / 2**30:.0f} on the host; ask `hfpatch plan` for a way."
+            f"{found.host_peak_bytes / 2**30:.0f} on the host. Ask `hfpatch plan` for a way."
         )
 
 

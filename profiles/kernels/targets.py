@@ -137,9 +137,7 @@ def table(targets=tuple(TARGETS), *, short: bool = False) -> list[dict[str, str]
     short: only the rows of the quick test.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ValueError(
-            "hfpatch: compiling needs a process without TRITON_INTERPRET, came 1; unset it."
-        )
+        raise ValueError("hfpatch: TRITON_INTERPRET must be unset to compile, got 1. Unset it.")
     lines = []
     for row in (row for rows in ROWS for row in rows() if row.short or not short):
         with caught() as launches:

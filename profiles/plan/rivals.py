@@ -119,7 +119,7 @@ def apply_liger(model: nn.Module, *, tiled: bool = False, loss_only: bool = Fals
         from liger_kernel.transformers import apply_liger_kernel_to_llama
     except ImportError as error:
         raise ImportError(
-            "hfpatch: the comparison needs liger-kernel, which is absent; pip install liger-kernel."
+            "hfpatch: the comparison needs liger-kernel, which is absent. Run: pip install liger-kernel."
         ) from error
     rest = not loss_only
     apply_liger_kernel_to_llama(
@@ -208,7 +208,7 @@ def apply_trl(model: nn.Module, implementation: str) -> None:
             from trl.models import enable_selective_activation_checkpointing
     except ImportError as error:
         raise ImportError(
-            f"hfpatch: the comparison needs a newer trl ({error}); pip install -U trl."
+            f"hfpatch: the comparison needs a newer trl ({error}). Run: pip install -U trl."
         ) from error
     if implementation == "liger-selective":
         apply_liger(model)

@@ -40,8 +40,8 @@ class Nf4Linear(nn.Linear):
         weight = linear.weight.detach()
         if weight.numel() % BLOCK:
             raise ValueError(
-                f"hfpatch: expected a weight of whole blocks of {BLOCK}, {tuple(weight.shape)} "
-                "came; keep it in bf16."
+                f"hfpatch: a weight must hold whole blocks of {BLOCK}, got {tuple(weight.shape)}. "
+                "Keep it in bf16."
             )
         blocks = weight.reshape(-1, BLOCK).float()
         scale = blocks.abs().amax(1).clamp_min(1e-12)

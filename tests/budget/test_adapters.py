@@ -179,7 +179,7 @@ def test_the_command_takes_adapters(capsys):
     assert all(way["host_peak_bytes"] <= 0.9 * (128 << 30) for way in found["longest"])
     assert main([*run, "--base", "4bit"]) == 2 and "--lora-r" in capsys.readouterr().err
     assert main([*run, "--lora-r", "8", "--lora-target", "q_proj,nonesuch"]) == 2
-    assert "'nonesuch' came" in capsys.readouterr().err
+    assert "got 'nonesuch'" in capsys.readouterr().err
     assert main([*run, "--lora-r", "8", "--placement", "zero3-offload"]) == 2
 
 
@@ -255,13 +255,13 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     assert asked.gpu_bytes["parameters"] < 0.25 * small.gpu_bytes["parameters"]
     assert asked.host_peak_bytes > 16 << 30 and asked.link_bytes > 24 << 30
     with pytest.raises(
-        ValueError, match="^hfpatch: weights on the host are a frozen base's[^\n]*$"
+        ValueError, match="^hfpatch: weights on the host must be a frozen base's[^\n]*$"
     ):
         plan("llama-3.1-8b", seq_len=8192, checkpointing=Checkpointing(frozen_weights="host"))
     # The session leaves them on GPUs that share rows.
     shared = run | {"seq_len": 8192, "gpus": 8, "sp_size": 8}
     assert plan("llama-3.1-70b", **shared).policy["frozen_weights"] == "gpu"
-    with pytest.raises(ValueError, match="^hfpatch: weights on the host [^\n]*--sp-size 8[^\n]*$"):
+    with pytest.raises(ValueError, match='^hfpatch: frozen_weights="host" and --sp-size 8 [^\n]*$'):
         plan("llama-3.1-70b", **shared, checkpointing=Checkpointing(frozen_weights="host"))
 
 
@@ -277,5 +277,8 @@ def test_a_simulated_model_without_such_layers_is_refused_in_a_sentence():
         with pytest.raises(ValueError) as raised:
             adapted(families.small_model(name), adapters)
         said = str(raised.value)
-        assert said.startswith("hfpatch: expected Linear layers that PEFT adapts") and why in said
-        assert said.endswith("name others with --lora-target.")
+        assert (
+            said.startswith("hfpatch: LoRA's targets must be Linear layers that PEFT adapts")
+            and why in said
+        )
+        assert said.endswith("Name others with --lora-target.")

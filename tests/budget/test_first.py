@@ -34,7 +34,7 @@ def test_a_host_that_is_too_small_is_said():
     assert first(host=int(2 * inputs + 0.99 * one), free=70 * GiB).save_attention
     assert not first(host=int(inputs + 1.01 * one)).save_attention
     with pytest.raises(
-        ValueError, match="^hfpatch: checkpoints need 65.0 GiB of host memory, 28.8"
+        ValueError, match="^hfpatch: checkpoints need 65.0 GiB of host memory, and 28.8"
     ):
         first(host=32 * GiB)
     with pytest.raises(ValueError, match="a directory as offload saves all"):

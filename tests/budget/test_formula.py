@@ -295,7 +295,7 @@ def test_parameters_of_presets():
 
 
 @pytest.mark.parametrize("change, word", [
-    ({"model_type": "mamba"}, "'mamba' came"), ({"hidden_size": None}, "lacks hidden_size"),
+    ({"model_type": "mamba"}, "no closed form describes the model type 'mamba'"), ({"hidden_size": None}, "lacks hidden_size"),
     ({"num_attention_heads": 3}, "multiple"), ({"num_hidden_layers": 0}, "at least 1"),
 ])  # fmt: skip
 def test_shape_refuses_in_one_sentence(change, word):
@@ -314,7 +314,7 @@ def test_hardware_rows():
     ):  # fmt: skip
         assert gpu_named(name) is GPUS[row]
     assert gpu_named("NVIDIA H100 PCIe") is gpu_named("NVIDIA A10") is None
-    with pytest.raises(ValueError, match="a100-40gb, a100-80gb, h100, .*'gtx' came"):
+    with pytest.raises(ValueError, match="a100-40gb, a100-80gb, h100, .*got gtx"):
         gpu_row("gtx")
     assert all(row.source and row.usable_bytes < row.memory_bytes for row in GPUS.values())
 
@@ -330,7 +330,7 @@ def test_sizes(text, expected):
     "text", ["x", "12 parsecs", "-3GiB", "", None, True, "256", "1e400GiB", "nanGB", float("inf")]
 )
 def test_sizes_refused(text):
-    with pytest.raises(ValueError, match="^hfpatch: a size is"):
+    with pytest.raises(ValueError, match="^hfpatch: a size must be"):
         parse_bytes(text)
 
 

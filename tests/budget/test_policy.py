@@ -63,7 +63,7 @@ def chosen(tokens=131072, batch=1, **sizes):
     ({"keep": "qkv"}, "keep"), ({"keep": ("gate",)}, "keep"), ({"aim": "slow"}, "aim"),
 ])  # fmt: skip
 def test_settings_refuse_in_one_sentence(fields, word):
-    with pytest.raises(ValueError, match=f"^hfpatch: {word} must be .* came; [^\n]*$"):
+    with pytest.raises(ValueError, match=f"^hfpatch: {word} must be .*, got [^\n]*$"):
         Checkpointing(**fields)
 
 
@@ -334,7 +334,7 @@ def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
     gemma = ModelShape.from_config(preset_config("google/gemma-3-12b"))
     sizes = {"batch": 1, "tokens": 8192, "gpu_free": 70 * GiB, "host_free": 200 * GiB}
     with pytest.raises(
-        ValueError, match="^hfpatch: expected layers that can keep mid, this model's cannot"
+        ValueError, match="^hfpatch: keep must be what the model's layers can keep, got mid"
     ):
         choose(Checkpointing(keep=("mid",)), gemma, **sizes)
     assert choose(Checkpointing(keep=("gate_up",), plain=0), gemma, **sizes).keep == ("gate_up",)
@@ -572,7 +572,7 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
 def test_a_field_out_of_range_is_refused_by_name(field, wrong):
     with pytest.raises(
         ValueError,
-        match=f"^hfpatch: {field} must be [^\n]*{re.escape(repr(wrong))} came; [^\n]*[.]$",
+        match=f"^hfpatch: {field} must be [^\n]*, got [^\n]*{re.escape(repr(wrong))}[^\n]*[.]$",
     ):
         Checkpointing(**{field: wrong})
 
@@ -611,10 +611,16 @@ def test_a_misspelt_field_names_the_nearest():
     for ask in (lambda: Checkpointing(offlod="host"), lambda: parse_checkpointing("offlod=host")):
         with pytest.raises(
             ValueError,
-            match=r"^hfpatch: .* takes offload, every, .*, offlod came; did you mean offload\?$",
+            match=r"^hfpatch: .* takes offload, every, .*, got offlod. Did you mean offload\?$",
         ):
             ask()
     assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)
+
+
+@pytest.mark.parametrize("word, meant", [("lest", "least"), ("cpu", "host"), ("hots", "host")])
+def test_a_misspelt_place_names_the_nearest(word, meant):
+    with pytest.raises(ValueError, match=f"got '{word}'. Did you mean {meant}\\?"):
+        parse_checkpointing(word)
 
 
 def test_mixers_take_the_largest_tile_that_fits():

@@ -110,12 +110,12 @@ def test_what_checkpointing_says_travels_as_words():
     ({"device": "tpu"}, "device"),
     ({"optimizer": "lion"}, "optimizer"), ({"checkpointing": "hots"}, "checkpointing"),
     ({"checkpointing": {"tile": 4}}, "checkpointing"), ({"checkpointing": "tile=0"}, "tile"),
-    ({"model": 3}, "int came"),
-    ({"impl": "hf", "checkpointing": "tile=4"}, "checkpointing is for hfpatch"),
+    ({"model": 3}, "got int"),
+    ({"impl": "hf", "checkpointing": "tile=4"}, "checkpointing works with impl hfpatch only"),
 ])  # fmt: skip
 def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_in_process", lambda *_: pytest.fail("a process started"))
-    with pytest.raises(ValueError, match=f"^hfpatch: .*{word}[^\n]*[.]$"):
+    with pytest.raises(ValueError, match=f"^hfpatch: .*{word}[^\n]*[.?]$"):
         runner.profile(**{"model": "llama-tiny", "seq_len": 64, "out": tmp_path / "out"} | wrong)
     assert not (tmp_path / "out").exists()
 
@@ -123,7 +123,8 @@ def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, mo
 def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        ValueError, match="^hfpatch: expected a GPU for device cuda, torch sees none here; pass cpu"
+        ValueError,
+        match="^hfpatch: device cuda needs a GPU that torch sees, and there is none. Pass cpu",
     ):
         Options(model="llama-tiny", device="cuda").on  # noqa: B018
 

@@ -63,7 +63,7 @@ def test_another_librarys_attention_is_told_of(monkeypatch, capsys):
     for _ in range(2):
         gradients(model)
     said = (
-        "the layers of LlamaModel run whole, their inputs offloaded: attention of another library "
+        "the layers of LlamaModel run untiled, their inputs offloaded: attention of another library "
         "(theirs)."
     )
     assert capsys.readouterr().err.count(said) == 1

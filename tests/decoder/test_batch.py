@@ -61,9 +61,9 @@ THEIRS = {
 }  # fmt: skip
 REFUSED = {
     "packed rows beside a cache": (
-        {"positions": TWO, "use_cache": True}, {}, "where a KV cache is kept"
+        {"positions": TWO, "use_cache": True}, {}, "a KV cache needs one document"
     ),
-    "layers that mix documents": ({"positions": TWO}, {"apart": False}, "one document a row"),
+    "layers that mix documents": ({"positions": TWO}, {"apart": False}, "one document a sequence"),
     "mixers of transformers' layers": (
         {"positions": TWO, "tiled": False}, {"mixers": True}, "pass seq_idx"
     ),
@@ -80,11 +80,11 @@ REFUSED = {
     ),
     "a padded, packed row that transformers would mix": (
         {"positions": TWO, "rows_mask": torch.tensor([[0] + [1] * (T - 1)] * B)},
-        {"ours": False}, "do not pack rows that are padded too"
+        {"ours": False}, "do not pack padded sequences"
     ),
     "a padded, packed row under transformers' own checkpointing": (
         {"positions": TWO, "rows_mask": torch.tensor([[0] + [1] * (T - 1)] * B), "reruns": True},
-        {}, "do not pack rows that are padded too"
+        {}, "do not pack padded sequences"
     ),
     "mixers over shared rows": (
         {"sequence": SimpleNamespace(size=1)}, {"mixers": True}, "sequence parallelism"

@@ -143,9 +143,7 @@ def test_packed_rows_beside_a_cache_follow_the_callers_own_mask():
             for m in (ours, stock)
         ]
         close(*logits)
-        with pytest.raises(
-            ValueError, match="^hfpatch: expected one document a row where a KV cache is kept"
-        ):
+        with pytest.raises(ValueError, match="^hfpatch: a KV cache needs one document a sequence"):
             ours(ids, position_ids=positions, use_cache=True)
 
 

@@ -43,7 +43,7 @@ def test_one_answer_wherever_it_is_said(way, batch, capsys):
             got, wanted = ours(**ours_given).loss, stock(**stock_given).loss
         torch.testing.assert_close(got, wanted)
     torch.testing.assert_close(tiny.step(ours, ours_given), tiny.step(stock, stock_given))
-    assert "run whole, their inputs offloaded: attention that is not causal" in (
+    assert "run untiled, their inputs offloaded: attention that is not causal" in (
         capsys.readouterr().err
     )
     with torch.no_grad():  # and it is not what causal attention gives

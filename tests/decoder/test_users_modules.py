@@ -141,7 +141,7 @@ def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind, w
         if way == "ours":
             reason = look(model.model.layers[0]).reason
             assert reason.startswith(f"self_attn.v_proj: a {__name__}.{kind.__name__}")
-            assert (f"checkpointed whole, their inputs offloaded: {reason}" in str(report)) == (
+            assert (f"run untiled, their inputs offloaded: {reason}" in str(report)) == (
                 when == "before"
             )
     if isinstance(found[0], torch.Tensor):
@@ -231,7 +231,7 @@ def test_a_declared_module_with_another_forward_is_not_what_was_declared(at, dec
 def test_a_declaration_wants_a_class():
     with pytest.raises(
         ValueError,
-        match="hfpatch: expected a class of torch.nn.Module to be token-wise, Linear.* pass the",
+        match="hfpatch: token_wise takes a class of torch.nn.Module, got Linear.* Pass the",
     ):
         hfpatch.token_wise(nn.Linear(2, 2))
 
@@ -297,7 +297,7 @@ def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", other)
     with pytest.raises(
         RuntimeError,
-        match="hfpatch: expected the hooks, forwards and merged adapters.*after backward",
+        match="hfpatch: hooks, forwards or merged adapters of a .*after backward",
     ):
         loss.backward()
     assert LlamaMLP.forward is other

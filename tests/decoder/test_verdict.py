@@ -155,7 +155,7 @@ def test_a_layer_with_a_module_of_the_users_own_runs_whole(at):
     first, second = (look(layer).reason for layer in ours.model.layers[:2])
     assert first is None and second
     report = str(ours._hfpatch_report)
-    assert f"1 of 2 layers are checkpointed whole, their inputs offloaded: {second}" in report
+    assert f"1 of 2 layers run untiled, their inputs offloaded: {second}" in report
 
 
 def test_a_layer_given_a_module_after_apply_runs_whole(capsys):
@@ -168,7 +168,7 @@ def test_a_layer_given_a_module_after_apply_runs_whole(capsys):
         tiny.assert_equal_in_double(ours, stock, tiny.labelled())
         whole = [bool(look(m).reason) for m in ours.model.layers[:2]]
         assert whole == [step == 1, True]
-    assert "run whole, their inputs offloaded: mlp.down_proj: a " in capsys.readouterr().err
+    assert "run untiled, their inputs offloaded: mlp.down_proj: a " in capsys.readouterr().err
 
 
 def _less_their_mean(forward):

@@ -146,7 +146,7 @@ def test_an_image_and_text(name, capsys):
     assert_close(grads, wanted)
     assert any("vis" in n for n in grads), "the image's tower learns too"
     assert (max(found) <= 16) == MODELS[name][3]
-    said = "run whole, their inputs offloaded: an attention mask of the caller's own."
+    said = "run untiled, their inputs offloaded: an attention mask of the caller's own."
     assert capsys.readouterr().err.count(said) == (not MODELS[name][3])
 
 
@@ -291,7 +291,9 @@ def test_a_model_without_a_tower_has_none():
     ours = tiny.llama()
     report = hfpatch.apply(ours)
     assert not any("blocks of" in note for note in report.notes)
-    with pytest.raises(ValueError, match=r"^hfpatch: expected .* pixel_values came; .*\.$"):
+    with pytest.raises(
+        ValueError, match=r"^hfpatch: a .* takes text alone, got pixel_values. .*\.$"
+    ):
         ours(**tiny.labelled(), pixel_values=torch.zeros(2, 3, 16, 16))
     ours(**tiny.labelled(), pixel_values=None)
 

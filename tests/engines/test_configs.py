@@ -252,7 +252,7 @@ def test_files_that_are_no_config(tmp_path):
 def test_a_config_that_contradicts_the_flags():
     plain = configs.load("zero3")
     assert configs.training_arguments(plain, flags={"bf16": True})["deepspeed"] == plain.values
-    with pytest.raises(ValueError, match="keep one"):
+    with pytest.raises(ValueError, match="Keep one"):
         configs.training_arguments(plain, flags={"fsdp": "full_shard"})
 
 

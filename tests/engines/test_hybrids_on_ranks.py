@@ -18,7 +18,9 @@ def check(reports: list[dict], n_cases: int) -> None:
         off, unproved, short = report["said"]
         assert "mixes tokens by something else than attention too" in off
         assert "mixes tokens by something else than attention too" in unproved
-        assert short.startswith("hfpatch: expected at least 4 tokens of each row on every rank, 3")
+        assert short.startswith(
+            "hfpatch: each rank must get at least 4 tokens of each sequence, got 3"
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])

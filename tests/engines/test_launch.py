@@ -112,7 +112,7 @@ def assert_gradients(reports: list[dict], kinds: set[str]) -> None:
             assert not late, (kind, late)
 
 
-SHARDED = 'expected whole weights for Checkpointing(frozen_weights="host"), a '
+SHARDED = 'Checkpointing(frozen_weights="host") needs whole weights, got a '
 
 
 def half_of(single) -> int:
@@ -216,9 +216,9 @@ def test_sequence_parallel(engine, single, tmp_path):
     if engine == "ulysses":
         stage, scatter = reports[0]["refused"]
         assert stage.startswith(
-            "hfpatch: expected ZeRO-3 with reduce_scatter under sequence parallelism, stage 2 came"
+            "hfpatch: sequence parallelism needs ZeRO-3 with reduce_scatter, got stage 2"
         )
-        assert "reduce_scatter: false came, where gradients are 2 times too large" in scatter
+        assert "got reduce_scatter: false: gradients would be 2 times too large" in scatter
         assert_weights(tmp_path / "final" / "model.safetensors", single, "-rows")
 
 

@@ -103,20 +103,21 @@ def test_the_command_says_what_the_environment_said():
 @pytest.mark.parametrize(
     "settings,message",
     [
-        (dict(WORLD_SIZE=2), "MASTER_ADDR: expected the address of machine 0"),
+        (dict(WORLD_SIZE=2), "MASTER_ADDR must be the address of machine 0"),
         (
             dict(WORLD_SIZE=2, MACHINE_RANK=2, MASTER_ADDR="a"),
-            "MACHINE_RANK: expected 0 to 1, came 2",
+            "MACHINE_RANK must be from 0 to 1, got 2",
         ),
-        (dict(WORLD_SIZE="two"), "WORLD_SIZE: expected a whole number, came 'two'"),
-        (dict(LAUNCHER="mpirun"), "expected accelerate or torchrun, came 'mpirun'"),
-        (dict(CONFIG_FILE="none.yaml"), "CONFIG_FILE: no file none.yaml"),
-        (dict(GPUS=0), "GPUS: expected 1 to 1024, came 0"),
-        (dict(GPUS=""), "GPUS: expected a whole number, came ''"),
-        (dict(WORLD_SIZE=0), "WORLD_SIZE: expected 1 to 100000, came 0"),
-        (dict(MASTER_PORT=70000), "MASTER_PORT: expected 1 to 65535, came 70000"),
-        (dict(MASTER_PORT=-1), "MASTER_PORT: expected a whole number, came '-1'"),
-        (dict(MACHINE_RANK="9" * 30), "MACHINE_RANK: expected a whole number"),
+        (dict(WORLD_SIZE="two"), "WORLD_SIZE must be a whole number, got 'two'"),
+        (dict(LAUNCHER="mpirun"), "LAUNCHER must be accelerate or torchrun, got 'mpirun'"),
+        (dict(CONFIG_FILE="none.yaml"), "CONFIG_FILE must be a file, got none.yaml"),
+        (dict(CONFIG_FILE="a.yaml", LAUNCHER="torchrun"), "CONFIG_FILE works with accelerate only"),
+        (dict(GPUS=0), "GPUS must be from 1 to 1024, got 0"),
+        (dict(GPUS=""), "GPUS must be a whole number, got ''"),
+        (dict(WORLD_SIZE=0), "WORLD_SIZE must be from 1 to 100000, got 0"),
+        (dict(MASTER_PORT=70000), "MASTER_PORT must be from 1 to 65535, got 70000"),
+        (dict(MASTER_PORT=-1), "MASTER_PORT must be a whole number, got '-1'"),
+        (dict(MACHINE_RANK="9" * 30), "MACHINE_RANK must be a whole number"),
     ],
 )
 def test_a_wrong_environment_is_one_sentence(settings, message):

@@ -161,7 +161,7 @@ def test_gradients_never_exist_together():
     assert sum(not torch.equal(p, b) for p, b in zip(model.parameters(), before)) == len(before)
 
     model(input_ids=row, labels=row).loss.backward()
-    with pytest.raises(RuntimeError, match="a second came before optimizer.step"):
+    with pytest.raises(RuntimeError, match="a second before optimizer.step"):
         model(input_ids=row, labels=row).loss.backward()
     optimizer.step()
     optimizer.release()
@@ -172,11 +172,11 @@ def test_gradients_never_exist_together():
 @pytest.mark.parametrize(
     "name,flags,message",
     [
-        ("gpu16bit", {}, "expected auto, zero3-offload"),
+        ("gpu16bit", {}, "takes auto, zero3-offload"),
         ("gpu8bit-fused", {"max_grad_norm": 1.0}, "no global norm"),
         ("gpu8bit-fused", {"gradient_accumulation_steps": 4}, "updates in every backward"),
-        ("gpu8bit", {"deepspeed": "zero3"}, "keep one"),
-        ("zero3-offload", {"fsdp": True}, "keep one"),
+        ("gpu8bit", {"deepspeed": "zero3"}, "Keep one"),
+        ("zero3-offload", {"fsdp": True}, "Keep one"),
         ("gpu8bit", {"optim": "adafactor"}, "brings its optimizer"),
     ],
 )
@@ -197,7 +197,7 @@ def test_what_only_the_built_arguments_show_is_refused():
     args.world_size, args.max_grad_norm = 1, 1.0
     with pytest.raises(ValueError, match="no global norm"):
         placement.trainer_arguments(make_model(), args, "gpu8bit-fused")
-    with pytest.raises(ValueError, match="load the model in bfloat16"):
+    with pytest.raises(ValueError, match="Load the model in bfloat16"):
         placement.trainer_arguments(make_model(dtype=torch.float32), args, "gpu8bit")
     assert placement.trainer_arguments(make_model(), args, "gpu8bit") == {}
 

@@ -61,6 +61,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
                          "word": {"num_hidden_layers": "2"},
                          "window": {"model_type": "mistral", "sliding_window": "x"},
                          "other": {"model_type": "theirs"},
+                         "bare": {"model_type": None},
                          "experts": {"model_type": "mixtral", "num_local_experts": "a"},
                          "rope": {"rope_scaling": {"rope_type": "nope",
                                                    "factor": 2.0}}}.items():  # fmt: skip
@@ -73,72 +74,75 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
     for line, words in {
         "": "required: command",
         "plan": "required: --model",
-        f"{plan} --host-ram 256": "a size is written like 256GiB, '256' came",
-        f"{plan} --host-ram 1e400GiB": "'1e400GiB' came",
-        f"{plan} --gpu=--": "expected a value, --gpu=-- came",
-        f"{plan} --lora-r 4 --lora-target=,": "expected names of Linear layers to adapt",
-        f"{plan} --seq-len {'9' * 5000}": f"'{'9' * 199}... came",
-        "env --model=": "expected a known model, '' came; the nearest are",
-        "plan --model @/none.json": "expected a model's folder or config.json, there is none at",
-        "plan --model none.json": (
-            "expected a model's folder or config.json, there is none at none.json"
-        ),
-        "plan --model none/config.json": "there is none at none/config.json",
-        "plan --model @/t5.json": (
-            "expected a model that writes text one token after another, 't5' came"
-        ),
-        "env --model @/t5.json": (
-            "expected a model that writes text one token after another, 't5' came"
-        ),
+        "paln": "Did you mean plan?",
+        f"{plan} --lora-r 4 --base 4bits": "Did you mean 4bit?",
+        f"{plan} --gpu rtx490": "got rtx490. Did you mean rtx4090?",
+        "plan --modell x": "--modell. Did you mean --model? See hfpatch plan --help",
+        f"{plan} --host-ram 256": "a size must be written like 256GiB, got '256'",
+        f"{plan} --host-ram 1e400GiB": "got '1e400GiB'",
+        f"{plan} --gpu=--": "--gpu has no value",
+        f"{plan} --lora-r 4 --lora-target=,": "targets must be names of Linear layers",
+        f"{plan} --seq-len {'9' * 5000}": f"got '{'9' * 195}",
+        "env --model=": "--model has no value",
+        "plan --model @/bare.json": "bare.json lacks model_type",
+        f"{plan} --gpus 2147483647": "--gpus must be 1 or more and 65536 or less",
+        f"{profile} --out=": "--out has no value",
+        f"{profile} --seq-len 1G": "a length must be tokens",
+        f"{profile} --seq-len 1000M": "--simulate",
+        "plan --model @/none.json": "there is no model folder or config.json at",
+        "plan --model none.json": ("there is no model folder or config.json at none.json"),
+        "plan --model none/config.json": "there is no model folder or config.json at none/config.json",
+        "plan --model @/t5.json": ("the model must write text one token after another, got 't5'"),
+        "env --model @/t5.json": ("the model must write text one token after another, got 't5'"),
         f"{plan} --checkpointing bogus": 'checkpointing must be "auto", "least", "off", "gpu", "host" or a directory',
-        "plan --model @": "a model's folder holds a config.json",
-        "env --model llama-tiny @/file": "--model takes no config files, ",
-        "env --seq-len 8k": "pass --model as well",
-        f"{plan} --no-such 1": "unrecognized arguments: --no-such 1; see hfpatch plan --help",
+        "plan --model @": "a model's folder must hold a config.json",
+        "env --model llama-tiny @/file": "--model and the config file ",
+        "env --seq-len 8k": "--seq-len works with --model only",
+        f"{plan} --no-such 1": "unrecognized arguments: --no-such 1. See hfpatch plan --help",
         f"{plan} --seqlen 4k": (
-            "unrecognized arguments: --seqlen 4k; did you mean --seq-len? See hfpatch plan --help"
+            "unrecognized arguments: --seqlen 4k. Did you mean --seq-len? See hfpatch plan --help"
         ),
-        f"{plan} --batch 0": "1 or more and 1048576 or less for --batch, 0 came",
-        f"{plan} --gpus -1": "1 or more for --gpus",
-        f"{plan} --seq-len 0": "a length is tokens such as 8192, 128k or 1M",
-        f"{plan} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, 0 came',
-        f"{plan} --every 0": "1 or more for --every, 0 came",
-        f"{plan} --lora-r -1": "0 or more for --lora-r, -1 came",
-        f"{plan} --sp-size 0": "1 or more for --sp-size, 0 came",
-        f"{profile} --impl hf --checkpointing tile=64": "checkpointing is for hfpatch, impl named hf; add hfpatch",
-        f"{profile} --impl hfpatch --no-gradient-checkpointing": "turned off for hf and liger, impl named hfpatch alone",
+        f"{plan} --batch 0": "--batch must be 1 or more and 1048576 or less, got 0",
+        f"{plan} --gpus -1": "--gpus must be 1 or more",
+        f"{plan} --seq-len 0": "a length must be tokens such as 8192, 128k or 1M",
+        f"{plan} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, got 0',
+        f"{plan} --every 0": "--every must be 1 or more, got 0",
+        f"{plan} --lora-r -1": "--lora-r must be 0 or more, got -1",
+        f"{plan} --sp-size 0": "--sp-size must be 1 or more and 65536 or less, got 0",
+        f"{profile} --impl hf --checkpointing tile=64": "checkpointing works with impl hfpatch only, got hf",
+        f"{profile} --impl hfpatch --no-gradient-checkpointing": "for hf and liger, got impl hfpatch alone",
         f"{profile} --checkpointing": "--checkpointing: expected one argument",
-        f"{profile} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, 0 came',
-        f"{profile} --checkpointing tiles=4": "keep, aim, tiles came; did you mean tile?",
-        f"{profile} --checkpointing tile=": "takes FIELD=VALUE, 'tile=' came",
+        f"{profile} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, got 0',
+        f"{profile} --checkpointing tiles=4": "keep, aim, got tiles. Did you mean tile?",
+        f"{profile} --checkpointing tile=": "must be FIELD=VALUE, got 'tile='",
         f"{profile} --from-first-step --warmup 2": "--warmup: not allowed with argument --from-first-step",
-        f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, 1 came",
-        "plan --model @/cut.json": "is no JSON",
-        "plan --model @/bytes.json": "is no JSON",
-        "plan --model @/list.json": "a list came",
+        f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, got 1",
+        "plan --model @/cut.json": "must be JSON",
+        "plan --model @/bytes.json": "must be JSON",
+        "plan --model @/list.json": "got a list",
         "plan --model @/heads.json": (
-            "num_attention_heads must be a whole number of at least 1, 0 came"
+            "num_attention_heads must be a whole number of at least 1, got 0"
         ),
         "plan --model @/dropout.json": (
-            "attention_dropout must be a number of 0 or more and less than 1, -0.1 came"
+            "attention_dropout must be 0 or more and less than 1, got -0.1"
         ),
-        "plan --model @/theta.json": "rope_theta must be a number of more than 0, 'x' came",
-        "plan --model @/shared.json": "a multiple of num_key_value_heads, 4 and 3 came",
+        "plan --model @/theta.json": "rope_theta must be more than 0, got 'x'",
+        "plan --model @/shared.json": "a multiple of num_key_value_heads, got 4 and 3",
         "plan --model @/word.json": (
-            "num_hidden_layers must be a whole number of at least 1, '2' came"
+            "num_hidden_layers must be a whole number of at least 1, got '2'"
         ),
-        "plan --model @/window.json": "sliding_window must be a number of 0 or more, 'x' came",
-        "plan --model @/experts.json": "experts must be a whole number, 'a' came",
-        "env --model @/rope.json": "a llama config.json (KeyError: 'nope')",
-        "env --model @/other.json": "expected a model type of transformers, 'theirs' came",
+        "plan --model @/window.json": "sliding_window must be 0 or more, got 'x'",
+        "plan --model @/experts.json": "experts must be a whole number, got 'a'",
+        "env --model @/rope.json": "does not (KeyError: 'nope')",
+        "env --model @/other.json": "model_type must be one of transformers', got 'theirs'",
         "env --model nobody/nothing": "nothing is downloaded here",
-        "profile --model llama-tiny --seq-len 64 --steps 0": "1 or more for --steps",
-        "profile --model llama-tiny --seq-len 64 --warmup -1": "0 or more for --warmup",
-        "env @/bad.yaml": "is not YAML",
-        "env @/cut.json": "cut.json is not JSON",
-        "env @/list.json": "list came",
-        "env @/file/x": "a config file was expected",
-        f"{plan} --checkpointing gpu --checkpointing host": "says offload twice, 'gpu' and 'host' came",
+        "profile --model llama-tiny --seq-len 64 --steps 0": "--steps must be 1 or more",
+        "profile --model llama-tiny --seq-len 64 --warmup -1": "--warmup must be 0 or more",
+        "env @/bad.yaml": "must be YAML",
+        "env @/cut.json": "cut.json must be JSON",
+        "env @/list.json": "got a list",
+        "env @/file/x": "there is no config file",
+        f"{plan} --checkpointing gpu --checkpointing host": "names offload twice, got 'gpu' and 'host'",
     }.items():
         assert words in said(main(line.replace("@", str(tmp_path)).split()), (2,)), line
     assert not (tmp_path / "profile").exists()
@@ -152,30 +156,30 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
     for flags, words in (
         (
             {"per_device_train_batch_size": 0},
-            "1 or more and 1048576 or less for --per_device_train_batch_size, 0",
+            "--per_device_train_batch_size must be 1 or more and 1048576 or less, got 0",
         ),
         (
             {"gradient_accumulation_steps": 9_999_999_999},
-            "1048576 or less for --gradient_accumulation_steps, 9999999999",
+            "--gradient_accumulation_steps must be 1 or more and 1048576 or less, got 9999999999",
         ),
-        ({"seed": -1}, "0 or more and 4294967295 or less for --seed, -1 came"),
-        ({"data_seed": 2**32}, "for --data_seed"),
-        ({"time_limit": -1}, "0 or more for --time_limit, -1.0 came"),
-        ({"learning_rate": "nan"}, "for --learning_rate, nan came"),
-        ({"learning_rate": "inf"}, "for --learning_rate, inf came"),
-        ({"max_steps": 0}, "expected --max_steps of 1 or more"),
-        ({"seq_len": "8x"}, "a length is tokens such as 8192, 128k or 1M, '8x' came"),
-        ({"seq_len": "128k"}, "--seq-len 131072 is over the model's"),
-        ({"output_dir": tmp_path / "file" / "run"}, "expected a folder, a file stands in the way"),
+        ({"seed": -1}, "--seed must be 0 or more and 4294967295 or less, got -1"),
+        ({"data_seed": 2**32}, "--data_seed must be"),
+        ({"time_limit": -1}, "--time_limit must be 0 or more, got -1.0"),
+        ({"learning_rate": "nan"}, "--learning_rate must be 0 or more, got nan"),
+        ({"learning_rate": "inf"}, "--learning_rate must be 0 or more, got inf"),
+        ({"max_steps": 0}, "--max_steps must be 1 or more"),
+        ({"seq_len": "8x"}, "a length must be tokens such as 8192, 128k or 1M, got '8x'"),
+        ({"seq_len": "128k"}, "--seq-len must be at most the model's"),
+        ({"output_dir": tmp_path / "file" / "run"}, "a file is where a folder must be"),
         ({"output_dir": "/proc/nothing/run"}, "there is no such file or folder"),
-        ({"cache_dir": tmp_path / "file"}, "expected a folder, a file stands in the way"),
+        ({"cache_dir": tmp_path / "file"}, "a file is where a folder must be"),
         (
             {"checkpointing": tmp_path / "file"},
-            "name a directory, which is made where there is none",
+            "Name a directory, which is made if it does not exist",
         ),
-        ({"checkpointing": tmp_path / "file" / "below"}, "file came, which is no folder"),
+        ({"checkpointing": tmp_path / "file" / "below"}, "file, which is no folder"),
         ({"checkpointing": "somewhere"}, "checkpointing must be"),
-        ({"zzz": 1}, "unknown flag '--zzz'; see hfpatch train --help"),
+        ({"zzz": 1}, "unknown flag '--zzz'. See hfpatch train --help"),
         (
             {"accelerator_config": '{"a": 1}'},
             "transformers does not take these flags, TypeError: AcceleratorConfig",
@@ -184,7 +188,7 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"config_overrides": "num_attention_heads=3"}, "multiple of"),
         (
             {"config_overrides": "hidden_act=swoosh"},
-            "hidden_act of transformers was expected, 'swoosh' came",
+            "hidden_act must be one of transformers', got 'swoosh'",
         ),
         ({"config_overrides": None, "model": model}, "no model loads from"),
     ):
@@ -221,16 +225,16 @@ def test_a_bug_while_the_model_is_patched_is_no_flags_fault(run_train, monkeypat
 
 
 @pytest.mark.parametrize("values, words", [
-    ({"WORLD_SIZE": "x"}, "1 or more in the environment's WORLD_SIZE, 'x' came"),
-    ({"WORLD_SIZE": "0"}, "1 or more in the environment's WORLD_SIZE, '0' came"),
-    ({"RANK": "-1"}, "0 or more in the environment's RANK"),
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE in the environment must be 1 or more, got 'x'"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment must be 1 or more, got '0'"),
+    ({"RANK": "-1"}, "RANK in the environment must be 0 or more"),
     ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "2"},
-     "0 or more and 1 or less in the environment's RANK, '2' came"),
-    ({"LOCAL_WORLD_SIZE": ""}, "the environment's LOCAL_WORLD_SIZE, '' came"),
+     "RANK in the environment must be 0 or more and 1 or less, got '2'"),
+    ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE in the environment must be 1 or more, got ''"),
     ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "1", "MASTER_ADDR": "no.host.invalid"},
-     "'no.host.invalid' is not known"),
-    ({"MASTER_PORT": "70000"}, "65535 or less in the environment's MASTER_PORT"),
-    ({"HFPATCH_HOST_MEMORY": "²"}, "HFPATCH_HOST_MEMORY to be a number of bytes, '²' came"),
+     "got 'no.host.invalid' (not known"),
+    ({"MASTER_PORT": "70000"}, "MASTER_PORT in the environment must be 1 or more and 65535"),
+    ({"HFPATCH_HOST_MEMORY": "²"}, "HFPATCH_HOST_MEMORY must be a number of bytes, got '²'"),
 ])  # fmt: skip
 def test_what_stands_in_the_environment_is_checked(values, words, run_train, monkeypatch):  # noqa: F811
     for name, value in values.items():
@@ -287,7 +291,7 @@ def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
 
     assert guarded(command, [], piped=piped) == code
     assert sys.stdout is None and capsys.readouterr().err.startswith(
-        "hfpatch: what read the output is gone;"
+        "hfpatch: what read the output is gone."
     ) == bool(code)
 
 
@@ -295,12 +299,12 @@ def test_a_reader_that_goes_away(piped, code, monkeypatch, capsys):
     pytest.param("config.json", {"attention_bias": "x"}, "no model loads from .*attention_bias",
                  marks=not_with_transformers_5_0("takes any value for it")),
     ("config.json", {"dtype": "x"}, "no model loads from .*: AttributeError .*'x'"),
-    ("config.json", {"dtype": 0}, "a dtype such as bfloat16 was expected, 0 came"),
+    ("config.json", {"dtype": 0}, "dtype must be one such as bfloat16, got 0"),
     ("config.json", {"num_attention_heads": 0}, "no model loads from"),
     ("config.json", {"max_position_embeddings": 0},
-     "max_position_embeddings of 1 or more was expected, 0 came"),
+     "max_position_embeddings must be 1 or more, got 0"),
     ("config.json", {"hidden_act": "x"},
-     "no model loads from .*: hidden_act of transformers was expected, 'x' came"),
+     "no model loads from .*: hidden_act must be one of transformers', got 'x'"),
     ("tokenizer_config.json", [], "no tokenizer loads from"),
 ])  # fmt: skip
 def test_what_a_models_files_hold_is_checked(file, values, words, saved_tokenizer, tmp_path):  # noqa: F811
@@ -336,13 +340,15 @@ def caught(function) -> Exception:
 
 class Refusing(IterableDataset):
     def __iter__(self):
-        raise ValueError("hfpatch: --strict expects no malformed row, came a.jsonl row 3; mend it.")
+        raise ValueError(
+            "hfpatch: --strict allows no malformed row, got a.jsonl row 3. Correct it."
+        )
 
 
 def test_what_a_loaders_worker_raises_is_the_sentence_alone():
     error = caught(lambda: list(DataLoader(Refusing(), num_workers=1)))
     assert "Traceback" in str(error)
-    assert explain(error) == ("--strict expects no malformed row, came a.jsonl row 3; mend it", 2)
+    assert explain(error) == ("--strict allows no malformed row, got a.jsonl row 3. Correct it", 2)
 
 
 def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
@@ -366,11 +372,11 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
             OSError(errno.EROFS, "ro", "/x"),
             SafetensorError("Error while serializing: Read-only file system (os error 30)"),
         ],
-        "a file stands in the way": [caught(lambda: (whole / "x").mkdir()),
+        "a file is where a folder must be": [caught(lambda: (whole / "x").mkdir()),
                                      caught(lambda: whole.mkdir())],
         "there is no such file": [caught(lambda: open(tmp_path / "none"))],
-        "in /proc/none, No such file or directory came; give another": [caught(lambda: File("/proc/none"))],
-        "a folder came": [caught(lambda: open(tmp_path, "rb"))],
+        "in /proc/none: No such file or directory. Pass another": [caught(lambda: File("/proc/none"))],
+        "a folder is where a file must be": [caught(lambda: open(tmp_path, "rb"))],
         "the memory ran out": [
             caught(lambda: torch.empty(1 << 60, dtype=torch.uint8)), MemoryError(),
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -386,8 +392,8 @@ def test_what_the_machine_does_is_a_sentence(tmp_path, monkeypatch):
             caught(lambda: torch.load(tmp_path / "cut.pt")),
             pickle.UnpicklingError("invalid load key"), EOFError("Ran out of input"),
         ],
-        "expected JSON": [caught(lambda: json.loads("{"))],
-        "expected UTF-8": [caught(lambda: b"\xff".decode())],
+        "must be JSON": [caught(lambda: json.loads("{"))],
+        "a file must be UTF-8": [caught(lambda: b"\xff".decode())],
         "the package nowhere is missing": [caught(lambda: __import__("nowhere"))],
     }  # fmt: skip
     for words, errors in cases.items():
@@ -437,7 +443,7 @@ def test_ranges_cover_the_flags_there_are():
             if end is None:
                 continue
             beyond = end[0] if isinstance(end, list) else end + step
-            with pytest.raises(ValueError, match=f"^hfpatch: expected a number .*{beyond} came"):
+            with pytest.raises(ValueError, match=f"^hfpatch: .* must be .*, got {beyond}"):
                 check_ranges({name: beyond})
             check_ranges({name: beyond - step})
     assert parse_length("128k") == 131072 and parse_length("1M") == 1 << 20

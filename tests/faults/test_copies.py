@@ -32,7 +32,7 @@ SHORT = [
     ("host", "one", "whole other order"), ("host", "one", "whole raise"),
     ("host", "one", "whole side stream"),
     ("host", "tiles", "handed over"), ("host", "keep", "step"), ("disk", "keep", "retain"),
-    ("host", "keep one", "lengths"),
+    ("host", "Keep one", "lengths"),
     ("host", "keep two", "partial"), ("disk", "plain", "step"), ("gpu", "keep", "retain"),
     ("host", "keep", "raise in gradient"),
     ("host", "one again alone", "step"), ("host", "one keeps less", "retain"), ("gpu", "weights", "written at rest"),

@@ -38,9 +38,7 @@ def test_an_offloaded_model_is_not_patched(how, tmp_path):
     lay_out(model, how, tmp_path)
     with torch.no_grad():
         before, classes = model(ids).logits, [type(module) for module in model.modules()]
-    with pytest.raises(
-        ValueError, match="hfpatch: expected a model on one device.*without device_map"
-    ):
+    with pytest.raises(ValueError, match="hfpatch: .* must be on one device.*without device_map"):
         hfpatch.apply(model)
     assert [type(module) for module in model.modules()] == classes
     with torch.no_grad():
@@ -61,9 +59,7 @@ def test_evaluation_works_and_training_is_refused(how, tmp_path):
         with context:
             assert (model(ids).logits - expected.logits).abs().max() < 1e-4
             assert abs(model(ids, labels=ids).loss - expected.loss) < 1e-5
-    with pytest.raises(
-        ValueError, match="hfpatch: expected a model on one device.*without device_map"
-    ):
+    with pytest.raises(ValueError, match="hfpatch: .* must be on one device.*without device_map"):
         model.train()(ids, labels=ids)
 
 

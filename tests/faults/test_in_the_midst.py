@@ -129,7 +129,7 @@ def test_a_hook_that_runs_its_own_model_is_refused(way, place):
     ours = tiny.patched(tiny.llama(), checkpointing=WAYS[way])
     wanted = gradients_of(ours)
     handle = ours.model.get_submodule(place).register_forward_hook(lambda *_: ours(tiny.ids()))
-    with pytest.raises(RuntimeError, match="set a flag there"):
+    with pytest.raises(RuntimeError, match="Set a flag there"):
         gradients_of(ours)
     handle.remove()
     assert_same(gradients_of(ours), wanted)
@@ -137,6 +137,6 @@ def test_a_hook_that_runs_its_own_model_is_refused(way, place):
 
 def test_a_model_in_the_midst_of_a_tile_is_refused():
     ours = tiny.patched(tiny.llama())
-    with asking.asking(object()), pytest.raises(RuntimeError, match="set a flag"):
+    with asking.asking(object()), pytest.raises(RuntimeError, match="Set a flag"):
         ours(tiny.ids())
     assert asking.current.role is None

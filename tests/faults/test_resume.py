@@ -137,14 +137,14 @@ def test_a_full_disk_keeps_what_was_saved(run_train, monkeypatch, tmp_path):  # 
     monkeypatch.setattr(torch, "save", full)
     code, _, err, folder = run_train(**STEPS)
     (line,) = [line for line in err.splitlines() if line.startswith("hfpatch:")]
-    assert code == 1 and line.startswith("hfpatch: the disk is full at optimizer.pt; ")
+    assert code == 1 and line.startswith("hfpatch: the disk is full at optimizer.pt. ")
     assert [p.name for p in folder.iterdir()] == ["checkpoint-2"]
 
 
 def test_one_run_a_folder(run_train, tmp_path):  # noqa: F811
     with locks.alone_in(tmp_path / "run"):
         code, _, err, folder = run_train(max_steps=1)
-        assert code == 2 and f"another run writes to {folder}; wait for it" in err
+        assert code == 2 and f"another run writes to {folder}. Wait for it" in err
     assert not folder.exists(), "a lock leaves nothing behind"
     assert run_train(max_steps=1)[0] == 0
 

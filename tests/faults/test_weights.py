@@ -177,7 +177,7 @@ def test_hooks_and_forwards_that_come_or_go_before_the_backward(kind, settings, 
     try:
         with pytest.raises(
             RuntimeError,
-            match="hfpatch: expected the hooks, forwards and merged adapters.*after backward",
+            match="hfpatch: hooks, forwards or merged adapters of a .*after backward",
         ):
             loss.backward()
     finally:
@@ -215,7 +215,7 @@ def test_adapters_that_are_on_again_at_the_backward(whole):
     adapted.merge_adapter()
     with pytest.raises(
         RuntimeError,
-        match="merged adapters that forward used, those inside a LlamaDecoderLayer changed",
+        match="merged adapters of a, those inside a LlamaDecoderLayer changed",
     ):
         loss.backward()
 

@@ -75,7 +75,7 @@ def test_what_is_refused():
 
     with pytest.raises(ValueError, match="tile_size"):
         checked(hfpatch={"tile_size": 8})
-    with pytest.raises(ValueError, match="lora_mlp_kernel came too"):
+    with pytest.raises(ValueError, match="lora_mlp_kernel and hfpatch cannot be combined"):
         HFPatchPlugin().pre_model_load(checked(lora_mlp_kernel=True))
 
 

@@ -92,9 +92,9 @@ def test_what_fails_is_named():
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"ok": None}, "a row with ok"), ({"host": "mine"}, "host came beside them"),
-        ({"versions": {"torch": "2 from /opt/torch/lib"}}, "expected no path"),
-        ({"versions": {"torch": "~/torch/lib"}}, "expected no path"),
+        ({"ok": None}, "a row must have ok"), ({"host": "mine"}, "got host too"),
+        ({"versions": {"torch": "2 from /opt/torch/lib"}}, "must hold no path"),
+        ({"versions": {"torch": "~/torch/lib"}}, "must hold no path"),
         ({"versions": {"torch": "x" * 9000}}, "8192 bytes at most"),
     ],
 )  # fmt: skip

@@ -76,7 +76,7 @@ def test_fewer_layers_where_all_do_not_fit(monkeypatch):
     assert found.ok and (found.layers, found.of_layers) == (1, 5) and found.gradients == 12
     assert "the first 1 of 5 layers" in str(found) and len(model.model.layers) == 5
     monkeypatch.setattr(module, "_compared", lambda *_: small_card(model, {}, 2))
-    with pytest.raises(ValueError, match="hfpatch: expected a step of one layer to fit"):
+    with pytest.raises(ValueError, match="hfpatch: out of memory in a step of one layer must fit"):
         hfpatch.verify(model, long_batch())
 
 
@@ -126,18 +126,18 @@ def test_adapters_with_dropout():
 
 def test_what_cannot_be_compared_is_refused_with_a_sentence():
     model = tiny.llama()
-    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds, input_id came"):
+    with pytest.raises(ValueError, match="must have input_ids or inputs_embeds, got input_id"):
         hfpatch.verify(model, {"input_id": torch.zeros(1, 8, dtype=torch.long)})
-    with pytest.raises(ValueError, match="hfpatch: expected labels beside inputs_embeds"):
+    with pytest.raises(ValueError, match="hfpatch: inputs_embeds need labels"):
         hfpatch.verify(model, {"inputs_embeds": torch.randn(1, 24, 64)})
-    with pytest.raises(ValueError, match="hfpatch: expected a decoder with a list of layers"):
+    with pytest.raises(ValueError, match="hfpatch: the model must have a list of decoder layers"):
         hfpatch.verify(torch.nn.Linear(1, 1), long_batch())
-    with pytest.raises(ValueError, match="hfpatch: expected parameters that train"):
+    with pytest.raises(ValueError, match="hfpatch: some parameters must train"):
         hfpatch.verify(tiny.llama().requires_grad_(False), long_batch())
     inner = model.forward
     # As accelerate's mixed precision does.
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    with pytest.raises(ValueError, match="hfpatch: expected the model's copy to run its own"):
+    with pytest.raises(ValueError, match="hfpatch: the model's copy must run its own"):
         hfpatch.verify(model, long_batch())
 
 

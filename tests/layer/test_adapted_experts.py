@@ -145,7 +145,7 @@ def test_adapters_switched_off_between_passes():
         assert torch.allclose(ours(**batch()).loss, stock(**batch()).loss)
     loss = ours(**batch()).loss
     ours.merge_adapter()
-    with pytest.raises(RuntimeError, match="merged adapters that forward used"):
+    with pytest.raises(RuntimeError, match="merged adapters of a"):
         loss.backward()
 
 

@@ -220,7 +220,7 @@ def test_something_else_than_keys_runs_whole(monkeypatch):
     monkeypatch.setattr(SharedKeys, "__setitem__", other)
     stock = small(max_position_embeddings=96)  # a verdict of its own
     ours, report = patched(stock)
-    assert "layers are checkpointed whole" in report
+    assert "layers run untiled" in report
     check(ours, stock, batch())
 
 

@@ -308,7 +308,7 @@ def test_weights_written_to_at_rest_are_those_of_the_next_forward():
     loss = ours(**tiny.labelled()).loss
     weight = ours.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
     weight.data = weight.data / 2
-    with pytest.raises(RuntimeError, match="expected the weights that forward used"):
+    with pytest.raises(RuntimeError, match="between a layer's forward and its backward"):
         loss.backward()
     assert tiny.step(ours, tiny.labelled()) and at_rest(ours)  # packed anew
 
@@ -361,7 +361,7 @@ def test_moving_the_model_leaves_them():
     assert model.base_model.model.model.layers[0].input_layernorm.weight.dtype == torch.float64
     with pytest.raises(
         ValueError,
-        match="^hfpatch: expected weights that wait on the host to keep their dtype[^\n]*$",
+        match="^hfpatch: weights that wait on the host must keep their dtype[^\n]*$",
     ):
         model.half()
 
@@ -371,7 +371,7 @@ def test_a_weight_of_two_layers_is_refused():
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     ours = patched(adapted(model))
     with pytest.raises(
-        ValueError, match="a LlamaDecoderLayer came whose weight is another layer's"
+        ValueError, match="weight of a LlamaDecoderLayer is shared with another layer"
     ):
         ours(**tiny.labelled())
 
@@ -510,8 +510,8 @@ def train_all(model):
 
 
 @pytest.mark.parametrize("change, says", [
-    (whole_layers, "expected layers that run tile by tile"), (unfreeze, "to stay frozen"),
-    (train_all, "expected frozen weights"),
+    (whole_layers, "needs layers that run tiled"), (unfreeze, "must stay frozen"),
+    (train_all, "needs frozen weights"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(change, says):
     model = patched(adapted(tiny.llama()))

@@ -228,5 +228,5 @@ def test_experts_of_several_shapes_are_refused():
     arguments = {"x_ND": values["x"], "w_NK": values["w"], "w1": values["w1"], "w2": values["w2"]}
     for name, other in (("w2", values["w2"][:-1]), ("w2", values["w2"][:, :, 1:]),
                         ("x_ND", values["x"][:, 1:])):  # fmt: skip
-        with pytest.raises(ValueError, match="hfpatch: experts expected experts of one shape, w1"):
+        with pytest.raises(ValueError, match="hfpatch: experts: experts must have one shape, w1"):
             given_to(**{name: other})

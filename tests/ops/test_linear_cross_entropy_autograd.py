@@ -181,13 +181,13 @@ SHARD = SimpleNamespace(start=0, stop=11, size=11)
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"labels": [[3, 11, 0]]}, "must lie in \\[0, 11\\) or be ignore_index=-100, 11 came"),
-        ({"labels": [[3, -1, 0]]}, "-1 came"),
-        ({"labels": [3, 1]}, "labels of shape"),
+        ({"labels": [[3, 11, 0]]}, "must lie in \\[0, 11\\) or be ignore_index=-100, got 11"),
+        ({"labels": [[3, -1, 0]]}, "got -1"),
+        ({"labels": [3, 1]}, "labels must have shape"),
         ({"labels": [[0.5, 0.5, 0.0]]}, "int64 or int32"),
         ({"weight": torch.zeros(11, 5)}, "hidden \\[..., D\\] and weight \\[V, D\\]"),
         ({"weight": torch.zeros(11, 4).bfloat16()}, "one dtype"),
-        ({"bias": torch.zeros(3)}, "a bias of shape"),
+        ({"bias": torch.zeros(3)}, "bias must have shape"),
         ({"reduction": "median"}, "reduction"),
         ({"reduction": "none", "num_items": 3}, "num_items"),
         ({"num_valid": -1}, "num_valid"),

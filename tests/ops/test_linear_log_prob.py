@@ -216,9 +216,9 @@ def test_stays_within_its_budget(outputs):
     "change,message",
     [
         ({"outputs": ("log_probs",)}, "outputs among log_prob, entropy"),
-        ({"outputs": ()}, "outputs among"),
-        ({"temperature": 0.0}, "a finite temperature > 0"),
-        ({"labels": torch.tensor([[1, 2, 99]])}, "99 came"),
+        ({"outputs": ()}, "outputs must be among"),
+        ({"temperature": 0.0}, "temperature must be finite"),
+        ({"labels": torch.tensor([[1, 2, 99]])}, "got 99"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

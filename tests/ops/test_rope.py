@@ -183,5 +183,5 @@ def test_wrong_shapes_are_refused():
         (randn(2, 4, 5, 6), randn(2, 2, 5, 6)),
         (randn(4, 5, 8),) * 2,
     ):
-        with pytest.raises(ValueError, match="hfpatch: rope expected q"):
+        with pytest.raises(ValueError, match="hfpatch: rope: q must be"):
             rope(q, k, cos, sin)

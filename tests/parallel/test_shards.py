@@ -31,13 +31,13 @@ def mixing(model):
 
 @pytest.mark.parametrize("make, more, said", [
     (lambda: mixing(tiny.patched(tiny.llama())), {},
-     "expected whole rows, a part of each came to a LlamaModel"),
+     "a LlamaModel must get whole sequences"),
     (lambda: tiny.patched(tiny.llama()), {"position_ids": None},
-     "expected position_ids where a row's tokens lie on several"),
+     "sequences on several ranks need position_ids"),
     (lambda: tiny.patched(tiny.llama()), {"attention_mask": torch.ones(1, 1, 12, 12)},
-     "expected attention that can be exchanged .*, an attention mask of the caller's own came"),
+     "an attention mask of the caller's own cannot be exchanged"),
     (lambda: tiny.patched(tiny.llama(attention_dropout=0.1)), {},
-     "expected attention that can be exchanged"),
+     "cannot be exchanged"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_refused(make, more, said):
     with sharded(LoneRank(2)), pytest.raises(ValueError, match=f"^hfpatch: {said}"):
@@ -105,9 +105,7 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
     monkeypatch.setattr(loss, "context_parallel", lambda: ("group", True))
     with pytest.warns(
         UserWarning,
-        match=(
-            "^hfpatch: expected the model's own loss under context parallelism, compute_loss_func"
-        ),
+        match=("^hfpatch: context parallelism needs the model's own loss, got compute_loss_func"),
     ):
         tiny.patched(tiny.llama(num_hidden_layers=1))(
             **given(shift_labels=given()["labels"], labels=None)
@@ -141,6 +139,6 @@ def test_labels_on_some_ranks_alone_are_refused_on_all(labelled, monkeypatch):
         ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_,
         **__: x.copy_(x.new_zeros(3))))  # fmt: skip
     with pytest.raises(
-        ValueError, match="^hfpatch: expected labels on all ranks or on none in evaluation"
+        ValueError, match="^hfpatch: in evaluation all ranks that share a sequence must have labels"
     ):
         shared_rows.labelled_alike(labelled, labelled)

@@ -285,7 +285,7 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
     assert "Qwen/Qwen3-8B, 1 x 8,192 tokens" in ask("Qwen/Qwen3-8B").stdout
     done = ask("owner/name")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "'owner/name' came" in done.stderr and "download its config.json" in done.stderr
+    assert "'owner/name' is no preset" in done.stderr and "Download its config.json" in done.stderr
 
 
 @pytest.mark.parametrize("change, words", [
@@ -295,8 +295,8 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
     ({"gpus": 1.5}, "gpus"), ({"host_ram": "lots"}, "256GiB"),
     ({"checkpointing": "maybe"}, "checkpointing must be"),
     ({"model": {"model_type": "bilbo"}}, "bilbo"), ({"gpu": "this"}, "CUDA"),
-    ({"model": 3}, "int came"), ({"gpu": 3}, "h100"),
-    ({"adapters": 16}, "16 came"), ({"max_seq_len": 8192}, "8192 came"),
+    ({"model": 3}, "got int"), ({"gpu": 3}, "h100"),
+    ({"adapters": 16}, "got 16"), ({"max_seq_len": 8192}, "got 8192"),
 ])  # fmt: skip
 def test_errors_are_one_sentence(change, words, monkeypatch):
     import torch
@@ -458,7 +458,8 @@ def test_what_loops_over_single_tokens_is_not_simulated_for_ever(monkeypatch):
     monkeypatch.setattr("hfpatch.planner.simulated.OPERATIONS", 500)
     values = {"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
     with pytest.raises(
-        ValueError, match="^hfpatch: expected a step of at most 512 operations, plain code"
+        ValueError,
+        match="^hfpatch: a simulated step must have at most 512 operations, and plain code",
     ):
         plan(values, seq_len=512)
 

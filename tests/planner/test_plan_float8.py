@@ -30,7 +30,7 @@ def test_command(capsys):
     assert program.main(line) == 0
     assert "were compiled; not measured here" in " ".join(capsys.readouterr().out.split())
     for more, words in (
-        (["--gpu", "a100"], "a GPU that multiplies in float8, a100-80gb came"),
+        (["--gpu", "a100"], "a GPU that multiplies in float8, got a100-80gb"),
         (["--lora-r", "8"], "all weights of a model"),
         (["--gpus", "2"], "without an engine"),
         (["--placement", "zero3-offload"], "without an engine"),

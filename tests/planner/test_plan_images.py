@@ -148,10 +148,10 @@ def test_each_family(kind, per_image):
 
 
 WRONG = {
-    "no tower": (["--images", "1"], "llama-3.1-8b", "expected a model with a tower of images"),
-    "short": (["--video-tokens", "4000"], QWEN, "rows of at least the 4,000 visual tokens"),
-    "negative": (["--images", "-1"], QWEN, "images must be a whole number, -1 came"),
-    "shared": (["--images", "1", "--gpus", "2", "--sp-size", "2"], QWEN, "--sp-size 2 came"),
+    "no tower": (["--images", "1"], "llama-3.1-8b", "need a model with an image tower"),
+    "short": (["--video-tokens", "4000"], QWEN, "--seq-len must be at least the 4,000 visual tokens"),
+    "negative": (["--images", "-1"], QWEN, "images must be a whole number, got -1"),
+    "shared": (["--images", "1", "--gpus", "2", "--sp-size", "2"], QWEN, "--images and --sp-size 2 cannot"),
 }  # fmt: skip
 
 

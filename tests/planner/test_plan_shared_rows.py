@@ -89,7 +89,7 @@ def test_weights_that_are_gathered_take_their_time():
 
 
 @pytest.mark.parametrize("arguments, said", [
-    ({"sp_size": 3, "gpus": 8}, "--sp-size divides --gpus"),
+    ({"sp_size": 3, "gpus": 8}, "--sp-size must divide --gpus"),
     ({"sp_size": 64, "gpus": 64, "placement": "zero3"}, "do not go evenly.*another --sp-size.$"),
     ({"sp_size": 64, "gpus": 64, "adapters": Adapters(16)},
      "do not go evenly.*another --sp-size.$"),
@@ -179,9 +179,9 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
 
 @pytest.mark.parametrize("config, more, said", [
     (OTHERS, {"checkpointing": "stock"},
-     "transformers' own steps are simulated over whole rows, --sp-size 4 came"),
+     "stock steps and --sp-size 4 cannot be combined"),
     ({"model_type": "mamba", "num_hidden_layers": 2}, {},
-     "a part of each came to a MambaModel, which mixes tokens by something else than attention"),
+     "a MambaModel must get whole sequences, got a part on each rank, and it mixes tokens by something else than attention"),
 ])  # fmt: skip
 def test_what_shares_no_rows_is_not_planned(config, more, said):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):

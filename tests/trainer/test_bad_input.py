@@ -28,7 +28,7 @@ def refused(run_train, monkeypatch):
         assert code == 2
         sentences = [line for line in err.splitlines() if line.startswith("hfpatch:")]
         assert (
-            len(sentences) == 1 and words in sentences[0] and sentences[0].endswith((".", ")"))
+            len(sentences) == 1 and words in sentences[0] and sentences[0].endswith((".", ")", "?"))
         ), err
         if name == "refused":
             assert not folder.exists(), "nothing is written"
@@ -43,82 +43,109 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
 @pytest.mark.parametrize(
     "words, flags",
     [
-        ("none came; name one model", {"model": None, "config_overrides": None}),
-        ("changes a preset, --model x came", {"model": "x"}),
+        ("--model is missing", {"model": None, "config_overrides": None}),
+        ("works with a preset only, got --model x", {"model": "x"}),
         ("is no file or folder here", {"data": "/nowhere/data.jsonl"}),
         ("no tokenizer loads", {"tokenizer": "/nowhere/tokenizer"}),
-        ("over the model's 4096 positions", {"seq_len": 5000}),
+        ("must be at most the model's 4096 positions", {"seq_len": 5000}),
         ("no engine config 'zero9'", {"engine": "zero9"}),
         ("no engine config 'nowhere.json'", {"deepspeed": "nowhere.json"}),
-        ("has no 'hidden'", {"config_overrides": "hidden=3"}),
+        ("unknown name 'hidden'", {"config_overrides": "hidden=3"}),
         (
-            "the tokenizer has 300 tokens, the model's vocabulary 299",
+            "the tokenizer must have at most 299 tokens",
             {"config_overrides": "vocab_size=299"},
         ),
         ("--impl liger needs a GPU", {"impl": "liger"}),
         ("--attn_implementation flash_attention_2 does not", {"attn_implementation": FLASH}),
         ("both patch the model", {"use_liger_kernel": True}),
-        ("--gradient_checkpointing would checkpoint", {"gradient_checkpointing": True}),
-        ("belong to --impl hfpatch", {"impl": "hf", "checkpointing": "tile=64"}),
-        ('checkpointing is "off", fields of it came too', {"checkpointing": ["off", "tile=64"]}),
-        ("offload twice, 'gpu' and 'host' came", {"checkpointing": ["gpu", "host"]}),
-        ("--shuffle_buffer goes with --streaming", {"shuffle_buffer": 5}),
-        ("--eval_split goes with --eval_data", {"eval_split": "test"}),
+        ("--gradient_checkpointing and hfpatch", {"gradient_checkpointing": True}),
+        ("work with --impl hfpatch only", {"impl": "hf", "checkpointing": "tile=64"}),
+        ('checkpointing "off" takes no fields', {"checkpointing": ["off", "tile=64"]}),
+        ("offload twice, got 'gpu' and 'host'", {"checkpointing": ["gpu", "host"]}),
+        ("--shuffle_buffer works with --streaming", {"shuffle_buffer": 5}),
+        ("--eval_split works with --eval_data", {"eval_split": "test"}),
         (
-            "--early_stopping_delta goes with --early_stopping_patience",
+            "--early_stopping_delta works with --early_stopping_patience",
             {"early_stopping_delta": 0.1},
         ),
-        ("--lora_alpha goes with --lora_r", {"lora_alpha": 8}),
+        ("--lora_alpha works with --lora_r", {"lora_alpha": 8}),
         (
-            "--bnb_4bit_quant_type goes with --load_in_4bit",
+            "--bnb_4bit_quant_type works with --load_in_4bit",
             {"bnb_4bit_quant_type": "fp4", "lora_r": 4},
         ),
-        ("every must be \"auto\" or a positive number of layers, 'many' came", {"every": "many"}),
-        ("evaluation needs --eval_data", {"eval_strategy": "steps", "eval_steps": 1}),
+        ("every must be \"auto\" or a positive number of layers, got 'many'", {"every": "many"}),
+        ("--eval_strategy needs --eval_data", {"eval_strategy": "steps", "eval_steps": 1}),
         ("needs --eval_strategy", {"early_stopping_patience": 1, "validation_split": 0.2}),
         ("--streaming needs --max_steps", {"streaming": True, "max_steps": None}),
-        ("--validation_split needs all of the data", {"streaming": True, "validation_split": 0.1}),
+        ("--validation_split and --streaming cannot", {"streaming": True, "validation_split": 0.1}),
         ("no checkpoint", {"resume_from_checkpoint": True}),
-        ("trainer_state.json is missing; check the path", {"resume_from_checkpoint": "/nowhere"}),
-        ("--optim sgd came", {"placement": "gpu8bit", "optim": "sgd"}),
-        ("one of --placement and --engine", {"placement": "gpu8bit", "engine": "zero2"}),
-        ("expected auto, zero3-offload", {"placement": "moon"}),
-        ("a byte-level vocabulary needs 260", {"tokenizer": None, "train_tokenizer": 100}),
+        ("trainer_state.json is missing. Check the path", {"resume_from_checkpoint": "/nowhere"}),
+        ("cannot be combined with --optim sgd", {"placement": "gpu8bit", "optim": "sgd"}),
+        ("--placement and --engine cannot", {"placement": "gpu8bit", "engine": "zero2"}),
+        ("--placement takes auto, zero3-offload", {"placement": "moon"}),
+        ("--train_tokenizer must be 260", {"tokenizer": None, "train_tokenizer": 100}),
         ("invalid choice: 'ours'", {"impl": "ours"}),
+        ("unknown name 'to_dict'", {"config_overrides": "to_dict=3"}),
+        ("unknown name 'model_type'", {"config_overrides": "model_type=bert"}),
+        ("unknown name 'pad_token_id'", {"config_overrides": "pad_token_id=999"}),
+        ("unknown name 'dtype'", {"config_overrides": "dtype=bfloat16"}),
+        ("--eval_on_start needs --eval_data", {"eval_on_start": True}),
+        ("--save_strategy best needs --eval_data", {"save_strategy": "best"}),
         (
-            "--dataloader_num_workers 100000 is as many processes",
+            "--save_strategy best needs --eval_strategy",
+            {"save_strategy": "best", "validation_split": 0.2, "metric_for_best_model": "loss"},
+        ),
+        (
+            "--load_best_model_at_end needs --eval_data",
+            {"load_best_model_at_end": True, "save_strategy": "no"},
+        ),
+        (
+            "--dataloader_persistent_workers works with --dataloader_num_workers",
+            {"dataloader_persistent_workers": True},
+        ),
+        ("--optim_args works with", {"optim_args": "bf16_stochastic_round=True"}),
+        ("--cache_dir has no value", {"cache_dir": ""}),
+        ("--pad_multiple must be", {"pad_multiple": 2**31 - 1}),
+        (
+            "--dataloader_prefetch_factor must be",
+            {"dataloader_prefetch_factor": 2**31 - 1, "dataloader_num_workers": 1},
+        ),
+        (
+            "--dataloader_num_workers must be",
             {"dataloader_num_workers": 100000},
         ),
     ],
 )
 def test_contradictions_and_what_is_missing(refused, words, flags):
     if words == "no checkpoint":
-        words = "expected a checkpoint in"
+        words = "there is no whole checkpoint in"
     refused(words, **flags)
 
 
 def test_unknown_flag_and_key(refused, tmp_path):
-    refused("unknown flag '--learning_rat'; did you mean --learning_rate", "--learning_rat", "1")
-    refused("unknown flag '--max_lenght=1'; did you mean --max_length", "--max_lenght=1")
-    refused("argument --seq_len: a length is tokens", "--seq-len", "0")
-    refused("write such a number; see", "--seq-len", "0")
+    refused("unknown flag '--learning_rat'. Did you mean --learning_rate", "--learning_rat", "1")
+    refused("unknown flag '--max_lenght=1'. Did you mean --max_length", "--max_lenght=1")
+    refused("argument --seq_len: a length must be tokens", "--seq-len", "0")
+    refused("Write such a number. See", "--seq-len", "0")
     config = tmp_path / "run.yaml"
     config.write_text("seq_le: 3\n")
-    refused("unknown key 'seq_le'; did you mean --seq_len", str(config))
+    refused("unknown key 'seq_le'. Did you mean --seq_len", str(config))
     config.write_text("a: [\n")
-    refused("is not YAML", str(config))
+    refused("must be YAML", str(config))
     (tmp_path / "run.json").write_text('{"a": 1,}')
     refused("unknown key 'a'", str(tmp_path / "run.json"))
-    refused("cannot read the config file", str(tmp_path / "none.yaml"))
-    refused("expected flags or a config file", "train")
+    refused("cannot be read", str(tmp_path / "none.yaml"))
+    refused("the first argument must be a flag or a config file", "train")
 
 
 @pytest.mark.parametrize(
     "content, words",
     [
-        ("", "expected rows in files"),
-        ('{"text": "a"\n', "all 1 are malformed"),
-        ('{"body": "a"}\n', "expected a column 'text'"),
+        ("", "there are no rows"),
+        ('{"text": "a"\n', "all 1 rows are malformed"),
+        ('{"body": "a"}\n', "a row needs a column 'text'"),
+        ('{"instruction": "a", "output": "b"}\n', "rename Alpaca's"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "hfpatch run trl dpo"),
         (
             '{"prompt": "a very long prompt that fills the whole row of tokens", "completion": '
             '"a"}\n',
@@ -140,7 +167,7 @@ def test_a_reporter_that_is_missing_is_named_before_tokenizing(refused, monkeypa
 
 @pytest.mark.parametrize("words, kind, settings", [
     ("is 0 in each of 6 steps", "cosine_with_min_lr", '{"min_lr": NaN}'),
-    ("gives -0.", "polynomial", '{"lr_end": -1}'),
+    ("got -0.", "polynomial", '{"lr_end": -1}'),
     ("the learning-rate schedule does not work: ", "polynomial", '{"power": -1}'),
     ("the learning-rate schedule does not work: ", "cosine", '{"nothing": 1}'),
     ("does not work", "warmup_stable_decay", "{}"),
@@ -244,7 +271,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 def test_deepspeed_that_accelerate_left_out_is_refused():
     asked = SimpleNamespace(deepspeed="zero3.json")
     with pytest.raises(
-        ValueError, match="it runs NO; launch with `accelerate launch --use_deepspeed"
+        ValueError, match="and runs NO. Launch with `accelerate launch --use_deepspeed"
     ):
         checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.NO"))
     checks.engine_is_on(asked, SimpleNamespace(distributed_type="DistributedType.DEEPSPEED"))
@@ -265,11 +292,11 @@ def test_fsdp_that_accelerate_left_out_is_refused(monkeypatch):
     )
     checks.engine_is_on(none, alone)
     with pytest.raises(
-        ValueError, match="^hfpatch: expected accelerate to run FSDP .*, it runs MULTI_CPU: [^\n]*$"
+        ValueError, match="^hfpatch: accelerate must run FSDP.*, and runs MULTI_CPU: [^\n]*$"
     ):
         checks.engine_is_on(asked, alone)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="^hfpatch: expected accelerate to run FSDP"):
+    with pytest.raises(ValueError, match="^hfpatch: accelerate must run FSDP"):
         checks.engine_is_on(none, alone)
     checks.engine_is_on(none, sharded)
 
@@ -289,7 +316,7 @@ def test_processes_that_would_train_apart_are_refused(monkeypatch):
     with pytest.raises(
         ValueError,
         match=(
-            "^hfpatch: expected 2 processes that train together, .*; pass --use_cpu True and no "
+            "^hfpatch: the 2 processes of this launch must train together, .*. Pass --use_cpu True and no "
             "engine, or launch"
         ),
     ):
@@ -306,7 +333,7 @@ def test_a_checkpoint_of_another_layout_is_refused(saved, now, tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match="^hfpatch: .* was saved .* FSDP, this run of 1 processes is .* it; launch[^\n]*$",
+        match="^hfpatch: .* was saved .* FSDP, and this run of 1 processes is .* it. Launch[^\n]*$",
     ):
         checks.engine_is_on(
             args, SimpleNamespace(distributed_type=f"DistributedType.{now}"), str(tmp_path)

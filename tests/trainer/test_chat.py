@@ -118,7 +118,7 @@ def test_template_that_rewrites_its_prefix_is_refused(tokenizer, change):
     stock = tokenizer.chat_template
     try:
         tokenizer.chat_template = stock.replace(*change)
-        with pytest.raises(chat.BadRow, match="does not keep its prefix at message 1"):
+        with pytest.raises(chat.BadRow, match="changes earlier turns at message 1"):
             chat.encode_chat(
                 turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")),
                 tokenizer,
@@ -142,14 +142,14 @@ def test_template_that_refuses_says_so(tokenizer):
     [
         (
             {"body": "x"},
-            "expected a column 'text', 'messages', or 'prompt' and 'completion'; came 'body'",
+            "a row needs a column 'text', 'messages', or 'prompt' and 'completion', got 'body'",
         ),
-        ({"text": 3}, "'text' must be a string, int came"),
+        ({"text": 3}, "'text' must be a string, got int"),
         ({"text": ""}, "'text' is empty"),
-        ({"prompt": "a", "completion": None}, "'completion' must be a string, NoneType came"),
-        ({"messages": []}, "'messages' must be a list of messages, none came"),
-        ({"messages": "hi"}, "'messages' must be a list of messages, str came"),
-        ({"messages": ["hi"]}, "message 0 must be an object with 'role' and 'content', str came"),
+        ({"prompt": "a", "completion": None}, "'completion' must be a string, got NoneType"),
+        ({"messages": []}, "'messages' must be a list of messages, got none"),
+        ({"messages": "hi"}, "'messages' must be a list of messages, got str"),
+        ({"messages": ["hi"]}, "message 0 must be an object with 'role' and 'content', got str"),
         ({"messages": [{"content": "hi"}]}, "message 0 has no 'role'"),
         ({"messages": [{"role": "user"}]}, r"message 0 \(user\) has no 'content'"),
     ],
@@ -211,7 +211,7 @@ def test_without_trl_prefixes_tell_and_a_refusal_names_it(tokenizer, monkeypatch
         chat.OWN,
     )
     with pytest.raises(
-        chat.BadRow, match="does not keep its prefix at message 1 .*; pip install trl"
+        chat.BadRow, match="changes earlier turns at message 1, .*; pip install trl"
     ):
         learned_by(tokenizer, DIALOGUE, FORGETFUL, monkeypatch)
 
@@ -222,7 +222,7 @@ def test_template_that_trl_does_not_know_goes_by_prefixes(tokenizer, monkeypatch
         "first</s>second</s>",
         chat.OWN,
     )
-    with pytest.raises(chat.BadRow, match="does not keep its prefix .* cannot be told apart$"):
+    with pytest.raises(chat.BadRow, match="changes earlier turns .* cannot be found$"):
         learned_by(tokenizer, DIALOGUE, FORGETFUL, monkeypatch)
 
 

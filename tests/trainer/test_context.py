@@ -28,7 +28,9 @@ def test_longer_than_the_model(run_train, tmp_path):
     assert code == 0, err
     flags = {"config_overrides": None, "model": base, "seq_len": 128, "max_steps": 2}
     code, _, err, _ = run_train("refused", **flags)
-    assert code == 2 and "over the model's 32 positions" in err and "--rope_scaling" in err
+    assert (
+        code == 2 and "must be at most the model's 32 positions" in err and "--rope_scaling" in err
+    )
     config_file = tmp_path / "long.yaml"
     config_file.write_text("rope_scaling: {rope_type: yarn, factor: 4.0}\neval_positions: 32\n")
     held = {"validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 1}
@@ -70,28 +72,28 @@ def test_limit_and_base_alone():
 @pytest.mark.parametrize(
     "config, limit, scaling, words",
     [
-        (LlamaConfig(), 0, None, "of 1 or more, 0 came"),
-        (LlamaConfig(), None, "yarn", "expected a JSON object"),
-        (LlamaConfig(), None, '{"rope_type": "moon"}', "knows the types default, linear"),
-        (LlamaConfig(), None, '{"factor": 4.0}', "expected a rope_type beside"),
+        (LlamaConfig(), 0, None, "must be 1 or more, got 0"),
+        (LlamaConfig(), None, "yarn", "must be a JSON object"),
+        (LlamaConfig(), None, '{"rope_type": "moon"}', "must be one of default, linear"),
+        (LlamaConfig(), None, '{"factor": 4.0}', "needs a rope_type"),
         (
             LlamaConfig(),
             None,
             '{"rope_type": "linear", "factor": -1.0}',
-            "factor must be a number of more than 0, -1.0 came",
+            "factor must be more than 0, got -1.0",
         ),
-        (LlamaConfig(), None, '{"rope_type": "dynamic", "factor": 2.0}', "use yarn or linear"),
+        (LlamaConfig(), None, '{"rope_type": "dynamic", "factor": 2.0}', "Use yarn or linear"),
         (
             LlamaConfig(),
             None,
             '{"rope_type": "llama3", "factor": 2.0}',
-            "does not serve this model",
+            "does not work with this model",
         ),
         (
             LlamaConfig(),
             None,
             '{"rope_type": "linear", "factor": "two"}',
-            "does not serve this model",
+            "does not work with this model",
         ),
         (GPT2Config(), 4096, None, "a gpt2 has none or several"),
         (

@@ -73,13 +73,13 @@ def test_a_folder(load, tokenizer, tmp_path):
     made, _ = load(data=[str(tmp_path / "in")], data_exclude=["left"])
     assert documents(made.train, tokenizer) == ["a.jsonl", "b/c.jsonl", "x"]
     assert len(load(data=[str(tmp_path / "in")], data_glob="*.csv")[0].train) == 1
-    with pytest.raises(ValueError, match="^hfpatch: expected rows in files .* at .*README"):
+    with pytest.raises(ValueError, match="^hfpatch: there are no rows .* at .*README"):
         load(data=[str(tmp_path / "in/README")])
 
 
 @pytest.mark.parametrize("content, words", [
-    ("", "expected rows in files"), ('{"text": "a"\n', "all 1 are malformed .*a.jsonl:1: not JSON"),
-    ('{"body": "a"}\n', "all 1 are malformed .*a.jsonl:1: expected a column 'text'"),
+    ("", "there are no rows"), ('{"text": "a"\n', "all 1 rows are malformed .*a.jsonl:1: not JSON"),
+    ('{"body": "a"}\n', "all 1 rows are malformed .*a.jsonl:1: a row needs a column 'text'"),
     ('{"prompt": "%s", "completion": "a"}\n' % ("long " * 40), "has a label left"),
 ])  # fmt: skip
 def test_data_without_a_row_to_learn(load, tmp_path, content, words):
@@ -97,7 +97,7 @@ def test_malformed_rows_are_named_and_strict_stops(load, tokenizer, tmp_path, st
     for line, why in ((3, "'text' is empty"), (4, "not JSON: Expecting ':' delimiter")):
         at = f"(the first at {tmp_path}/a.jsonl:{line})"
         assert any(f"left out: {why}" in one and one.endswith(at) for one in told), told
-    with pytest.raises(ValueError, match="--strict expects no malformed row, .*a.jsonl:[34]: "):
+    with pytest.raises(ValueError, match="--strict allows no malformed row, .*a.jsonl:[34]: "):
         list(load(**flags, strict=True)[0].train)
 
 
@@ -163,7 +163,7 @@ def test_the_hub(load, tokenizer, monkeypatch):
     for streaming in (False, True):
         made, told = load(data=["someone/texts"], streaming=streaming, allow_malformed=True)
         assert documents(made.train, tokenizer) == ["a = 1"]
-        assert any("left out: expected a column 'text'" in line for line in told), told
+        assert any("left out: a row needs a column 'text'" in line for line in told), told
     with pytest.raises(ValueError, match="^hfpatch: 'nobody/nothing' is no file .*doesn't exist"):
         load(data=["nobody/nothing"])
 
@@ -194,7 +194,10 @@ def test_chats_beside_texts_need_a_template(load, tokenizer, tmp_path, streaming
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 30)
     (tmp_path / "b.jsonl").write_text(chats)
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(ValueError, match="chat messages .* no chat template; .*b.jsonl:1"):
+    with pytest.raises(
+        ValueError,
+        match="chat messages need a chat template, and the tokenizer has none. .*b.jsonl:1",
+    ):
         list(load(data=[str(tmp_path)], streaming=streaming)[0].train)
 
 

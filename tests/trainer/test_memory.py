@@ -138,7 +138,9 @@ def test_the_error_that_leaves_trainer_says_what_to_change(expandable, monkeypat
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trainer.train()
     (text,) = raised.value.args
-    assert text.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.\nhfpatch: a step of")
+    assert text.startswith(
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nhfpatch: out of memory in a step of"
+    )
     assert ('checkpointing="least"' in text) == expandable
     assert (tmp_path / memory.FILE).exists() and text.count("hfpatch:") == 1
     handle.remove()

@@ -101,12 +101,12 @@ def test_training_a_plain_model_stops_before_the_first_step(watched, tmp_path):
 
     with pytest.raises(
         ValueError,
-        match=r"^hfpatch: expected a patched model .*Own.train\(\) got a plain LlamaForCausalLM; call",
+        match=r"^hfpatch: .*Own.train\(\) got a stock LlamaForCausalLM under .*\. Call",
     ):
         Own(tiny.llama()).train()
     trainer = Trainer(tiny.llama(), arguments(tmp_path), train_dataset=rows())
     hfpatch.undo(trainer.model)
-    with pytest.raises(ValueError, match="expected a patched model"):
+    with pytest.raises(ValueError, match="got a stock"):
         trainer.train()
     assert trainer.state.global_step == 0 and not (watched / marks.TRAINED).exists()
 
@@ -120,7 +120,7 @@ def test_a_refused_model_is_evaluated_and_not_trained(watched, tmp_path):
     rows = [{"pixel_values": torch.ones(3, 8, 8), "labels": 1} for _ in range(4)]
     trainer = Trainer(model, arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
     assert trainer.evaluate()["eval_loss"] > 0
-    with pytest.raises(ValueError, match="expected a decoder with a list of layers, found none"):
+    with pytest.raises(ValueError, match="must have a list of decoder layers"):
         trainer.train()
     assert trainer.state.global_step == 0 and not list(watched.iterdir())
 
@@ -172,11 +172,12 @@ def test_options_are_those_of_apply():
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "none came"), (["/nowhere.py"], "none is called /nowhere.py"), (["-m"], "none came"),
-    (["nowhere"], "none is called"),
+    ([], "is missing"), (["-m"], "is missing"),
+    (["/nowhere.py"], "there is no script or command /nowhere.py"),
+    (["nowhere"], "there is no script or command"),
     (["--no-such", "python"], "unrecognized"), (["--every", "0", "python"], "every must be"),
     (["--checkpointing", "on"], "on"),
-    (["--checkpointing", "off", "--every", "8", "python"], "drop one"),
+    (["--checkpointing", "off", "--every", "8", "python"], "Leave one"),
     (["--checkpointing", "nowhere", "python"], "checkpointing must be"),
 ])  # fmt: skip
 def test_bad_arguments(capsys, argv, words):
@@ -196,7 +197,7 @@ def test_a_command_that_cannot_start_is_one_sentence(name, mode, tmp_path, capfd
     for word in (str(script), name):
         assert run.main([word]) == 2
         err = capfd.readouterr().err
-        assert err.startswith("hfpatch: expected a command that the system can start")
+        assert err.startswith("hfpatch: the system cannot start")
         assert f"hfpatch run bash {word}" in err and err.count("\n") == 1
 
 

@@ -40,7 +40,7 @@ def test_an_accelerate_without_ulysses_is_refused_by_a_sentence(monkeypatch):
     monkeypatch.delattr(accelerate.utils, OWN, raising=False)
     with pytest.raises(
         ValueError,
-        match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, .* came; pip",
+        match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, got .* pip",
     ):
         parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
 
@@ -81,7 +81,7 @@ def test_rows_are_padded_to_go_evenly_over_the_ranks(engine, values, multiple, m
 
 @pytest.mark.parametrize("engine, values, size, said", [
     (None, {}, 2, "needs an engine"), ("fsdp", {"version": 1}, 2, "needs FSDP2"),
-    ("fsdp", {"version": 2}, 3, "divides the number"),
+    ("fsdp", {"version": 2}, 3, "must divide the"),
     ("deepspeed", {"zero_optimization": {"stage": 2}}, 2, "2 times too large"),
     ("deepspeed", {"zero_optimization": {"stage": 3, "reduce_scatter": False}}, 4,
      "4 times too large"),
@@ -95,7 +95,7 @@ def test_what_cannot_share_rows_is_refused(engine, values, size, said, monkeypat
 def test_smoothed_labels_are_refused():
     with pytest.raises(
         ValueError,
-        match="^hfpatch: --label_smoothing_factor needs whole rows, --sp_size 2 came too",
+        match="^hfpatch: --label_smoothing_factor and --sp_size 2 cannot be combined",
     ):
         _share_rows(
             ModelArguments(sp_size=2), DataArguments(), {"label_smoothing_factor": 0.1}, None
@@ -107,7 +107,7 @@ def test_heads_that_do_not_go_evenly_are_refused_early():
     with pytest.raises(
         ValueError,
         match=(
-            "^hfpatch: --sp_size 3 came, but 4 query and 2 KV heads do not go evenly over 3 ranks"
+            "^hfpatch: --sp_size 3 does not work with DeepSpeed's Ulysses: 4 query and 2 KV heads do not go evenly over 3 ranks"
         ),
     ):
         checks.sharing(3, tiny.config())

@@ -246,7 +246,7 @@ def test_model_from_a_folder_with_chat_and_a_template_file(
         "data": chat_file, "data_glob": None, "seq_len": 128,
     }  # fmt: skip
     code, _, err, _ = run_train("no-template", **flags)
-    assert code == 2 and "give --chat_template FILE" in err
+    assert code == 2 and "Give --chat_template FILE" in err
     code, out, err, folder = run_train("chat", **flags, chat_template=template)
     assert code == 0, err
     share = float(re.search(r"([\d.]+)% of them labels", out).group(1))

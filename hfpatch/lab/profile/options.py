@@ -4,7 +4,7 @@ the device.
 
 from dataclasses import dataclass, field
 
-from hfpatch.budget.policy import parse_checkpointing
+from hfpatch.budget.policy import parse_checkpointing, refuse_unknown
 from hfpatch.lab.profile.timeline import IMPLEMENTATIONS
 
 CHOICES = {
@@ -41,17 +41,13 @@ class Options:
 
     def __post_init__(self):
         for name, among in CHOICES.items():
-            if getattr(self, name) not in among:
-                raise ValueError(
-                    f"hfpatch: {name} takes {', '.join(among)}, {getattr(self, name)!r} came; "
-                    "name one of these."
-                )
+            refuse_unknown([getattr(self, name)], among, name)
         for name, least in LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(
-                    f"hfpatch: {name} must be a whole number of at least {least}, {value!r} came; "
-                    "change it."
+                    f"hfpatch: {name} must be a whole number of at least {least}, got {value!r}. "
+                    "Change it."
                 )
         parse_checkpointing(self.checkpointing)
 
@@ -62,8 +58,8 @@ class Options:
         there = torch.cuda.is_available()
         if self.device == "cuda" and not there:
             raise ValueError(
-                "hfpatch: expected a GPU for device cuda, torch sees none here; pass cpu, or "
-                "simulate the step."
+                "hfpatch: device cuda needs a GPU that torch sees, and there is none. Pass cpu, "
+                "or simulate the step."
             )
         return ("cuda" if there else "cpu") if self.device == "auto" else self.device
 
@@ -90,12 +86,11 @@ def check_together(
     """ValueError for an option that no implementation of this run uses."""
     if checkpointing and "hfpatch" not in impls:
         raise ValueError(
-            f"hfpatch: checkpointing is for hfpatch, impl named {', '.join(impls)}; add hfpatch, "
-            "or leave it out."
+            f"hfpatch: checkpointing works with impl hfpatch only, got {', '.join(impls)}. Add "
+            "hfpatch, or leave checkpointing out."
         )
     if not gradient_checkpointing and not {"hf", "liger"} & set(impls):
         raise ValueError(
-            "hfpatch: gradient checkpointing is turned off for hf and liger, impl named hfpatch "
-            "alone; for it pass "
-            'checkpointing="off".'
+            "hfpatch: gradient checkpointing is for hf and liger, got impl hfpatch alone. Pass "
+            'checkpointing="off" for it.'
         )

@@ -116,8 +116,8 @@ def adapted(model: nn.Module, adapters: Adapters) -> nn.Module:
     except ValueError as error:  # no layer has the name, or a kernel reads its weight itself
         why = re.split(r"[.;] ", str(error))[0]
         raise ValueError(
-            f"hfpatch: expected Linear layers that PEFT adapts ({why}), "
-            f"{', '.join(adapters.targets) or ALL_LINEAR} came; name others with --lora-target."
+            f"hfpatch: LoRA's targets must be Linear layers that PEFT adapts ({why}), got "
+            f"{', '.join(adapters.targets) or ALL_LINEAR}. Name others with --lora-target."
         ) from error
     for parameter in made.parameters():
         if parameter.requires_grad:

@@ -231,9 +231,9 @@ class Follower(TorchDispatchMode):
         self.operations += 1
         if self.most_operations is not None and self.operations > self.most_operations:
             raise ValueError(
-                f"hfpatch: expected a step of at most {self.most_operations:,} operations, plain "
-                "code that goes through the "
-                "tokens one by one came; ask for fewer tokens, or run it."
+                f"hfpatch: a simulated step must have at most {self.most_operations:,} operations, "
+                "and plain code that goes through the tokens one by one has more. Ask for fewer "
+                "tokens, or run it."
             )
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)

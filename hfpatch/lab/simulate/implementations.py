@@ -17,9 +17,8 @@ def config_class(kind):
 
     if kind not in CONFIG_MAPPING:
         raise ValueError(
-            f"hfpatch: expected a model type of transformers, {kind!r} came; a model whose code "
-            "is its own is not run from here: "
-            "load it and print(hfpatch.apply(model))."
+            f"hfpatch: model_type must be one of transformers', got {kind!r}. Code from elsewhere "
+            "is not run here: load the model and print(hfpatch.apply(model))."
         )
     return CONFIG_MAPPING[kind]
 
@@ -48,8 +47,8 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
         made in m for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     ):
         raise ValueError(
-            f"hfpatch: expected a model that writes text one token after another, {kind!r} came; "
-            "pass the config.json of one."
+            f"hfpatch: the model must write text one token after another, got {kind!r}. Pass the "
+            "config.json of such a model."
         )
     # A list has one value per layer.
     check_sizes(lambda name: None if isinstance(values.get(name), list) else values.get(name))
@@ -71,7 +70,8 @@ def build(config: dict, dtype=torch.bfloat16, adapters=None):
     except Exception as error:  # each family raises its own class for junk
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise ValueError(
-            f"hfpatch: expected the values of a {kind} config.json ({reason}); check the file."
+            f"hfpatch: a {kind} config.json must hold its values, and does not ({reason}). Check "
+            "the file."
         ) from error
     return adapted(model, adapters) if adapters else model
 

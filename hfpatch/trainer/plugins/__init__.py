@@ -29,6 +29,6 @@ def expect_tiles(model, report: Report) -> None:
         return
     name, reason = type(model).__name__, dict(report.skipped).get("checkpointing", "none there")
     raise ValueError(
-        f"hfpatch: expected layers that run in tiles, {name} has none ({reason}); "
-        'drop the plugin, or set checkpointing to "off".'
+        f"hfpatch: no layer of {name} runs tiled ({reason}). Leave the plugin out, or set "
+        'checkpointing to "off".'
     )

@@ -54,22 +54,21 @@ def _refuse(engine, backend: str) -> None:
 
     if backend != "fsdp2" or not hasattr(engine, VERL_SHARDS):
         raise ValueError(
-            f"hfpatch: expected verl's engine fsdp2, {backend} came; set strategy=fsdp2, or drop "
+            f"hfpatch: verl's engine must be fsdp2, got {backend}. Set strategy=fsdp2, or drop "
             "hfpatch from external_lib."
         )
     model, ranks = engine.model_config, engine.engine_config.ulysses_sequence_parallel_size
     rival = next((name for name in RIVALS if getattr(model, name, False)), None)
     if rival is not None:
-        raise ValueError(f"hfpatch: expected one implementation, model.{rival} came too; drop it.")
+        raise ValueError(f"hfpatch: model.{rival} and hfpatch cannot be combined. Leave one out.")
     if ranks > 1:
         raise ValueError(
-            f"hfpatch: expected whole rows on each rank, ulysses_sequence_parallel_size={ranks} "
-            "came; set it to 1."
+            f"hfpatch: ulysses_sequence_parallel_size must be 1, got {ranks}. Set it to 1."
         )
     if model.model_type == "language_model" and not model.use_fused_kernels:
         raise ValueError(
-            "hfpatch: expected model.use_fused_kernels=True, False came: verl would ask for whole "
-            "logits; set it."
+            "hfpatch: model.use_fused_kernels must be True, got False: verl would ask for whole "
+            "logits. Set it."
         )
 
 
