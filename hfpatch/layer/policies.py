@@ -134,13 +134,13 @@ class Policies:
             self.policies[key] = policy
             if meter is not None and meter.step is not None:
                 policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
-            if self.opened.get((*key, T)) != policy:
+            if self.opened.get(key) != policy:
                 del self.policies[key]  # a reservation that fails is tried again
                 group = None if whole else tensor_parallel_group(layer)
-                reserve = partial(self._reserve, policy, layer, x_BTD, meter)
+                reserve = partial(self._reserve, policy, layer, x_BTD, longest, meter)
                 self._together(group, reserve)
                 self.policies[key] = policy
-                self.opened[(*key, T)] = policy
+                self.opened[key] = policy
         return policy
 
     def _settle(self, room: int) -> None:
@@ -330,8 +330,10 @@ class Policies:
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
-    def _reserve(self, policy: Policy, layer, x: Tensor, meter: Meter | None) -> None:
-        """Reserves host memory for a step, in one block: each block has to be pinned."""
+    def _reserve(self, policy: Policy, layer, x: Tensor, T: int, meter: Meter | None) -> None:
+        """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
+        be pinned.
+        """
         if policy.offload != "host" or policy.chain:  # how many layers form a chain is not known
             return
         pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
@@ -339,7 +341,8 @@ class Policies:
             pool.give_back()  # host memory is scarce: hold no more than this length takes
         layers = -(-(self._keeping(x) - policy.plain) // policy.every)
         ranks = 1 if self.shards is None else self.shards.world
-        rows, computed = x[..., 0].numel(), (autocast_dtype(x.device.type) or x.dtype).itemsize
+        rows = x[:, :1, ..., 0].numel() * T
+        computed = (autocast_dtype(x.device.type) or x.dtype).itemsize
 
         def named(name: str) -> int:
             return max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)
@@ -348,7 +351,7 @@ class Policies:
         saved = (layers - policy.attends_again) * policy.save_attention
         one = rows * x.shape[-1] * x.element_size()
         sizes = Counter({one // ranks: layers})
-        bounds = tile_bounds(*x.shape[:2], policy.tile)
+        bounds = tile_bounds(len(x), T, policy.tile)
         # the gradient of the input of the layer whose backward runs
         sizes[one] += policy.parks_dx and len(bounds) > 1
         sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved

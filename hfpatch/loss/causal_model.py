@@ -331,17 +331,21 @@ def _saying(kind: type, names: tuple[str, ...]) -> type:
     """The class of outputs that says so, once, when code reads one of these fields and it is
     None."""
 
+    def made(self):
+        vars(self)["_hfpatch_making"] = True  # transformers reads the fields here
+        kind.__post_init__(self)
+        del vars(self)["_hfpatch_making"]
+
     def field(name):
         def read(self):
             found = vars(self).get(name)
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if found is None and not caller.startswith("transformers."):
+            if found is None and "_hfpatch_making" not in vars(self):
                 _say_unread(name)
             return found
 
         return property(read, lambda self, value: vars(self).update({name: value}))
 
-    return type(kind.__name__, (kind,), {n: field(n) for n in names})
+    return type(kind.__name__, (kind,), {"__post_init__": made, **{n: field(n) for n in names}})
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from hfpatch.context.ranks import SHORTEST_PART, sharded
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.parallel.exchange import Sequence
-from hfpatch.parallel.shards import least_of
+from hfpatch.parallel.shards import least_of, of_hosts
 
 IGNORE = -100
 
@@ -52,11 +52,8 @@ def part_of(sequence: Sequence, batch: dict) -> dict:
 def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
     """The batches of a group's ranks, in rank order."""
     found = [None] * sequence.size
-    dist.all_gather_object(
-        found,
-        {n: x.cpu() if isinstance(x, Tensor) else x for n, x in batch.items()},
-        sequence.group,
-    )
+    own = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in batch.items()}
+    dist.all_gather_object(found, own, group=of_hosts(sequence.group))
     return found
 
 

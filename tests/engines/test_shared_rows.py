@@ -79,13 +79,13 @@ def test_gradients_are_those_of_one_process(tmp_path):
 
 def test_numbers_that_the_host_reads_travel_over_a_group_of_their_own(tmp_path):
     """With the layers' tensors they would arrive after all of these: the device would be idle in
-    every micro-step. What ranks agree on is kept by rounded lengths."""
+    every micro-step."""
     for report in torchrun("numbers_worker.py", folder=tmp_path):
         assert report["worst"] <= CLOSE
         found = report["found"]
         assert found["all_gather"] == 2 * 4  # shapes and positions of each row
         assert found["with the layers"] == 0
-        assert report["keys"] == [[16, False], [32, False]]
+        assert found["all_gather_object"] >= 1 and report["ranks"] == [0, 1]  # in evaluation
 
 
 @pytest.mark.parametrize("ways, free, speeds, last", [
