@@ -57,6 +57,7 @@ _NOT_ITS_LOSS = (
     "came, which transformers gives labels that end with each GPU's part there; take it away, or "
     "share no rows (cp_size=1)."
 )
+_ENGINES = ("accelerate", "deepspeed", "torch", "transformers")
 # In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
 EVAL_LOGITS_BYTES = 2 << 30
@@ -343,15 +344,24 @@ def _saying(kind: type, names: tuple[str, ...]) -> type:
 
     def field(name):
         def read(self):
-            found = vars(self).get(name)
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if found is None and not caller.startswith("transformers."):
-                _say_unread(name)
-            return found
+            return _noticed(name, vars(self).get(name))
 
         return property(read, lambda self, value: vars(self).update({name: value}))
 
-    return type(kind.__name__, (kind,), {n: field(n) for n in names})
+    def get(self, name, default=None):
+        found = kind.get(self, name, default)
+        return _noticed(name, found) if name in names else found
+
+    return type(kind.__name__, (kind,), {n: field(n) for n in names} | {"get": get})
+
+
+def _noticed(name: str, value):
+    """The value of a field. Says so if it is None and the caller's caller is no engine, which looks
+    at every field (FSDP2's hooks do)."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if value is None and caller.partition(".")[0] not in _ENGINES:
+        _say_unread(name)
+    return value
 
 
 @cache
