@@ -56,6 +56,7 @@ _NOT_ITS_LOSS = (
     "context parallelism needs the model's own loss, got compute_loss_func or label smoothing, "
     "whose labels end with each GPU's part. Leave it out, or set cp_size=1."
 )
+_ENGINES = ("accelerate", "deepspeed", "torch", "transformers")
 # In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
 EVAL_LOGITS_BYTES = 2 << 30
@@ -331,21 +332,26 @@ def _saying(kind: type, names: tuple[str, ...]) -> type:
     """The class of outputs that says so, once, when code reads one of these fields and it is
     None."""
 
-    def made(self):
-        vars(self)["_hfpatch_making"] = True  # transformers reads the fields here
-        kind.__post_init__(self)
-        del vars(self)["_hfpatch_making"]
-
     def field(name):
         def read(self):
-            found = vars(self).get(name)
-            if found is None and "_hfpatch_making" not in vars(self):
-                _say_unread(name)
-            return found
+            return _noticed(name, vars(self).get(name))
 
         return property(read, lambda self, value: vars(self).update({name: value}))
 
-    return type(kind.__name__, (kind,), {"__post_init__": made, **{n: field(n) for n in names}})
+    def get(self, name, default=None):
+        found = kind.get(self, name, default)
+        return _noticed(name, found) if name in names else found
+
+    return type(kind.__name__, (kind,), {n: field(n) for n in names} | {"get": get})
+
+
+def _noticed(name: str, value):
+    """The value of a field. Says so if it is None and the caller's caller is no engine, which looks
+    at every field (FSDP2's hooks do)."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if value is None and caller.partition(".")[0] not in _ENGINES:
+        _say_unread(name)
+    return value
 
 
 @cache

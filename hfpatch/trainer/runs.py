@@ -124,6 +124,14 @@ class WholeCheckpoints:
     def _push_from_checkpoint(self, checkpoint_folder):
         """Waits until the folder has its name."""
 
+    def save_model(self, output_dir=None, _internal_call=False):
+        """As Trainer's, which saves nothing where FSDP's state_dict_type is sharded. Checkpoints
+        then hold shards. The model of the run is whole."""
+        super().save_model(output_dir, _internal_call)
+        kind = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.state_dict_type
+        if not _internal_call and "SHARDED" in str(kind):
+            self._save(output_dir, self.accelerator.get_state_dict(self.model))
+
     def _save(self, output_dir=None, state_dict=None):
         """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
         try:

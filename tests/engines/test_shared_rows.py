@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file
 from test_launch import HERE, ROOT, torchrun
 
 from hfpatch.trainer import runs as folders
@@ -245,6 +247,20 @@ def test_hfpatch_train_shares_rows(runs):
     more = ["--max_steps", 2, "--eval_steps", 2, "--save_strategy", "no"]
     one, two = train("one", 1, *more), train("two", 2, *more)
     assert one == pytest.approx(two, rel=2e-6) and len(one) == 3
+
+
+@pytest.mark.parametrize("engine", tiny.longer(["zero3", "fsdp2"], "fsdp2"))
+def test_weights_are_written_where_the_rest_fails(engine, runs):
+    """Of all ranks, in the final save, whose config cannot be written; no rank waits for ever."""
+    train = runs(engine)
+    words = [*train.common, *train.share, "--output_dir", train.folder / "two", "--max_steps", 1]
+    words += ["--save_strategy", "no", "--eval_strategy", "no"]
+    run = train.start(2, [*map(str, words)], SAVES_NO_CONFIG="1")
+    assert run.wait(timeout=200) != 0
+    assert "no config today" in (train.folder / "log.txt").read_text()
+    saved = [load_file(train.folder / name / "model.safetensors") for name in ("model", "two")]
+    assert {n: x.shape for n, x in saved[0].items()} == {n: x.shape for n, x in saved[1].items()}
+    assert all(torch.isfinite(x).all() for x in saved[1].values())
 
 
 @pytest.mark.long

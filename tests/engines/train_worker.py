@@ -10,6 +10,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import common
 import deepspeed
 import torch
+import transformers
 
 from hfpatch.cli.train import main
 from hfpatch.parallel import exchange
@@ -28,6 +29,12 @@ if "FAILS" in os.environ and os.environ["RANK"] == "1":
         return backward(*args, **known)
 
     exchange.attention_backward = failing
+if "SAVES_NO_CONFIG" in os.environ:
+
+    def unsaved(self, *args, **kwargs):
+        raise ValueError("hfpatch: no config today.")
+
+    transformers.PreTrainedConfig.save_pretrained = unsaved
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     if "fsdp2" in arguments:
         arguments += [

@@ -534,8 +534,13 @@ def test_unread_logits_say_so_and_the_report_has_a_line(capsys):
         out.logits.view(-1)
     assert "logits=True" in capsys.readouterr().err
     assert out.logits is None and not capsys.readouterr().err, "once"
-    # Engines in bfloat16 build outputs again.
     causal_model._say_unread.cache_clear()
+    assert out.get("loss") is not None and not capsys.readouterr().err
+    assert out.get("logits") is None and "logits=True" in capsys.readouterr().err
+    # Engines look at every field, and in bfloat16 build outputs again.
+    causal_model._say_unread.cache_clear()
+    exec("out.logits", {"out": out, "__name__": "torch.distributed.fsdp"})
+    assert not capsys.readouterr().err
     again = type(out)({name: value for name, value in out.items()})
     assert not capsys.readouterr().err and again.logits is None and capsys.readouterr().err
     with torch.no_grad():
