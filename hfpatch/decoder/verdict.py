@@ -42,7 +42,6 @@ SHARED_KEYS = (
     "its layers share keys with later ones, and would store them again when they run again"
 )
 TILE = 16
-CHAIN_TILE = 8192  # at least a chunk of any rule: shorter tiles make no chain
 DOCUMENTS = (0, 17, TOKENS)
 
 
@@ -152,10 +151,6 @@ def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) 
         for kind, layer in _one_of_each(stack).items():
             if kind in found.answers:  # else the layer keeps states of earlier runs
                 found.answers[kind] = ask_in_time(stack, layer, found.answers[kind])
-        if any(a.carries is not None for a in found.answers.values()):
-            # The stack may read hidden states between layers, whose gradients a chain would lose.
-            if expected.differs(found, every="auto") is not None:
-                found.answers = {k: replace(a, carries=None) for k, a in found.answers.items()}
         return found
 
 
@@ -271,11 +266,9 @@ class _Expected:
         error, size = (got[~idle_BT] - wanted).norm(dim=-1), wanted.norm(dim=-1)
         return bool((~(error <= CLOSE * size)).sum() <= 1)
 
-    def differs(self, found: Verdict, every: int | str = 1) -> Why | None:
-        """How a stack with these traits differs from transformers, or None. every: with "auto",
-        layers without attention run as chains.
-        """
-        ours = _patched(self.stack, found, every)
+    def differs(self, found: Verdict) -> Why | None:
+        """How a stack with these traits differs from transformers, or None."""
+        ours = _patched(self.stack, found)
         for name, (_, batch) in self.batches.items():
             if name == "packed" and not found.ours:
                 continue  # transformers' attention runs; there is nothing of ours to compare
@@ -313,14 +306,14 @@ def _keeps_apart(stack: nn.Module) -> bool:
     return bool((x - y).norm() <= CLOSE * y.norm())
 
 
-def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Module:
+def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
-    how = {"offload": "gpu", "save_attention": True, "tile": TILE if every == 1 else CHAIN_TILE}
-    runtime = LayerRuntime(Checkpointing(every=every, **how), len(layers))
+    how = {"offload": "gpu", "save_attention": True, "tile": TILE, "every": 1}
+    runtime = LayerRuntime(Checkpointing(**how), len(layers))
     ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
     ours._hfpatch_traits = StackTraits(found.ours, unpads=found.unpads)
     ours._hfpatch_turn = runtime.turn

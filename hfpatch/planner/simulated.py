@@ -10,7 +10,7 @@ from torch import nn
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.flops import Flops
 from hfpatch.budget.formula import Moment, StepMemory
-from hfpatch.budget.policy import CHAIN, TIME_TILE_LEAST, Policy, auto_tile
+from hfpatch.budget.policy import TIME_TILE_LEAST, Policy, auto_tile
 from hfpatch.budget.sequence import rounds_for
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.simulate.fla import installed
@@ -248,7 +248,7 @@ def _at(config: Values, run: Run, names: list, seq_len: int) -> Plan:
         return found
     short = found.host_usable_bytes is not None and found.host_peak_bytes > found.host_usable_bytes
     if short and asked.every == "auto" and run.ranks == 1:
-        policy = replace(policy, chain=CHAIN)
+        policy = replace(policy, chain=1)
     return _under(config, run, names, policy)
 
 
