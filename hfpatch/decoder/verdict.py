@@ -30,7 +30,7 @@ from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import hands_on_keys
-from hfpatch.layer.strangers import is_token_wise, places_in
+from hfpatch.layer.strangers import is_token_wise, kinds_in
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 
@@ -56,7 +56,7 @@ class Verdict:
         alone: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
-        places: all known modules in the small instance's layers (strangers.places_in).
+        kinds: the known classes in the small instance's layers (strangers.kinds_in).
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
@@ -64,7 +64,7 @@ class Verdict:
     alone: str | None = None
     apart: bool = True
     unpads: bool = False
-    places: frozenset[tuple[str, type]] = frozenset()
+    kinds: frozenset[type] = frozenset()
 
 
 def ask_model(decoder: Decoder) -> Verdict:
@@ -142,9 +142,7 @@ def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) 
             # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
             found = _settled(answers, expected)
-        found.places = frozenset(
-            place for layer in list_of_layers(stack) for place in places_in(layer)
-        )
+        found.kinds = frozenset().union(*map(kinds_in, list_of_layers(stack)))
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
         found.unpads = found.ours and found.apart and expected.unpads(found)
@@ -326,5 +324,5 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
             configs,
             answer,
         )
-        layer._hfpatch_places = places_in(layer)
+        layer._hfpatch_kinds = kinds_in(layer)
     return ours

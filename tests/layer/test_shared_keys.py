@@ -17,6 +17,7 @@ import hfpatch
 from hfpatch.budget.policy import Policy
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import SharedKeys
+from hfpatch.layer.why_whole import why
 from tests.decoder.test_families import batch, step
 
 pytestmark = tiny.not_with_transformers_5_0("has no Gemma 4, and Gemma 3n keeps them in its cache")
