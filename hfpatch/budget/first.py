@@ -10,7 +10,6 @@ from hfpatch.budget.policy import (
     Checkpointing,
     Policy,
     auto_tile,
-    chain_of,
     time_tile,
 )
 
@@ -57,7 +56,7 @@ def first_policy(
     Args:
         rows: tokens of the batch; width: of hidden states.
         layers: how many; whole: they run whole.
-        chains: some mix tokens other than by attention, and may run as chains.
+        chains: some have no attention, and may run through time themselves.
         sums: bytes of one layer's gradients in float32.
         card: bytes of the device, free: its free ones; None if unknown.
         host: free bytes of the host, None if unknown.
@@ -90,9 +89,9 @@ def first_policy(
         tile = first_tile(rows, width, card)
         in_time = TIME_TILE_LEAST if short else time_tile(auto_tile(rows), width, memory)
         in_time *= chains
-    chain = 0 if least and not short else chain_of((in_time or tile) * width, memory, sums)
-    # A chain of one layer saves two [rows, width] of 2 bytes, and has all its sums at once.
-    chain = chain or int(short or 4 * rows * width > sums)
+    # A layer that runs through time itself saves two [rows, width] of 2 bytes, and has all its sums
+    # at once.
+    chain = int(short or card is None or 4 * rows * width > sums)
     return Policy(
         offload=tier,
         every=every,

@@ -23,7 +23,6 @@ RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one on its
 # layers whose frozen weights fit on the device at once, if frozen weights wait on the host
 WEIGHT_SLOTS = 2
 TIME_TILE_LEAST = 2048  # a multiple of every known mixer's chunk (64; of Mamba 2 up to 256)
-CHAIN = 8  # most layers without attention that share one kept input
 # Bytes per token and hidden channel that a mixer's backward holds. The most among the simulated
 # families is 450, Granite 4 in plain code; kernels take far less.
 MIXER_BYTES = 512
@@ -300,18 +299,6 @@ def time_tile(tile: int, hidden_size: int, free: int | None) -> int:
     return tile
 
 
-def chain_of(elements: int, free: int | None, sums: int) -> int:
-    """The number of consecutive layers without attention that share one kept input: as many as half
-    of the free bytes hold the backward of. A chain saves host memory and costs device memory.
-
-    elements: tokens of a tile times the hidden size. sums: bytes of one layer's gradients in
-    float32. free: None if unknown.
-    """
-    if free is None:
-        return CHAIN
-    return min(CHAIN, free // 2 // (sums + elements * MIXER_BYTES))
-
-
 @dataclass(frozen=True)
 class Policy:
     """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one
@@ -330,8 +317,8 @@ class Policy:
             weights come one layer ahead of use.
         wide: attention's backward runs all heads at once: more scratch, fewer waits at its end.
         time_tile: tokens per tile of mixers that run through time; 0 means `tile`.
-        chain: the most consecutive layers without attention that share one kept input and run
-            their backward together, tile by tile (layer/timed.py); 0: they run as other layers do.
+        chain: 1 where layers without attention run through time themselves (layer/timed.py); 0
+            where they run as other layers do.
     """
 
     offload: str = "host"

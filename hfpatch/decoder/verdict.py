@@ -30,7 +30,7 @@ from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import hands_on_keys
-from hfpatch.layer.strangers import is_token_wise, places_in
+from hfpatch.layer.strangers import is_token_wise, kinds_in
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 
@@ -40,7 +40,6 @@ CLOSE = 3e-4
 EPS = torch.finfo(torch.float32).eps
 SHARED_KEYS = "its later layers share its keys, and would store them again when it runs again"
 TILE = 16
-CHAIN_TILE = 8192  # at least a chunk of any rule: shorter tiles make no chain
 DOCUMENTS = (0, 17, TOKENS)
 
 
@@ -55,7 +54,7 @@ class Verdict:
         alone: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
-        places: all known modules in the small instance's layers (strangers.places_in).
+        kinds: the known classes in the small instance's layers (strangers.kinds_in).
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
@@ -63,7 +62,7 @@ class Verdict:
     alone: str | None = None
     apart: bool = True
     unpads: bool = False
-    places: frozenset[tuple[str, type]] = frozenset()
+    kinds: frozenset[type] = frozenset()
 
 
 def ask_model(decoder: Decoder) -> Verdict:
@@ -141,19 +140,13 @@ def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) 
             # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
             found = _settled(answers, expected)
-        found.places = frozenset(
-            place for layer in list_of_layers(stack) for place in places_in(layer)
-        )
+        found.kinds = frozenset().union(*map(kinds_in, list_of_layers(stack)))
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
         found.unpads = found.ours and found.apart and expected.unpads(found)
         for kind, layer in _one_of_each(stack).items():
             if kind in found.answers:  # else the layer keeps states of earlier runs
                 found.answers[kind] = ask_in_time(stack, layer, found.answers[kind])
-        if any(a.carries is not None for a in found.answers.values()):
-            # The stack may read hidden states between layers, whose gradients a chain would lose.
-            if expected.differs(found, every="auto") is not None:
-                found.answers = {k: replace(a, carries=None) for k, a in found.answers.items()}
         return found
 
 
@@ -269,11 +262,9 @@ class _Expected:
         error, size = (got[~idle_BT] - wanted).norm(dim=-1), wanted.norm(dim=-1)
         return bool((~(error <= CLOSE * size)).sum() <= 1)
 
-    def differs(self, found: Verdict, every: int | str = 1) -> Why | None:
-        """How a stack with these traits differs from transformers, or None. every: with "auto",
-        layers without attention run as chains.
-        """
-        ours = _patched(self.stack, found, every)
+    def differs(self, found: Verdict) -> Why | None:
+        """How a stack with these traits differs from transformers, or None."""
+        ours = _patched(self.stack, found)
         for name, (_, batch) in self.batches.items():
             if name == "packed" and not found.ours:
                 continue  # transformers' attention runs; there is nothing of ours to compare
@@ -311,14 +302,14 @@ def _keeps_apart(stack: nn.Module) -> bool:
     return bool((x - y).norm() <= CLOSE * y.norm())
 
 
-def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Module:
+def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
-    how = {"offload": "gpu", "save_attention": True, "tile": TILE if every == 1 else CHAIN_TILE}
-    runtime = LayerRuntime(Checkpointing(every=every, **how), len(layers))
+    how = {"offload": "gpu", "save_attention": True, "tile": TILE, "every": 1}
+    runtime = LayerRuntime(Checkpointing(**how), len(layers))
     ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
     ours._hfpatch_traits = StackTraits(found.ours, unpads=found.unpads)
     ours._hfpatch_turn = runtime.turn
@@ -331,5 +322,5 @@ def _patched(stack: nn.Module, found: Verdict, every: int | str = 1) -> nn.Modul
             configs,
             answer,
         )
-        layer._hfpatch_places = places_in(layer)
+        layer._hfpatch_kinds = kinds_in(layer)
     return ours

@@ -1,7 +1,7 @@
 """The order of layer calls, which a backward follows from its end: the previous call, and when to
 prefetch its checkpoints.
 
-Segments and chains are links between calls, not loops around them: the model's own forward calls
+Segments are links between calls, not loops around them: the model's own forward calls
 its layers one by one.
 """
 
@@ -41,10 +41,9 @@ class Chain:
         before = self._before(x)
         if before is not None:
             call.previous = weakref.ref(before)
-            shares = call.policy.every > 1 or call.policy.chain > 1
-            # a chain or a segment makes no gradient of the hidden states inside it
-            shares = shares and not (x.is_leaf or gradient_is_watched(x))
-            if shares and call.joins(before):
+            # a segment makes no gradient of the hidden states inside it
+            watched = call.policy.every > 1 and (x.is_leaf or gradient_is_watched(x))
+            if not watched and call.joins(before):
                 call.earlier, call.position = before, before.position + 1
                 call.rerun_from = before.rerun_from or before.layer
 

@@ -104,7 +104,7 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
     then = ForwardState(layer, parts.modules, parts.condition)
     tensors, timed = [*parts.wanted, *then.wanted], None
     if policy.chain and parts.traits.carries is not None:
-        timed = in_time(parts, policy, runtime, x, then)
+        timed = in_time(parts, policy, runtime, x)
     sequence = parts.batch.sequence
     attention = Attention(policy.wide) if sequence is None else ExchangedAttention(sequence)
     call = (LayerCall if timed is None else TimedCall)(

@@ -45,15 +45,15 @@ def measured(step, layer):
         step.meter.backed(step, before, step.first == index)
 
 
-def tile_graph(part: str, x, layers: int = 1) -> "TileGraph | None":
+def tile_graph(part: str, x) -> "TileGraph | None":
     """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
-    and part of it. layers: how many layers the graph has.
+    and part of it.
     """
     now = getattr(_running, "now", None)
     kind = now and now[0].meter.kinds.get(now[1])
     if not kind or part in kind.parts:
         return None
-    return TileGraph(now[0], kind, part, layers * x.shape[0] * x.shape[1])
+    return TileGraph(now[0], kind, part, x.shape[0] * x.shape[1])
 
 
 def whole_graph(step, layer, x) -> "TileGraph | None":

@@ -1,6 +1,6 @@
 """The tensors that one call of a layer keeps for its backward, and their return, tile by tile.
 
-x is kept, in a segment or a chain by its first layer alone; attention's outputs with their
+x is kept, in a segment by its first layer alone; attention's outputs with their
 log-sum-exp if the policy says so. Its `keep` adds
 q, k and v, whole ("qkv"), and inside each tile the residual after attention ("mid") and gate and up
 ("gate_up"), which wait and return tile by tile. The policy chooses the tier (store/transfers.py).

@@ -50,14 +50,14 @@ class UntiledLayer:
 
     Attributes:
         _hfpatch_traits: the LayerTraits of the layer's kind, from a small instance.
-        _hfpatch_places: the places of modules in that small instance's layers.
+        _hfpatch_kinds: the known classes in that small instance's layers (strangers.kinds_in).
         _hfpatch_configs: the configs that the layer's modules read.
         _hfpatch_condition: the Condition of the last look (condition.py).
         _hfpatch_streams: the residual streams of the hidden states (residual_streams.py), or None.
     """
 
     _hfpatch_condition: Condition | None = None
-    _hfpatch_places: frozenset = frozenset()
+    _hfpatch_kinds: frozenset[type] = frozenset()
     _hfpatch_streams: Streams | None = None
 
     def __call__(self, hidden_states, *args, **kwargs):

@@ -334,7 +334,7 @@ class Policies:
         """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
         be pinned.
         """
-        if policy.offload != "host" or policy.chain:  # how many layers form a chain is not known
+        if policy.offload != "host" or policy.chain:  # layers save tensors of several sizes
             return
         pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
         if free is not None and free < SCARCE_HOST:

@@ -1,29 +1,20 @@
 """One rule for unknown modules: a layer that holds one runs whole, and the report says so.
 
-The small instance's verdict covers the modules that it had, by name and class. Of these, one is
-known if its class and the code that it runs belong to the layer's own package (transformers, or a
-model's own files), or to a library in `LIBRARIES`. Any other may mix tokens, count its calls or
-keep its inputs. Adapters and what replaces a Linear are known where they run their library's code
-(some adapters have rows of their own in why_whole.py). A layer that runs whole calls its modules as
-transformers' own checkpointing does.
+The small instance's verdict covers the classes of modules that it had. Of these, one is known if its
+class and the code that it runs belong to the layer's own package (transformers, or a model's own
+files), or to a library in `LIBRARIES`. Any other may mix tokens, count its calls or keep its inputs.
+Adapters and what replaces a Linear are known where they run their library's code (some adapters have
+rows of their own in why_whole.py). A layer that runs whole calls its modules as transformers' own
+checkpointing does.
 """
 
 import copy
-import re
 from pathlib import PurePath
 
 import torch
 from torch import nn
 
-from hfpatch.compat import (
-    GONE,
-    MADE_FROM,
-    buffers_of,
-    forward_in,
-    modules_of,
-    parameters_of,
-    submodule,
-)
+from hfpatch.compat import MADE_FROM, buffers_of, modules_of, parameters_of
 from hfpatch.context.classes import (
     LIBRARIES,
     LINEAR,
@@ -36,7 +27,6 @@ from hfpatch.context.classes import (
 from hfpatch.parts.quantised import WRAPPED, class_of, is_fake_quantised, is_quantised
 
 _DECLARED: set[type] = set()
-_NUMBERS = re.compile(r"\d+")
 
 
 def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
@@ -100,85 +90,67 @@ def _mixes(module: nn.Module) -> bool:
     return bool((together - alone).norm() > torch.finfo(weight.dtype).eps ** 0.5 * alone.norm())
 
 
-def _inside(layer: nn.Module, known: set[type]):
-    """(name, class, forward) of the modules in a layer. A module's own submodules follow if its
-    class is in `known`.
+def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
+    """The name of a module in a layer that nobody knows, and why; None if there is none.
 
-    Modules that run their library's code are left out if they replace a Linear (quantised) or are
-    adapters, which why_whole.py checks. A Linear with buffers or submodules is listed: it may
-    write to them. forward: the one on the instance, GONE without one.
+    known: the classes in the small instance (kinds_in). What is in an unknown module, or in one that
+    replaces a Linear, is not looked at.
     """
-    todo = [(*child, False) for child in modules_of(layer).items()]
+    todo = [(name, module, False) for name, module in modules_of(layer).items()]
     while todo:
-        name, module, adapter = todo.pop()
+        name, module, in_adapter = todo.pop()
         if module is None:
             continue
-        plain = class_of(module)
-        kind, package = MADE_FROM[plain], home_of(MADE_FROM[plain])
-        forward = forward_in(vars(module)) if other_forward(module) else GONE
-        code, under = kind.forward, modules_of(module) if plain is type(module) else {}
-        # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
-        as_made = forward is GONE or home_of(forward) == "transformers"
-        theirs = as_made and home_of(code) in (package, *LIBRARIES)
-        if kind in _DECLARED and as_made and not _mixes(module):
+        kind = MADE_FROM[class_of(module)]
+        package = home_of(kind)
+        as_made = home_of(kind.forward) in (package, *LIBRARIES)
+        in_adapter = in_adapter or package == "peft"
+        if _own_forward(module):
+            return f"{name}: {replaced_forward(module)}"
+        if kind in _DECLARED:
+            if _mixes(module):
+                return f"{name}: a {kind.__qualname__}, which is declared token-wise and mixes tokens"
             continue
-        if package == "peft" or adapter:
-            if not theirs or package not in LIBRARIES:
-                yield name, kind, forward
-            for inner, m in under.items():
-                base = inner in WRAPPED
-                todo.append((name if base else f"{name}.{inner}", m, not base))
-        elif not (theirs and (is_quantised(module) or _projects(module, code))):
-            yield name, kind, forward
-            if kind in known:
-                todo += [(f"{name}.{inner}", m, False) for inner, m in under.items()]
+        if not in_adapter and as_made and (is_quantised(module) or _projects(module, kind)):
+            continue
+        if not (as_made and package in LIBRARIES if in_adapter else kind in known):
+            return (
+                f"{name}: a {kind.__module__}.{kind.__qualname__} that hfpatch does not know "
+                "(hfpatch.token_wise declares one that computes each token alone)"
+            )
+        for inner, m in modules_of(module).items() if kind is MADE_FROM[type(module)] else ():
+            base = in_adapter and inner in WRAPPED  # what PEFT wraps has its wrapper's name
+            todo.append((name if base else f"{name}.{inner}", m, in_adapter and not base))
+    return None
 
 
-def _projects(module: nn.Module, code) -> bool:
-    """Whether a module only replaces a Linear, judged by the code that it runs."""
-    if isinstance(module, nn.Linear) and (buffers_of(module) or modules_of(module)):
-        return is_fake_quantised(module)
-    weight = parameters_of(module).get("weight")
-    if (
-        isinstance(module, nn.Linear)
-        and isinstance(weight, torch.Tensor)
-        and not weight.is_floating_point()
-    ):
-        return True
-    known_home = hasattr(module, "in_features") and package_of(module) in PROJECTIONS
-    return code is LINEAR or known_home and code is not nn.Linear.forward
-
-
-def places_in(layer: nn.Module) -> frozenset[tuple[str, type]]:
-    """(name without numbers, class) of the modules in a layer that run known code."""
-    home = package_of(layer)
-    found = ((_NUMBERS.sub("", name), MADE_FROM[type(m)]) for name, m in layer.named_modules())
-    runs_known = lambda kind: _is_known(kind, home) and _is_known(kind.forward, home)  # noqa: E731
-    return frozenset((n, k) for n, k in found if k.forward is LINEAR or runs_known(k))
-
-
-def stranger_in(layer: nn.Module, known: frozenset[tuple[str, type]]) -> str | None:
-    """The first of the outermost modules in a layer that are not in `known` (places_in) or run a
-    replaced forward, and why; None if there is none.
+def _own_forward(module: nn.Module) -> bool:
+    """Whether a forward on the instance replaces its class's. transformers' tensor parallelism puts
+    one on each module whose weights ranks share.
     """
-    found = _inside(layer, {kind for _, kind in known})
-    as_made = lambda forward: forward is GONE or home_of(forward) == "transformers"  # noqa: E731
-    names = [
-        n for n, kind, own in found if not as_made(own) or (_NUMBERS.sub("", n), kind) not in known
-    ]
-    if not names:
-        return None
-    module = submodule(layer, name := min(names))
-    kind = MADE_FROM[type(module)]
-    said = replaced_forward(module)
-    if said is None and kind in _DECLARED:
-        said = f"a {kind.__qualname__}, which is declared token-wise and mixes tokens"
-    if said is None:
-        said = (
-            f"a {kind.__module__}.{kind.__qualname__} that hfpatch does not know "
-            "(hfpatch.token_wise declares one that computes each token alone)"
-        )
-    return f"{name}: {said}"
+    return other_forward(module) and home_of(vars(module)["forward"]) != "transformers"
+
+
+def _projects(module: nn.Module, kind: type) -> bool:
+    """Whether a module only replaces a Linear, judged by the code that it runs."""
+    weight = parameters_of(module).get("weight")
+    if isinstance(module, nn.Linear):
+        if buffers_of(module) or modules_of(module):  # it may write to them
+            return is_fake_quantised(module)
+        if isinstance(weight, torch.Tensor) and not weight.is_floating_point():
+            return True
+    if kind.forward is LINEAR:
+        return True
+    replaces = hasattr(module, "in_features") and home_of(kind) in PROJECTIONS
+    return replaces and kind.forward is not nn.Linear.forward
+
+
+def kinds_in(layer: nn.Module) -> frozenset[type]:
+    """The classes of the modules in a layer that run known code."""
+    home, kinds = package_of(layer), {MADE_FROM[type(m)] for m in layer.modules()}
+    return frozenset(
+        k for k in kinds if k.forward is LINEAR or _is_known(k, home) and _is_known(k.forward, home)
+    )
 
 
 def _is_known(code, home: str) -> bool:
@@ -186,6 +158,4 @@ def _is_known(code, home: str) -> bool:
     hub's kernels (files in a snapshot, under a new module name each time).
     """
     file = getattr(getattr(getattr(code, "__func__", code), "__code__", None), "co_filename", "")
-    return (
-        home_of(code) in LIBRARIES or home_of(code) == home or "snapshots" in PurePath(file).parts
-    )
+    return home_of(code) in (home, *LIBRARIES) or "snapshots" in PurePath(file).parts

@@ -53,10 +53,7 @@ class TimeTiles:
         transfers: saves the first states of tiles for backward; None if no backward follows.
         rng: the generators' states of each tile; None if the mixer draws no random numbers.
         entries: the saved first states of each tile.
-        layers: how many layers a tile runs through.
     """
-
-    layers = 1
 
     def __init__(
         self,
@@ -119,7 +116,7 @@ class TimeTiles:
             # The gradients of other tiles may be written into x_BTD, so the tile is copied.
             x = x.detach().clone().requires_grad_(into_BTD is not None)
             leaves = {key: state.detach().requires_grad_() for key, state in before.items()}
-            graph = tile_graph("time", x, self.layers)
+            graph = tile_graph("time", x)
             with torch.enable_grad():
                 out, after = self._run(mixer, x, (rows, a, b), index, leaves)
             ends = [(out, dout_BTD[rows, a:b].contiguous())]

@@ -3,7 +3,7 @@
 import pytest
 
 from hfpatch.budget.first import first_policy, first_tile
-from hfpatch.budget.policy import CHAIN, Checkpointing
+from hfpatch.budget.policy import Checkpointing
 
 GiB = 1 << 30
 
@@ -49,17 +49,17 @@ def test_heads_go_at_once_where_twelve_tensors_have_room():
     assert not first(free=None).wide and not first(settings={"aim": "least"}, free=70 * GiB).wide
 
 
-def test_layers_without_attention_share_an_input_as_far_as_the_card_is_large():
-    """A quarter of it holds the mixers' tile."""
-    assert first(chains=True, card=None).chain == CHAIN
+def test_layers_without_attention_go_through_time_where_that_saves_more_than_their_sums():
+    """A quarter of the card holds the mixers' tile."""
+    assert first(chains=True, card=None).chain == 1
     small = first(chains=True, card=8 * GiB)
     assert (small.chain, small.time_tile) == (1, 2048)
     large = first(chains=True)
     assert (large.chain, large.time_tile) == (1, 8192)
-    # as many layers as fit, in small tiles, where the host has no room for all inputs
+    # in small tiles, where the host has no room for all inputs
     short = first(chains=True, card=320 * GiB, host=16 * GiB)
-    assert (short.chain, short.time_tile) == (CHAIN, 2048)
-    # a short row: all sums of a layer at once are more than what a chain spares
+    assert (short.chain, short.time_tile) == (1, 2048)
+    # a short row: all sums of a layer at once are more than what that spares
     assert first(2048, chains=True, card=8 * GiB).chain == 0
     assert first(chains=True, settings={"every": 1}).chain == 0
 

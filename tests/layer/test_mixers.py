@@ -20,7 +20,7 @@ from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict as verdict_of
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.layer.why_whole import OTHER_MIXER
+from hfpatch.layer.why_whole import OTHER_MIXER, why
 from tests.decoder.test_families import assert_close, batch, step
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
@@ -148,7 +148,7 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     if way == "whole":
         for layer in layers_of(ours):
-            layer._hfpatch_traits = replace(layer._hfpatch_traits, reason="asked for")
+            layer._hfpatch_traits = replace(layer._hfpatch_traits, reason=why("untried", "asked for"))
     given, pieces = packed_and_apart(2)
     _, wanted_loss, wanted = step(stock, None, pieces)
     for mask in (None, torch.ones(2, 40, dtype=torch.long)):

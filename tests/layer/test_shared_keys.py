@@ -17,6 +17,7 @@ import hfpatch
 from hfpatch.budget.policy import Policy
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import SharedKeys
+from hfpatch.layer.why_whole import why
 from tests.decoder.test_families import batch, step
 
 pytestmark = tiny.not_with_transformers_5_0("has no Gemma 4, and Gemma 3n keeps them in its cache")
@@ -182,7 +183,7 @@ def test_whole_layers_run_again_with_the_keys_they_had(name):
     stock = small(name)
     ours, _ = patched(stock)
     for layer in ours.model.layers:
-        layer._hfpatch_traits = replace(layer._hfpatch_traits, reason="asked for")
+        layer._hfpatch_traits = replace(layer._hfpatch_traits, reason=why("untried", "asked for"))
     check(ours, stock, batch())
 
 

@@ -1,4 +1,4 @@
-"""Layers without attention: tile by tile through time as one chain, with one saved input a chain
+"""Layers without attention: each tile by tile through time, with its input saved and nothing else
 (layer/timed.py). That their gradients are those of whole rows, in every family and way of keeping,
 test_time.py holds.
 """
@@ -12,11 +12,9 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.budget import policy
 from hfpatch.compat import graph_task
 from hfpatch.decoder.find import find_decoder
-from hfpatch.layer.layer import TiledLayer
-from hfpatch.layer.timed import LayerAsMixer, TimedCall
+from hfpatch.layer.timed import TimedCall
 from hfpatch.store.transfers import Transfers
 from tests.decoder.test_families import batch, step
 from tests.layer.test_time import TOKENS, assert_same, packed, patched
@@ -26,12 +24,12 @@ FAMILY = "qwen3_5_text"  # three delta nets and an attention
 
 
 @pytest.fixture
-def chains(monkeypatch):
-    """(index of the layer, its place in its chain) of each call that goes through time itself."""
+def timed_layers(monkeypatch):
+    """The index of the layer of each call that goes through time itself."""
     found, run = [], TimedCall.forward
 
     def noting(call, *args, **kwargs):
-        found.append((call.layer._hfpatch_index, call.position))
+        found.append(call.layer._hfpatch_index)
         return run(call, *args, **kwargs)
 
     monkeypatch.setattr(TimedCall, "forward", noting)
@@ -67,88 +65,63 @@ def compared(ours, stock, given, pieces=None, within=1e-12):
     assert_same(got, wanted, within)
 
 
-def test_a_chain_saves_one_input(chains, inputs):
+def test_its_input_is_all_that_a_layer_saves(timed_layers, inputs):
     stock = families.small_model(FAMILY)
-    ours = ready(stock, chains, inputs)
+    ours = ready(stock, timed_layers, inputs)
     compared(ours, stock, batch(TOKENS))
-    assert chains == [(0, 0), (1, 1), (2, 2)]
-    assert len(inputs) == 2  # that of the chain and that of the layer with attention
+    assert timed_layers == [0, 1, 2]
+    assert len(inputs) == 4  # no output of a mixer
 
 
-@pytest.mark.parametrize(("most", "places"), [(1, [0, 0, 0]), (2, [0, 1, 0])], ids=["alone", "two"])
-def test_as_many_layers_as_the_policy_says(most, places, chains, inputs, monkeypatch):
-    monkeypatch.setattr(policy, "CHAIN", most)
-    stock = families.small_model(FAMILY)
-    ours = ready(stock, chains, inputs)
-    compared(ours, stock, batch(TOKENS))
-    assert [place for _, place in chains] == places
-    assert len(inputs) == 1 + places.count(0)
-
-
-def test_what_a_mixer_reads_is_made_in_a_chain(chains):
-    """Qwen4's streams are mixed by projections before the mixer. Nothing behind it reads those: a
-    chain left them out, and was wrong without a word.
+def test_what_a_mixer_reads_is_made_again(timed_layers):
+    """Qwen4's streams are mixed by projections before the mixer. Nothing behind it reads those, and
+    they were left out once, without a word.
     """
     stock = families.small_model("qwen4_exp_text")
-    ours = ready(stock, chains)
+    ours = ready(stock, timed_layers)
     compared(ours, stock, batch(20))
-    assert chains == [(0, 0), (1, 1), (2, 2)]
+    assert timed_layers == [0, 1, 2]
 
 
-def test_a_chain_that_differs_is_seen_by_the_verdict(monkeypatch):
-    """It ran in tiles shorter than a chunk there, of which no chain is made."""
-    from hfpatch.decoder.verdict import _verdict
-
-    run = LayerAsMixer._run
-    monkeypatch.setattr(LayerAsMixer, "_run", lambda mixer, *given: 1.01 * run(mixer, *given))
-    _verdict.cache_clear()
-    try:
-        ours, _ = patched(families.small_model(FAMILY))
-    finally:
-        _verdict.cache_clear()
-    traits = [layer._hfpatch_traits for layer in find_decoder(ours).layers]
-    assert any(t.timed for t in traits) and not any(t.carries for t in traits)
-
-
-def test_every_1_keeps_every_input(chains, inputs):
+def test_every_1_keeps_every_input(timed_layers, inputs):
     stock = families.small_model(FAMILY)
     ours, _ = patched(stock, hfpatch.Checkpointing(offload="host", tile=64, every=1))
-    chains.clear(), inputs.clear()
+    timed_layers.clear(), inputs.clear()
     compared(ours, stock, batch(TOKENS))
-    assert not chains and len(inputs) >= 4
+    assert not timed_layers and len(inputs) >= 4
 
 
-def test_a_layer_without_a_mixer_is_in_the_chain(chains):
+def test_a_layer_without_a_mixer_goes_through_time_too(timed_layers):
     """Nemotron-H's layers are a mixer, an attention, an MLP or experts each."""
     stock = families.small_model("nemotron_h")
-    ours = ready(stock, chains)
+    ours = ready(stock, timed_layers)
     compared(ours, stock, batch(TOKENS))
-    assert (1, 1) in chains and (3, 0) in chains
+    assert {1, 3} <= {*timed_layers}
 
 
-def test_the_mixer_of_a_chain_is_given_something_for_its_trial_alone(chains, monkeypatch):
+def test_a_mixer_is_given_something_for_its_trial_alone(timed_layers, monkeypatch):
     """Each layer of each step finds the answer of the first."""
     from hfpatch.layer import timed
 
     asked, real = [], timed.tokens_tried
     monkeypatch.setattr(timed, "tokens_tried", lambda module: asked.append(module) or real(module))
-    ours = ready(families.small_model(FAMILY), chains)
+    ours = ready(families.small_model(FAMILY), timed_layers)
     asked.clear()
     for _ in range(2):
         step(ours, batch(TOKENS))
-    assert len(chains) == 6 and len(asked) == 1
+    assert len(timed_layers) == 6 and len(asked) == 1
 
 
-def test_documents_of_a_chain(chains):
+def test_documents(timed_layers):
     """Cut anywhere; where most are short, layers go one by one and documents share their MLPs'
     tiles.
     """
     stock = families.small_model(FAMILY)
-    ours = ready(stock, chains)
+    ours = ready(stock, timed_layers)
     given, pieces = packed()
     compared(ours, stock, given, pieces)
-    assert chains
-    chains.clear()
+    assert timed_layers
+    timed_layers.clear()
     short = given | {"position_ids": (torch.arange(TOKENS) % 11)[None].repeat(2, 1)}
     short["labels"] = short["labels"].masked_fill(short["position_ids"] == 0, -100)
     short["num_items_in_batch"] = (short["labels"] != -100).sum()
@@ -156,13 +129,13 @@ def test_documents_of_a_chain(chains):
     n = {"num_items_in_batch": short["num_items_in_batch"]}
     ones = [{k: short[k][r : r + 1, a:b] for k in ("input_ids", "labels")} | n for r, a, b in spans]
     compared(ours, stock, short, ones)
-    assert not chains
+    assert not timed_layers
 
 
-def test_hidden_states_are_those_of_each_layer(chains):
+def test_hidden_states_are_those_of_each_layer(timed_layers):
     """A loss may read any of them: layers then go one by one."""
     stock = families.small_model(FAMILY)
-    ours = ready(stock, chains)
+    ours = ready(stock, timed_layers)
     found = []
     for model in (ours, stock):
         with lifted():
@@ -171,14 +144,14 @@ def test_hidden_states_are_those_of_each_layer(chains):
             loss.backward()
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert_same(*found, 1e-12)
-    assert not chains
+    assert not timed_layers
 
 
 @pytest.mark.parametrize("where", ["before", "behind", "backward"])
-def test_a_layer_with_hooks_is_no_part_of_a_longer_chain(where, chains):
+def test_a_layer_with_hooks_goes_through_time(where, timed_layers):
     """Its hook may hand its input or its output to another reader, or change their gradient."""
     stock = families.small_model(FAMILY)
-    ours = ready(stock, chains)
+    ours = ready(stock, timed_layers)
     given, found = batch(TOKENS), []
     for model in (ours, stock):
         layer, read = find_decoder(model).layers[1], []
@@ -193,28 +166,28 @@ def test_a_layer_with_hooks_is_no_part_of_a_longer_chain(where, chains):
             (loss + sum(x.square().mean() for x in read)).backward()
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert_same(*found, 1e-12)
-    assert [place for _, place in chains] == [0, 0, 0]
+    assert timed_layers == [0, 1, 2]
 
 
-def test_another_reader_of_an_output_inside_a_chain_is_refused(monkeypatch):
-    """One that no rule sees in forward: never another gradient in silence."""
-    ours, _ = patched(families.small_model(FAMILY))
-    outputs, call = [], TiledLayer.__call__
+def test_an_output_with_another_reader_has_both_gradients(monkeypatch):
+    """One that no rule sees in forward."""
+    stock = families.small_model(FAMILY)
+    ours, _ = patched(stock)
+    outputs, call, found = [], torch.nn.Module.__call__, []
+    first = [find_decoder(m).layers[0] for m in (ours, stock)]
 
-    def noting(*args, **kwargs):
-        outputs.append(call(*args, **kwargs))
-        return outputs[-1]
+    def noting(module, *args, **kwargs):
+        y = call(module, *args, **kwargs)
+        outputs.extend([y] if module in first else [])
+        return y
 
-    monkeypatch.setattr(TiledLayer, "__call__", noting)
-    for change in (lambda y: y.square().sum(), lambda y: 0 * y.register_hook(torch.sin).id):
-        outputs.clear()
-        loss = ours(**batch(TOKENS), use_cache=False).loss
-        other = change(outputs[0])
-        with pytest.raises(RuntimeError, match=r"must go to the next layer alone.*every=1"):
-            (loss + other).backward()
-    outputs.clear()
-    loss = ours(**batch(TOKENS), use_cache=False).loss
-    (loss + outputs[2].square().sum()).backward()  # the chain's own end may have any
+    monkeypatch.setattr(torch.nn.Module, "__call__", noting)
+    for model in (ours, stock):
+        with lifted():
+            loss = model(**batch(TOKENS), use_cache=False).loss
+            (loss + outputs.pop().square().sum()).backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert_same(*found, 1e-12)
 
 
 def scaled(y):
@@ -222,7 +195,7 @@ def scaled(y):
         y.mul_(3)
 
 
-@pytest.mark.parametrize("every", [2, "auto"], ids=["segment", "chain"])
+@pytest.mark.parametrize("every", [2, "auto"], ids=["segment", "tiles"])
 @pytest.mark.parametrize("change", [lambda y: y.add_(1), scaled], ids=["with", "without a graph"])
 def test_an_output_written_to_between_layers_is_kept(change, every, monkeypatch):
     """The layer before it cannot make it again."""
@@ -242,7 +215,7 @@ def test_an_output_written_to_between_layers_is_kept(change, every, monkeypatch)
 
 @pytest.mark.parametrize("way", ["hook", "kept"])
 def test_who_looks_at_a_gradient_between_layers_sees_that_layers(way, monkeypatch):
-    """A chain has one gradient for all its layers' inputs."""
+    """Each layer's backward makes the gradient of its input."""
     stock = families.small_model(FAMILY)
     ours, _ = patched(stock)
     call, seen, kept = torch.nn.Module.__call__, [], []
@@ -263,7 +236,7 @@ def test_who_looks_at_a_gradient_between_layers_sees_that_layers(way, monkeypatc
     assert_same({"dy": got}, {"dy": wanted}, 1e-12)
 
 
-@pytest.mark.parametrize("every", [2, "auto"], ids=["segment", "chain"])
+@pytest.mark.parametrize("every", [2, "auto"], ids=["segment", "tiles"])
 def test_a_graph_that_is_cut_between_layers(every, monkeypatch):
     """Each part of it has a backward of its own, the first part's before the second's."""
     stock = families.small_model(FAMILY)
@@ -290,22 +263,22 @@ def test_a_graph_that_is_cut_between_layers(every, monkeypatch):
     assert_same(*found, 1e-12)
 
 
-def test_frozen_layers_at_a_chains_start(chains):
+def test_frozen_layers_at_the_start(timed_layers):
     """The gradient ends where the first trained weight is."""
     stock = families.small_model(FAMILY)
     stock.get_input_embeddings().requires_grad_(False)
     layers = find_decoder(stock).layers
     layers[0].requires_grad_(False)
     layers[1].mlp.requires_grad_(False)
-    ours = ready(stock, chains)
+    ours = ready(stock, timed_layers)
     compared(ours, stock, batch(TOKENS))
-    assert chains == [(0, 0), (1, 0), (2, 1)]
+    assert timed_layers == [0, 1, 2]
 
 
-def test_one_part_of_a_graph(chains):
+def test_one_part_of_a_graph(timed_layers):
     """Gradients of some parameters alone, and then of all."""
     stock = families.small_model(FAMILY)
-    ours = ready(stock, chains)
+    ours = ready(stock, timed_layers)
     found = []
     for model in (ours, stock):
         with lifted():
@@ -325,7 +298,7 @@ def test_one_part_of_a_graph(chains):
 
 
 def test_weights_written_to_before_backward_are_noticed():
-    """Those of any layer of a chain."""
+    """Those of any layer."""
     for index in range(3):
         ours, _ = patched(families.small_model(FAMILY))
         loss = ours(**batch(TOKENS), use_cache=False).loss
@@ -356,10 +329,8 @@ def operations(model, tokens: int) -> int:
     return counted.count
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_a_tile_launches_no_more_than_a_row_of_its_length(most, monkeypatch):
+def test_a_tile_launches_no_more_than_a_row_of_its_length():
     """Under transformers' checkpointing, forward and backward."""
-    monkeypatch.setattr(policy, "CHAIN", most)
     stock = families.small_model(FAMILY).float()
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=256))
