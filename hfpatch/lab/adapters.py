@@ -35,12 +35,11 @@ class Adapters:
     def __post_init__(self):
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(
-                f"hfpatch: expected a LoRA rank of 1 or more, {self.rank!r} came; pass one such "
-                "as 16."
+                f"hfpatch: a LoRA rank must be 1 or more, got {self.rank!r}. Pass one such as 16."
             )
         if self.base not in BASES:
             raise ValueError(
-                f"hfpatch: expected a base of {', '.join(BASES)}, {self.base!r} came; pass one of "
+                f"hfpatch: a base must be one of {', '.join(BASES)}, got {self.base!r}. Pass one of "
                 "them."
             )
         object.__setattr__(self, "targets", tuple(self.targets))  # a list has no hash
@@ -54,7 +53,7 @@ class Adapters:
         named = tuple(n.strip() for n in names if n.strip())
         if not named:
             raise ValueError(
-                f"hfpatch: expected names of Linear layers to adapt, {targets!r} came; write "
+                f"hfpatch: --lora-target must name Linear layers, got {targets!r}. Write "
                 f"{ALL_LINEAR}."
             )
         return cls(rank, base, () if names == [ALL_LINEAR] else named)

@@ -32,8 +32,8 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(
-            f"hfpatch: expected a decoder with a list of layers, {type(model).__name__} came; "
-            "pass a causal language model."
+            f"hfpatch: the model must be a decoder with a list of layers, got "
+            f"{type(model).__name__}. Pass a causal language model."
         )
     return list_of_layers(decoder.stack)
 
@@ -183,7 +183,7 @@ def shared(sizes: Sizes, sp_size: int, gpus: int) -> Sizes:
     GPUs."""
     if gpus % sp_size:
         raise ValueError(
-            f"hfpatch: --sp-size divides --gpus, {sp_size} and {gpus} came; pass a divisor of "
+            f"hfpatch: --sp-size must divide --gpus, got {sp_size} and {gpus}. Pass a divisor of "
             f"{gpus}."
         )
     heads = sizes.num_heads, sizes.num_kv_heads
