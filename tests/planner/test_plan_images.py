@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hfpatch.budget.formula import ModelShape, StepMemory, step_memory
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfpatch
-from hfpatch.lab.adapters import Adapters
-from hfpatch.budget.formula import ModelShape, StepMemory, step_memory
 from hfpatch.budget.policy import Policy
 from hfpatch.cli import main as cli
+from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.planner.plan import plan

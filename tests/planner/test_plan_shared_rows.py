@@ -6,13 +6,13 @@ import pytest
 import tiny
 
 import hfpatch
-from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import sent_bytes
 from hfpatch.cli import main as cli
 from hfpatch.cli import plan as command
+from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import resolve
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
