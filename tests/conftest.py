@@ -3,10 +3,16 @@ pass.
 """
 
 import gc
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.utils._device
+
+from hfpatch.planner import remembered
+
+remembered.FOLDER = Path(tempfile.mkdtemp())  # plans of these tests are not the user's
 
 # `with torch.device("meta")` looks up constructors in a set made at its first use: it must not hold
 # the wrappers below.

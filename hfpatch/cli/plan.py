@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 
 from hfpatch.budget.hardware import GPUS
@@ -13,6 +14,7 @@ from hfpatch.planner.placements import FLOAT8_RECIPES, PLACEMENTS
 from hfpatch.planner.plan import plan
 
 PAUSE = 2.0  # seconds between two lines of progress
+LATE = 3.0  # seconds after which a plan says that it still runs
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
 example: hfpatch plan --model llama-3.1-8b --seq-len 131072 --gpu a100-80gb --host-ram 256GiB"""
 
@@ -49,6 +51,19 @@ def add_arguments(parser) -> None:
     add("--json", action="store_true", help="one JSON object")
 
 
+def _says_that_it_runs() -> threading.Timer:
+    """A line on stderr once a plan takes longer than LATE seconds."""
+
+    def say():
+        words = "running the model's own step on fake tensors, for some seconds more"
+        print(f"hfpatch: {words}.", file=sys.stderr)
+
+    timer = threading.Timer(LATE, say)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 def _progress():
     """A function that prints the length that a search tries to stderr, once in PAUSE seconds."""
     said = time.monotonic()
@@ -64,12 +79,16 @@ def _progress():
 
 def main(args) -> int:
     """Runs the command; returns its exit code."""
-    found = plan(
-        args.model, seq_len=args.seq_len, batch=args.batch, gpu=args.gpu, gpus=args.gpus,
-        host_ram=args.host_ram, placement=args.placement, checkpointing=checkpointing_of(args),
-        adapters=adapters_of(args), sp_size=args.sp_size, images=args.images,
-        video_tokens=args.video_tokens, fp8=args.fp8, max_seq_len=args.max_seq_len,
-        progress=_progress(),
-    )  # fmt: skip
+    timer = _says_that_it_runs()
+    try:
+        found = plan(
+            args.model, seq_len=args.seq_len, batch=args.batch, gpu=args.gpu, gpus=args.gpus,
+            host_ram=args.host_ram, placement=args.placement, checkpointing=checkpointing_of(args),
+            adapters=adapters_of(args), sp_size=args.sp_size, images=args.images,
+            video_tokens=args.video_tokens, fp8=args.fp8, max_seq_len=args.max_seq_len,
+            progress=_progress(),
+        )  # fmt: skip
+    finally:
+        timer.cancel()
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits else 3

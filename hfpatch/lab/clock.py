@@ -385,11 +385,12 @@ class StepMeter(Meter):
     Attributes:
         able: what the layers can do.
         gradients: bytes of those of all layers.
-        ahead: bytes per token that the sources of copies may take; None: of those of two layers,
-            and the room of gradients, which come after the forward.
+        ahead: bytes per token that the sources of copies may take while a tiled layer runs, and
+            while an untiled one does; None: those of two layers, and the room of gradients, which
+            come after the forward.
     """
 
-    def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: int | None):
+    def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):
         super().__init__(gauge, model.parameters, len(_layers(model)))
         self.model, self.gradients, self.kinds, self.able = model, gradients, kinds, Layers()
         self.ahead = ahead
@@ -399,10 +400,16 @@ class StepMeter(Meter):
         step, self.able = self.step, able
         step.rows, step.gate_up = rows, able.gate_up
         step.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))
-        if self.ahead is not None:
-            step.ahead = self.ahead * rows
+        if self.ahead[0] is not None:
+            step.ahead = self.ahead[0] * rows
         self.firm(first)
         return first
+
+    def layer(self, index: int, kind: str | None, waiting: int) -> bool:
+        untiled = super().layer(index, kind, waiting)
+        if untiled and self.ahead[1] is not None:
+            self.step.room = min(self.step.room, self.ahead[1] * self.step.rows)
+        return untiled
 
     def backward(self, step, untiled: bool = False) -> Counters:
         if step.back is not None:
@@ -417,7 +424,7 @@ def _layers(model) -> list:
 def run_on_clock(
     model, gpu: Gpu, policy: Policy | None, *, batch: int, seq_len: int, ranks: int = 1,
     optimizer=None, follower=ClockFollower, gradients: int = 0, kinds: dict | None = None,
-    ahead: int | None = None, **more,
+    ahead: tuple = (None, None), **more,
 ):  # fmt: skip
     """One step of a model that hfpatch.apply patched, on meta or any device, under the policy.
 

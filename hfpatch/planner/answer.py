@@ -89,7 +89,7 @@ def _engine_wait(gpu: Gpu, cost: Cost, stays: Resident) -> float:
     return waits
 
 
-def _seconds(run: Run, cost: Cost, stays: Resident) -> dict:
+def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:
     """Seconds of a step by part. The norm reads every gradient, the clip reads and writes it, the
     step reads it; it reads and writes parameters and optimizer states."""
     gpu, seconds = run.rates, dict(cost.seconds)
@@ -116,7 +116,7 @@ def _first_step(run: Run, cost: Cost, stays: Resident, policy) -> dict:
 def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     """The Plan under one placement, from the text model's step. Adds the image tower's."""
     stays, tower, moments = stays_of(run, placement, policy), run.tower, cost.moments
-    seconds, step_flops, model_flops = _seconds(run, cost, stays), cost.flops, cost.model
+    seconds, step_flops, model_flops = seconds_of(run, cost, stays), cost.flops, cost.model
     moved, host = stays.link + cost.up + cost.down, cost.host
     if tower is not None:
         asked = run.batch, run.checkpointing, bool(run.shape.adapters)
@@ -223,6 +223,11 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
             f"hfpatch: --images and --sp-size {sp_size} cannot be combined. Leave one out."
         )
     name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
+    if sp_size > 1 and checkpointing in (STOCK, STOCK_CHECKPOINTING):
+        raise ValueError(
+            "hfpatch: transformers' own steps are simulated over whole rows, --sp-size "
+            f"{sp_size} came; leave one of them out."
+        )
     made = model_of(Values(values), adapters)
     shape = made.sizes
     if sp_size > 1:

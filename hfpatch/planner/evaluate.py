@@ -34,6 +34,7 @@ from hfpatch.planner.placements import candidates, placement_named
 from hfpatch.planner.result import Plan
 from hfpatch.planner.step import Cost, Steps
 
+NONE = (0, 0)  # a first step's copies let go of their sources as each layer ends
 STEPS = 8  # the most steps after which a policy settles
 SETTLED, FIRST, GLANCE = "settled", "first", "glance"
 LONGEST = 1 << 24  # tokens
@@ -139,8 +140,7 @@ class Ladder:
 
     def plan(self, way: str) -> Plan:
         """As evaluate."""
-        run, policy, sure, ahead = self.run, self.first, False, 0
-        # the first step's copies let go of their sources as each layer ends
+        run, policy, sure, ahead = self.run, self.first, False, NONE
         grows = way == SETTLED and self.settings.aim == "fastest"
         cost, call = self.steps.cost(run.seq_len, policy, ahead, False), Call()
         for _ in range(STEPS if grows and cost.kinds else 0):
@@ -189,14 +189,18 @@ class Ladder:
         share = (SURE if sure else UNSURE) * self.run.gpu.memory_bytes
         return self._free() - self.stays.optimizer - share
 
-    def _ahead(self, call: Call, cost: Cost, found) -> int | None:
-        """Bytes per token that the sources of copies may take, as layer/meter.py has them; None
-        where they need not wait for memory."""
-        working = found.tiled - call.gradients
-        spare = self._room(any(found.untiled)) - working - call.stands.most(self.rows)
-        if spare >= COPIES * (cost.able.wide + cost.able.gate_up) * self.rows:
-            return None
-        return max(0, int(spare / self.rows)) // 8192 * 8192
+    def _ahead(self, call: Call, cost: Cost, found) -> tuple:
+        """Bytes per token that the sources of copies may take while tiled layers run and while
+        untiled ones do, as layer/meter.py has them; None where they need not wait for memory."""
+        room = self._room(any(found.untiled))
+        tiled = room - (found.tiled - call.gradients) - call.stands.most(self.rows)
+        enough = COPIES * (cost.able.wide + cost.able.gate_up)
+
+        def each(spare: float) -> int | None:
+            most = max(0, int(spare / self.rows))
+            return None if most >= enough else most // 8192 * 8192
+
+        return each(tiled), each(room - found.top)
 
 
 def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:

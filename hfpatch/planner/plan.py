@@ -53,8 +53,7 @@ def plan(
         model: a preset, config.json, folder, hub id, config or model.
         gpu: a row of hardware.py, a Gpu, or "this", which measures this machine's.
         host_ram: the machine's memory, "256GiB" or bytes; None for enough.
-        placement: a row of placements.py, or an optimizer of optimizers.py, on fp32 weights if they
-            fit and else on bf16 weights.
+        placement: "auto", or a row of placements.py.
         checkpointing: "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or
             "stock" and "stock-checkpointing" for transformers alone.
         sp_size: GPUs that share each row (Ulysses, context parallelism).
@@ -83,9 +82,8 @@ def plan(
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
         "video_tokens": video_tokens, "adapters": adapters,
     }  # fmt: skip
-    values = config_of(model)[1]
     key = asked | {"seq_len": seq_len, "placement": placement, "max": max_seq_len, "fp8": fp8}
-    key |= {"model": values}
+    key["model"] = config_of(model)
     if gpu != "this" and (known := recall(key)):
         return Plan(**known)
     found = _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked)
@@ -111,7 +109,7 @@ def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Pl
         found = replace(found, suggestions=suggestions(run, found, placement))
     if max_seq_len:
         tokens = longest(run, names, progress)
-        host = best(replace(run, seq_len=-(-tokens // run.ranks)), names, FIRST).host_peak_bytes
-        said = {"every": "auto", "seq_len": tokens, "host_peak_bytes": host if tokens else 0}
-        found = replace(found, max_seq_len=tokens, longest=[said])
+        there = replace(run, seq_len=max(1, -(-tokens // run.ranks)))
+        host = best(there, names, FIRST).host_peak_bytes
+        found = replace(found, max_seq_len=tokens, max_seq_len_host_bytes=host)
     return found

@@ -4,35 +4,43 @@ versions of what runs the step. Standard library only."""
 import hashlib
 import json
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 LIBRARIES = ("hfpatch", "torch", "transformers", "peft", "flash-linear-attention")
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hfpatch", "plans")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _file(asked: dict) -> Path:
-    versions = []
-    for name in LIBRARIES:
-        try:
-            versions.append(version(name))
-        except Exception:  # not installed
-            versions.append("")
-    text = json.dumps([asked, versions], sort_keys=True, default=repr)
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "hfpatch", hashlib.sha256(text.encode()).hexdigest()[:32] + ".json")
+    sources = Path(__file__).parent.parent.rglob("*.py")
+    newest = max(path.stat().st_mtime_ns for path in sources)
+    told = [asked, newest, [_version(name) for name in LIBRARIES]]
+    text = json.dumps(told, sort_keys=True, default=repr)
+    return FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 def recall(asked: dict) -> dict | None:
     """The fields of the Plan of these arguments, None if there is none."""
     try:
-        return json.loads(_file(asked).read_text())
+        found = json.loads(_file(asked).read_text())
     except (OSError, ValueError):
         return None
+    if isinstance(found["policy"], dict):
+        found["policy"]["keep"] = tuple(found["policy"]["keep"])
+    return found
 
 
 def remember(asked: dict, fields: dict) -> None:
+    file = _file(asked)
     try:
-        _file(asked).parent.mkdir(parents=True, exist_ok=True)
-        _file(asked).write_text(json.dumps(fields))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(fields))
     except OSError:  # a read-only home
         pass

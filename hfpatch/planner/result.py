@@ -10,7 +10,7 @@ class Plan:
     Attributes:
         policy: the resolved Policy as a dict, or one word if layers run whole.
         first_step: the extra seconds of the first step.
-        longest: {"every", "seq_len", "host_peak_bytes"} of the longest sequence as asked.
+        max_seq_len: the longest sequence, max_seq_len_host_bytes: the host's memory there.
         adapters: the adapters trained over a frozen base; None if all weights are trained.
         sp_size: GPUs that share each sequence.
         visual_tokens: the tokens of seq_len that are images or videos.
@@ -43,7 +43,7 @@ class Plan:
     rates: str
     first_step: dict = field(default_factory=dict)
     max_seq_len: int | None = None
-    longest: list = field(default_factory=list)
+    max_seq_len_host_bytes: int = 0
     adapters: dict | None = None
     sp_size: int = 1
     num_layers: int | None = None

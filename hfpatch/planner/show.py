@@ -48,7 +48,8 @@ def text(plan) -> str:
             f"{placement_named(name).summary}"
         )
     if plan.max_seq_len is not None:
-        lines.append(_longest(plan))
+        host = gib(plan.max_seq_len_host_bytes)
+        lines.append(f"longest         {plan.max_seq_len:,} tokens fit, host {host}")
     if not plan.fits:
         lines += ["", _what_would_fit(plan)]
     return "\n".join(lines)
@@ -102,17 +103,6 @@ def _first_step(plan) -> str:
             f"; {over:.0f} s beyond the budget of a step and {FIRST_STEP_BUDGET:.0f} s, once a run"
         )
     return f"first step      {plan.step_seconds + more:.1f} s: a step, {beside}{late}"
-
-
-def _longest(plan) -> str:
-    longest, *fewer = plan.longest
-    said = [
-        f"longest         {plan.max_seq_len:,} tokens fit, host {gib(longest['host_peak_bytes'])}"
-    ]
-    said += [
-        f"every={w['every']}: {w['seq_len']:,} with {gib(w['host_peak_bytes'])}" for w in fewer
-    ]
-    return "; ".join(said)
 
 
 def _what_would_fit(plan) -> str:

@@ -30,6 +30,7 @@ from hfpatch.planner.model import (
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
 # single tokens exceeds it.
 OPERATIONS = 400_000
+FREE = (None, None)  # the sources of copies have all the room that a run gives them
 LONG = 6  # tiles of a row beyond which a step is carried on from shorter rows
 # The lengths, in tiles, from which longer ones are carried on. At least three, because in backward
 # the first tile finds no sums of gradients and the last tile no states.
@@ -157,11 +158,11 @@ class Steps:
         tiled = isinstance(policy, Policy)
         return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
 
-    def cost(self, tokens: int, policy, ahead: int | None = None, deep: bool = True) -> Cost:
+    def cost(self, tokens: int, policy, ahead: tuple = FREE, deep: bool = True) -> Cost:
         """The cost of a step of rows of `tokens` tokens (of one rank), under a Policy or a word for
         layers that run whole.
 
-        ahead: bytes per token that the sources of copies may take. deep: False for what a meter
+        ahead: as of lab.clock.StepMeter. deep: False for what a meter
             reads of the step alone, which the fewest layers tell.
         """
         if not self.carried_on(tokens, policy):
@@ -179,7 +180,12 @@ class Steps:
         steps = [self._deep(n, policy, width, ahead, deep) for n in shorter]
         return _stretched(steps, shorter, tokens, table)
 
-    def try_untiled(self, tokens: int, policy: Policy, ahead: int | None) -> None:
+    def ran(self, tokens: int, word: str, layers: int) -> dict:
+        """Seconds by part of a step of a few layers that run whole."""
+        numbers = self._ran(tokens, None, FREE, word, layers, 0).numbers
+        return {key[1]: value for key, value in numbers.items() if key[0] == "seconds"}
+
+    def try_untiled(self, tokens: int, policy: Policy, ahead: tuple) -> None:
         """Measures what an untiled layer of each kind keeps."""
         n, period = self.model.depths(policy.every)
         while self.carried_on(tokens, policy):
@@ -191,7 +197,12 @@ class Steps:
         """The cost of all layers from steps of few. With n layers, of which the last p keep
         everything and the q below keep less than the others, what a step takes is linear in n, in p
         and in q."""
-        run, L = partial(self._ran, tokens, width, ahead), self.model.layers
+        L = self.model.layers
+
+        def run(policy, layers: int, plain: int) -> _Ran:
+            room = ahead if plain else (ahead[0], None)
+            return self._ran(tokens, width, room, policy, layers, plain)
+
         if not isinstance(policy, Policy):
             n, period = self.model.depths()
             return self._cost_of(run(policy, n, 0), [(partial(run, policy), n, 0, L - n, period)])

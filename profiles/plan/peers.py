@@ -10,7 +10,6 @@ of their tensors once, the least there is), memory.
 
 import csv
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 PEERS = {
@@ -76,45 +75,31 @@ def seconds(row: dict, gpu: str) -> float | None:
     """A peer's planned step, by its counts; None where it does not fit. Copies of ON_COMPUTE are
     waited for, others hide behind the work as hfpatch's do. Python takes no time.
     """
-    from hfpatch.budget.choice import reserve
-    from hfpatch.budget.flops import Flops, step_flops
-    from hfpatch.budget.formula import Moment, StepMemory
     from hfpatch.budget.hardware import gpu_row
-    from hfpatch.budget.pace import paced
-    from hfpatch.budget.policy import Policy
-    from hfpatch.budget.seconds import tails
-    from hfpatch.budget.shape import ModelShape
-    from hfpatch.lab.presets import preset_config
-    from hfpatch.lab.stock import untiled
+    from hfpatch.lab.models import text_config_of
+    from hfpatch.lab.rates import attention_ramp
+    from hfpatch.planner.answer import RESERVE_SHARE
     from hfpatch.planner.limits import parse_bytes
+    from hfpatch.planner.model import Values, model_of
     from hfpatch.planner.placements import resident
-    from hfpatch.planner.seconds import counted_time
 
-    gpu, shape = gpu_row(gpu), ModelShape.from_config(preset_config(MODEL))
-    stays = resident(PLACEMENT, shape, 1, "stock")
-    peak = row["peak_gib"] * GiB + stays.optimizer
-    if peak + reserve(peak) > gpu.usable_bytes or row["host_gib"] * GiB > 0.9 * parse_bytes(HOST):
+    gpu, config = gpu_row(gpu), text_config_of(MODEL)[1]
+    stays = resident(PLACEMENT, model_of(Values(config)).sizes, 1, "stock")
+    peak = (1 + RESERVE_SHARE) * (row["peak_gib"] * GiB + stays.optimizer)
+    host, tokens = row["host_gib"] * GiB, int(row["tokens"])
+    if peak > gpu.usable_bytes or host > 0.9 * parse_bytes(HOST):
         return None
-    least = step_flops(shape, untiled(shape), batch=1, tokens=int(row["tokens"]))
-    once = least.attention_forward
-    moved = (GiB * row[f"moved_{way}_gib"] for way in ("forward", "backward"))
-    forwards = row["attention_forwards"] * once
-    flops = Flops(
-        row["matmul_flops"], forwards, 2.5 * once, least.model, least.model_attention, *moved
-    )
-    memory = StepMemory(
-        stays.parameters,
-        stays.parameters,
-        (Moment("counted", stays.parameters),),
-        int(row["host_gib"] * GiB),
-    )
-    policy = Policy(tile=shape.hidden_size) if row["implementation"] in TILED else untiled(shape)
-    rates = paced(gpu, shape, policy, batch=1, tokens=int(row["tokens"]))
-    waits = 2 * memory.host / gpu.link_rate if row["implementation"] in ON_COMPUTE else 0.0
-    if waits:
-        memory = replace(memory, host=0)
-    tail = tails(rates, shape, untiled(shape), 1, int(row["tokens"]))
-    return waits + counted_time(rates, flops, memory, stays, tail).total
+    # Causal attention of all layers, once forward.
+    once = 2 * config["num_hidden_layers"] * config["hidden_size"] * tokens**2
+    once *= attention_ramp(tokens)
+    fore, back = (row[f"moved_{way}_gib"] * GiB / gpu.memory_rate for way in ("forward", "backward"))
+    work = row["matmul_flops"] / gpu.matmul_flops + fore + back
+    work += row["attention_forwards"] * once / gpu.attention_forward
+    work += 2.5 * once / gpu.attention_backward
+    copies = 2 * host / gpu.link_rate
+    waits = copies if row["implementation"] in ON_COMPUTE else max(0.0, copies - work)
+    optimizer = 4 * stays.parameters + 2 * (stays.parameters + stays.optimizer)
+    return work + waits + optimizer / gpu.memory_rate
 
 
 def ours(tokens: int, gpu: str):

@@ -13,11 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.budget.choice import choose
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.limits import parse_length, parse_word
 from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, parse_checkpointing
-from hfpatch.budget.shape import ModelShape, UnknownFamily
 from hfpatch.cli.flags import add_checkpointing, checkpointing_of
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.implementations import IMPLEMENTATIONS, build, prepare
@@ -90,12 +88,8 @@ def _policy(args, settings, config: dict, tokens: int) -> Policy:
     rows = args.batch * tokens
     if not isinstance(settings, Checkpointing):
         return Policy(**({"tile": auto_tile(rows)} | fields))
-    try:
-        shape = replace(ModelShape.from_config(config), ranks=args.sp_size)
-    except UnknownFamily:  # the simulator needs no closed form
-        width = config.get("hidden_size", 0)
-        return replace(first_policy(settings, rows=rows, width=width), **fields)
-    return replace(choose(settings, shape, batch=args.batch, tokens=tokens), **fields)
+    layers, width = config.get("num_hidden_layers", 1), config.get("hidden_size", 0)
+    return replace(first_policy(settings, rows=rows, width=width, layers=layers), **fields)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,16 @@ row() {  # model, layers, implementation, tokens, policy fields
     python -W ignore "$(dirname "$0")/rivals.py" --model "$model" --layers "$layers" --impl "$implementation" --seq-len "$tokens" \
         ${1:+"$option" "$@"} --json 2>/dev/null | python -c '
 import json, sys
-from hfpatch.lab.stock import flops_of
 from hfpatch.lab.presets import preset_config
-from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.simulate.implementations import build
+from hfpatch.trainer.model_flops import Work
 text = sys.stdin.read()
 found, (model, layers, implementation, tokens, policy) = json.loads(text[text.index("{"):]), sys.argv[1:]
-least = flops_of(ModelShape.from_config(preset_config(model) | {"num_hidden_layers": int(layers)}), "off", batch=1, tokens=int(tokens))
+work = Work.of(build(preset_config(model) | {"num_hidden_layers": int(layers)}))
+products = 6 * int(tokens) * work.weights
 flops, gib = found["flops"], [found["beyond_gib"], found["most_beyond_bytes"] / 2**30, found["host_gib"]]
-ratios = flops["attention"]["forward"] / least.attention_forward, sum(flops["matmul"].values()) / least.matmul
+attended = (work.flops(1, int(tokens)) - products) / 3
+ratios = flops["attention"]["forward"] / attended, sum(flops["matmul"].values()) / products
 figures = [f"{x:.2f}" for x in gib] + [f"{ratios[0]:.0f}", f"{ratios[1]:.3f}", "{:.4g}".format(flops["total"])]
 print(model, layers, implementation, policy, tokens, *figures, sep=",")' "$model" "$layers" "$implementation" "$tokens" "$*"
 }

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hfpatch.budget.pace import matmul_seconds, paced, slowdown
+from hfpatch.budget.shape import ModelShape
+from hfpatch.lab.stock import untiled
 
 from hfpatch.budget import hardware
 from hfpatch.budget.hardware import GPUS, MATMUL_SHARE, SECONDS_ERROR
-from hfpatch.budget.pace import matmul_seconds, paced, slowdown
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.presets import preset_config
-from hfpatch.lab.stock import untiled
 
 FOLDER = Path(__file__).parents[2] / "profiles/rates"
 PAGE = (FOLDER / "README.md").read_text()

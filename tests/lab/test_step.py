@@ -14,7 +14,6 @@ import hfpatch
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.profile import step
 from hfpatch.lab.profile.options import Options
-from hfpatch.lab.profile.planned import planned
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.simulated import simulated_run
 from hfpatch.lab.profile.timeline import CATEGORIES
@@ -77,13 +76,9 @@ def test_peak_agrees_with_the_simulator(tmp_path, impl, checkpointing):
         seq_len=256,
     )
     model, run = recorded(wanted)
-    plan = planned(model, wanted, itemsize=4)
     expected = simulate(model, 1, 256, rounding=1, cuda=False).peak_bytes
     assert run.error is None
     assert run.peak_bytes == pytest.approx(expected, rel=0.03)
-    # The plan is of a GPU, whose kernels take scratch memory that a CPU's do not: more at these
-    # sizes, never less.
-    assert 0.97 * run.peak_bytes <= plan["gpu_peak_bytes"] <= 1.15 * run.peak_bytes
 
 
 def test_takes_the_names_that_a_plan_takes():

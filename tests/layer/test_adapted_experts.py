@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.budget.choice import choose
+from hfpatch.budget.first import first_policy
 from hfpatch.budget.policy import Policy
-from hfpatch.budget.shape import ModelShape
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
@@ -316,8 +315,7 @@ def test_memory_of_adapted_experts_of_four_bits_at_true_size(weights, monkeypatc
         model = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     least = hfpatch.Checkpointing(aim="least", frozen_weights=weights)
     hfpatch.apply(model, checkpointing=least)
-    shape = ModelShape.from_config(model.config)
-    policy = choose(least, shape, batch=1, tokens=32768)
+    policy = first_policy(least, rows=32768, width=model.config.hidden_size, layers=2)
     found = simulate(model, 1, 32768, policy=policy)
     assert found.whole == {} and found.attention_calls["forward"] == 2
     assert found.most_beyond_bytes <= 2.0 * 2**30

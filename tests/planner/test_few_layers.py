@@ -1,0 +1,147 @@
+"""A plan runs few layers and, of long rows, few tokens. What they tell is what all take, and the
+policy is the one on which a run settles that reads its own memory.
+"""
+
+import dataclasses
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from tiny import LONG
+
+import hfpatch
+from hfpatch.budget.hardware import GPUS, GiB
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.lab import clock
+from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.simulate.follow import current
+from hfpatch.lab.simulate.implementations import build
+from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.layer.meter import Meter
+from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.planner.answer import make_run
+from hfpatch.planner.evaluate import Ladder
+from hfpatch.planner.model import Model, Values, model_of
+from hfpatch.planner.step import Steps
+
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64,
+    "num_key_value_heads": 2, "vocab_size": 4096, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES = {
+    "llama": WIDE | {"num_hidden_layers": 8},
+    "qwen3": WIDE | {"num_hidden_layers": 8},
+    "gemma2": WIDE | {"num_hidden_layers": 9, "sliding_window": 512},
+    "gemma3_text": WIDE | {"num_hidden_layers": 13, "sliding_window": 512, "sliding_window_pattern": 6},
+    "qwen3_moe": WIDE | {"num_hidden_layers": 7, "num_experts": 8, "moe_intermediate_size": 128},
+    "deepseek_v3": WIDE | {
+        "num_hidden_layers": 7, "n_routed_experts": 8, "moe_intermediate_size": 128, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 8, "kv_lora_rank": 64,
+        "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+    },
+}  # fmt: skip
+POLICIES = {
+    "host": Policy("host", tile=1024),
+    "keep": Policy("host", tile=1024, keep=("gate_up",), again=3, wide=True),
+    "plain": Policy("host", tile=1024, plain=3, wide=True),
+    "gpu": Policy("gpu", tile=2048),
+    "segments": Policy("host", tile=1024, every=2, save_attention=False),
+    "stock": "stock",
+}
+FEW = {("llama", name) for name in POLICIES} | {("gemma2", "plain"), ("qwen3_moe", "host")}
+CASES = [
+    (family, name) if (family, name) in FEW else pytest.param(family, name, marks=LONG)
+    for family in FAMILIES
+    for name in POLICIES
+]
+
+
+def steps_of(family: str, adapters=None) -> Steps:
+    model = model_of(Values(FAMILIES[family] | {"model_type": family}), adapters)
+    return Steps(model, model.sizes, GPUS["h100"], 1)
+
+
+def close(few, full, rel: float) -> None:
+    assert max(m.gradients + m.beyond for m in few.moments) == pytest.approx(
+        max(m.gradients + m.beyond for m in full.moments), rel=rel
+    )
+    assert few.host == pytest.approx(full.host, rel=rel)
+    assert sum(few.seconds.values()) == pytest.approx(sum(full.seconds.values()), rel=2 * rel)
+    assert few.flops == pytest.approx(full.flops, rel=1e-3)
+
+
+@pytest.mark.parametrize("family, name", CASES)
+def test_few_layers_tell_what_all_take(family, name):
+    policy = POLICIES[name]
+    few = steps_of(family).cost(4096, policy)
+    with mock.patch.object(Model, "depths", lambda self, *_: (self.layers, 0)):
+        full = steps_of(family).cost(4096, policy)
+    close(few, full, 0.02)
+
+
+@pytest.mark.parametrize("base", ["bf16", pytest.param("4bit", marks=LONG)])
+def test_few_layers_tell_what_all_take_with_adapters(base):
+    for policy in (POLICIES["host"], Policy("gpu", tile=1024, frozen_weights="host")):
+        few = steps_of("llama", Adapters(8, base)).cost(4096, policy)
+        with mock.patch.object(Model, "depths", lambda self, *_: (self.layers, 0)):
+            full = steps_of("llama", Adapters(8, base)).cost(4096, policy)
+        close(few, full, 0.02)
+
+
+def test_short_rows_tell_what_long_ones_take():
+    policy = Policy("host", tile=4096, wide=True)
+    told = steps_of("llama").cost(65536, policy)
+    with mock.patch.object(Steps, "carried_on", lambda *_: False):
+        close(told, steps_of("llama").cost(65536, policy), 0.03)
+
+
+class Card(clock.LedgerGauge):
+    """A card of `memory` bytes, whose step the follower follows."""
+
+    def __init__(self, device, memory: int):
+        self.device, self.memory, self.missing, self.top = device, memory, 0, 0
+
+    @property
+    def follower(self):
+        return current()
+
+    def limit(self) -> int:
+        return self.memory
+
+    card = limit
+
+    def clock(self):
+        return None
+
+
+@pytest.mark.parametrize("family, tokens, memory", [
+    ("llama", 8192, 2.0), ("gemma2", 4096, 2.0),
+    pytest.param("llama", 16384, 2.0, marks=LONG), pytest.param("qwen3_moe", 8192, 2.0, marks=LONG),
+])  # fmt: skip
+def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, memory):
+    """Six steps of the whole model, whose meter reads the simulated device, choose by themselves."""
+    values = FAMILIES[family] | {"model_type": family}
+    gpu = dataclasses.replace(GPUS["h100"], memory_bytes=int(memory * GiB))
+    settings = Checkpointing(keep=())
+    run = make_run(values, seq_len=tokens, gpu=gpu, checkpointing=settings)
+    planned = Ladder(run, "adamw").plan("settled")
+    model, chosen = build(values), []
+    hfpatch.apply(model, checkpointing=settings)
+    free = gpu.usable_bytes - 2 * run.shape.nbytes  # beside AdamW's states
+
+    def meter_of(self, device):
+        if device not in self.meters:
+            self.meters[device] = Meter(Card(device, free), model.parameters, self.n_layers)
+        return self.meters[device]
+
+    def noted(self, meter, policy, *_):
+        chosen.append(policy)
+
+    with (
+        mock.patch.object(LayerRuntime, "meter_of", meter_of),
+        mock.patch.object(LayerRuntime, "_say", noted),
+    ):
+        simulate(model, 1, tokens, steps=6, optimizer=partial(torch.optim.SGD, lr=0.0))
+    assert abs(chosen[-1].plain - planned.policy["plain"]) <= 1, (chosen, planned.policy)
+    assert chosen[-1].tile == planned.policy["tile"]
