@@ -143,7 +143,10 @@ def pick(q_BTHE: Tensor) -> str:
         return "efficient"
     # Only FA2 has a deterministic backward, and only FA2 takes a single token. The setting is read
     # each time: a user may turn it on later. With few tokens the call costs more than the kernel.
-    if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None or T < 128:
+    # Heads that are no multiples of 8 go to blocks (attention.py).
+    if torch.are_deterministic_algorithms_enabled() or torch.version.hip is not None:
+        return "flash"
+    if T < 128 or E % 8:
         return "flash"
     name = os.environ.get("HFPATCH_ATTENTION")
     if name is None:

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hfpatch.attention.attention import attention_backward, attention_forward, pick, supported
+from hfpatch.attention.heads import Attention
 from hfpatch.compat import autocast_dtype
 from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
 from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
@@ -100,31 +100,11 @@ def _told(module, kwargs) -> str | None:
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward of attention/attention.py for a layer that is not tiled."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, asked, backend):
-        out, lse, state = attention_forward(q, k, v, **asked, sinks_H=sinks, backend=backend)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.asked, ctx.state, ctx.backend = asked, state, backend
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        grads = attention_backward(
-            dout, q, k, v, out, lse, ctx.state, **ctx.asked, sinks_H=sinks, backend=ctx.backend
-        )
-        return *grads, *(None,) * (6 - len(grads))
-
-
-class _Exchanged(torch.autograd.Function):
-    """Attention over rows that several ranks share, for a layer that is not tiled."""
+    """Attention of a layer that is not tiled. sequence: the ranks that share its rows, or None."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, call, sequence):
-        ctx.attention = ExchangedAttention(sequence)
+        ctx.attention = Attention(wide=True) if sequence is None else ExchangedAttention(sequence)
         outs, lses = ctx.attention.forward([call], [], [q, k, v])
         ctx.save_for_backward(q, k, v, *outs, *lses)
         return ctx.attention.join(outs)[0]
@@ -133,7 +113,7 @@ class _Exchanged(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         q, k, v, *kept = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in (q, k, v)]
+        grads = [None, None, None]
         lses = kept[len(kept) // 2 :]
         dsinks = ctx.attention.backward([q, k, v], [dout], kept.__getitem__, lses, grads)
         return *grads, *dsinks, None, None
@@ -143,20 +123,15 @@ def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """(out, probabilities or None) of whole rows. kwargs: the other arguments of the call."""
     batch, reason = current.batch, asked.why_not_tiled()
     scaled = asked.softcap is not None or asked.sinks_H is not None
-    if batch is not None and batch.sequence is not None:
-        if reason:
-            raise not_exchanged(reason)
-        return _Exchanged.apply(*_cast(asked), asked.sinks_H, asked.call(), batch.sequence), None
-    if batch is not None and batch.weights or asked.told or reason and scaled:
-        return _by_family(asked, kwargs)
-    if reason is not None:
-        return _plain(asked), None
-    q, k, v = _cast(asked)
-    pattern = asked.pattern()
-    unsupported = supported(max(q.shape[3], v.shape[3]), q.dtype, q.device, pattern)
-    backend = "blocks" if unsupported else pick(q)
-    how = {"scale": asked.scale, "pattern": pattern}
-    return _Attention.apply(q, k, v, asked.sinks_H, how, backend), None
+    sequence = None if batch is None else batch.sequence
+    if sequence is not None and reason:
+        raise not_exchanged(reason)
+    if sequence is None:
+        if batch is not None and batch.weights or asked.told or reason and scaled:
+            return _by_family(asked, kwargs)
+        if reason is not None:
+            return _plain(asked), None
+    return _Attention.apply(*_cast(asked), asked.sinks_H, asked.call(), sequence), None
 
 
 def _cast(asked: Asked) -> list[Tensor]:

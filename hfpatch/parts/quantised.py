@@ -101,33 +101,24 @@ def is_fake_quantised(module: nn.Module) -> bool:
 
 
 def scales_over_tokens(module: nn.Module) -> str | None:
-    """Why tiles would change the result of a quantised projection, or None where each token has its
-    own scale.
+    """Why tiles may change the result of a projection: it may round several tokens by one scale.
 
-    A scale for whole rows, found first, would be the same in every tile. For gate and up, and for
-    q, k and v, it needs a second backward of the layer, far above 3% of a step: such a layer runs
-    whole.
+    Of what torchao trains, only float8 by rows (`hfpatch train --fp8`) is known to give each token
+    its own scale.
     """
     if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
         return _SAME_SCALE  # of each input's range
     if not isinstance(module, nn.Linear):
         return None
-    kinds, weight = kinds_of(type(module)), module.weight
-    if "torchao.Float8Linear" in kinds:
+    if "torchao.Float8Linear" in kinds_of(type(module)):
         return _SAME_SCALE if _float8_over_tokens(module.config) else None
-    if is_fake_quantised(module):
-        return _why_not_of_tokens(module.activation_fake_quantizer, module.weight_fake_quantizer)
-    if "torchao.NVFP4FakeQuantizedLinear" in kinds:
-        return _SAME_SCALE if module.activation_config.use_per_tensor_scale else None
-    if "torchao.MXFakeQuantizedLinear" in kinds:  # blocks of channels
-        return None
-    if "torchao.MXFP8Linear" in kinds:  # blocks too, except in the weight gradient's matmul
-        return None if module.wgrad_with_hp else _SAME_SCALE
+    weight = module.weight
     trained = type(weight) if weight.requires_grad else nn.Parameter
     for kind in (type(module), trained):
         if kind.__module__.startswith("torchao."):
-            return f"it is trained by a {kind.__module__}.{kind.__name__} that nobody tried"
-    return _SAME_SCALE if _per_tensor(getattr(weight, "act_quant_kwargs", None)) else None
+            return f"torchao's {kind.__name__} may round several tokens by one scale"
+    granularity = getattr(getattr(weight, "act_quant_kwargs", None), "granularity", None)
+    return _SAME_SCALE if type(granularity).__name__ == "PerTensor" else None
 
 
 def _float8_over_tokens(config) -> bool:
@@ -144,17 +135,3 @@ def _float8_over_tokens(config) -> bool:
         if cast.scaling_granularity.name == "TENSORWISE" or by_channel:
             return True
     return False
-
-
-def _why_not_of_tokens(activation, weight) -> str | None:
-    """The reason of scales_over_tokens for the fake quantisers of a Linear's input and weight, each
-    of which may be None."""
-    for quantiser in (activation, weight):
-        if not getattr(getattr(quantiser, "config", None), "is_dynamic", True):
-            return "its scale is kept from its first call, of a tile there"
-    return _SAME_SCALE if activation is not None and _per_tensor(activation.config) else None
-
-
-def _per_tensor(config) -> bool:
-    """Whether a torchao config rounds a whole tensor by one scale."""
-    return type(getattr(config, "granularity", None)).__name__ == "PerTensor"

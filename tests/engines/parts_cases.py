@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfpatch
 from hfpatch.attention.attention import CAUSAL
-from hfpatch.context.attention import _Exchanged
+from hfpatch.context.attention import _Attention
 from hfpatch.context.current import Call
 from hfpatch.context.ranks import sequence_of, sharded
 
@@ -117,7 +117,7 @@ def _ring(group):
     def sdpa(module, q, k, v, attention_mask, scaling=None, **kwargs):
         assert attention_mask is None, "a mask of a part of each row"
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        return _Exchanged.apply(
+        return _Attention.apply(
             *heads, None, Call(scaling, CAUSAL, None), sequence_of(group, True)
         ), None
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from hfpatch.budget.copies import weight_bytes
-from hfpatch.budget.shape import ModelShape
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM

@@ -11,10 +11,6 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from hfpatch.budget.flops import Flops
-from hfpatch.budget.formula import Moment, StepMemory, step_memory
-from hfpatch.budget.shape import ModelShape
-from hfpatch.planner.seconds import optimizer_seconds
 from tiny import LONG, longer
 
 import hfpatch

@@ -7,11 +7,6 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from hfpatch.budget.flops import step_flops
-from hfpatch.budget.formula import step_memory
-from hfpatch.budget.seconds import step_time
-from hfpatch.budget.shape import ModelShape
-from hfpatch.lab.stock import UNTILED, flops_of
 from peft import LoraConfig, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode

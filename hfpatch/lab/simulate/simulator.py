@@ -22,7 +22,6 @@ import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import closing_checkpoints, plain_scans
-from hfpatch.context import attention as attending
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.compat import shapes_of_out_dtype, simulation_parts
 from hfpatch.lab.simulate.follow import Follower
@@ -188,9 +187,9 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
             stack.enter_context(_wide_sums.as_on_cuda())
             stack.enter_context(shapes_of_out_dtype())
             # These serve tiled layers and whole ones.
-            for user in (heads, exchange, attending):
+            for user in (heads, exchange):
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
-            for user in (attention, why_whole, attending):
+            for user in (attention, why_whole):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
             stack.enter_context(
                 mock.patch.object(attention, "has_flash", lambda *_: True)
