@@ -25,8 +25,10 @@ from hfpatch.lab.device import matmul_rate
 from hfpatch.lab.stock import UNTILED, flops_of
 from hfpatch.parts.quantised import as_trained
 from hfpatch.planner.placements import Resident
+from hfpatch.report import say
 from hfpatch.store.device import mark_batch_ready
 from hfpatch.trainer import memory
+from hfpatch.trainer.footprint import against
 from hfpatch.trainer.marks import first_to_say
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
 from hfpatch.trainer.planned_seconds import planned_seconds
@@ -55,12 +57,13 @@ class Callback(TrainerCallback):
             it. A dict holds its options.
         attention_share: the share of a full row's attention that packed documents need, 0 to 1, for
             mfu.
+        plan: a hfpatch.plan of this run. After the second step a line compares it with the run.
 
     Raises:
         ValueError: an argument has another value.
     """
 
-    def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
+    def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0, plan=None):
         if not isinstance(apply, (bool, dict)):
             raise ValueError(
                 "hfpatch: apply must be True, False or a dict of hfpatch.apply's options, got "
@@ -72,7 +75,7 @@ class Callback(TrainerCallback):
                 "out."
             )
         self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
-        self.attention_share = attention_share
+        self.attention_share, self.plan = attention_share, plan
         self.report = None  # of apply
         self._applied = lambda: None
         self._hook = self._loader = None
@@ -159,6 +162,7 @@ class Callback(TrainerCallback):
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._explain_memory(args, model)
+        self._ends: list | None = []
         self._start(state)
 
     def _explain_memory(self, args, model):
@@ -200,6 +204,17 @@ class Callback(TrainerCallback):
                     self.attention_share,
                     self._trained,
                 )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.plan is None or self._ends is None or args.process_index:
+            return
+        if torch.device(args.device).type == "cuda":
+            torch.cuda.synchronize(args.device)  # twice a run
+        self._ends.append(time.perf_counter())
+        if len(self._ends) == 2:
+            took = (self._ends[1] - self._ends[0]) / args.gradient_accumulation_steps
+            say(against(self.plan, memory_columns(args.device).get("peak_gpu_gib"), took))
+            self._ends = None
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time. The log line of earlier steps came before it.

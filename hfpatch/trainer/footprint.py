@@ -1,86 +1,102 @@
-"""Checks that weights, gradients, optimizer states and activations fit into the memory there is."""
+"""The plan of a run, said and held before its weights load."""
 
 from dataclasses import replace
 
 import torch
 
-from hfpatch.budget.adapters import Adapters
-from hfpatch.budget.choice import choose
-from hfpatch.budget.families import FAMILIES
-from hfpatch.budget.formula import GiB, ModelShape
-from hfpatch.budget.free import host_free
-from hfpatch.budget.limits import environment_number
-from hfpatch.budget.policy import Checkpointing
-from hfpatch.lab.stock import STOCK, STOCK_CHECKPOINTING, memory_of
-from hfpatch.planner.machine import gpu_limit, host_limit
+from hfpatch.budget.hardware import GiB, Gpu, gpu_named
+from hfpatch.planner.machine import card, gpu_limit, host_limit
+from hfpatch.planner.placements import PLACEMENTS
+from hfpatch.planner.plan import Adapters, plan
 from hfpatch.trainer.arguments import checkpointing_of
 
 
-def check(config, model, data, args) -> None:
-    """Raises ValueError if weights, gradients, moments and, on a GPU, activations do not fit.
+def check(config, model, data, args, say):
+    """Says in three lines what is planned, and returns the plan. Raises ValueError for a run that does not fit.
 
-    Nothing is checked under an engine or a placement, which spread or move them, nor for a family
-    without a closed form.
+    Without a GPU there are no times to plan: weights, gradients and moments must fit the machine.
+    Nothing is said of Liger, nor of an engine's config that plans do not know.
     """
-    if args.deepspeed or args.fsdp or model.placement or config.model_type not in FAMILIES:
-        return
-    shape = ModelShape.from_config(config)
-    default = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32
-    itemsize = getattr(torch, model.dtype, default).itemsize
-    if model.lora_r:
-        shape = _adapted(shape, model)
-    trained = shape.trained_parameters
-    moments = 2 if args.optim in ("adamw_torch", "adamw_torch_fused") else 0
-    states = shape.parameter_bytes(itemsize) + trained * (1 + moments) * shape.trained_itemsize(
-        itemsize
-    )
-    have, gpu = device_memory(args)
-    step = (
-        _activations(shape, model, data, args, 2 if args.bf16 or args.fp16 else itemsize)
-        if gpu
-        else 0
-    )
-    if have is not None and states + step > have:
-        activations = (
-            f" and {step / GiB:.1f} GiB of activations" if gpu else " before any activation"
-        )
-        raise ValueError(
-            f"hfpatch: weights, gradients and optimizer states of {shape.parameters / 1e9:.2f}B "
-            f"parameters need {states / GiB:.1f} GiB{activations}, "
-            f"{'the GPU' if gpu else 'this machine'} has {have / GiB:.1f} GiB; see `hfpatch "
-            "plan`, --placement, --engine zero3_cpu_offload, or --lora_r."
-        )
-
-
-def _adapted(shape: ModelShape, model) -> ModelShape:
-    """The shape with the adapters of the flags, where its closed form knows their layers."""
-    base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
-    try:
-        return replace(shape, adapters=Adapters.of(model.lora_r, base, model.lora_target_modules))
-    except ValueError:  # names in the form of PEFT, experts
-        return shape
-
-
-def device_memory(args) -> tuple[int | None, bool]:
-    """Bytes of the device that trains (None if unknown), and whether it is a GPU."""
-    if args.device.type == "cuda":
-        return gpu_limit(args.device), True
-    return host_limit(), False
-
-
-def _activations(shape: ModelShape, model, data, args, itemsize: int) -> int:
-    """Bytes of a step beyond weights and gradients, by the closed form; 0 for Liger."""
+    gpu = this_gpu(args)
     if model.impl == "liger":
-        return 0
-    sizes = {
-        "batch": args.per_device_train_batch_size,
-        "tokens": data.seq_len,
-        "itemsize": itemsize,
-    }
-    policy = checkpointing_of(model) if model.impl == "hfpatch" else STOCK
-    if isinstance(policy, Checkpointing):
-        ranks = environment_number("LOCAL_WORLD_SIZE", 1, 1)
-        policy = choose(policy, shape, **sizes, host_free=host_free(), n_ranks=ranks)
-    elif policy == STOCK and args.gradient_checkpointing:
-        policy = STOCK_CHECKPOINTING
-    return memory_of(shape, policy, **sizes).beyond
+        return None
+    if gpu is None:
+        return None if args.deepspeed or args.fsdp else _expect_states(config, model, args)
+    placement = placement_of(config, model, args)
+    if placement not in ("auto", *PLACEMENTS):
+        return None
+    stock = "stock-checkpointing" if args.gradient_checkpointing else "stock"
+    found = plan(
+        config, seq_len=data.seq_len, batch=args.per_device_train_batch_size, gpu=gpu,
+        gpus=args.world_size, host_ram=host_limit(), placement=placement, sp_size=model.sp_size,
+        checkpointing=checkpointing_of(model) if model.impl == "hfpatch" else stock,
+        adapters=adapters_of(model), fp8=model.fp8,
+    )  # fmt: skip
+    memory = (
+        f"{found.gpu_peak_bytes / GiB:.1f} of {found.gpu_usable_bytes / GiB:.1f} GiB on the GPU, "
+        f"{found.host_peak_bytes / GiB:.0f} of {(found.host_usable_bytes or 0) / GiB:.0f} GiB of "
+        "host memory"
+    )
+    if not found.fits:
+        ways = "; ".join(s["change"] for s in found.suggestions[:3])
+        raise ValueError(
+            f"hfpatch: the planned step must fit, and takes {memory}. Change the run"
+            + (f", for example by {ways}." if ways else " or the machine.")
+        )
+    say(f"hfpatch: planned: {str(found).splitlines()[0]}")
+    say(f"hfpatch: planned: {memory}")
+    say(f"hfpatch: planned: {found.step_seconds:.1f} s a step of one batch a GPU")
+    return found
+
+
+def against(found, peak: float | None, seconds: float) -> str:
+    """The line that compares a plan with what a step took. peak: GiB on the GPU, if there is one."""
+    memory = f"{found.gpu_peak_bytes / GiB:.1f} GiB, peak {peak:.1f}; planned " if peak else ""
+    return f"planned {memory}{found.step_seconds:.1f} s, took {seconds:.1f} (a batch of step 2)."
+
+
+def this_gpu(args) -> Gpu | None:
+    """The row of the device that trains, with the memory that this process may use."""
+    if args.device.type != "cuda":
+        return None
+    memory = gpu_limit(args.device)
+    known = gpu_named(torch.cuda.get_device_name(args.device)) or card(f"{memory / GiB:.1f}GiB")
+    return replace(known, memory_bytes=memory)
+
+
+def placement_of(config, model, args) -> str:
+    """The planner's name for where this run's weights and optimizer states are."""
+    if model.engine:
+        return model.engine.replace("_cpu", "").replace("_", "-")
+    if model.placement or model.lora_r:
+        return model.placement or "auto"
+    if args.deepspeed or args.fsdp:
+        return "unknown"
+    if "8bit" in args.optim:
+        return "gpu8bit"
+    return "adamw-fp32" if dtype_of(config, model) == torch.float32 else "adamw"
+
+
+def dtype_of(config, model) -> torch.dtype:
+    loaded = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, model.dtype, loaded)
+
+
+def adapters_of(model) -> Adapters | None:
+    base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
+    return Adapters.of(model.lora_r, base, model.lora_target_modules) if model.lora_r else None
+
+
+def _expect_states(config, model, args) -> None:
+    """ValueError where weights, gradients and Adam's moments exceed this machine's memory."""
+    from hfpatch.lab.simulate.implementations import build
+
+    number = sum(p.numel() for p in build(config.to_dict()).parameters())
+    numbers = 1 if model.lora_r else 4 if "adamw_torch" in args.optim else 2
+    needed, have = number * numbers * dtype_of(config, model).itemsize, host_limit()
+    if have is not None and needed > have:
+        raise ValueError(
+            f"hfpatch: weights, gradients and optimizer states of {number / 1e9:.2f}B parameters "
+            f"must fit this machine's {have / GiB:.1f} GiB, and take {needed / GiB:.1f}. Take a "
+            "smaller model, --lora_r, or a GPU (see hfpatch plan)."
+        )

@@ -91,7 +91,7 @@ TABLE = {
     "output_attentions": (
         {"batch": None, "kwargs": {"output_attentions": True}}, Stock, NOT_DESCRIBED, None
     ),
-    "a cache": ({"cache": DynamicCache()}, Stock, KEEPS, "run whole"),
+    "a cache": ({"cache": DynamicCache()}, Stock, KEEPS, "run untiled"),
     "evaluation, whole": ({"training": False, "batch": None}, Stock, NOT_DESCRIBED, None),
     "an adapter told by the model's forward": (
         {"settled": "an adapter", "adapter": "a task for each row"},
