@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what completion and type checkers read; _PUBLIC says the sa
     from hfpatch.planner.result import Plan as Plan
     from hfpatch.report import Report as Report
     from hfpatch.trainer.callback import Callback as Callback
+    from hfpatch.trainer.dataset import pack as pack
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _PUBLIC = {
     "Plan": "hfpatch.planner.result",
     "profile": "hfpatch.lab.profile.run",
     "Callback": "hfpatch.trainer.callback",
+    "pack": "hfpatch.trainer.dataset",
     "Checkpointing": "hfpatch.budget.policy",
     "token_wise": "hfpatch.layer.strangers",
     "verify": "hfpatch.lab.verify",
@@ -41,7 +43,7 @@ OLDEST = {"torch": (2, 11), "transformers": (5, 0)}
 
 __all__ = [
     "Callback", "Checkpointing", "Plan", "Report", "__version__", "apply",
-    "ops", "plan", "profile", "token_wise", "undo", "verify",
+    "ops", "pack", "plan", "profile", "token_wise", "undo", "verify",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ python scripts/families.py    # minutes
 
 import sys
 
-from hfpatch.cli.support import Support, support_of
+from hfpatch.cli.check import Support, support_of
 
 # Those that budget/families.py describes, and others of transformers.
 FAMILIES = (

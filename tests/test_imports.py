@@ -34,6 +34,7 @@ ROWS = (
     ("planner",),
     ("trainer",),
     ("cli",),
+    ("examples",),
     ("__main__",),
 )
 # knows nothing of the neighbours in the rows below
@@ -50,6 +51,7 @@ TRANSFORMERS = (
     "lab",
     "trainer",
     "cli",
+    "examples",
 )
 STANDARD_LIBRARY_ONLY = ("budget", "report", "trainer.configs", "trainer.locks", "cli.main")
 

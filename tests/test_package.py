@@ -217,7 +217,7 @@ def test_the_suite_runs_where_no_package_shares_it_out(there, comes, shared, tmp
 
 def copied(source: Path) -> Path:
     """What a build reads, copied to the folder `source`."""
-    for name in ("hfpatch", "ds_configs", "fsdp_configs", "scripts/examples"):
+    for name in ("hfpatch", "ds_configs", "fsdp_configs"):
         shutil.copytree(
             ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
         )
@@ -329,7 +329,6 @@ def test_the_wheel_holds_the_package_and_its_configs(wheel):
     wanted = {p.relative_to(ROOT).as_posix() for p in code}
     for kind in ("ds_configs", "fsdp_configs"):
         wanted |= {f"hfpatch/{kind}/{p.name}" for p in (ROOT / kind).iterdir()}
-    wanted |= {f"hfpatch/examples/{p.name}" for p in (ROOT / "scripts/examples").glob("*.py")}
     assert held == wanted
     assert (
         "Description-Content-Type: text/markdown" in metadata

@@ -321,7 +321,7 @@ def test_model_without_decoder_layers_refused():
     refused(
         ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])),
         "ResNetModel",
-        "list of layers",
+        "list of decoder layers",
     )
 
 
@@ -421,7 +421,7 @@ def test_modules_sharded_inside_a_layer(one_process, around, capsys):
         }
         tiny.assert_same_in_double(got, wanted)
     said = capsys.readouterr().err
-    assert "run whole" not in said and "in a trial it raised" not in said
+    assert "run untiled" not in said and "in a trial it raised" not in said
 
 
 def test_liger_refused():

@@ -17,11 +17,9 @@ from pathlib import Path
 
 from hfpatch.budget.free import host_free
 from hfpatch.budget.hardware import GiB
-from hfpatch.budget.limits import parse_length
 from hfpatch.cli.env_problems import NO_GPU, problems
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.timeline import size, versions
-from hfpatch.planner.limits import flag
 from hfpatch.planner.machine import cores, host_limit
 from hfpatch.trainer.locks import left_builds
 
@@ -39,30 +37,10 @@ def add_arguments(parser) -> None:
         metavar="FILE",
         help="accelerate or training configs to look into (YAML, JSON)",
     )
-    parser.add_argument(
-        "--model",
-        help="what hfpatch would patch in this model instead: a preset, a folder, a hub id",
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=flag(parse_length),
-        help="with --model: also what a step of that many tokens takes, as hfpatch plan says",
-    )
     parser.add_argument("--json", action="store_true", help="everything on stdout as JSON")
 
 
 def main(args) -> int:
-    if args.seq_len is not None and args.model is None:
-        raise ValueError("hfpatch: --seq-len works with --model only. Add --model.")
-    if args.model is not None:
-        if args.files:
-            raise ValueError(
-                f"hfpatch: --model and the config file {args.files[0]} cannot be combined. Leave "
-                "one out."
-            )
-        from hfpatch.cli import support
-
-        return support.main(args)
     facts = gather(args.files)
     found = problems(facts)
     if args.json:

@@ -1,30 +1,17 @@
 """Flags that mean the same in every command: checkpointing of decoder layers, and adapters."""
 
-from hfpatch.budget.limits import parse_word
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.lab.adapters import ALL_LINEAR, BASES, Adapters
-from hfpatch.planner.limits import flag
 
 
 def add_checkpointing(add, more: str = "") -> None:
-    """Adds --checkpointing and --every.
+    """Adds --checkpointing.
 
     Args:
         add: a parser's add_argument.
         more: help text on additional values of this command's --checkpointing.
     """
     add("--checkpointing", action="append", default=[], metavar="WHAT", help=CHECKPOINTING + more)
-    add(
-        "--every",
-        type=flag(parse_word),
-        metavar="K",
-        help="keep every K-th layer's input: --checkpointing every=K",
-    )
-
-
-def checkpointing_of(args):
-    """The value of `checkpointing=` from these arguments: a list of words, empty by default."""
-    return args.checkpointing + ([] if args.every is None else [f"every={args.every}"])
 
 
 def add_adapters(add) -> None:

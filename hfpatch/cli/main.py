@@ -6,18 +6,18 @@ import sys
 import hfpatch
 from hfpatch.cli.failures import Parser, guarded
 from hfpatch.planner.limits import check_ranges
+from hfpatch.trainer import run_file
 
 COMMANDS = {
     "plan": ("hfpatch.cli.plan", "does a run fit, and how long does a step take (no GPU needed)"),
     "profile": ("hfpatch.cli.profile", "run real steps and write a memory report"),
-    "prove": (
-        "hfpatch.cli.prove",
-        "test hfpatch on this machine and write a report",
-    ),
+    "check": ("hfpatch.cli.check", "what hfpatch would patch in a model"),
+    "prove": ("hfpatch.cli.prove", "test hfpatch on this machine and write a report"),
     "env": ("hfpatch.cli.env", "versions, devices and limits, and what would go wrong"),
     "train": ("hfpatch.cli.train", "train a causal language model on texts or conversations"),
     "run": ("hfpatch.cli.run", "run a training command unmodified, with the patch on its models"),
 }
+MODELS = ("plan", "profile", "check")  # commands whose first word is a model or a run file
 
 
 def main(argv=None) -> int:
@@ -29,6 +29,18 @@ def main(argv=None) -> int:
     if argv[:1] in (["run"], ["train"]):
         return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
     return guarded(_command, argv)
+
+
+def _model_first(command: Parser, argv: list[str]) -> list[str]:
+    """The words with `MODEL` or `RUN.yaml` behind the command's name turned into flags."""
+    command.usage = f"{command.prog} MODEL [flags] | RUN.yaml [flags]"
+    name = next(iter(argv[1:]), "-")
+    if name.startswith("-"):
+        return argv
+    first = ["--model", name]
+    if run_file.is_one(name):
+        first = run_file.words(name, command._option_string_actions)
+    return [argv[0], *first, *argv[2:]]
 
 
 def _command(argv) -> int:
@@ -46,6 +58,7 @@ def _command(argv) -> int:
         # Only the chosen command is imported: torch takes seconds to load, and `plan` stays quick.
         if name in argv[:1]:
             importlib.import_module(module).add_arguments(command)
+            argv = _model_first(command, argv) if name in MODELS else argv
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # argparse would name the program's help, which does not list a command's flags
         commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")

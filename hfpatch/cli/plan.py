@@ -7,7 +7,7 @@ import time
 
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.limits import parse_length
-from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing
 from hfpatch.lab.presets import MODELS, PRESETS
 from hfpatch.planner.limits import flag
 from hfpatch.planner.placements import FLOAT8_RECIPES, PLACEMENTS
@@ -83,7 +83,7 @@ def main(args) -> int:
     try:
         found = plan(
             args.model, seq_len=args.seq_len, batch=args.batch, gpu=args.gpu, gpus=args.gpus,
-            host_ram=args.host_ram, placement=args.placement, checkpointing=checkpointing_of(args),
+            host_ram=args.host_ram, placement=args.placement, checkpointing=args.checkpointing,
             adapters=adapters_of(args), sp_size=args.sp_size, images=args.images,
             video_tokens=args.video_tokens, fp8=args.fp8, max_seq_len=args.max_seq_len,
             progress=_progress(),

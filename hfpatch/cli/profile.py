@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import add_checkpointing
 from hfpatch.cli.table import show_table
 from hfpatch.lab.profile.options import CHOICES, Options, check_together, words_of
 from hfpatch.lab.profile.run import Profile, profile, read, results, write
@@ -78,7 +78,7 @@ def options(args) -> dict:
         else args.warmup,
         "dtype": args.dtype, "optimizer": args.optimizer,
         "gradient_checkpointing": args.gradient_checkpointing,
-        "checkpointing": words_of(checkpointing_of(args)), "device": args.device,
+        "checkpointing": words_of(args.checkpointing), "device": args.device,
         "stacks": not args.no_stacks, "trace": not args.no_trace, "simulate": args.simulate,
     }  # fmt: skip
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.failures import BAD_INPUT, Parser
-from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import add_checkpointing
 from hfpatch.lab.children import ends_with
 from hfpatch.trainer import marks
 
@@ -104,7 +104,7 @@ def _options(args) -> dict:
     options: dict = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.logits:
         options["logits"] = _WORDS[args.logits]
-    words = checkpointing_of(args)
+    words = args.checkpointing
     if words:
         parse_checkpointing(words)  # raises for a value out of range
         options["checkpointing"] = words

@@ -68,7 +68,7 @@ def train(argv) -> int:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
     schedule.check(args, schedule.steps_of(args, data.train, model_args.sp_size), say)
-    footprint.check(config, model_args, data_args, args)
+    planned = footprint.check(config, model_args, data_args, args, say)
     record = runs.record(config, model_args, data_args, args, data.fingerprint)
     if checkpoint:
         runs.expect_same(checkpoint, record)
@@ -77,12 +77,16 @@ def train(argv) -> int:
         say(f"hfpatch: {f'resuming from {checkpoint}' if checkpoint else none}.")
     first = args.process_index == 0
     with locks.alone_in(args.output_dir) if first else contextlib.nullcontext():
-        run = _trainer(model_args, data_args, args, config, tokenizer, data, record, stop, say)
+        run = _trainer(
+            model_args, data_args, args, config, tokenizer, data, record, stop, say, planned
+        )
         checks.engine_is_on(args, run.accelerator, checkpoint)
         return _fit(run, checkpoint, stop, say)
 
 
-def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict, stop, say):
+def _trainer(
+    model_args, data_args, args, config, tokenizer, data, record: dict, stop, say, planned
+):
     """The Trainer of the run, with its model loaded."""
     from transformers import EarlyStoppingCallback
 
@@ -100,7 +104,11 @@ def _trainer(model_args, data_args, args, config, tokenizer, data, record: dict,
     )
     # The callback applies hfpatch and logs speed and memory.
     callbacks = [
-        Callback(apply=arguments.apply_options(model_args), attention_share=data.attention_share),
+        Callback(
+            apply=arguments.apply_options(model_args),
+            attention_share=data.attention_share,
+            plan=planned,
+        ),
         stop,
     ]
     if args.early_stopping_patience:

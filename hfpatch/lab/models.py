@@ -17,8 +17,13 @@ _TOWERS = {
 
 
 LANGUAGE_TOWER = " (language tower)"  # after a model's name if only this tower is planned
-# Published sizes of a model's text and image towers.
-_WITH_IMAGES = {
+# Published sizes of models beside the presets, or of their text and image towers.
+_PUBLISHED = {
+    "Qwen/Qwen3.5-9B": {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 262144,
+    },
     "Qwen/Qwen3-VL-8B": {
         "model_type": "qwen3_vl", "tie_word_embeddings": False,
         "text_config": {
@@ -116,8 +121,8 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
             raise ValueError(f"hfpatch: {path} lacks model_type. Pass a model's whole config.json.")
         return name, values
     known = name.removesuffix("-Instruct").removesuffix("-Thinking")
-    if known in _WITH_IMAGES:
-        return known, _WITH_IMAGES[known]
+    if known in _PUBLISHED:
+        return known, _PUBLISHED[known]
     if find_preset(name) is not None:
         values = preset_config(name)
         return values.get("_name_or_path", find_preset(name)), values

@@ -31,7 +31,7 @@ RANGES = {
     "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_len": (2, None),
     "pad_multiple": COUNT,
     "validation_split": (0, [1]), "shuffle_buffer": (1, None), "show_batch": (0, None),
-    "every": (1, None), "sp_size": (1, 2**16), "label_smoothing_factor": (0, 1),
+    "sp_size": (1, 2**16), "label_smoothing_factor": (0, 1),
     "neftune_noise_alpha": (0, None),
     "ddp_timeout": (1, None), "ddp_bucket_cap_mb": (1, None), "eval_accumulation_steps": (1, None),
     "eval_delay": (0, None),
@@ -88,9 +88,9 @@ def parse_bytes(text) -> int:
     return int(value)
 
 
-def did_you_mean(name: str, known) -> str:
+def did_you_mean(name: str, known, cutoff: float = 0.6) -> str:
     """The end of an error about an unknown name: the known name that is most like it."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, 1, cutoff)
     return f" Did you mean {near[0]}?" if near else ""
 
 

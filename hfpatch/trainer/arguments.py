@@ -225,10 +225,8 @@ def _use_engine(values: dict, explicit: set[str]):
 
 
 def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
-    """The settings of --checkpointing and --every. Raises ValueError."""
-    return parse_checkpointing(
-        model.checkpointing + ([f"every={model.every}"] if model.every else [])
-    )
+    """The settings of --checkpointing. Raises ValueError."""
+    return parse_checkpointing(model.checkpointing)
 
 
 def apply_options(model: ModelArguments) -> bool | dict:

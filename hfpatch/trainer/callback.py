@@ -19,7 +19,9 @@ from hfpatch.budget.hardware import GiB, gpu_named
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.lab.device import matmul_rate
+from hfpatch.report import say
 from hfpatch.trainer import memory
+from hfpatch.trainer.footprint import against
 from hfpatch.trainer.marks import first_to_say
 from hfpatch.trainer.model_flops import Work
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
@@ -46,12 +48,13 @@ class Callback(TrainerCallback):
             it. A dict holds its options.
         attention_share: the share of a full row's attention that packed documents need, 0 to 1, for
             mfu.
+        plan: a hfpatch.plan of this run. After the second step a line compares it with the run.
 
     Raises:
         ValueError: an argument has another value.
     """
 
-    def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0):
+    def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0, plan=None):
         if not isinstance(apply, (bool, dict)):
             raise ValueError(
                 "hfpatch: apply must be True, False or a dict of hfpatch.apply's options, got "
@@ -63,7 +66,7 @@ class Callback(TrainerCallback):
                 "out."
             )
         self.apply = apply or isinstance(apply, dict)  # no options are none, and no refusal
-        self.attention_share = attention_share
+        self.attention_share, self.plan = attention_share, plan
         self.report = None  # of apply
         self._applied = lambda: None
         self._hook = None
@@ -138,6 +141,7 @@ class Callback(TrainerCallback):
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._explain_memory(args, model)
+        self._ends: list | None = []
         self._start(state)
 
     def _explain_memory(self, args, model):
@@ -173,6 +177,17 @@ class Callback(TrainerCallback):
             if self._shape:
                 asked = self._sharing, self.attention_share, self._trained
                 self._flops += self._shape.flops(B, T, *asked)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.plan is None or self._ends is None or args.process_index:
+            return
+        if torch.device(args.device).type == "cuda":
+            torch.cuda.synchronize(args.device)  # twice a run
+        self._ends.append(time.perf_counter())
+        if len(self._ends) == 2:
+            took = (self._ends[1] - self._ends[0]) / args.gradient_accumulation_steps
+            say(against(self.plan, memory_columns(args.device).get("peak_gpu_gib"), took))
+            self._ends = None
 
     def on_evaluate(self, args, state, control, **kwargs):
         # Evaluation is no training time. The log line of earlier steps came before it.

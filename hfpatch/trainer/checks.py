@@ -2,9 +2,6 @@
 
 import importlib.util
 import os
-import socket
-import sys
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -18,53 +15,16 @@ from hfpatch.planner.limits import check_ranges
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
 
-HOST_SECONDS = 30  # until MASTER_ADDR must be known: machines start one after the other
-
 
 def environment() -> None:
     """Checks the variables that a launcher sets, or a user in its place. Raises ValueError."""
     ranks = environment_number("WORLD_SIZE", 1, 1)
     # Without LOCAL_RANK this process is alone: schedulers set WORLD_SIZE for machines.
     launched = environment_number("LOCAL_RANK", -1, -1) >= 0
-    rank = environment_number("RANK", 0, 0, ranks - 1 if launched else None)
+    environment_number("RANK", 0, 0, ranks - 1 if launched else None)
     environment_number("LOCAL_WORLD_SIZE", 1, 1)
-    port = environment_number("MASTER_PORT", 29500, 1, 65535)
-    if launched and ranks > 1:
-        address = os.environ.get("MASTER_ADDR", "localhost")
-        _known_host(address)
-        if rank and not environment_number("LOCAL_RANK", -1, -1):
-            _warn_of_silent_rank_0(rank, address, port)
+    environment_number("MASTER_PORT", 29500, 1, 65535)
     host_free()  # HFPATCH_HOST_MEMORY, which the first step would ask for
-
-
-def _known_host(address: str) -> None:
-    """Raises ValueError for a host unknown after HOST_SECONDS: torch would wait half an hour."""
-    end = time.monotonic() + HOST_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(address, None)
-            return
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() > end:
-                raise ValueError(
-                    f"hfpatch: MASTER_ADDR must be a host that this machine knows, got {address!r} "
-                    f"(not known after {HOST_SECONDS} s: {error}). Correct it."
-                ) from error
-        time.sleep(0.5)
-
-
-def _warn_of_silent_rank_0(rank: int, address: str, port: int) -> None:
-    """Says that rank 0 does not answer yet: torch waits half an hour in silence."""
-    try:
-        socket.create_connection((address, port), timeout=HOST_SECONDS / 10).close()
-    except OSError as error:
-        print(
-            f"hfpatch: rank {rank} waits for rank 0 at {address}:{port}, which does not answer yet "
-            f"({error}). If this lasts, check that it runs there and that no firewall closes the "
-            "port.",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _offload_folder(model) -> None:
@@ -223,7 +183,7 @@ def _implementation_rules(model, args):
     yield (
         not ours and asked not in ("off", Checkpointing()),
         (
-            "--checkpointing and --every work with --impl hfpatch only, got "
+            "--checkpointing works with --impl hfpatch only, got "
             f"{model.impl}. Leave them out."
         ),
     )

@@ -6,11 +6,11 @@ So choices, types and ranges are the flags' own.
 import json
 import re
 import sys
-from pathlib import Path
 
 import yaml
 
 from hfpatch.planner.limits import did_you_mean
+from hfpatch.trainer import run_file
 
 
 class _Typed(yaml.SafeLoader):
@@ -35,12 +35,12 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
     Raises:
         ValueError: the file cannot be read, or a key is unknown.
     """
-    file = Path(name).expanduser()
-    if file.suffix.lower() not in (".yaml", ".yml", ".json"):
+    if not name.lower().endswith((".yaml", ".yml", ".json")):
         raise ValueError(
             "hfpatch: the first argument must be a flag or a config file (.yaml, .json), got "
             f"{name!r}. Write -- before a flag."
         )
+    file = run_file.find(name)
     try:
         text = file.read_text(encoding="utf-8-sig")
         written, typed = yaml.load(text, yaml.BaseLoader), yaml.load(text, _Typed)
@@ -58,6 +58,8 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
     words = {}
     for name_, value in written.items():
         key = name_.replace("-", "_")
+        if key in run_file.MACHINE:
+            continue
         if key not in actions:
             raise ValueError(f"hfpatch: {file} has an unknown key {key!r}{nearest(key, actions)}")
         flag = actions[key].dest  # one of its spellings came

@@ -63,7 +63,6 @@ class ModelArguments:
         default_factory=list,
         metadata={"help": CHECKPOINTING, "action": "extend", "metavar": "auto|least|off|..."},
     )
-    every: str | None = _flag(None, "Keep every k-th layer's input: --checkpointing every=k.")
     placement: str | None = _flag(
         None,
         "Full fine-tuning on one GPU without host optimizer states: auto, gpu8bit, "

@@ -1,50 +1,102 @@
-"""Checks that weights, gradients, optimizer states and activations fit into the memory there is."""
+"""The plan of a run, said and held before its weights load."""
 
 from dataclasses import replace
 
-from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS, GiB
-from hfpatch.lab.adapters import Adapters
-from hfpatch.planner.answer import make_run
-from hfpatch.planner.evaluate import evaluate
-from hfpatch.planner.machine import gpu_limit, host_limit
-from hfpatch.planner.model import STOCK, STOCK_CHECKPOINTING
+import torch
+
+from hfpatch.budget.hardware import GiB, Gpu, gpu_named
+from hfpatch.planner.machine import card, gpu_limit, host_limit
+from hfpatch.planner.placements import PLACEMENTS
+from hfpatch.planner.plan import Adapters, plan
 from hfpatch.trainer.arguments import checkpointing_of
 
 
-def check(config, model, data, args) -> None:
-    """Raises ValueError if weights, gradients, moments and, on a GPU, activations do not fit.
+def check(config, model, data, args, say):
+    """Says in three lines what is planned, and returns the plan. Raises ValueError for a run that does not fit.
 
-    Nothing is checked under an engine or a placement, which spread or move them.
+    Without a GPU there are no times to plan: weights, gradients and moments must fit the machine.
+    Nothing is said of Liger, nor of an engine's config that plans do not know.
     """
-    if args.deepspeed or args.fsdp or model.placement or model.impl == "liger":
-        return
-    have, on_gpu = device_memory(args)
-    base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
-    adapters = Adapters.of(model.lora_r, base, model.lora_target_modules) if model.lora_r else None
-    asked = checkpointing_of(model) if model.impl == "hfpatch" else STOCK
-    if asked == STOCK and args.gradient_checkpointing:
-        asked = STOCK_CHECKPOINTING
-    wide = not adapters and model.dtype in (None, "float32")
-    gpu = replace(GPUS["h100"], memory_bytes=(have or 1 << 60) + CONTEXT_BYTES)
-    sizes = {"seq_len": data.seq_len, "batch": args.per_device_train_batch_size}
-    run = make_run(config, gpu=gpu, checkpointing=asked, adapters=adapters, **sizes)
-    found = evaluate(run, "adamw-fp32" if wide else "adamw")
-    states = sum(found.gpu_bytes[n] for n in ("parameters", "gradients", "optimizer"))
-    step = found.gpu_bytes["activations"] if on_gpu else 0
-    if have is not None and states + step > have:
-        activations = (
-            f" and {step / GiB:.1f} GiB of activations" if on_gpu else " before any activation"
-        )
+    gpu = this_gpu(args)
+    if model.impl == "liger":
+        return None
+    if gpu is None:
+        return None if args.deepspeed or args.fsdp else _expect_states(config, model, args)
+    placement = placement_of(config, model, args)
+    if placement not in ("auto", *PLACEMENTS):
+        return None
+    stock = "stock-checkpointing" if args.gradient_checkpointing else "stock"
+    found = plan(
+        config, seq_len=data.seq_len, batch=args.per_device_train_batch_size, gpu=gpu,
+        gpus=args.world_size, host_ram=host_limit(), placement=placement, sp_size=model.sp_size,
+        checkpointing=checkpointing_of(model) if model.impl == "hfpatch" else stock,
+        adapters=adapters_of(model), fp8=model.fp8,
+    )  # fmt: skip
+    memory = (
+        f"{found.gpu_peak_bytes / GiB:.1f} of {found.gpu_usable_bytes / GiB:.1f} GiB on the GPU, "
+        f"{found.host_peak_bytes / GiB:.0f} of {(found.host_usable_bytes or 0) / GiB:.0f} GiB of "
+        "host memory"
+    )
+    if not found.fits:
+        ways = "; ".join(s["change"] for s in found.suggestions[:3])
         raise ValueError(
-            f"hfpatch: weights, gradients and optimizer states of {run.shape.parameters / 1e9:.2f}B "
-            f"parameters need {states / GiB:.1f} GiB{activations}, "
-            f"{'the GPU' if on_gpu else 'this machine'} has {have / GiB:.1f} GiB; see `hfpatch "
-            "plan`, --placement, --engine zero3_cpu_offload, or --lora_r."
+            f"hfpatch: the planned step must fit, and takes {memory}. Change the run"
+            + (f", for example by {ways}." if ways else " or the machine.")
         )
+    say(f"hfpatch: planned: {str(found).splitlines()[0]}")
+    say(f"hfpatch: planned: {memory}")
+    say(f"hfpatch: planned: {found.step_seconds:.1f} s a step of one batch a GPU")
+    return found
 
 
-def device_memory(args) -> tuple[int | None, bool]:
-    """Bytes of the device that trains (None if unknown), and whether it is a GPU."""
-    if args.device.type == "cuda":
-        return gpu_limit(args.device), True
-    return host_limit(), False
+def against(found, peak: float | None, seconds: float) -> str:
+    """The line that compares a plan with what a step took. peak: GiB on the GPU, if there is one."""
+    memory = f"{found.gpu_peak_bytes / GiB:.1f} GiB, peak {peak:.1f}; planned " if peak else ""
+    return f"planned {memory}{found.step_seconds:.1f} s, took {seconds:.1f} (a batch of step 2)."
+
+
+def this_gpu(args) -> Gpu | None:
+    """The row of the device that trains, with the memory that this process may use."""
+    if args.device.type != "cuda":
+        return None
+    memory = gpu_limit(args.device)
+    known = gpu_named(torch.cuda.get_device_name(args.device)) or card(f"{memory / GiB:.1f}GiB")
+    return replace(known, memory_bytes=memory)
+
+
+def placement_of(config, model, args) -> str:
+    """The planner's name for where this run's weights and optimizer states are."""
+    if model.engine:
+        return model.engine.replace("_cpu", "").replace("_", "-")
+    if model.placement or model.lora_r:
+        return model.placement or "auto"
+    if args.deepspeed or args.fsdp:
+        return "unknown"
+    if "8bit" in args.optim:
+        return "gpu8bit"
+    return "adamw-fp32" if dtype_of(config, model) == torch.float32 else "adamw"
+
+
+def dtype_of(config, model) -> torch.dtype:
+    loaded = torch.float32 if model.preset else getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, model.dtype, loaded)
+
+
+def adapters_of(model) -> Adapters | None:
+    base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
+    return Adapters.of(model.lora_r, base, model.lora_target_modules) if model.lora_r else None
+
+
+def _expect_states(config, model, args) -> None:
+    """ValueError where weights, gradients and Adam's moments exceed this machine's memory."""
+    from hfpatch.lab.simulate.implementations import build
+
+    number = sum(p.numel() for p in build(config.to_dict()).parameters())
+    numbers = 1 if model.lora_r else 4 if "adamw_torch" in args.optim else 2
+    needed, have = number * numbers * dtype_of(config, model).itemsize, host_limit()
+    if have is not None and needed > have:
+        raise ValueError(
+            f"hfpatch: weights, gradients and optimizer states of {number / 1e9:.2f}B parameters "
+            f"must fit this machine's {have / GiB:.1f} GiB, and take {needed / GiB:.1f}. Take a "
+            "smaller model, --lora_r, or a GPU (see hfpatch plan)."
+        )

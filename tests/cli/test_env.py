@@ -171,16 +171,16 @@ def test_a_model_is_told_what_apply_makes_of_it(capsys, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", None)  # who asks the hub fails
-    assert main(["env", "--model", "llama-tiny"]) == 0
+    assert main(["check", "llama-tiny"]) == 0
     out = capsys.readouterr().out
     assert (
         "2 of 2 layers run tile by tile" in out
         and "norms, RoPE, MLP, loss" in out
         and "packed   isolated" in out
     )
-    assert main(["env", "--model", "llama-tiny", "--json"]) == 0
+    assert main(["check", "llama-tiny", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"] == "agrees"
-    assert main(["env", "--model", "llama-tiny", "--seq-len", "4k"]) == 0
+    assert main(["check", "llama-tiny", "--seq-len", "4k"]) == 0
     told = plan("llama-tiny", seq_len=4096, gpu="h100")
     line = (
         f"planned  4,096 tokens on h100 ({told.placement}): fits, {told.step_seconds:.2f} s a "

@@ -6,7 +6,6 @@ import pytest
 
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.cli.failures import Parser
-from hfpatch.cli.flags import checkpointing_of
 from hfpatch.trainer import arguments
 
 
@@ -25,14 +24,12 @@ def test_spellings(command, length):
         "--checkpointing",
         "least,host",
         "--checkpointing",
-        "tile=8",
-        "--every",
-        "2",
+        "tile=8,every=2",
     ]
     args = parser.parse_args(words)
     assert int(args.seq_len) == 64
     wanted = Checkpointing(aim="least", offload="host", tile=8, every=2)
-    assert parse_checkpointing(checkpointing_of(args)) == wanted
+    assert parse_checkpointing(args.checkpointing) == wanted
     assert "--max_length" not in parser.format_help(), "help lists one name"
 
 
@@ -45,7 +42,7 @@ def test_training_takes_the_same_words(tmp_path):
     assert asked("--checkpointing", "least", "--checkpointing", "tile=8") == Checkpointing(
         aim="least", tile=8
     )
-    assert asked("--every", "2", "--max-length", "4k") == Checkpointing(every=2)
+    assert asked("--checkpointing", "every=2", "--max-length", "4k") == Checkpointing(every=2)
     config = tmp_path / "run.yaml"
     config.write_text("checkpointing: off\n")  # YAML reads false
     assert asked(str(config)) == "off"

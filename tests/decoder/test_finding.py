@@ -106,7 +106,7 @@ def test_the_layers_of_the_text_are_found_behind_a_longer_tower(name):
         mlp=False,
         loss=False,
     )
-    assert ("checkpointed whole" not in str(report)) == MODELS[name][4], report
+    assert ("run untiled" not in str(report)) == MODELS[name][4], report
     _, loss, grads = step(ours, batch)
     _, wanted_loss, wanted = step(stock, batch)
     assert abs(loss - wanted_loss) <= 1e-12 * abs(wanted_loss)

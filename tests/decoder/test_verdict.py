@@ -247,7 +247,7 @@ def test_above_its_limit_layers_run_whole_and_it_is_said(monkeypatch):
     reason = "a small instance would have"
     assert all(reason in answer.reason for answer in found.answers) and not found.ours
     ours = tiny.patched(stock)
-    assert "checkpointed whole" in str(hfpatch.apply(ours, checkpointing=tiny.TILED))
+    assert "run untiled" in str(hfpatch.apply(ours, checkpointing=tiny.TILED))
     tiny.assert_as_good(ours, stock, tiny.labelled())
     verdict._verdict.cache_clear()
 
@@ -329,7 +329,7 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
         )
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=16))
-    assert "whole" not in str(report)
+    assert "untiled" not in str(report)
     got = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
     assert (got - wanted).norm() <= 1e-6 * wanted.norm()
 

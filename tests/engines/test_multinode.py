@@ -150,7 +150,7 @@ def test_no_command_is_a_failure(tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     found = run("t.py", PATH=str(tmp_path))
-    assert found.returncode == 2 and "set GPUS" in found.stderr
+    assert found.returncode == 2 and "Set GPUS" in found.stderr
     found = run("t.py", PATH=str(tmp_path), LAUNCHER="torchrun", GPUS=1)
     assert found.returncode == 2 and "torchrun is not installed here" in found.stderr
 

@@ -70,7 +70,7 @@ def test_every_gradient_is_that_of_stock_in_tiles(family, settings, tiles):
     stock = adapted(family, settings)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    assert "whole" not in str(report)
+    assert "untiled" not in str(report)
     tiles.clear()  # those of the small instance
     got = tiny.step(ours, batch())
     ran = len(tiles)
@@ -194,7 +194,7 @@ def test_experts_of_four_bits_are_dequantised_once_a_phase(tiles, monkeypatch):
                 setattr(module, name, nn.Parameter(weight, requires_grad=False))
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(tile=8))
-    assert "whole" not in str(report)
+    assert "untiled" not in str(report)
     plain = tiny.step(stock, batch())
     tiles.clear()
     count, real = [], parametrize.F.dequantize_4bit
@@ -262,7 +262,7 @@ def test_an_adapter_of_another_kind_runs_whole_with_a_sentence():
         layer.mlp.experts = Strange(layer.mlp.experts)
     ours = copy.deepcopy(stock)
     said = str(hfpatch.apply(ours, checkpointing=tiny.TILED))
-    assert "whole" in said and "Strange" in said
+    assert "untiled" in said and "Strange" in said
     assert_as_good(*(tiny.step(m, batch()) for m in (ours, stock, tiny.exact(stock))))
 
 

@@ -80,7 +80,7 @@ def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
-    assert not any("checkpointed whole" in note for note in report.notes), report
+    assert not any("run untiled" in note for note in report.notes), report
     mixer, behind = HYBRIDS[name]
     first = layers_of(ours)[0]
     assert list(first._hfpatch_traits.mixers) == [mixer]
@@ -225,7 +225,7 @@ def test_what_takes_no_positions_is_tiled_and_refuses_packed_rows(name):
     stock = families.small_model(name)
     ours = copy.deepcopy(stock)
     report = str(hfpatch.apply(ours, checkpointing=TILE, **UNFUSED))
-    assert "refused" in report and "whole" not in report
+    assert "refused" in report and "untiled" not in report
     assert_close(step(ours, batch())[2], step(stock, batch())[2])
     with pytest.raises(ValueError, match="hfpatch: a .* must get one document a sequence"):
         ours(**packed_and_apart(2)[0])
@@ -270,7 +270,7 @@ def test_documents_are_apart_also_where_masks_are_made_without_positions():
     stock = families.small_model("opt")
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE)
-    assert "whole" not in str(report)
+    assert "untiled" not in str(report)
     given, pieces = packed_and_apart(2)
     got, wanted = step(ours, given)[2], step(stock, None, pieces)[2]
     shifts = {n for n in wanted if n.endswith("k_proj.bias")}
@@ -362,7 +362,7 @@ def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
     stock = families.small_model("minimax_m3_vl_text")
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
-    assert "whole" not in str(report)
+    assert "untiled" not in str(report)
     assert [list(layer._hfpatch_traits.mixers) for layer in layers_of(ours)] == [[], ["self_attn"]]
     given = batch(tokens=60)
     wanted = step(stock, given)[2]

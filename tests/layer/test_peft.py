@@ -115,7 +115,7 @@ def test_gradients_are_those_over_stock_layers(name):
 def test_tuned_norms_do_not_make_another_kind_of_layer():
     """PEFT keeps its copies of norms within the layers, under wrappers, also before apply()."""
     report = hfpatch.apply(adapted("LN tuning"), checkpointing=tiny.TILED)
-    assert "whole" not in str(report)
+    assert "untiled" not in str(report)
 
 
 @pytest.mark.parametrize("name, keeps", [("prefix tuning", True), ("prompt tuning", False)])

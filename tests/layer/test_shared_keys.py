@@ -86,7 +86,7 @@ def test_tiled_layers_give_later_ones_their_keys_and_take_back_the_gradients(nam
     """
     stock = small(name)
     ours, report = patched(stock, policy)
-    assert "whole" not in report and "7 x Gemma" in report
+    assert "untiled" not in report and "7 x Gemma" in report
     for _ in range(2):  # the second knows what the first found out
         check(ours, stock, batch())
 

@@ -153,7 +153,7 @@ def test_streams_behind_the_tokens():
     """Hidden states are [B, T, S, D] in GLM-5-Next, whose attention makes a mask of its own."""
     stock = families.small_model("glm5_next")
     ours, report = patched(stock)
-    assert timed_mixers(ours) and "whole" not in report and "refused" not in report
+    assert timed_mixers(ours) and "untiled" not in report and "refused" not in report
     runs: list = []
     lengths(ours, runs)
     with lifted():

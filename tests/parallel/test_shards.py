@@ -37,7 +37,7 @@ def mixing(model):
     (lambda: tiny.patched(tiny.llama()), {"attention_mask": torch.ones(1, 1, 12, 12)},
      "an attention mask of the caller's own cannot be exchanged"),
     (lambda: tiny.patched(tiny.llama(attention_dropout=0.1)), {},
-     "cannot be exchanged"),
+     "attention dropout cannot be exchanged"),
 ])  # fmt: skip
 def test_what_cannot_be_shared_is_refused(make, more, said):
     with sharded(LoneRank(2)), pytest.raises(ValueError, match=f"^hfpatch: {said}"):

@@ -9,6 +9,7 @@ from transformers.integrations import integration_utils
 from workbench import JSON_SOURCES
 
 import hfpatch.trainer.loading
+from hfpatch.budget.hardware import GPUS
 from hfpatch.cli import train
 from hfpatch.trainer import checks, data
 
@@ -73,7 +74,10 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
             "--bnb_4bit_quant_type works with --load_in_4bit",
             {"bnb_4bit_quant_type": "fp4", "lora_r": 4},
         ),
-        ("every must be \"auto\" or a positive number of layers, got 'many'", {"every": "many"}),
+        (
+            "every must be \"auto\" or a positive number of layers, got 'many'",
+            {"checkpointing": "every=many"},
+        ),
         ("--eval_strategy needs --eval_data", {"eval_strategy": "steps", "eval_steps": 1}),
         ("needs --eval_strategy", {"early_stopping_patience": 1, "validation_split": 0.2}),
         ("--streaming needs --max_steps", {"streaming": True, "max_steps": None}),
@@ -198,28 +202,25 @@ def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
 def test_too_little_memory(refused, monkeypatch):
     monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 32 << 30)
     flags = {"model": "llama-3.1-8b", "config_overrides": None}
-    refused(
-        "of 8.03B parameters need 119.7 GiB before any activation, this machine has 32.0 GiB",
-        **flags,
-    )
-    refused("need 59.8 GiB", **flags, dtype="bfloat16")
+    refused("of 8.03B parameters must fit this machine's 32.0 GiB, and take 119.7", **flags)
+    refused("and take 59.8", **flags, dtype="bfloat16")
 
 
-def test_plan_that_does_not_fit_a_gpu(refused, monkeypatch):
+def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
     """llama-3.2-1b at 128k in bf16 on 80 GB: stock's activations do not fit, hfpatch's do."""
-    monkeypatch.setattr("hfpatch.trainer.footprint.device_memory", lambda args: (80 << 30, True))
-    monkeypatch.setattr("hfpatch.trainer.footprint.host_free", lambda: 200 << 30)
+    monkeypatch.setattr("hfpatch.trainer.footprint.this_gpu", lambda args: GPUS["a100-80gb"])
+    monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 200 << 30)
     flags = {"model": "llama-3.2-1b", "config_overrides": None, "dtype": "bfloat16",
              "seq_len": 131072,
              "per_device_train_batch_size": 1}  # fmt: skip
-    refused("GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf")
-    refused(
-        "GiB of activations, the GPU has 80.0 GiB", **flags, impl="hf", gradient_checkpointing=True
-    )
+    for more in ({"impl": "hf"}, {"impl": "hf", "gradient_checkpointing": True}):
+        refused("of 79.0 GiB on the GPU", **flags, **more)
     with pytest.raises(AssertionError, match="a model was loaded"):
-        refused("", **flags)
-    monkeypatch.setattr("hfpatch.trainer.footprint.host_free", lambda: 1 << 30)
-    refused("of host memory", **flags, checkpointing="host", every=1)
+        refused("", **flags, placement="gpu8bit")
+    said = [x for x in capsys.readouterr().out.splitlines() if x.startswith("hfpatch: planned: ")]
+    assert len(said) == 3 and "131,072 tokens on a100-80gb (gpu8bit): fits" in said[0]
+    monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 4 << 30)
+    refused("of 4 GiB of host memory", **flags, checkpointing="host", placement="gpu8bit")
 
 
 def test_folder_of_another_run_is_left_alone(refused, run_train):

@@ -20,6 +20,7 @@ from hfpatch.trainer.callback import (
     peak_flops,
     published_peak,
 )
+from hfpatch.trainer.footprint import against
 from hfpatch.trainer.model_flops import Work
 from hfpatch.trainer.optimizers import rounded_to_nearest, say_compiling
 from hfpatch.trainer.sequence import refuse_unshared_batches
@@ -37,6 +38,17 @@ def make_trainer(tmp_path, *callbacks, model=None, **flags):
     model = {} if "model_init" in flags else {"model": model or tiny.llama()}
     return Trainer(
         **model, args=args, train_dataset=rows, eval_dataset=rows[:4], callbacks=list(callbacks)
+    )
+
+
+def test_a_plan_is_compared_with_the_second_step(tmp_path, capsys, monkeypatch):
+    planned = SimpleNamespace(gpu_peak_bytes=58.5 * 2**30, step_seconds=1.9)
+    trainer = make_trainer(tmp_path, Callback(plan=planned), gradient_accumulation_steps=2)
+    trainer.train()
+    line = r"hfpatch: planned 1\.9 s, took \d+\.\d \(a batch of step 2\)\."
+    assert len(re.findall(line, capsys.readouterr().err)) == 1
+    assert against(planned, 57.94, 2.13).startswith(
+        "planned 58.5 GiB, peak 57.9; planned 1.9 s, took"
     )
 
 

@@ -3,7 +3,11 @@
 import random
 
 import pytest
+import tiny
+import torch
+from transformers import Trainer, TrainingArguments
 
+import hfpatch
 from hfpatch.trainer import packing
 from hfpatch.trainer.packing import Piece
 
@@ -60,3 +64,34 @@ def test_attention_share_of_windows():
     wanted = (pairs(40) + pairs(24) + pairs(16)) / (2 * pairs(40))
     assert packing.attention_share(rows, 40, {8: 5, 0: 1}) == pytest.approx(wanted)
     assert packing.attention_share(rows, 40) < wanted
+
+
+def test_any_dataset_packs_for_any_trainer():
+    """Each document's loss is that of the document alone."""
+    random.seed(0)
+    rows = [{"input_ids": random.choices(range(3, 40), k=n)} for n in (5, 30, 16, 1, 9, 11)]
+    rows.append({"input_ids": [1, 2, 3], "labels": [-100, 2, -100]})
+    packed = hfpatch.pack(rows, 32, pad_id=1)
+    assert len(packed) == 3 and {len(row["input_ids"]) for row in packed} == {32}
+    said = [
+        tuple(ids.tolist())
+        for row in packed
+        for ids in row["input_ids"].tensor_split((row["position_ids"] == 0).nonzero()[1:, 0])
+    ]
+    assert {tuple(row["input_ids"]) for row in rows} <= {*said}
+    assert sum((row["labels"] != -100).sum() for row in packed) == 4 + 29 + 15 + 0 + 8 + 10 + 1
+    model = tiny.llama().double().eval()
+    batch = {name: torch.stack([row[name] for row in packed]) for name in packed[0]}
+    found = model(**batch, use_cache=False).loss * 67
+    alone = 0.0
+    for row in rows:
+        ids, labels = (
+            torch.tensor([row.get(n, row["input_ids"])]) for n in ("input_ids", "labels")
+        )
+        count = (labels[:, 1:] != -100).sum()
+        alone += model(ids, labels=labels).loss * count if count else 0.0
+    assert (found - alone).abs() < 1e-6 * alone
+    args = TrainingArguments("unused", max_steps=1, report_to=[], save_strategy="no", use_cpu=True)
+    assert Trainer(model=model.float(), args=args, train_dataset=packed).train().training_loss > 0
+    with pytest.raises(ValueError, match="a length must be tokens"):
+        hfpatch.pack(rows, "many")

@@ -82,7 +82,7 @@ def test_sft_script_with_a_model_from_a_string_is_patched_unmodified(
 
 def example(name):
     spec = importlib.util.spec_from_file_location(
-        f"example_{name}", ROOT / "scripts/examples" / f"{name}.py"
+        f"example_{name}", ROOT / "hfpatch/examples" / f"{name}.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -96,7 +96,7 @@ def test_examples_have_the_allocator_grow_its_segments(name, own, monkeypatch):
     """Before torch is imported, and not where the user says otherwise, by either name."""
     if own:
         monkeypatch.setenv(own, "max_split_size_mb:128")
-    source = (ROOT / f"scripts/examples/{name}.py").read_text()
+    source = (ROOT / f"hfpatch/examples/{name}.py").read_text()
     before, *_ = re.split(r"^(?:import|from) (?!os$|sys$|pathlib )", source, flags=re.M)
     exec(compile(before, name, "exec"), {})
     wanted = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
@@ -108,8 +108,8 @@ def test_examples_have_the_allocator_grow_its_segments(name, own, monkeypatch):
 @pytest.mark.parametrize("name", ["trainer", "sft", "dpo", "grpo", "qlora"])
 def test_examples_without_their_arguments_name_them(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "model"])
-    with pytest.raises(SystemExit, match=f"python scripts/examples/{name}.py MODEL"):
-        runpy.run_path(str(ROOT / f"scripts/examples/{name}.py"), run_name="__main__")
+    with pytest.raises(SystemExit, match=f"python -m hfpatch.examples.{name} MODEL"):
+        runpy.run_path(str(ROOT / f"hfpatch/examples/{name}.py"), run_name="__main__")
 
 
 @pytest.mark.filterwarnings("ignore")  # of datasets' and TRL's own use of their dependencies
@@ -122,7 +122,7 @@ def test_examples_run_as_they_stand(name, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
-        runpy.run_path(str(ROOT / f"scripts/examples/{name}.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / f"hfpatch/examples/{name}.py"), run_name="__main__")
     finally:
         torch.compiler.set_stance("default")
     assert "'loss'" in capsys.readouterr().out

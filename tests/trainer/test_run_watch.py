@@ -90,7 +90,7 @@ def test_a_model_that_model_init_patched_keeps_its_settings(watched, tmp_path, c
     trainer.train()
     assert "hfpatch on" not in capsys.readouterr().err and (watched / marks.TRAINED).exists()
     plain = Trainer(None, arguments(tmp_path), None, rows(), model_init=lambda: tiny.llama())
-    with pytest.raises(ValueError, match="got a plain LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="got a stock LlamaForCausalLM"):
         plain.train()
 
 
@@ -131,7 +131,7 @@ def test_a_loop_by_hand_needs_a_patched_model(watched):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(
         ValueError,
-        match=r"Accelerator.prepare\(\) got a plain LlamaForCausalLM; call hfpatch.apply\(model\)",
+        match=r"Accelerator.prepare\(\) got a stock LlamaForCausalLM under .*. Call hfpatch.apply\(model\)",
     ):
         accelerator.prepare(model, optimizer)
     accelerator.prepare(model)  # without an optimizer nothing trains
@@ -160,11 +160,11 @@ def test_options_are_those_of_apply():
     assert set(inspect.signature(hfpatch.apply).parameters) - {"model"} <= parsed
     words = ["--no-loss", "--no-rms-norm", "--logits", "false", "--checkpointing",
              "least,host",
-             "--checkpointing", "tile=64", "--every", "2", "python", "--no-mlp"]  # fmt: skip
+             "--checkpointing", "tile=64,every=2", "python", "--no-mlp"]  # fmt: skip
     options = run._options(run._parser().parse_args(words))
     assert options == {
         "loss": False, "rms_norm": False, "logits": False,
-        "checkpointing": ["least,host", "tile=64", "every=2"],
+        "checkpointing": ["least,host", "tile=64,every=2"],
     }  # fmt: skip
     assert run._options(run._parser().parse_args(["python", "--no-loss"])) == {}, (
         "what follows the command is its own"
@@ -175,9 +175,10 @@ def test_options_are_those_of_apply():
     ([], "is missing"), (["-m"], "is missing"),
     (["/nowhere.py"], "there is no script or command /nowhere.py"),
     (["nowhere"], "there is no script or command"),
-    (["--no-such", "python"], "unrecognized"), (["--every", "0", "python"], "every must be"),
+    (["--no-such", "python"], "unrecognized"),
+    (["--checkpointing", "every=0", "python"], "every must be"),
     (["--checkpointing", "on"], "on"),
-    (["--checkpointing", "off", "--every", "8", "python"], "Leave one"),
+    (["--checkpointing", "off,every=8", "python"], "Leave them out"),
     (["--checkpointing", "nowhere", "python"], "checkpointing must be"),
 ])  # fmt: skip
 def test_bad_arguments(capsys, argv, words):

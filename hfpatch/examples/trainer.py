@@ -1,9 +1,9 @@
 """A stock Trainer script. The one line that hfpatch adds is marked; without it the script runs as
 before.
 
-python scripts/examples/trainer.py MODEL TEXT_FILE OUTPUT_DIR
+python -m hfpatch.examples.trainer MODEL TEXT_FILE OUTPUT_DIR
 
-`python scripts/examples/trainer.py --small` runs it on a CPU, on a tiny model and made data.
+`python -m hfpatch.examples.trainer --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import os
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.trainer.made import small
+from hfpatch.examples.made import small
 
 
 def main(model_name: str, text_file: str, output_dir: str) -> Trainer:

@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer with long prompts and completions. The one argument that hfpatch adds is
 marked.
 
-    python scripts/examples/grpo.py MODEL PROMPTS.jsonl OUTPUT_DIR
+    python -m hfpatch.examples.grpo MODEL PROMPTS.jsonl OUTPUT_DIR
 
 PROMPTS.jsonl: {"prompt": ...} a line. Put a reward of your own in the place of `ends_itself`.
 
-`python scripts/examples/grpo.py --small` runs it on a CPU, on a tiny model and made data.
+`python -m hfpatch.examples.grpo --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import os
@@ -19,7 +19,7 @@ from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import hfpatch
-from hfpatch.trainer.made import small
+from hfpatch.examples.made import small
 
 
 def ends_itself(completions, **kwargs) -> list[float]:

@@ -1,11 +1,11 @@
 """TRL's DPOTrainer at long context. The one argument that hfpatch adds is marked; it patches policy
 and reference.
 
-    python scripts/examples/dpo.py MODEL PAIRS.jsonl OUTPUT_DIR
+    python -m hfpatch.examples.dpo MODEL PAIRS.jsonl OUTPUT_DIR
 
 PAIRS.jsonl: {"prompt": ..., "chosen": ..., "rejected": ...} a line.
 
-`python scripts/examples/dpo.py --small` runs it on a CPU, on a tiny model and made data.
+`python -m hfpatch.examples.dpo --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import os
@@ -19,7 +19,7 @@ from datasets import load_dataset
 from trl import DPOConfig, DPOTrainer
 
 import hfpatch
-from hfpatch.trainer.made import small
+from hfpatch.examples.made import small
 
 
 def main(model_name: str, data_file: str, output_dir: str, max_length: int = 65536) -> DPOTrainer:

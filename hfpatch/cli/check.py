@@ -1,12 +1,12 @@
-"""`hfpatch env --model NAME`: the result of `apply` on a model, from its verdict, without its
-weights.
-"""
+"""`hfpatch check MODEL`: the result of `apply` on a model, from its verdict, without its weights."""
 
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 
 from hfpatch.budget.hardware import gpu_named
+from hfpatch.budget.limits import parse_length
+from hfpatch.planner.limits import flag
 from hfpatch.planner.show import gib
 
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
@@ -88,6 +88,17 @@ def _plan(config: dict, seq_len: int):
 
     here = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return plan(config, seq_len=seq_len, gpu=here or "h100")
+
+
+def add_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="a preset, a config.json, a folder or a cached hub id")
+    add(
+        "--seq-len",
+        type=flag(parse_length),
+        help="also what a step of that many tokens takes, as hfpatch plan says",
+    )
+    add("--json", action="store_true", help="everything on stdout as JSON")
 
 
 def main(args) -> int:

@@ -1,10 +1,10 @@
 """TRL's SFTTrainer, which loads the model itself. The one argument that hfpatch adds is marked.
 
-    python scripts/examples/sft.py MODEL CHAT.jsonl OUTPUT_DIR
+    python -m hfpatch.examples.sft MODEL CHAT.jsonl OUTPUT_DIR
 
 Or leave the script as it is: `accelerate launch -m hfpatch run your_sft_script.py ...`.
 
-`python scripts/examples/sft.py --small` runs it on a CPU, on a tiny model and made data.
+`python -m hfpatch.examples.sft --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import os
@@ -18,7 +18,7 @@ from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
 import hfpatch
-from hfpatch.trainer.made import small
+from hfpatch.examples.made import small
 
 
 def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:

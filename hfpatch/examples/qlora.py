@@ -1,12 +1,12 @@
 """QLoRA with transformers' Trainer and PEFT: a base of 4 bits, adapters on every Linear layer. What
 hfpatch adds is marked.
 
-    python scripts/examples/qlora.py MODEL TEXT_FILE OUTPUT_DIR
+    python -m hfpatch.examples.qlora MODEL TEXT_FILE OUTPUT_DIR
 
 `hfpatch plan --model MODEL --lora-r 16 --base 4bit --gpu rtx4090 --max-seq-len` says beforehand
 what fits.
 
-`python scripts/examples/qlora.py --small` runs it on a CPU, on a tiny model and made data.
+`python -m hfpatch.examples.qlora --small` runs it on a CPU, on a tiny model and made data.
 """
 
 import os
@@ -28,7 +28,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.trainer.made import small
+from hfpatch.examples.made import small
 
 SEQ_LENGTH = 128
 

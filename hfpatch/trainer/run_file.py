@@ -1,0 +1,68 @@
+"""Run files: YAML with the names of `hfpatch train`, which `plan` and `profile` read too."""
+
+from pathlib import Path
+
+from hfpatch.planner.limits import did_you_mean
+
+READY = Path(__file__).resolve().parents[1] / "examples"  # files that come with the package
+MACHINE = ("gpu", "gpus", "host_ram")  # keys for the plan alone
+# Key of a file -> the flag of plan and profile.
+FLAGS = {
+    "model": "--model", "seq_len": "--seq-len", "seq_length": "--seq-len",
+    "max_length": "--seq-len", "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
+    "placement": "--placement", "engine": "--placement", "fp8": "--fp8",
+    "checkpointing": "--checkpointing", "lora_r": "--lora-r",
+    "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
+    "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",
+}  # fmt: skip
+BITS = {"load_in_4bit": "4bit", "load_in_8bit": "8bit"}
+
+
+def is_one(word: str) -> bool:
+    return Path(word).suffix in (".yaml", ".yml")
+
+
+def find(name: str) -> Path:
+    """The file of that name: a path, else one that comes with the package. Raises ValueError."""
+    path = Path(name).expanduser()
+    ready = {p.name: p for p in READY.glob("*.yaml")}
+    if is_one(name) and path.name == name and not path.exists() and name not in ready:
+        near = did_you_mean(name, ready)
+        raise ValueError(f"hfpatch: there is no run file {name}.{near} Ready: {', '.join(ready)}.")
+    return path if path.exists() else ready.get(name, path)
+
+
+def words(name: str, known) -> list[str]:
+    """The file as words of a command line.
+
+    Args:
+        name: a path, or the name of a file that comes with the package.
+        known: the command's flags; what belongs to training alone is left out.
+
+    Raises:
+        ValueError: the file cannot be read, or a key is misspelt.
+    """
+    import yaml  # transformers brings it; a plan without a file needs none
+
+    path = find(name)
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8-sig"), yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"hfpatch: {path} must be YAML: {reason}. Correct the file.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")
+    found = []
+    for key, value in values.items():
+        key = key.replace("-", "_")
+        near = "" if key in FLAGS else did_you_mean(key, FLAGS, 0.9)
+        if near:
+            raise ValueError(f"hfpatch: {path} has an unknown key {key!r}.{near}")
+        if FLAGS.get(key) not in known or key in BITS and value.lower() not in ("true", "yes"):
+            continue
+        if key == "engine":  # ds_configs/zero3_cpu_offload.json is the placement zero3-offload
+            value = value.replace("_cpu", "").replace("_", "-")
+        given = [BITS[key]] if key in BITS else value if isinstance(value, list) else [value]
+        joined = [",".join(given)] if key == "lora_target_modules" else given
+        found += [word for one in joined for word in (FLAGS[key], one)]
+    return found

@@ -1,0 +1,62 @@
+"""A run is one file, which plan, profile and train read alike."""
+
+import json
+
+import pytest
+
+from hfpatch.cli.main import main
+from hfpatch.trainer import arguments, run_file
+
+READY = sorted(path.name for path in run_file.READY.glob("*.yaml"))
+# Their plans run the model's code on fake tensors.
+SLOW = [pytest.param(n, marks=pytest.mark.long) if "3.5" in n else n for n in READY]
+
+
+def planned(capsys, *words) -> dict:
+    assert main(["plan", *words, "--json"]) in (0, 3)
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_ready_file_fits_its_card(name, capsys):
+    found = planned(capsys, name)
+    assert found["fits"] and found["host_peak_bytes"] <= found["host_usable_bytes"]
+    assert f"{found['gpu_name' if 'gpu_name' in found else 'gpu'][:2]}g.yaml" in name
+
+
+@pytest.mark.parametrize("name", READY)
+def test_train_runs_what_a_ready_file_plans(name):
+    model, data, args = arguments.parse([name, "--data", "my.jsonl", "--use_cpu"])
+    words = run_file.words(name, run_file.FLAGS.values())
+    said = dict(zip(words[::2], words[1::2]))
+    assert (model.model, str(data.seq_len)) == (said["--model"], said["--seq-len"])
+    assert args.per_device_train_batch_size == 1 and args.gradient_accumulation_steps == 8
+    assert str(model.lora_r) == said.get("--lora-r", "0")
+    assert model.load_in_4bit == (said.get("--base") == "4bit")
+    assert (model.placement or "auto") == said.get("--placement", "auto")
+
+
+def test_a_flag_wins_over_the_file_and_a_model_needs_no_flag(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: llama-tiny\nmax_length: 131,072\nper_device_train_batch_size: 2\ngpu: a10g\n"
+        "checkpointing: [host, tile=4k]\nlearning_rate: 1e-5\n"
+    )
+    found = planned(capsys, str(file))
+    assert (found["seq_len"], found["batch"], found["gpu"]) == (131072, 2, "a10g")
+    assert found["policy"]["tile"] == 4096 and found["policy"]["offload"] == "host"
+    assert planned(capsys, str(file), "--seq-len", "8k")["seq_len"] == 8192
+    assert planned(capsys, "llama-tiny", "--seq-len", "8k", "--gpu", "16GiB")["gpu"] == "16GiB"
+
+
+@pytest.mark.parametrize("text, words", [
+    ("model: llama-tiny\nseq_le: 8k\n", "unknown key 'seq_le'. Did you mean seq_len?"),
+    ("- model\n", "must hold keys and values"), ("a: [", "must be YAML"),
+    ("seq_len: 8k\n", "required: --model"),
+])  # fmt: skip
+def test_a_file_that_is_none_is_one_sentence(text, words, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 2
+    assert words in capsys.readouterr().err
+    assert main(["plan", "lama-3.1-8b-lora-24g.yaml"]) == 2
+    assert "Did you mean llama-3.1-8b-lora-24g.yaml?" in capsys.readouterr().err
