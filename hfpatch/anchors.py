@@ -24,7 +24,6 @@ ANCHORS = {
     "machine": r"the disk is full|the memory ran out|a file is broken or cut",
     "config": r"expected the values of a .* ?config\.json",
     "unknown-model": r"expected a known model",
-    "no-closed-form": r"no closed form describes",
     "left-build": r"is left from a build",
 }
 
