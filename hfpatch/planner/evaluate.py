@@ -11,6 +11,7 @@ from functools import lru_cache
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.hardware import DISK, SECONDS_ERROR
 from hfpatch.budget.measured import (
+    HOST_SHARE,
     SURE,
     UNSURE,
     Call,

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS, GiB
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.shallow import STOCK, STOCK_CHECKPOINTING
