@@ -7,7 +7,7 @@ import torch
 from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS, GiB
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.shallow import STOCK, STOCK_CHECKPOINTING
-from hfpatch.planner.answer import make_run, stays_of
+from hfpatch.planner.answer import make_run
 from hfpatch.planner.evaluate import evaluate
 from hfpatch.planner.machine import gpu_limit, host_limit
 from hfpatch.trainer.arguments import checkpointing_of
@@ -51,10 +51,8 @@ def _bytes(config, model, data, args, have, on_gpu: bool) -> tuple[int, int, int
     sizes = {"seq_len": data.seq_len, "batch": args.per_device_train_batch_size}
     run = make_run(config, gpu=gpu, checkpointing=asked, adapters=adapters, **sizes)
     name = "adamw-fp32" if wide else "adamw"
-    stays = stays_of(run, name, asked)
-    trained = run.shape.trained_bytes * (2 if wide else 1)
-    moments = args.optim in ("adamw_torch", "adamw_torch_fused")
-    states = stays.parameters + trained + stays.optimizer * moments
+    moments = 2 if args.optim in ("adamw_torch", "adamw_torch_fused") else 0
+    states = (1 + wide) * (run.shape.nbytes + (1 + moments) * run.shape.trained_bytes)
     step = evaluate(run, name).gpu_bytes["activations"] if on_gpu else 0
     return run.shape.parameters, states, step
 
