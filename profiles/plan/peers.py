@@ -78,9 +78,9 @@ def seconds(row: dict, gpu: str) -> float | None:
     from hfpatch.budget.hardware import gpu_row
     from hfpatch.lab.models import text_config_of
     from hfpatch.lab.rates import attention_ramp
+    from hfpatch.lab.shallow import Values, model_of
     from hfpatch.planner.answer import RESERVE_SHARE
     from hfpatch.planner.limits import parse_bytes
-    from hfpatch.planner.model import Values, model_of
     from hfpatch.planner.placements import resident
 
     gpu, config = gpu_row(gpu), text_config_of(MODEL)[1]
@@ -92,7 +92,9 @@ def seconds(row: dict, gpu: str) -> float | None:
     # Causal attention of all layers, once forward.
     once = 2 * config["num_hidden_layers"] * config["hidden_size"] * tokens**2
     once *= attention_ramp(tokens)
-    fore, back = (row[f"moved_{way}_gib"] * GiB / gpu.memory_rate for way in ("forward", "backward"))
+    fore, back = (
+        row[f"moved_{way}_gib"] * GiB / gpu.memory_rate for way in ("forward", "backward")
+    )
     work = row["matmul_flops"] / gpu.matmul_flops + fore + back
     work += row["attention_forwards"] * once / gpu.attention_forward
     work += 2.5 * once / gpu.attention_backward

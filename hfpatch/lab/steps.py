@@ -18,14 +18,14 @@ from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
-from hfpatch.parallel import exchange
-from hfpatch.planner.model import (
+from hfpatch.lab.shallow import (
     IMPLEMENTATIONS,
     Model,
     Sizes,
     layers_of,
     trained_bytes_of,
 )
+from hfpatch.parallel import exchange
 
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
 # single tokens exceeds it.
