@@ -23,7 +23,6 @@ def check(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    shard,
     shift: bool,
     *,
     softcap: float | None,
@@ -39,9 +38,8 @@ def check(
 
     Args:
         op: the name for messages.
-        hidden, weight, bias: [..., D], [V, D] (this rank's rows with a shard), [V].
+        hidden, weight, bias: [..., D], [V, D], [V].
         labels: [...].
-        shard: a VocabShard or None.
 
     Returns:
         The dtype of the logits that F.linear would return under the current autocast.
@@ -60,8 +58,6 @@ def check(
          "a bias of shape {}, {} came; check the head", V, tuple(b.shape)),
         (not floating,
          "floating-point hidden, weight and bias, {}, {} and {} came; dequantise first", *dtypes),
-        (shard is not None and V != (shard.stop - shard.start,),
-         "this rank's rows of weight, {} came; split the vocabulary as torch.chunk does", V),
         (cast is None and not hidden.dtype == weight.dtype == b.dtype,
          "hidden, weight and bias of one dtype, {}, {} and {} came; cast them or use "
          "torch.autocast", *dtypes),
