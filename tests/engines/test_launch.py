@@ -271,8 +271,12 @@ def assert_like_one_rank(reports: list[dict], cases: int) -> None:
     for report in reports:
         assert len(report["found"]) == cases
         for case, found in report["found"].items():
-            for error, name in [*found["steps"], found["undone"]]:
-                assert error <= 1, f"{case}: {name} is {error:.2f} budgets away"
+            # A budget is twice what transformers errs on one rank. Sums over ranks round more: twice
+            # what it errs on these ranks is allowed too.
+            stock, name = found["undone"]
+            assert stock <= 1, f"{case}: stock's {name} is {stock:.2f} budgets away"
+            for error, name in found["steps"]:
+                assert error <= max(1, 2 * stock), f"{case}: {name} is {error:.2f} budgets away"
             # Two steps, forward and backward, three tiles of 8 tokens in each of two rows.
             tiles = 6 if case.endswith("tiled") else 1
             assert not found["whole"] and found["tiles"] == 2 * 2 * tiles * found["layers"], case
