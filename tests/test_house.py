@@ -25,7 +25,7 @@ FOLDERS = {
     "budget": (2074, 28155),
     "planner": (1241, 16118),
     "decoder": (1149, 14395),
-    "ops": (1135, 16336),
+    "ops": (1036, 15031),
     "cli": (876, 8966),
     "context": (776, 9497),
     "store": (626, 6384),
@@ -33,7 +33,7 @@ FOLDERS = {
     "compat": (544, 5279),
     "parts": (537, 6665),
     "attention": (476, 7436),
-    "loss": (472, 5388),
+    "loss": (453, 5171),
     ".": (405, 4128),
     "parallel": (266, 3681),
     "examples": (129, 1693),  # moved here from scripts/: what the wheel holds

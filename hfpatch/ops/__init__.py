@@ -4,7 +4,6 @@ A public file has one operation: its plain-torch version, the op, its fake and i
 whose name begins with an underscore have pieces of them.
 """
 
-from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy
 from hfpatch.ops.linear_log_prob import linear_log_prob
 from hfpatch.ops.rms_norm import add_rms_norm, rms_norm
@@ -12,7 +11,6 @@ from hfpatch.ops.rope import rope
 from hfpatch.ops.swiglu import swiglu
 
 __all__ = [
-    "VocabShard",
     "add_rms_norm",
     "linear_cross_entropy",
     "linear_log_prob",

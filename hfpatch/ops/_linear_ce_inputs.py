@@ -23,7 +23,6 @@ def check(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    shard,
     shift: bool,
     *,
     softcap: float | None,
@@ -39,9 +38,8 @@ def check(
 
     Args:
         op: the name for messages.
-        hidden, weight, bias: [..., D], [V, D] (this rank's rows with a shard), [V].
+        hidden, weight, bias: [..., D], [V, D], [V].
         labels: [...].
-        shard: a VocabShard or None.
 
     Returns:
         The dtype of the logits that F.linear would return under the current autocast.
@@ -61,8 +59,6 @@ def check(
         (not floating,
          "hidden, weight and bias must be floating-point, got {}, {} and {}. Dequantise them first",
          *dtypes),
-        (shard is not None and V != (shard.stop - shard.start,),
-         "weight must have this rank's rows, got {}. Split the vocabulary as torch.chunk does", V),
         (cast is None and not hidden.dtype == weight.dtype == b.dtype,
          "hidden, weight and bias must have one dtype, got {}, {} and {}. Cast them or use "
          "torch.autocast", *dtypes),

@@ -19,14 +19,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hfpatch.budget.cuts import LOSS_BYTES_PER_TOKEN, chunk_bounds
 from hfpatch.compat import assert_async, is_fake
 from hfpatch.ops._library import wide_dtype
 from hfpatch.ops._linear_ce_chunk import cross_entropy_chunk_, cross_entropy_chunk_bwd_
-from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops._linear_ce_weight import WeightGrad
 from hfpatch.ops._wide_sums import on_cuda, sums_in_matmul
 
@@ -40,7 +38,6 @@ class Options(NamedTuple):
     """The options of a loss.
 
     z = outer * u with u = tanh(inner * logit), or u = logit if inner is 0. dtype is the logits'.
-    With a shard, weight and bias are this rank's rows of a head of vocab_size rows.
     """
 
     ignore_index: int
@@ -52,7 +49,6 @@ class Options(NamedTuple):
     dtype: torch.dtype
     num_valid: int | None = None
     workspace_bytes: int = 0
-    shard: VocabShard | None = None
 
 
 class Forward(NamedTuple):
@@ -131,9 +127,7 @@ def _chunks(
     entropy and related values are computed.
     """
     (order, count), (tokens, hidden_size), dtype = kept, hidden_ND.shape, opts.dtype
-    wide, shard = wide_dtype(dtype), opts.shard
-    if shard is not None:  # all ranks have the same chunks
-        width = -(-shard.widest // 8) * 8
+    wide = wide_dtype(dtype)
     copies = order is not None or hidden_ND.dtype != dtype
     row_bytes = max(1, width) * dtype.itemsize
     row_bytes += hidden_size * copies * (1 + needs[0]) * dtype.itemsize
@@ -165,7 +159,7 @@ def sweep(
         stats: whether entropy and related values take workspace.
 
     Returns:
-        (dX, dW, dbias), None where not needed. dX is the sum over the ranks of a shard.
+        (dX, dW, dbias), None where not needed.
     """
     (order, _), vocab_size, dtype = kept, weight_VD.shape[0], opts.dtype
     wide, need_dx = wide_dtype(dtype), needs[0]
@@ -206,8 +200,6 @@ def sweep(
             where = slice(start, end) if index_C is None else index_C
             _write_product(dx_ND, where, logits_CV, weight_work_VD)
     logits_CV = buffer_CV = hidden_CD = weight_work_VD = None
-    if opts.shard is not None and need_dx:
-        opts.shard.reduce_(dx_ND, dist.ReduceOp.SUM)
     db_V = None if db_V is None else db_V.to(bias_V.dtype)
     return dx_ND, None if dw is None else dw.finish(), db_V
 
@@ -267,8 +259,6 @@ def forward_pass(
             loss_M[start:end], lse_2M[:, start:end],
             best_M[start:end] if best else None, stats_3M[:, start:end] if stats else None,
         )  # fmt: skip
-        if opts.shard is not None:
-            return opts.shard.chunk_(*head, *row, opts, grad)
         options = opts.ignore_index, opts.smoothing, opts.inner, opts.outer, opts.z_loss, grad
         cross_entropy_chunk_(*head, *row, *options)
 
@@ -299,8 +289,6 @@ def backward_pass(
 
     def step(logits_CV, start, end):
         labels_C, rows_KC = labels_M[start:end], rows_KM[:, start:end]
-        if opts.shard is not None:
-            return opts.shard.chunk_bwd_(logits_CV, labels_C, rows_KC, opts)
         options = opts.ignore_index, opts.inner, opts.outer
         cross_entropy_chunk_bwd_(logits_CV, labels_C, rows_KC, *options)
 

@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch.compat import autocast, is_fake, keeps_graph
-from hfpatch.ops._library import no_second_derivative, refuse, wide_dtype
+from hfpatch.ops._library import no_second_derivative, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_
 from hfpatch.ops._linear_ce_inputs import check, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, forward_pass
-from hfpatch.ops._linear_ce_shards import VocabShard
 from hfpatch.ops.linear_log_prob import linear_log_prob
 
 
@@ -124,7 +123,6 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
     workspace_bytes: int = 512 << 20,
-    shard: VocabShard | None = None,
 ) -> Tensor:
     """cross_entropy(hidden @ weight.T + bias, labels), without whole logits.
 
@@ -157,10 +155,6 @@ def linear_cross_entropy(
         workspace_bytes: how much may be allocated beyond the gradients; limits the number of tokens
             whose logits exist at a time. If a 16-bit weight's gradient is summed over several
             chunks, the sum is float32.
-        shard: hfpatch.ops.VocabShard(group, V), for a vocabulary split over the ranks of a group
-            (tensor parallelism), without label_smoothing. weight and bias are then this rank's
-            rows. hidden and labels are the same on every rank, and so are the result and hidden's
-            gradient. Costs two small all-reduces per chunk of logits and one of hidden's gradient.
 
     Returns:
         The loss: a float32 scalar (float64 for float64 inputs), or shaped like labels for
@@ -184,12 +178,10 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     dtype = check(
-        op, hidden, weight, labels, bias, shard, shift,
+        op, hidden, weight, labels, bias, shift,
         softcap=softcap, num_valid=num_valid, reduction=reduction, num_items=num_items,
         label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
-    message = "a shard takes no label_smoothing, got {}. Leave it out"
-    refuse(op, (shard is not None and label_smoothing > 0.0, message, label_smoothing))
     if shift:
         labels = shift_labels(labels, ignore_index)
     place = {"dtype": wide_dtype(dtype), "device": hidden.device}
@@ -204,7 +196,7 @@ def linear_cross_entropy(
             hidden, weight, labels, bias=bias, softcap=softcap, ignore_index=ignore_index,
             num_valid=num_valid,
             outputs=("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse"),
-            workspace_bytes=workspace_bytes, shard=shard,
+            workspace_bytes=workspace_bytes,
         )  # fmt: skip
         loss = z_loss * out.lse.square() - (1.0 - label_smoothing) * out.log_prob
         if label_smoothing:
@@ -212,7 +204,7 @@ def linear_cross_entropy(
         return loss if reduction == "none" else loss.sum() / total_by
     opts = Options(
         ignore_index, label_smoothing, 1.0 / softcap if softcap else 0.0, softcap or 1.0, z_loss,
-        weight.shape[0] if shard is None else shard.size, dtype, num_valid, workspace_bytes, shard,
+        weight.shape[0], dtype, num_valid, workspace_bytes,
     )  # fmt: skip
     return _apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), total_by, opts,

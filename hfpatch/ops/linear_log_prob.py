@@ -30,7 +30,6 @@ from hfpatch.ops._library import no_second_derivative, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import whole_lse
 from hfpatch.ops._linear_ce_inputs import check, shift_labels
 from hfpatch.ops._linear_ce_loop import Options, backward_pass, forward_pass
-from hfpatch.ops._linear_ce_shards import VocabShard
 
 
 class LinearLogProbOutput(NamedTuple):
@@ -156,7 +155,6 @@ def linear_log_prob(
     outputs: tuple[str, ...] = ("log_prob",),
     shift: bool = False,
     workspace_bytes: int = 512 << 20,
-    shard: VocabShard | None = None,
 ) -> LinearLogProbOutput:
     """log softmax(hidden @ weight.T + bias) at the labels, and other values per token, without
     whole logits.
@@ -164,7 +162,7 @@ def linear_log_prob(
     hidden, weight and bias get gradients, for any upstream gradient of every token.
 
     Args:
-        hidden, weight, labels, bias, ignore_index, num_valid, shift, workspace_bytes, shard: as in
+        hidden, weight, labels, bias, ignore_index, num_valid, shift, workspace_bytes: as in
             linear_cross_entropy.
         temperature, scale, softcap: logits are multiplied by scale, soft-capped, then divided by
             temperature, in float32.
@@ -192,16 +190,15 @@ def linear_log_prob(
     message = "outputs must be among {}, got {}. Name at least one of them"
     refuse(op, (not known, message, ", ".join(names), outputs))
     dtype = check(
-        op, hidden, weight, labels, bias, shard, shift,
+        op, hidden, weight, labels, bias, shift,
         softcap=softcap, scale=scale, temperature=temperature, num_valid=num_valid,
     )  # fmt: skip
-    vocab_size = weight.shape[0] if shard is None else shard.size
     if shift:
         labels = shift_labels(labels, ignore_index)
     inner, outer = scale / softcap if softcap else 0.0, (softcap or scale) / temperature
     opts = Options(
-        ignore_index, 0.0, inner, outer, 0.0, vocab_size, dtype, num_valid=num_valid,
-        workspace_bytes=workspace_bytes, shard=shard,
+        ignore_index, 0.0, inner, outer, 0.0, weight.shape[0], dtype, num_valid=num_valid,
+        workspace_bytes=workspace_bytes,
     )  # fmt: skip
     stats = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs)
     best, labels_N = "is_top1" in outputs, labels.reshape(-1)
