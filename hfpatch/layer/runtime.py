@@ -56,10 +56,13 @@ class LayerRuntime(Policies, Chain):
             self.owner = weakref.ref(module)
 
     def tell(self, line: str) -> None:
-        """Prints a line once."""
+        """Prints a line once, and adds it to the report."""
         if line not in self.warned:
             self.warned.add(line)
             say(line)
+            report = getattr(self.owner(), "_hfpatch_report", None)
+            if report is not None:
+                report.notes.append(line)
 
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
         """Moves the frozen weights of all layers in `owner` to host memory, if they are not there

@@ -175,18 +175,13 @@ class FusedCausalLM(KeepsSignature):
             return super().forward(**kwargs)
         labels = kwargs.get("labels")
         scores = self._hfpatch_trl is not None and kwargs.pop("fused_lm_head", False)
-        if torch.compiler.is_compiling():
-            return self._with_labels(labels, scores, kwargs)
-        if labels is None and "shift_labels" in kwargs and self.training and context_parallel():
-            self._tell(_NOT_ITS_LOSS)
-        return self._with_labels(labels, scores, kwargs)
-
-    def _with_labels(self, labels, scores: bool, kwargs):
-        """The forward, with or without labels. scores: compute the outputs of TRL's head."""
-        if scores:
+        if scores:  # the outputs of TRL's head
             return self._hfpatch_log_probs(kwargs)
         if labels is not None and self._loss_is_fused(labels, kwargs):
             return self._hfpatch_fused(labels, kwargs)
+        elsewhere = labels is None and "shift_labels" in kwargs and self.training
+        if elsewhere and not torch.compiler.is_compiling() and context_parallel():
+            self._tell(_NOT_ITS_LOSS)
         return self._hfpatch_stock(kwargs)
 
     # Dynamo cannot trace lazy logits: the graph breaks here and resumes inside, at the backbone.
@@ -211,13 +206,6 @@ class FusedCausalLM(KeepsSignature):
             out = self._hfpatch_stock(kwargs)
         return _answered(out)
 
-    def _hfpatch_tokens_watched(self) -> bool:
-        """Whether a user's hook or module receives hidden states."""
-        inside = [m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]
-        code = {vars(m).get("forward", MADE_FROM[type(m)]) for m in inside}
-        own = not {home_of(x) for x in code} <= LIBRARIES
-        return own or bool(hooks_on_all()) or watched_by_user(inside) is not None
-
     @torch.compiler.disable
     def _read_where_labelled(self, target, ignore: int, kwargs):
         """A context that holds the labels, and the tokens whose outputs are unread.
@@ -225,8 +213,11 @@ class FusedCausalLM(KeepsSignature):
         A token's output is unread if neither the token nor the next one has a label, unless a hook,
         the caller, or a forward that is not transformers' own may read hidden states.
         """
-        theirs = package_of(self) == "transformers" and not asks_for_hidden_states(self, kwargs)
-        watched = not theirs or self._hfpatch_tokens_watched()
+        inside = [m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]
+        code = {vars(m).get("forward", MADE_FROM[type(m)]) for m in inside}
+        theirs = package_of(self) == "transformers" and {home_of(x) for x in code} <= LIBRARIES
+        hooked = hooks_on_all() or watched_by_user(inside) is not None
+        watched = not theirs or bool(hooked) or asks_for_hidden_states(self, kwargs)
         return having(**_labelled(target, ignore, kwargs, watched))
 
     def _hfpatch_log_probs(self, kwargs):
@@ -318,9 +309,7 @@ def _answered(out):
     value = lambda x: x.computed if isinstance(x, Logits) else x  # noqa: E731
     if type(out) is tuple:
         return tuple(map(value, out))
-    missing = ()
-    if isinstance(out, dict):
-        missing = tuple(n for n, x in out.items() if isinstance(x, Logits))
+    missing = isinstance(out, dict) and tuple(n for n, x in out.items() if isinstance(x, Logits))
     if not missing:
         return out
     kind = _saying(type(out), missing) if isinstance(out, ModelOutput) else type(out)

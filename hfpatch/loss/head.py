@@ -100,10 +100,7 @@ def why_whole_logits(model: nn.Module, head: nn.Module) -> str | None:
         return "the model has a loss function of its own"
     if own is None and LOSS_MAPPING.get(kind, ForCausalLMLoss) is not ForCausalLMLoss:
         return f"its loss is {kind}"
-    replaced = _replaced()
-    if replaced is not None:
-        return replaced
-    return why_not_fused(head)
+    return _replaced() or why_not_fused(head)
 
 
 @torch.compiler.assume_constant_result

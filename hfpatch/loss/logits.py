@@ -51,11 +51,6 @@ class Logits(Tensor):
                 self.register_hook(_no_gradient)
         return self
 
-    @classmethod
-    def of(cls, owner: nn.Module, hidden: Tensor) -> "Logits":
-        """The output of the owner's head for these hidden states."""
-        return cls(owner, hidden, autocast_dtype(hidden.device.type) or hidden.dtype)
-
     def but(self, step=None, **changes) -> "Logits":
         """Logits with these attributes, and one step more."""
         now = {n: vars(self)[n] for n in ("owner", "hidden", "inner", "outer", "words", "steps")}
@@ -202,7 +197,8 @@ class Head:
         owner = None if current.target is None else current.target[0]
         if owner is None or owner._hfpatch_head() is not self._head or kwargs or len(args) != 1:
             return self._head(*args, **kwargs)
-        return Logits.of(owner, *args)
+        (hidden,) = args
+        return Logits(owner, hidden, autocast_dtype(hidden.device.type) or hidden.dtype)
 
     def __getattr__(self, name):
         return getattr(self._head, name)

@@ -114,3 +114,6 @@ def test_labels_at_padding_behind_a_row_count_as_in_transformers(how):
     got, true = tiny.step(ours, batch), tiny.step(stock, batch)
     for name, wanted in true.items():
         assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    if how in ("own class", "logits", "hook"):
+        line = "an attention mask with holes, or with labels at padding."
+        assert [n for n in ours._hfpatch_report.notes if n.endswith(line)]
