@@ -3,7 +3,6 @@
 python profiles/clock/measure.py matrix profiles/clock/matrix.csv     # goes on where it stopped
 python profiles/clock/measure.py table profiles/clock/matrix.csv     # its rows, for the page
 python profiles/clock/measure.py before before.csv    # one model; PYTHONPATH names the tree
-python profiles/clock/measure.py spare profiles/clock/spare.csv
 python profiles/clock/measure.py picture llama-3.1-8b h100 16384 profiles/clock/h100-16384.png
 """
 
@@ -11,9 +10,7 @@ import csv
 import re
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # for profiles
 
@@ -177,39 +174,6 @@ def before(path: Path) -> None:
                 file.flush()
 
 
-SPARE = ("gpu", "tokens", "cap_gib", "expandable", "step_s", "exposed_s", "allocated_gib",
-         "reserved_gib", "fragments_gib")  # fmt: skip
-
-
-def spare(path: Path) -> None:
-    """What sources that live on cost on an allocator: caps on the bytes that they may take."""
-    from allocator import Allocator, PlacedClockFollower
-
-    from hfpatch.layer.runtime import LayerRuntime
-
-    with open(path, "w") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(SPARE)
-        for cap in (0, 1, 2, 4, None):
-            for expandable in (False, True):
-                allocator = Allocator(expandable=expandable)
-                most = float("inf") if cap is None else cap << 30
-                capped = property(
-                    lambda self, most=most: min(most, vars(self)["spare"]),
-                    lambda self, value: vars(self).update(spare=value),
-                )
-                with mock.patch.object(LayerRuntime, "spare", capped, create=True):
-                    follower = partial(PlacedClockFollower, allocator)
-                    found = clock("llama-3.1-8b", seq_len=32768, gpu="h100", follower=follower)
-                gib = [allocator.peak, allocator.most_reserved, allocator.fragments]
-                numbers = [found.seconds["step"], found.exposed_seconds, *(n / 2**30 for n in gib)]
-                out.writerow(
-                    ["h100", 32768, "" if cap is None else cap, expandable]
-                    + [f"{n:.3f}" for n in numbers]
-                )
-                file.flush()
-
-
 # By a word of a slice's name; a slice without one is grey.
 COLOURS = {
     "before": "#7aa6da", "attention": "#e78c45", "after": "#70c0b1", "whole": "#b9ca4a",
@@ -254,6 +218,4 @@ if __name__ == "__main__":
         if what == "picture":
             picture(rest[0], rest[1], int(rest[2]), Path(rest[3]))
         else:
-            {"matrix": matrix, "table": table, "before": before, "spare": spare}[what](
-                Path(rest[0])
-            )
+            {"matrix": matrix, "table": table, "before": before}[what](Path(rest[0]))

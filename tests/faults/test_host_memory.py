@@ -17,17 +17,15 @@ import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.context.current import current
 from hfpatch.context.documents import find_rows
-from hfpatch.decoder.unpadded import PackedRow
 from hfpatch.store import device as device_module
 from hfpatch.store import disk
 from hfpatch.store import pool as pool_module
-from hfpatch.store.device import CudaDevice, Device, ToHost, host_empty, mark_batch_ready
+from hfpatch.store.device import CudaDevice, Device, host_empty
 from hfpatch.store.transfers import HostPool, Transfers
-from tests.faults.checker import CheckedDevice, standing_in
 from tests.faults.test_exceptions import assert_same, patched, step
 from tests.layer.deep import tokens
+from tests.layer.devices import standing_in
 
 CPU = torch.device("cpu")
 
@@ -205,57 +203,6 @@ def test_several_devices_keep_their_own_transfers():
     assert_same(gradients(model), expected)
 
 
-def test_documents_wait_for_the_inputs_alone():
-    """Not for what the stream was given since they came: with accumulation that is the whole step
-    before.
-    """
-    with CheckedDevice() as device, standing_in(CPU, device):
-        mask = torch.ones(2, 11)
-        mark_batch_ready({"attention_mask": mask})
-        came = device.clocks["compute"]["compute"]
-        torch.ones(3).mul_(2)  # the step before
-        ToHost(lambda m: m.sum(1), mask).get()
-        assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
-        mask.mul_(0)  # written to since: its arrival says nothing now
-        ToHost(lambda m: m.sum(1), mask).get()
-        assert device.clocks["host"]["compute"] > came
-    assert not device.problems
-
-
-def test_what_the_loss_does_not_read_is_found_beside_the_step_before():
-    """Who asks for documents is given it with the rest, and would wait for whatever made it."""
-    model = patched("gpu", "one", None)
-    with CheckedDevice() as device, standing_in(CPU, device):
-        labels, mask = tokens(2, 11), torch.ones(2, 11)
-        mark_batch_ready({"labels": labels, "attention_mask": mask})
-        came = device.clocks["compute"]["compute"]
-        torch.ones(3).mul_(2)  # the step before
-        with model._read_where_labelled(labels, -100, {"attention_mask": mask}):
-            assert find_rows(2, 11, CPU, mask, idle_BT=current.idle_BT).documents is None
-        assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
-    assert not device.problems
-
-
-def test_rows_without_padding_wait_for_the_batch_alone():
-    """A whole forward on the packed row, behind a step that is still under way."""
-    model = patched("gpu", "one", None)
-    with CheckedDevice() as device, standing_in(CPU, device):
-        labels, mask = tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
-        mask[0, 5:], labels[0, 5:] = 0, -100
-        batch = {"labels": labels, "attention_mask": mask}
-        mark_batch_ready(batch)
-        came = device.clocks["compute"]["compute"]
-        torch.ones(3).mul_(2)  # the step before
-        run, found = PackedRow.run, []
-        with mock.patch.object(PackedRow, "run", autospec=True) as layer:
-            layer.side_effect = lambda row, *args: found.append(row.real) or run(row, *args)
-            with model._read_where_labelled(labels, -100, batch), torch.no_grad():
-                model.model(tokens(2, 11), attention_mask=mask, use_cache=False)
-        assert set(found) == {16}
-        assert device.clocks["host"]["compute"] == came < device.clocks["compute"]["compute"]
-    assert not device.problems
-
-
 def test_chunks_alone_ask_no_device():
     assert find_rows(2, 8, torch.device("meta"), chunk=4).documents.bounds == (0, 4, 8, 12, 16)
 
@@ -401,7 +348,7 @@ def test_leaving_makes_no_noise(tmp_path):
     program = f"""
 import sys, os, shutil, torch
 sys.path.insert(0, "tests")
-from tests.faults.checker import standing_in
+from tests.layer.devices import standing_in
 from tests.faults.test_exceptions import patched, step, raise_in
 from tests.faults.test_host_memory import Pinning, CPU
 from tests.layer.deep import tokens
