@@ -400,6 +400,36 @@ def written_at_rest(model, batch: dict) -> None:
                 stub.host_uses("w", parameter.data)
 
 
+def from_step(at: int, act):
+    """An action that begins with the step of this number."""
+
+    def action(model, batch: dict) -> None:
+        number = vars(model).setdefault("_dry_step", 0)
+        vars(model)["_dry_step"] = number + 1
+        act(model, batch, number >= at)
+
+    return action
+
+
+def held(model, batch: dict, now: bool) -> None:
+    """4 GiB of the user's own, or of another model's."""
+    if now and "_dry_held" not in vars(model):
+        vars(model)["_dry_held"] = torch.empty(4 * GiB, dtype=torch.uint8, device="cuda")
+
+
+def half_frozen(model, batch: dict, now: bool) -> None:
+    """The lower half of the layers trains from then on."""
+    layers = layers_of(model)
+    for parameter in (p for layer in layers[: len(layers) // 2] for p in layer.parameters()):
+        parameter.requires_grad_(now)
+
+
+def evaluated(model, batch: dict, now: bool) -> None:
+    with torch.no_grad():
+        model.eval()(**batch, use_cache=False)
+    model.train()
+
+
 def marked_batch(model, batch: dict) -> None:
     """The batch has come, and a step before it is still under way."""
     from hfpatch.store.device import mark_batch_ready
@@ -423,6 +453,9 @@ ACTIONS = {
     "raise in gradient": raised("mlp.down_proj", backward=True),
     "whole": whole,
     "written at rest": written_at_rest,
+    "hold": from_step(3, held),
+    "unfreeze": from_step(3, half_frozen),
+    "evaluate": from_step(0, evaluated),
 }
 
 # --- steps ----------------------------------------------------------------------------------------
