@@ -93,6 +93,7 @@ class Meter:
 
     Attributes:
         gauge: the device's counters; parameters: a function that returns the model's parameters.
+        trained: how many numbers train.
         kinds: name -> Kind; calls: key -> Call.
         step: the last one that began; steps: those whose graph lives.
         spare: bytes more to leave free, after memory ran out or was short.
@@ -110,7 +111,7 @@ class Meter:
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
         self.spare, self.tile_most, self.why = 0, TILES[-1], ""
-        self.reached, self.highest, self.gaps = 0.0, 0, 0
+        self.reached, self.highest, self.gaps, self.trained = 0.0, 0, 0, 0
 
     # -- a step begins -----------------------------------------------------------------------------
     def begin(self) -> None:
@@ -120,10 +121,10 @@ class Meter:
             self._close(self.step, now)
         self.step = None  # a step whose graph is gone is not in `steps` from here on
         parameters = list(self.parameters() or ())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         coming = to_come(parameters, device=self.gauge.device)
         dtype, waiting = autocast_dtype(self.gauge.device.type), sum(not s.over for s in self.steps)
-        key = f"{trained} {dtype} {'first' if coming else 'more'} {waiting}"
+        key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
         self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
         self.step.kinds = [None] * self.n_layers
         self.step.plan = [False] * self.n_layers
