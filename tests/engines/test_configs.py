@@ -262,7 +262,7 @@ def test_nvme_path_is_put_in_and_must_exist(tmp_path):
     zero = configs.training_arguments(config)["deepspeed"]["zero_optimization"]
     assert zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
     gone = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path / "gone"))
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="must be a folder"):
         configs.training_arguments(gone)
 
 
