@@ -99,7 +99,7 @@ whole: correct, with more memory. The report gives the reason.
 Ask about your own model, by a hub id whose `config.json` is in the local cache, by a path or by a preset:
 
 ```bash
-hfpatch check llama-3.1-8b --seq-len 32k
+hfpatch check llama-3.1-8b
 ```
 
 ## What to expect

@@ -242,7 +242,7 @@ def test_mistakes_get_one_sentence(name, stem, edit, message, tmp_path):
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match="no engine config 'zero9'.*zero3_cpu_offload"):
         configs.load("zero9")
-    for text, message in [("{", "not JSON"), ("{}", "shards nothing")]:
+    for text, message in [("{", "must be JSON"), ("{}", "shards nothing")]:
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
