@@ -27,7 +27,6 @@ PEERS = {
 # Their copies wait: torch's save_on_cpu copies to the host with a blocking `copy_`, and back on the
 # stream that computes. Axolotl's go on streams of their own.
 ON_COMPUTE = ("trl-offload", "trl-selective", "liger-selective", "liger-tiled-offload")
-TILED = ("liger-tiled-offload", "mixture")  # their MLPs run in shards of as many rows as columns
 LENGTHS = (4096, 8192, 16384, 32768, 131072)
 HOST_AT = (8192, 32768, 131072)
 FIELDS = "implementation,tokens,peak_gib,most_gib,host_gib,matmul_flops,attention_forwards,moved_forward_gib,moved_backward_gib"
