@@ -94,7 +94,7 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
     ("8bit", 32768, Policy("host", tile=4096)),
     ("4bit", 32768, Policy("host", tile=4096, save_attention=False)),
     ("4bit", 32768, Policy("host", tile=4096)), ("bf16", 8192, Policy("host")),
-    ("bf16", 16384, Policy("host", tile=1024, keep=("qkv",))),
+    ("bf16", 16384, Policy("host", tile=1024, keep=("gate_up",))),
     ("4bit", 16384, Policy("host", tile=1024)),
     ("bf16", 16384, Policy("host", tile=4096, frozen_weights="host")),
     ("4bit", 16384, Policy("gpu", every=2, frozen_weights="host")),
@@ -225,9 +225,9 @@ def test_what_an_adapter_adds_to_is_not_kept():
     """It is computed again whatever is kept of it: nothing is reserved for it."""
     shape = ModelShape.from_config(preset_config("llama-3.1-8b"))
     some = replace(shape, adapters=Adapters(16, "bf16", ("q_proj", "v_proj")))
-    assert some.keepable == shape.keepable == ("qkv", "mid", "gate_up")
-    assert replace(shape, adapters=Adapters(16, "bf16", ())).keepable == ("qkv",)
-    assert replace(shape, adapters=Adapters(16, "bf16", ("up_proj",))).keepable == ("qkv", "mid")
+    assert some.keepable == shape.keepable == ("gate_up",)
+    assert replace(shape, adapters=Adapters(16, "bf16", ())).keepable == ()
+    assert replace(shape, adapters=Adapters(16, "bf16", ("up_proj",))).keepable == ()
 
 
 def test_a_base_that_does_not_fit_waits_on_the_host():

@@ -80,7 +80,7 @@ def test_layers_that_keep_less_run_what_others_keep():
     once.
     """
     shape, sizes = shape_of("llama-3.1-8b"), {"batch": 1, "tokens": 8192}
-    kept = Policy(tile=2048, keep=("qkv", "gate_up"), plain=4)
+    kept = Policy(tile=2048, keep=("gate_up",), plain=4)
     every, seven, none = (
         step_flops(shape, policy, **sizes)
         for policy in (kept, replace(kept, again=7), replace(kept, keep=()))
@@ -153,7 +153,7 @@ def test_what_is_kept_is_not_run_again(model, tile):
     ]
     nothing = step_flops(shape, Policy(tile=tile), **sizes).matmul
     every = step_flops(shape, Policy(tile=tile, keep=shape.keepable), **sizes).matmul
-    assert all(least.matmul <= every < n < nothing for n in one)
+    assert all(least.matmul <= every <= n < nothing for n in one)
     assert nothing - every == pytest.approx(sum(nothing - n for n in one))
     assert step_flops(shape, Policy(tile=tile, plain=shape.num_layers), **sizes) == least
 
@@ -194,7 +194,7 @@ def counted_traffic(policy, tokens: int, name="llama-3.1-8b", adapters=None, lay
 
 
 # One tile and four; what is kept.
-@pytest.mark.parametrize("tile, keep", [(8192, ()), (2048, ()), (2048, ("qkv", "mid", "gate_up"))])
+@pytest.mark.parametrize("tile, keep", [(8192, ()), (2048, ()), (2048, ("gate_up",))])
 def test_bytes_beside_matmuls_are_those_that_are_counted(tile, keep):
     policy, tokens = Policy("gpu", tile=tile, keep=keep), 8192
     shape = shape_of("llama-3.1-8b", num_hidden_layers=1)

@@ -31,17 +31,14 @@ EXPERTS = tiny.not_before_transformers(
 LAYERS = 3  # a first, a middle and a last one: more of them only repeat the middle
 # What is kept beside: one by one where it matters, all together, behind plain layers.
 KEEPS = (
-    Policy("host", keep=("qkv",)),
-    Policy("host", keep=("mid",)),
     Policy("host", keep=KEEPABLE),
-    Policy("gpu", keep=("mid", "gate_up")),
+    Policy("gpu", keep=KEEPABLE),
     Policy("gpu", keep=KEEPABLE, plain=1),
     Policy("host", plain=2),
-    Policy("host", keep=("gate_up",)),
-    Policy("host", keep=("qkv", "mid"), save_attention=False),
+    Policy("host", keep=KEEPABLE, save_attention=False),
 )
 SOME = (
-    Policy("host", again=1, keep=("qkv", "mid")),
+    Policy("host", again=1, keep=KEEPABLE),
     Policy("host", again=2),  # attention outputs of the first layers alone
     Policy("host", wide=True),
 )

@@ -147,7 +147,7 @@ def test_what_was_asked_to_be_kept_is_kept_over_a_slow_link():
         "host_free": 200 * GiB,
     }
     assert chosen(16384, **sizes).every > 1
-    assert chosen(16384, settings=Checkpointing(keep=("qkv",)), **sizes).keep == ("qkv",)
+    assert chosen(16384, settings=Checkpointing(keep=KEEPABLE), **sizes).keep == KEEPABLE
 
 
 def test_small_checkpoints_stay_on_the_device():
@@ -278,7 +278,7 @@ def test_a_plain_layer_that_spares_the_host_is_found_where_none_fits():
         gpu=gpu,
     )
     budget = Budget(5_299_623_184, 918_617_216, None)
-    kept = Policy("host", tile=16384, keep=("mid",), wide=True)
+    kept = Policy("host", tile=16384, wide=True)
     none, one = (search.price(dataclasses.replace(kept, plain=n)) for n in (0, 1))
     assert budget.admits(one) and not budget.admits_host(none)
     assert search.best(budget).seconds <= SLOWER * one.seconds
@@ -332,20 +332,20 @@ def test_layers_keep_less_where_the_link_is_slower_than_they_are():
 
 def test_what_layers_cannot_keep_is_refused_by_hand_and_not_chosen():
     gemma = ModelShape.from_config(preset_config("google/gemma-3-12b"))
+    experts = ModelShape.from_config(preset_config("Qwen/Qwen3-30B-A3B"))
     sizes = {"batch": 1, "tokens": 8192, "gpu_free": 70 * GiB, "host_free": 200 * GiB}
     with pytest.raises(
-        ValueError, match="^hfpatch: expected layers that can keep mid, this model's cannot"
+        ValueError, match="^hfpatch: expected layers that can keep gate_up, this model's cannot"
     ):
-        choose(Checkpointing(keep=("mid",)), gemma, **sizes)
+        choose(Checkpointing(keep=("gate_up",)), experts, **sizes)
     assert choose(Checkpointing(keep=("gate_up",), plain=0), gemma, **sizes).keep == ("gate_up",)
-    assert "mid" not in choose(Checkpointing(plain=0), gemma, **sizes).keep
     assert chosen(8192, gpu_free=70 * GiB, host_free=200 * GiB).plain == 32
 
 
 def test_what_layers_cannot_keep_as_they_are_is_not_chosen():
     sizes = {"gpu_free": 20 * GiB, "host_free": 480 * GiB, "tokens": 32768}
-    kept = [chosen(**sizes, able=able).keep for able in (KEEPABLE, ("qkv",), ())]
-    assert kept == [KEEPABLE, ("qkv",), ()]
+    kept = [chosen(**sizes, able=able).keep for able in (KEEPABLE, ())]
+    assert kept == [KEEPABLE, ()]
 
 
 def test_attention_takes_all_heads_at_once_where_memory_is_free():
@@ -583,8 +583,8 @@ def test_a_field_out_of_range_is_refused_by_name(field, wrong):
         ("auto", Checkpointing()), ([], Checkpointing()), ("least", Checkpointing(aim="least")),
         ("gpu", Checkpointing(offload="gpu")), ("/tmp", Checkpointing(offload="/tmp")),
         (Checkpointing(tile=8), Checkpointing(tile=8)), ("off", "off"), (["off"], "off"),
-        ("least,tile=4k,keep=qkv,mid,frozen-weights=host,plain=0",
-         Checkpointing(aim="least", tile=4096, keep=("qkv", "mid"), frozen_weights="host",
+        ("least,tile=4k,keep=gate_up,frozen-weights=host,plain=0",
+         Checkpointing(aim="least", tile=4096, keep=("gate_up",), frozen_weights="host",
                        plain=0)),
         ("least,host", Checkpointing(aim="least", offload="host")),
         ("least,/tmp,tile=8", Checkpointing(aim="least", offload="/tmp", tile=8)),

@@ -16,7 +16,7 @@ SMALL = {
 TILES = {"offload": "host", "every": 1, "plain": 0, "tile": 512, "save_attention": True}
 WAYS = {
     "tiles": {"checkpointing": TILES},
-    "tiles, all kept": {"checkpointing": TILES | {"keep": ("qkv", "mid", "gate_up")}},
+    "tiles, all kept": {"checkpointing": TILES | {"keep": ("gate_up",)}},
     "attention again": {"checkpointing": TILES | {"save_attention": False}},
     "one tile": {"checkpointing": TILES | {"tile": 1 << 20}},
     "every second": {"checkpointing": {"offload": "host", "every": 2, "tile": 512}},

@@ -215,7 +215,7 @@ WAYS = {
     "tiles": (16, True, 1, ()), "tiles again": (16, False, 1, ()), "one": (4096, True, 1, ()),
     "one again": (4096, False, 1, ()), "every 2": (16, False, 2, ()),
     "every 3": (4096, False, 3, ()), "keep": (16, True, 1, KEEPABLE),
-    "keep one": (4096, True, 1, KEEPABLE), "keep two": (16, True, 1, ("gate_up", "mid")),
+    "keep one": (4096, True, 1, KEEPABLE), "keep two": (16, True, 1, ("gate_up",)),
     "plain": (16, True, 1, ()), "one again alone": (16, True, 1, (), 1),
     "one keeps less": (16, True, 1, KEEPABLE, 1), "weights": (16, True, 1, (), 0, "host"),
     "weights every 2": (16, False, 2, (), 0, "host"),

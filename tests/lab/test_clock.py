@@ -135,7 +135,7 @@ def test_nothing_hides_q_k_v_where_attention_runs_again(more):
     """They are sent for as a layer's backward begins, and attention is the first to need them."""
     config = preset_config("google/gemma-3-12b") | {"num_hidden_layers": 12}
     config |= {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
-    policy = Policy("host", **{"tile": 4096, "keep": ("qkv", "mid"), "plain": 2} | more)
+    policy = Policy("host", **{"tile": 4096, "keep": KEEPABLE, "plain": 2} | more)
     policy = dataclasses.replace(policy, save_attention=False)
     gpu, shape = GPUS["a100-80gb"], ModelShape.from_config(config)
     found = clocked(prepare(build(config), "hfpatch"), gpu, policy, batch=1, seq_len=4096)
@@ -346,7 +346,7 @@ def test_weights_that_an_engine_moves_are_refused():
 
 
 @pytest.mark.parametrize(
-    "more", [{"save_attention": False}, {"save_attention": False, "every": 2}, {"keep": ("qkv",)}]
+    "more", [{"save_attention": False}, {"save_attention": False, "every": 2}, {"keep": KEEPABLE}]
 )
 def test_files_hold_up_what_the_plan_says(more):
     """A disk that eight GPUs share: the host waits for buffers to write from, and short passes of

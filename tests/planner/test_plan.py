@@ -686,7 +686,7 @@ def test_what_a_plan_prices_is_priced_once(monkeypatch):
         "step_memory",
         lambda shape, policy, **sizes: priced.append(policy) or step_memory(shape, policy, **sizes),
     )
-    asked = Checkpointing(offload="host", keep=("qkv", "mid", "gate_up"), plain=0)
+    asked = Checkpointing(offload="host", keep=("gate_up",), plain=0)
     found = plan(
         "llama-3.1-8b", seq_len=100_003, placement="gpu8bit", host_ram="1TiB", checkpointing=asked
     )
@@ -721,8 +721,8 @@ def test_a_policy_is_said_in_words():
         "1 layer keeps everything; the others keep their input and attention in all but 1 on the "
         "host, in"
     )
-    kept = policy_text(vars(Policy(again=2, keep=("qkv", "gate_up"))))
-    assert "keep their input, attention, q, k and v and gate and up in all but 2 on" in kept
+    kept = policy_text(vars(Policy(again=2, keep=("gate_up",))))
+    assert "keep their input, attention and gate and up in all but 2 on" in kept
     assert policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
     found = plan("llama-3.1-8b", **RUN, checkpointing=Checkpointing(offload="host", every=4))
@@ -822,7 +822,7 @@ def test_a_plan_is_its_caller_s_own():
     asked = {
         "seq_len": 8192,
         "placement": "gpu8bit",
-        "checkpointing": Checkpointing(keep=["qkv"], plain=0),
+        "checkpointing": Checkpointing(keep=["gate_up"], plain=0),
     }
     asked["adapters"] = Adapters(16, targets=["q_proj"])
     first = plan("llama-3.1-8b", **asked)
