@@ -63,11 +63,11 @@ class StepMeter(Meter):
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:
         untiled = super().layer(index, kind, waiting)
         if untiled and self.ahead[1] is not None:
-            self.step.room = min(self.step.room, self.ahead[1] * self.step.rows)
+            self.step.forward.room = min(self.step.forward.room, self.ahead[1] * self.step.rows)
         return untiled
 
     def backward(self, step, untiled: bool = False) -> Counters:
-        if step.back is not None:
+        if step.backward.began is not None:
             self.gauge.missing = max(0, self.gradients - self.own)
         return super().backward(step, untiled)
 

@@ -325,8 +325,8 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
         call = meter.calls[step.key]
         for name in ("stands", "loss", "after", "tiled"):
             numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
-        numbers["passed"] = step.clocks[1] - step.clocks[0]
-        measured = {"exact": step.exact, "kinds": tuple(call.kinds), "able": meter.able}
+        numbers["passed"] = step.forward.clocks[1] - step.forward.clocks[0]
+        measured = {"exact": step.backward.exact, "kinds": tuple(call.kinds), "able": meter.able}
     return _Ran(numbers, *_moments(found.ledger, bottom), measured)
 
 

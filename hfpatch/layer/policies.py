@@ -304,7 +304,7 @@ class Policies:
         for transfers in (queue.transfers for queue in self.queues.values()):
             waiting += transfers.unsettled_bytes + sum(n for _, n, _ in transfers.copied)
         planned = meter.layer(index, kind_of(layer, x), waiting)
-        self._settle(meter.step.room)
+        self._settle(meter.step.forward.room)
         fixed = self.checkpointing.plain != "auto"
         return index >= self.n_layers - policy.plain if fixed else planned
 

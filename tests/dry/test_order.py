@@ -14,7 +14,7 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 TILES = {"offload": "host", "every": 1, "plain": 0, "tile": 512, "save_attention": True}
-KEPT = TILES | {"keep": ("qkv", "mid", "gate_up")}
+KEPT = TILES | {"keep": ("gate_up",)}
 ONE = TILES | {"tile": 1 << 20}
 DISK = TILES | {"offload": "DISK"}
 AWAY = {"frozen_weights": "host", "plain": 0, "tile": 512}
@@ -50,7 +50,7 @@ WAYS = {
     "whole": {"before": "whole, retained", "checkpointing": TILES},
     "whole, side stream": {"before": "whole, side stream", "checkpointing": TILES},
     "disk": {"checkpointing": DISK},
-    "disk, retained": {"before": "retained", "checkpointing": DISK | {"keep": ("qkv", "mid")}},
+    "disk, retained": {"before": "retained", "checkpointing": DISK | {"keep": ("gate_up",)}},
     "disk, an error": {"before": "raise in mlp, partial", "checkpointing": DISK},
     "least": {"checkpointing": "least"},
     "auto": {},

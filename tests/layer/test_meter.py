@@ -108,7 +108,7 @@ def test_sources_of_copies_take_what_the_peak_leaves(settings, ahead, monkeypatc
 
     def told(meter, *args):
         untiled = layer(meter, *args)
-        rooms.append((meter.step.room, meter.step.ahead))
+        rooms.append((meter.step.forward.room, meter.step.ahead))
         return untiled
 
     def work(run, ids):

@@ -433,8 +433,8 @@ def test_a_policy_is_said_in_words():
         "1 layer keeps everything; the others keep their input and attention in all but 1 on the "
         "host, in"
     )
-    kept = policy_text(vars(Policy(again=2, keep=("qkv", "gate_up"))))
-    assert "keep their input, attention, q, k and v and gate and up in all but 2 on" in kept
+    kept = policy_text(vars(Policy(again=2, keep=("gate_up",))))
+    assert "keep their input, attention and gate and up in all but 2 on" in kept
     assert policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
     settings = Checkpointing(offload="host", every=4)
@@ -504,7 +504,7 @@ def test_a_plan_is_its_caller_s_own():
     """Plans are remembered: settings that hold lists have a hash, and what a caller does to an
     answer is not in the next.
     """
-    settings = Checkpointing(keep=["qkv"], plain=0)
+    settings = Checkpointing(keep=["gate_up"], plain=0)
     asked = {"seq_len": 1024, "placement": "gpu8bit", "checkpointing": settings}
     asked["adapters"] = Adapters(16, targets=["q_proj"])
     first = plan("llama-160m", **asked)
