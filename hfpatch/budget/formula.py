@@ -2,7 +2,7 @@
 plan needs no torch.
 
 A step's memory is the largest of a few moments. Each moment is a sum of the buffers that its code
-holds (layer/call.py, ops/_linear_ce_loop.py, ops/embedding.py). The simulator runs that code; tests
+holds (layer/call.py, ops/linear_cross_entropy.py, ops/embedding.py). The simulator runs that code; tests
 keep the two within 3% of each other, within 5% for the families beside Llama.
 
 sizes.py explains the names of sizes; tiled.py has the moments of tiled layers, moments.py all
