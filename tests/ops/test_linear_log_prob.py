@@ -11,7 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
-from hfpatch.ops.linear_log_prob import LinearLogProbOutput, linear_log_prob, linear_log_prob_ref
+from hfpatch.ops.linear_cross_entropy import (
+    LinearLogProbOutput,
+    linear_log_prob,
+    linear_log_prob_ref,
+)
 from tests.ops.test_linear_cross_entropy import (
     DTYPES,
     MANY_CHUNKS,
