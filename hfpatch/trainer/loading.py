@@ -111,11 +111,11 @@ def expect_attention(model, config) -> None:
 
 def load_model(model, config, seed: int):
     """The model on the CPU, in --dtype, with LoRA where asked for. Raises ValueError."""
+    torch.manual_seed(seed)  # new weights, of adapters too, are the same in each run and rank
     dtype = getattr(torch, model.dtype, "auto")
     options = {"attn_implementation": model.attn_implementation, "dtype": dtype}
     if model.preset:
         options["dtype"] = torch.float32 if dtype == "auto" else dtype
-        torch.manual_seed(seed)
         made = AutoModelForCausalLM.from_config(config, **options)
     else:
         hint = (

@@ -215,6 +215,18 @@ def test_evaluation_is_the_mean_over_tokens(run_train):
     assert found[1:] == pytest.approx(found[:1] * 2, rel=1e-6)
 
 
+def test_adapters_of_a_saved_model_begin_alike_in_each_run(run_train):
+    """Ranks that share a weight each make its adapters."""
+    _, _, _, model = run_train("model", max_steps=1)
+    made = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)  # as far as the process has come
+        flags = {"lora_r": 4, "max_steps": 1, "model": model, "config_overrides": None}
+        _, _, _, folder = run_train(f"lora-{seed}", **flags)
+        made.append(load_file(folder / "adapter_model.safetensors"))
+    assert all(torch.equal(made[1][name], weight) for name, weight in made[0].items())
+
+
 def test_lora_trains_and_saves_adapters_alone(run_train):
     code, _, err, folder = run_train("lora", lora_r=4, save_strategy="steps", save_steps=6)
     assert code == 0, err
