@@ -38,7 +38,7 @@ class Case:
         keep_gradients: .grad also stays between steps.
         batch: "", "packed" or "padded".
         before: actions of ACTIONS, with commas, just before each step, which are part of it.
-        log: the path of a log of the last step, for order.py.
+        log: the path of a log of the last step, for order.py; of apply too if it is the only one.
         without_wait: [file's end, line] of a call of hfpatch's Device.wait or synchronize that does
             nothing.
     """
@@ -456,9 +456,10 @@ class Both(io.StringIO):
 def seen(left_out: list):
     """Within, the log has the host's own uses of pinned memory, and hfpatch's wait or synchronize at
     [file's end, line] does nothing."""
+    from hfpatch.layer.packed_weights import Packed
     from hfpatch.store.device import CudaDevice
 
-    host_bytes = CudaDevice.host_bytes
+    host_bytes, to_host = CudaDevice.host_bytes, Packed._to_host
 
     def waits(real):
         def wait(self, *args):
@@ -473,7 +474,13 @@ def seen(left_out: list):
         stub.host_uses("w" if writes else "r", block)
         return host_bytes(self, block, writes)
 
+    def noted_to_host(self, transfers):
+        """From here on the user may read the weights."""
+        to_host(self, transfers)
+        stub.host_uses("r", self.saved.block.thing.bytes)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Packed, "_to_host", noted_to_host))
         for name in ("wait", "synchronize"):
             real = getattr(CudaDevice, name)
             stack.enter_context(mock.patch.object(CudaDevice, name, waits(real)))
@@ -487,6 +494,8 @@ def run(case: Case):
     model = build(case)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     said = Both()
+    if case.log and len(case.rows) == 1:
+        stub.log_to(case.log)
     with contextlib.redirect_stderr(said), seen(case.without_wait):
         report = patch(model, case)
         yield {
@@ -498,7 +507,7 @@ def run(case: Case):
         }
         optimizer = optimizer_of(model, case)
         for index, (B, T) in enumerate(case.rows):
-            if case.log and index == len(case.rows) - 1:
+            if case.log and 0 < index == len(case.rows) - 1:
                 stub.log_to(case.log)
             yield measured(model, case, optimizer, index, batch_of(case, B, T), said)
     if case.log:
