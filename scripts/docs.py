@@ -95,7 +95,7 @@ MODELS = """# Models
 Any causal decoder of transformers 5 can be patched. hfpatch holds no code for a single family. Before
 a layer is trusted, a small instance of the model runs stock and patched, forward and backward, plain,
 packed and masked. A layer that differs, or that holds a module which hfpatch does not know, runs
-whole: correct, with more memory. The report gives the reason.
+untiled: correct, with more memory. The report gives the reason.
 
 Ask about your own model, by a hub id whose `config.json` is in the local cache, by a path or by a preset:
 
@@ -115,7 +115,7 @@ Of models with images (qwen2_5_vl, qwen3_vl, mistral3, llava, gemma3, llama4) th
 tiles; see [Images](guides/images.md). Mixers of hybrids (delta nets, Mamba, convolutions) run in tiles
 through time where that is proved, over whole rows otherwise; see [Hybrids](guides/hybrids.md).
 Transformers' Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole
-rows. Zamba2's shared layers run whole, for attention and Mamba follow each other in one layer.
+rows. Zamba2's shared layers run untiled, for attention and Mamba follow each other in one layer.
 
 ## Attention
 
@@ -125,7 +125,7 @@ runs in cuDNN on H100 and B200 and in FlashAttention-2 on other GPUs. `HFPATCH_A
 with plain torch once, and where it differs FlashAttention-2 runs. So it does in a process with more than
 four sequence lengths: cuDNN would plan each one anew.
 Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
-layers run whole, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
+layers run untiled, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
 torch's memory-efficient kernel. FlashAttention-3 has run on no GPU of ours.
 
 ## Versions
