@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfpatch.budget import families as memory_families
 from hfpatch.cli import env as doctor
 from hfpatch.cli.main import main
 from hfpatch.trainer.locks import left_builds
@@ -204,12 +203,6 @@ def page_row(kind: str) -> dict[str, str]:
 def test_the_models_page_says_of_a_family_what_its_verdict_says(kind):
     found = families.support_of(kind, families.family_config(kind))
     assert families.table_row(found) == page_row(kind)
-
-
-def test_what_the_plan_describes_is_tiled():
-    """Every model type that has closed forms is on the page of models, all its layers in tiles."""
-    for kind in memory_families.FAMILIES:
-        assert page_row(kind)["layers tiled"] == "all"
 
 
 def test_locks_of_killed_builds_are_named(tmp_path, monkeypatch):
