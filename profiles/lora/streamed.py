@@ -7,8 +7,8 @@ python profiles/lora/streamed.py [--simulate] > profiles/lora/streamed.csv
 import csv
 import sys
 
-from hfpatch.lab.adapters import Adapters
 from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.planner.plan import plan
 
