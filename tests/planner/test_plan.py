@@ -172,8 +172,6 @@ def test_settings_reach_the_policy(tmp_path):
     found = plan("llama-3.2-1b", **RUN | {"seq_len": 16384}, checkpointing=settings)
     wanted = Policy("disk", every=2, save_attention=False, tile=2048, wide=True)
     assert found.policy == vars(wanted)
-    host = plan("llama-3.2-1b", **RUN | {"seq_len": 16384})
-    assert found.host_peak_bytes < host.host_peak_bytes
 
 
 def test_files_are_planned_at_the_disk_s_rate(tmp_path):
@@ -437,7 +435,7 @@ def test_a_policy_is_said_in_words():
     assert "keep their input, attention and gate and up in all but 2 on" in kept
     assert policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
-    settings = Checkpointing(offload="host", every=4)
+    settings = Checkpointing(offload="host", every=4, plain=0)
     assert "keep one input in 4 on the host" in str(
         plan("llama-160m", seq_len=1024, checkpointing=settings)
     )
