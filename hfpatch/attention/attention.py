@@ -35,14 +35,14 @@ _turned = methodcaller("transpose", 1, 2)
 
 def _fa2_arguments(T: int, pattern: Pattern):
     """Arguments of FA2's own entry: (cu_q, cu_k, longest, longest), and the window's keywords."""
-    documents = pattern.documents
-    cu, longest = (None, T) if documents is None else (documents.cu_seqlens, documents.longest)
-    window = (
-        {}
-        if pattern.window is None
-        else {"window_size_left": pattern.window - 1, "window_size_right": 0}
-    )
-    return (cu, cu, longest, longest), window
+    documents, window = pattern.documents, {}
+    lengths = (None, None, T, T)
+    if documents is not None:
+        cu = documents.cu_seqlens
+        lengths = (cu, cu, documents.longest, documents.longest)
+    if pattern.window is not None:
+        window = {"window_size_left": pattern.window - 1, "window_size_right": 0}
+    return lengths, window
 
 
 def _fa2_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
@@ -81,19 +81,14 @@ def supported(
     if pattern.softcap is not None:
         return "no kernel caps scores and has a backward of its own"
     if dtype not in HALF or not has_flash(device):
-        what = (
-            "packed documents"
-            if pattern.documents is not None
-            else "a window"
-            if pattern.window is not None
-            else "bf16"
-            if dtype == torch.bfloat16
-            else None
-        )
-        return (
-            what
-            and f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
-        )
+        asked = {
+            "packed documents": pattern.documents is not None,
+            "a window": pattern.window is not None,
+            "bf16": dtype == torch.bfloat16,
+        }
+        what = next((name for name, is_so in asked.items() if is_so), None)
+        reason = f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
+        return what and reason
     if head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8"
     if head_dim <= WIDEST_HEAD:

@@ -15,6 +15,7 @@ query heads of a round.
 """
 
 from collections import deque
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -176,6 +177,19 @@ class ExchangedAttention(Attention):
             yield r, got
             del got
 
+    def _sent(self, r: int, rounds: Rounds, queries: list, keys: list, out=None) -> list[_Coming]:
+        """Sends a round's query heads of each of `queries`, its output of forward, and its KV heads
+        where they are new.
+
+        out: a function r -> the output [B, t, P*w, E] of a round.
+        """
+        mine = [self._queries(x, rounds, r) for x in queries]
+        if out is not None:
+            mine.append(out(r).unflatten(2, (self.sequence.size, -1)).movedim(2, 0))
+        if rounds.new_keys(r):
+            mine += [self._keys(x, rounds, r) for x in keys]
+        return [self._to_heads(x) for x in mine]
+
     # -- the layer's side --------------------------------------------------------------------------
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from its rounds' [B, t, P*w, E]."""
@@ -205,10 +219,7 @@ class ExchangedAttention(Attention):
             B, t, H, _ = q.shape
             rounds = rounds_of(B, t * P, H, k.shape[2], P)
 
-            def send(r, q=q, k=k, v=v, rounds=rounds):
-                more = [self._keys(x, rounds, r) for x in (k, v)] if rounds.new_keys(r) else []
-                return [self._to_heads(x) for x in (self._queries(q, rounds, r), *more)]
-
+            send = partial(self._sent, rounds=rounds, queries=[q], keys=[k, v])
             owned = [rank * rounds.own + r * rounds.width for r in range(rounds.count)]
             groups = [(slice(a, a + rounds.width), rounds.keys(r)) for r, a in enumerate(owned)]
             keys, back, heads = None, None, None
@@ -232,18 +243,13 @@ class ExchangedAttention(Attention):
         return back.wait().movedim(0, 2).flatten(2, 3)
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        P, first, dsinks = self.sequence.size, 0, []
+        first = 0
+        dsinks: list = []
         into[:] = [torch.empty_like(part) if dx is None else dx for part, dx in zip(parts, into)]
         for n, (heads, rounds, dout) in enumerate(zip(self.heads, self.rounds, douts)):
             q, k, v = parts[3 * n : 3 * n + 3]
-
-            def send(r, q=q, k=k, v=v, dout=dout, rounds=rounds, first=first):
-                out = outs(first + r)
-                mine = [self._queries(q, rounds, r), self._queries(dout, rounds, r)]
-                mine.append(out.unflatten(2, (P, -1)).movedim(2, 0))
-                more = [self._keys(x, rounds, r) for x in (k, v)] if rounds.new_keys(r) else []
-                return [self._to_heads(x) for x in (*mine, *more)]
-
+            out = partial(_after, outs, first)
+            send = partial(self._sent, rounds=rounds, queries=[q, dout], keys=[k, v], out=out)
             dq_whole, dk_whole, dv_whole = into[3 * n : 3 * n + 3]
             sinks = heads.call.sinks_H
             dsinks.append(None if sinks is None else torch.zeros_like(sinks))
@@ -293,6 +299,11 @@ class ExchangedAttention(Attention):
     def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
         """One whole tensor, not by groups: a round takes heads of every rank."""
         return super().room(like, tokens, 1)
+
+
+def _after(outs, first: int, r: int) -> Tensor:
+    """The output of round r of a call whose first round is `first`."""
+    return outs(first + r)
 
 
 def _added(sums, grads, wide: bool):

@@ -57,19 +57,3 @@ def test_rounds_beyond_two_to_the_31(monkeypatch):
     assert len(seen) == 3
     for x in seen:
         assert x.shape == (1, T, 4, 128) and x.is_contiguous() and x.numel() == 1 << 31
-
-
-def test_ranks_agree_anew_until_lengths_are_many(monkeypatch):
-    """Once for each power of two, and once more when there are many lengths: then a backend that
-    plans for each length is left.
-    """
-    ranks, asked = LoneRank(2), []
-    monkeypatch.setattr(
-        ranks, "agreed", lambda key, choose: asked.append(key) or choose(), raising=False
-    )
-    call = SimpleNamespace(scale=1.0, pattern=CAUSAL, sinks_H=None)
-    for t in (10, 11, 10, 12, 13, 14, 15, 10):
-        q = torch.zeros(1, t, 4, 8)
-        exchange.ExchangedAttention(ranks).forward([call], [], [q, q, q])
-    assert [key[-2:] for key in asked] == [(32, False)] * 5 + [(32, True)] * 3
-    assert len(ranks.lengths) == 5
