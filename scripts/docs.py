@@ -1,6 +1,6 @@
 """Writes the generated parts of docs/: `python scripts/docs.py [NAME]...`, all by default.
 
-cli: docs/reference/cli.md, from each command's --help. models: docs/models.md, from
+models: docs/models.md, from
 scripts/families.py (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. axolotl:
 docs/assets/axolotl-yaml.svg, from the block of docs/start/run.md. description: DESCRIPTION.md, from README.md.
 untiled: docs/internals/untiled.md, from the list in hfpatch/layer/why_whole.py.
@@ -19,11 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 TOKENS = "131072"
+PARAMETERS = 8_030_261_248  # of Llama-3.1-8B
 # (name in the picture, implementation and policy in profiles/plan/results.csv)
 BARS = (
-    ("transformers", "hf", ""),
-    ("transformers, checkpointing", "hf-ckpt", ""),
-    ("Liger (ALST recipe)", "liger-tiled-offload", ""),
+    ("transformers' checkpointing", "hf-ckpt", ""),
+    ("Liger in the ALST recipe", "liger-tiled-offload", ""),
     ("hfpatch", "hfpatch", ""),
     ('hfpatch, "least"', "hfpatch", "least"),
 )
@@ -34,12 +34,11 @@ accelerate launch -m hfpatch train CONFIG.yaml [flags]"""
 def cli() -> str:
     """The page of all commands."""
     from hfpatch.cli.failures import Parser
-    from hfpatch.cli.main import COMMANDS
+    from hfpatch.cli.main import COMMANDS, MODELS
 
     os.environ["COLUMNS"] = "100"
-    out = ["# Command line", "", "Written by `python scripts/docs.py cli` from each command's "
-           "`--help`. Lengths may be written `8192`, `128k` or `1M`. Exit codes: 0 done, 2 bad "
-           "input, 1 a failure of the machine, 3 a plan that does not fit. `--debug` shows a "
+    out = ["# Command line", "", "Each command's `--help`. Lengths may be written `8192`, `128k` or `1M`. "
+           "Exit codes: 0 done, 2 bad input, 1 a failure of the machine, 3 a plan that does not fit. `--debug` shows a "
            "failure's traceback.", ""]  # fmt: skip
     out += [f"- [`hfpatch {name}`](#hfpatch-{name}): {summary}"
             for name, (_, summary) in COMMANDS.items()]  # fmt: skip
@@ -57,6 +56,8 @@ def cli() -> str:
             prog=f"hfpatch {name}", description=summary,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100),
         )  # fmt: skip
+        if name in MODELS:
+            parser.usage = f"hfpatch {name} MODEL [flags] | RUN.yaml [flags]"
         loaded.add_arguments(parser)
         out += ["```text", parser.format_help().strip(), "```"]
     return "\n".join(out) + "\n"
@@ -94,12 +95,12 @@ MODELS = """# Models
 Any causal decoder of transformers 5 can be patched. hfpatch holds no code for a single family. Before
 a layer is trusted, a small instance of the model runs stock and patched, forward and backward, plain,
 packed and masked. A layer that differs, or that holds a module which hfpatch does not know, runs
-whole: correct, with more memory. The report gives the reason.
+untiled: correct, with more memory. The report gives the reason.
 
 Ask about your own model, by a hub id whose `config.json` is in the local cache, by a path or by a preset:
 
 ```bash
-hfpatch check llama-3.1-8b --seq-len 32k
+hfpatch check llama-3.1-8b
 ```
 
 ## What to expect
@@ -114,7 +115,7 @@ Of models with images (qwen2_5_vl, qwen3_vl, mistral3, llava, gemma3, llama4) th
 tiles; see [Images](guides/images.md). Mixers of hybrids (delta nets, Mamba, convolutions) run in tiles
 through time where that is proved, over whole rows otherwise; see [Hybrids](guides/hybrids.md).
 Transformers' Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole
-rows. Zamba2's shared layers run whole, for attention and Mamba follow each other in one layer.
+rows. Zamba2's shared layers run untiled, for attention and Mamba follow each other in one layer.
 
 ## Attention
 
@@ -124,7 +125,7 @@ runs in cuDNN on H100 and B200 and in FlashAttention-2 on other GPUs. `HFPATCH_A
 with plain torch once, and where it differs FlashAttention-2 runs. So it does in a process with more than
 four sequence lengths: cuDNN would plan each one anew.
 Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
-layers run whole, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
+layers run untiled, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
 torch's memory-efficient kernel. FlashAttention-3 has run on no GPU of ours.
 
 ## Versions
@@ -153,28 +154,30 @@ def memory() -> str:
     with open(ROOT / "profiles/plan/results.csv") as file:
         rows = [r for r in csv.DictReader(file) if r["model"] == "llama-3.1-8b"]
     found = {
-        (r["implementation"], r["policy"]): float(r["most_gib"])
+        (r["implementation"], r["policy"]): float(r["beyond_gib"])
         for r in rows
         if r["tokens"] == TOKENS
     }
-    left, full, high = 210, 470, 34
-    scale = full / max(found[name, policy] for _, name, policy in BARS)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {high * len(BARS) + 78}" '
-           'font-family="sans-serif" font-size="14">',
-           '<rect width="100%" height="100%" fill="#ffffff"/>',
-           '<text x="12" y="24" font-weight="bold">GPU memory of one step, GiB (simulated)</text>',
+    # bf16 weights and gradients; of the activations what stands at the highest total.
+    states = 4 * PARAMETERS / 2**30
+    full, high = 310, 46
+    scale = full / (states + max(found[name, policy] for _, name, policy in BARS))
+    dark = "@media (prefers-color-scheme: dark) { text { fill: #e6e6e6 } }"
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 380 {high * len(BARS) + 76}" '
+           'font-family="sans-serif" font-size="15">',
+           f"<style>text {{ fill: #24292f }} {dark}</style>",
+           '<text x="8" y="22" font-weight="bold">GPU memory of one step (simulated)</text>',
            ]  # fmt: skip
     for i, (words, name, policy) in enumerate(BARS):
-        gib, y = found[name, policy], 40 + high * i
-        colour = "#3f51b5" if name == "hfpatch" else "#9e9e9e"
-        out += [f'<text x="{left - 8}" y="{y + 17}" text-anchor="end">{escaped(words)}</text>',
-                f'<rect x="{left}" y="{y}" width="{max(2, gib * scale):.1f}" height="24" '
-                f'fill="{colour}"/>',
-                f'<text x="{left + max(2, gib * scale) + 6:.1f}" y="{y + 17}">{gib:.1f}</text>',
+        gib, y = states + found[name, policy], 34 + high * i
+        colour = "#5c6bc0" if name == "hfpatch" else "#9e9e9e"
+        out += [f'<text x="8" y="{y + 15}">{escaped(words)}</text>',
+                f'<rect x="8" y="{y + 20}" width="{gib * scale:.1f}" height="16" fill="{colour}"/>',
+                f'<text x="{14 + gib * scale:.1f}" y="{y + 33}">{gib:.0f} GiB</text>',
                 ]  # fmt: skip
-    y = 40 + high * len(BARS) + 18
-    out += [f'<text x="12" y="{y}" font-size="12" fill="#555555">Llama-3.1-8B, bf16, batch 1, '
-            '131,072 tokens; parameters and gradients not counted.</text>',
+    y = 34 + high * len(BARS) + 16
+    out += [f'<text x="8" y="{y}" font-size="13">Llama-3.1-8B, bf16, batch 1, 131,072 tokens;</text>',
+            f'<text x="8" y="{y + 18}" font-size="13">30 GiB of each are weights and gradients.</text>',
             "</svg>"]  # fmt: skip
     return "\n".join(out) + "\n"
 
@@ -236,7 +239,6 @@ def escaped(text: str) -> str:
 
 
 WRITTEN = {
-    "cli": (cli, "docs/reference/cli.md"),
     "models": (models, "docs/models.md"),
     "untiled": (untiled, "docs/internals/untiled.md"),
     "memory": (memory, "docs/assets/memory.svg"),

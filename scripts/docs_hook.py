@@ -1,5 +1,6 @@
 """mkdocs' hook: pages of the site whose text stands elsewhere in the repository."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -23,10 +24,27 @@ def on_files(files, config):
         for picture in folder.glob("*.png"):
             name = f"benchmarks/{folder.name}/{picture.name}"
             files.append(File.generated(config, name, abs_src_path=str(picture)))
+    # The help of each command, as the installed program prints it.
+    files.append(File.generated(config, "reference/cli.md", content=_docs().cli()))
     for source, page in pages.items():
         text = (ROOT / source).read_text()
         files.append(File.generated(config, page, content=linked(text, source, page, pages)))
     return files
+
+
+def _docs():
+    """scripts/docs.py, which no package holds."""
+    spec = importlib.util.spec_from_file_location("hfpatch_docs", ROOT / "scripts/docs.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Leaves benchmarks and the log out of search."""
+    if page.file.src_uri.startswith("benchmarks/"):
+        page.meta["search"] = {"exclude": True}
+    return markdown
 
 
 def linked(text: str, source: str, page: str, pages: dict) -> str:

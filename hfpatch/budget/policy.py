@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 from hfpatch.budget.limits import parse_word
 
 # What a layer may keep beside x, out and lse: q, k, v; the residual after attention; gate and up.
-KEEPABLE = ("qkv", "mid", "gate_up")
+KEEPABLE = ("gate_up",)
 PLACES = ("auto", "gpu", "host")
 _MEANT = {"cpu": ["host"], "cuda": ["gpu"], "disk": []}  # words of other libraries
 AIMS = ("fastest", "least")
@@ -80,8 +80,8 @@ class Checkpointing:
             that the attention forward never runs twice.
         plain: how many of the last layers keep everything that autograd saves; nothing in them runs
             again.
-        keep: the tensors that the other layers keep in addition to input and attention output:
-            names of "qkv", "mid" (the residual after attention), "gate_up".
+        keep: ("gate_up",) where the other layers keep the MLP's gate and up in addition to input and
+            attention output, () where not.
         aim: the aim of the "auto" fields: the "fastest" step that fits, or "least" device memory.
 
     Raises:
@@ -207,7 +207,7 @@ def parse_checkpointing(value) -> "Checkpointing | str":
 
     Args:
         value: a Checkpointing; "auto", "least", "off", or a place ("gpu", "host", a directory). A
-            command line also names fields, alone or after a word: "least,tile=4096,keep=qkv,mid". A
+            command line also names fields, alone or after a word: "least,tile=4096,keep=gate_up". A
             list of such texts is read as one.
 
     Returns:
@@ -357,7 +357,7 @@ class Policy:
         return self.again if self.keep else 0
 
 
-_NAMES = {"qkv": "q, k and v", "mid": "the sum after attention", "gate_up": "gate and up"}
+_NAMES = {"gate_up": "gate and up"}
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 
 

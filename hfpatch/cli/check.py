@@ -4,11 +4,6 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from hfpatch.budget.hardware import gpu_named
-from hfpatch.budget.limits import parse_length
-from hfpatch.planner.limits import flag
-from hfpatch.planner.show import gib
-
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
 
 
@@ -80,24 +75,9 @@ def support_of(name: str, config: dict) -> Support:
     )
 
 
-def _plan(config: dict, seq_len: int):
-    """hfpatch.plan on this machine's GPU if the table has it, else on an H100."""
-    import torch
-
-    from hfpatch.planner.plan import plan
-
-    here = gpu_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return plan(config, seq_len=seq_len, gpu=here or "h100")
-
-
 def add_arguments(parser) -> None:
     add = parser.add_argument
     add("--model", required=True, help="a preset, a config.json, a folder or a cached hub id")
-    add(
-        "--seq-len",
-        type=flag(parse_length),
-        help="also what a step of that many tokens takes, as hfpatch plan says",
-    )
     add("--json", action="store_true", help="everything on stdout as JSON")
 
 
@@ -106,11 +86,10 @@ def main(args) -> int:
 
     name, config = config_of(args.model, download=False)
     found = support_of(name, config)
-    planned = _plan(config, args.seq_len) if args.seq_len else None
     if args.json:
         print(
             json.dumps(
-                asdict(found) | {"verdict": found.verdict, "plan": planned and planned.to_dict()},
+                asdict(found) | {"verdict": found.verdict},
                 indent=1,
             )
         )
@@ -124,16 +103,6 @@ def main(args) -> int:
     if found.in_time + found.in_rows:
         print(
             f"mixers   {found.in_time} layers in tiles through time, {found.in_rows} over whole rows"
-        )
-    if planned:
-        fits = "fits" if planned.fits else "does NOT fit"
-        takes = (
-            f"{planned.step_seconds:.2f} s a step, {gib(planned.gpu_peak_bytes)} of "
-            f"{gib(planned.gpu_usable_bytes)}"
-        )
-        print(
-            f"planned  {planned.seq_len:,} tokens on {planned.gpu} ({planned.placement}): {fits}, "
-            f"{takes}"
         )
     print("\n".join(f"  {note}" for note in found.notes))
     return 0

@@ -16,7 +16,7 @@ from hfpatch.planner.plan import plan
 PAUSE = 2.0  # seconds between two lines of progress
 LATE = 3.0  # seconds after which a plan says that it still runs
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
-example: hfpatch plan --model llama-3.1-8b --seq-len 131072 --gpu a100-80gb --host-ram 256GiB"""
+example: hfpatch plan llama-3.1-8b --seq-len 128k --gpu a100-80gb --host-ram 256GiB"""
 
 
 def add_arguments(parser) -> None:

@@ -6,8 +6,8 @@
 
 In a checkout `scripts/train.py` is the same.
 
-Flags are those of transformers' TrainingArguments and of hfpatch/trainer/flags.py (`--help`). Exit
-codes: 0 done; 143 and 130 stopped by SIGTERM and by Ctrl-C (with a checkpoint if training had
+Flags are those of hfpatch/trainer/flags.py (`--help`) and of transformers' TrainingArguments
+(`--help-all`). Exit codes: 0 done; 143 and 130 stopped by SIGTERM and by Ctrl-C (with a checkpoint if training had
 begun); 2 bad input, refused before long work; 1 a failure of the machine such as a full disk.
 """
 
@@ -15,9 +15,11 @@ import contextlib
 import os
 import sys
 import time
+from datetime import timedelta
 
 from hfpatch.budget.free import expand_segments
 from hfpatch.budget.limits import environment_number
+from hfpatch.cli import train_help
 from hfpatch.cli.failures import guarded
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
@@ -42,6 +44,10 @@ def main(argv=None) -> int:
 def train(argv) -> int:
     """Parses the arguments, refuses a run that cannot work, loads, trains, saves and evaluates."""
     expand_segments()
+    if {"-h", "--help"} & {*argv}:
+        print(train_help.text())
+        return 0
+    argv = ["--help" if word == "--help-all" else word for word in argv]
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly
@@ -63,7 +69,6 @@ def train(argv) -> int:
     if args.deepspeed:
         checks.sharing(model_args.sp_size, config)
     tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
-    _warn_of_left_builds(args, say)
     if data_args.show_batch:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
@@ -150,24 +155,13 @@ def _fit(run, checkpoint: str | None, stop, say) -> int:
     steps = f"{run.state.global_step} steps"
     if stop.late:
         steps = f"{run.state.global_step} of {wanted} steps, stopped after {limit}"
-    trained, elapsed = clock(result.metrics["train_runtime"]), clock(time.monotonic() - begin)
+    seconds = result.metrics["train_runtime"], time.monotonic() - begin
+    trained, elapsed = (timedelta(seconds=round(one)) for one in seconds)
     say(
         f"hfpatch: {steps}, total training time {trained} (with evaluation "
         f"{elapsed}); the model is in {run.args.output_dir}"
     )
     return 0
-
-
-def _warn_of_left_builds(args, say) -> None:
-    """Warns of locks that killed builds left: DeepSpeed waits forever for such a lock."""
-    from hfpatch.trainer.locks import left_builds
-
-    if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        for lock in left_builds():
-            say(
-                f"hfpatch: {lock} is left from a build that was killed; if this run stands still, "
-                "stop it and remove that file."
-            )
 
 
 def _shown(rows, number: int, tokenizer) -> str:
@@ -192,9 +186,3 @@ def held_out(run) -> str:
             was = f"{before[name]:.3f} before, " if before else ""
             words.append(f"{was}{after[name]:.3f} after, in nats {unit}")
     return "held-out loss " + "; ".join(words)
-
-
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

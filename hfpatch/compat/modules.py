@@ -183,6 +183,12 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """module.parameters(), but faster, as modules_in is."""
+    found = (p for one in modules_in(module) for p in parameters_of(one).values())
+    return list(dict.fromkeys(p for p in found if p is not None))
+
+
 def twin_of(module: nn.Module, modules: dict) -> nn.Module:
     """A module of the same class and settings, without parameters and with other children."""
     twin = module.__class__.__new__(module.__class__)

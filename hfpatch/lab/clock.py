@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 
 from hfpatch.budget.hardware import Gpu
-from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
 from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
@@ -34,9 +33,8 @@ from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.lab.step_meter import LedgerGauge, StepMeter
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.gauge import Counters
-from hfpatch.layer.meter import COPIES, Meter
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
@@ -351,74 +349,6 @@ def _standing_in(clock: ClockDevice):
         del DEVICES[clock.device]
         if before is not None:
             DEVICES[clock.device] = before
-
-
-class LedgerGauge:
-    """What layer/gauge.py reads of a card, read of the followed storages instead.
-
-    Attributes:
-        missing: bytes of the gradients of layers that the step does not have, once it went back
-            through its last layer.
-    """
-
-    def __init__(self, clock: ClockDevice, follower: Follower):
-        self.device, self.timer, self.follower = clock.device, clock, follower
-        self.missing = self.top = 0
-
-    def read(self) -> Counters:
-        now = self.follower.alive + self.missing
-        self.top = max(self.top, now, self.follower.top + self.missing)
-        return Counters(now, self.top)
-
-    def limit(self) -> int:
-        return 1 << 60
-
-    card = limit
-
-    def clock(self) -> float:
-        return self.timer.compute.now
-
-
-class StepMeter(Meter):
-    """Measures one step of a few layers under a given policy, as a run measures its own.
-
-    Attributes:
-        able: what the layers can do.
-        gradients: bytes of those of all layers.
-        ahead: bytes per token that the sources of copies may take while a tiled layer runs, and
-            while an untiled one does; None: those of two layers, and the room of gradients, which
-            come after the forward.
-    """
-
-    def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):
-        super().__init__(gauge, model.parameters, len(_layers(model)))
-        self.model, self.gradients, self.kinds, self.able = model, gradients, kinds, Layers()
-        self.ahead = ahead
-        self.own = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-    def plan(self, first: Policy, settings, able: Layers, rows: int, grows: bool = True) -> Policy:
-        step, self.able = self.step, able
-        step.rows, step.gate_up = rows, able.gate_up
-        step.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))
-        if self.ahead[0] is not None:
-            step.ahead = self.ahead[0] * rows
-        self.firm(first)
-        return first
-
-    def layer(self, index: int, kind: str | None, waiting: int) -> bool:
-        untiled = super().layer(index, kind, waiting)
-        if untiled and self.ahead[1] is not None:
-            self.step.room = min(self.step.room, self.ahead[1] * self.step.rows)
-        return untiled
-
-    def backward(self, step, untiled: bool = False) -> Counters:
-        if step.back is not None:
-            self.gauge.missing = max(0, self.gradients - self.own)
-        return super().backward(step, untiled)
-
-
-def _layers(model) -> list:
-    return [m for m in model.modules() if "_hfpatch_index" in vars(m)]
 
 
 def run_on_clock(

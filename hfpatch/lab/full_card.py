@@ -14,9 +14,9 @@ from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
 from hfpatch.lab.made import made
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.recorded import recorded
+from hfpatch.lab.shallow import Values, model_of
+from hfpatch.lab.steps import Steps
 from hfpatch.lab.watch import GiB, pinned_gib, policy_used
-from hfpatch.planner.model import Values, model_of
-from hfpatch.planner.step import Steps
 
 PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
 LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfpatch.attention.attention import CAUSAL
 from hfpatch.context.class_code import rope_of
 from hfpatch.context.current import Call
-from hfpatch.parts.keeping import known_sum, note, unread_sum
+from hfpatch.parts.keeping import unread_sum
 from hfpatch.parts.parts import FusedRMSNorm
 from hfpatch.parts.rotation import FusedAttention, rotation, rotation_in
 from hfpatch.parts.unread import is_unread
@@ -66,13 +66,11 @@ class Block:
 
     def post(self, x_BtD: Tensor, out_BtHE: Tensor) -> Tensor:
         h, norm = self.out(out_BtHE.flatten(2)), self.norm_behind
-        total = known_sum("mid", x_BtD, h)
-        if total is None and self.adds:
+        if self.adds:
             normed, total = norm(h, residual=x_BtD)
         else:
-            total = x_BtD + h if total is None else total
+            total = x_BtD + h
             normed = norm(total)
-        note("mid", total)
         last = self.mlp(normed)
         last = last if isinstance(last, Tensor) else last[0]  # gpt-oss: with the router's weights
         return unread_sum(total, last) if is_unread(last) else total + last

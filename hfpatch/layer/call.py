@@ -39,23 +39,15 @@ class LayerCall(Kept):
     runtime: object  # layer.runtime.LayerRuntime
     parts: Traced | None  # None once the last backward is over
     then: ForwardState  # the tensors and switches of this forward
-    private: tuple = ()
     attention: Attention = field(default_factory=Attention)
-    dextras: tuple = ()  # gradients of the recorded tensors
-    dleft: tuple = ()  # and of keys and values that later layers took
-    shape: tuple = ()
-    dtype: torch.dtype | None = None
-    # The previous call of the same segment. Only a segment's first call keeps its input (every >
-    # 1).
-    earlier: "LayerCall | None" = None
-    position: int = 0  # in its segment
-    rerun_from: object = None  # the segment's first layer, None in a call that begins one
+    # The earlier calls of its segment (every > 1), of which the first alone keeps its input.
+    segment: tuple["LayerCall", ...] = ()
     step: object = None  # the meter.Step that measures this call, or None
     previous: object = None  # weak reference to the previous call, whose backward is next
 
     def release(self) -> None:
         super().release()
-        self.parts, self.attention = None, None
+        self.parts = self.attention = None
 
     def joins(self, before: "LayerCall") -> bool:
         """Whether this call joins the segment of the previous one, which recomputes this one's
@@ -63,7 +55,11 @@ class LayerCall(Kept):
         """
         # A segment ends where the policy changes: another policy keeps its input in other
         # transfers.
-        return before.policy == self.policy and before.position + 1 < self.policy.every
+        return before.policy == self.policy and len(before.segment) + 1 < self.policy.every
+
+    @property
+    def mixes(self) -> bool:
+        return bool(self.parts.traits.mixing)
 
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
@@ -101,16 +97,17 @@ class LayerCall(Kept):
         return whole
 
     def after(self, x_BTD: Tensor, outs: list, noting: bool) -> list[Tensor]:
-        """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves the values
-        that the policy keeps inside a tile.
+        """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves each
+        tile's gate and up.
         """
-        whole, x_tiles, out_tiles = None, self.cut(x_BTD), list(map(self.cut, outs))
+        x_tiles, out_tiles = self.cut(x_BTD), list(map(self.cut, outs))
+        whole = None
         for a, b in self.parts.phase(self.bounds):
-            noted = dict.fromkeys(self.keep_inside) if noting else None
+            noted: list | None = [] if noting else None
             outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
-                self.save_inside(noted, self.runtime.spare)
+                self.save_gates(noted, self.runtime.spare)
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles
@@ -131,7 +128,7 @@ class LayerCall(Kept):
         self.bounds = tile_bounds(*x_BTD.shape[:2], self.policy.tile)
         if where == "again":
             self.x = self.x or self.on_device(x_BTD)
-        elif where == "tier" and self.earlier is None:
+        elif where == "tier" and not self.segment:
             whole = self.shards is None
             self.x = self.queue.transfers.save(
                 x_BTD if whole else self.shards.mine(x_BTD, self.bounds)
@@ -139,18 +136,17 @@ class LayerCall(Kept):
         alone = where == "tier" and self.policy.every == 1
         try:
             qkv = self.before(enumerate(self.cut(x_BTD)))
-            if alone and "qkv" in self.keep:
-                self.qkv = [*map(self.queue.transfers.save, qkv)]  # attention hides these copies
             outs, lses = self.attend(qkv, again=where == "again")
             # Detached below: later layers must not hold a graph of this call.
-            left = [qkv[i] for i in self.parts.places] if self.parts.places else ()
+            left = self.parts.left.values()
+            left = [qkv[i] for pair in left for i in pair] if left else ()
             del qkv
             if where == "again" or (alone and self.policy.save_attention):
                 save = self.queue.transfers.save if where == "tier" else self.on_device
                 self.outs = list(map(save, outs))
                 self.lses = list(map(save, lses))
             del lses
-            whole = self.after(x_BTD, outs, noting=alone and bool(self.keep_inside))
+            whole = self.after(x_BTD, outs, noting=alone and self.keeps_gates)
         finally:
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
@@ -166,52 +162,54 @@ class LayerCall(Kept):
         """every > 1: reruns the segment's layers up to this one, and keeps what their backward
         needs.
         """
-        calls, call, transfers = [], self.earlier, self.queue.transfers
-        while call is not None:
-            calls.append(call)
-            call = call.earlier
-        base = calls[-1]
-        x = transfers.fetch([(base.x, 0, base.x.shape[1], None)]).wait()[0]
+        transfers = self.queue.transfers
+        calls = [*self.segment, self]
+        first = calls[0]
+        x = transfers.fetch([(first.x, 0, first.x.shape[1], None)]).wait()[0]
         with torch.no_grad(), self._autocast():
-            for call, then in zip(reversed(calls), [*reversed(calls[:-1]), self]):
-                if call is not base:
+            for call, then in zip(calls, calls[1:]):
+                if call is not first:
                     call.x = None
                 with self.runtime.weights.again(call.layer, then.layer), as_in_forward(call.then):
                     x = call.forward(x, where="again")[0]
         self.x = self.on_device(x)
         transfers.settle()
 
-    def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
+    def backward(self, dy_BTD: Tensor, dextras: tuple, private: bool, need_x: bool, retain: bool):
         """(dx or None, gradients of the wanted arguments and of the trained tensors). Only a tile
         has a graph.
 
+        dextras: gradients of the recorded tensors, then of keys and values that later layers took;
         private: dy may be overwritten; retain: the graph stays for another pass.
         """
         queue, parts = self.queue, self.parts
         queue.begin()
-        if self.earlier is not None and self.x is None:
+        if self.segment and self.x is None:
             self._materialise()
         self.begin_passes()
         before = None if self.previous is None else self.previous()
         following = None if before is None else before.layer
-        if following is not None and before.x is None:
-            following = before.rerun_from
+        if before is not None and before.segment and before.x is None:
+            following = before.segment[0].layer  # its segment runs again from there
         streamed = self.runtime.weights.again(self.layer, following)
         several = len(self.bounds) > 1
         for mixer in self.attention.mixers:
-            several = several or mixer.several(self.shape[1])
+            several = several or mixer.several(dy_BTD.shape[1])
         weights = WeightGradients(self.then, several)
+        n = len(dextras) - sum(map(len, parts.left.values()))
         with (
             streamed,
             self._autocast(),
             weights,
             parts.again(weights, len(self.bounds) > 1) as darguments,
         ):
-            dx = Backward(self, need_x, weights, retain).run(dy_BTD, private, before)
+            recorded, left = dextras[:n], dextras[n:]
+            dx = Backward(self, need_x, weights, recorded, left).run(dy_BTD, private, before)
             weights.round()
         if not retain:
             self.release()
-        self.out_buffers, self.passes = None, []
+        self.out_buffers = None
+        self.passes = []
         if before is None and not queue.under_way:
             queue.drop_ring()
         return dx, [*darguments, *weights.handed_over()]

@@ -20,12 +20,13 @@ class Chain:
     """The part of a model's LayerRuntime that knows the order of calls.
 
     Attributes:
+        private: class of hidden states -> references to a private gradient (privacy.py).
         last_held: weak references to the last input that layer/whole.py kept and its layer's
             output.
     """
 
     def __init__(self):
-        self._private: dict[type, tuple] = {}  # private_holders, by the class of hidden states
+        self.private: dict[type, tuple] = {}
         # weak references to the last call and to its output, and how often that was written to
         self.last_call = (lambda: None, lambda: None, 0)
         self.last_held = None
@@ -34,9 +35,8 @@ class Chain:
         """Links a call to the previous one if x is the output of that. every > 1 forms its segments
         here.
         """
-        if type(x) not in self._private:
-            self._private[type(x)] = private_holders(x)
-        call.private = self._private[type(x)]
+        if type(x) not in self.private:
+            self.private[type(x)] = private_holders(x)
         call.queue = self.queues[x.device, call.policy.offload]
         before = self._before(x)
         if before is not None:
@@ -44,8 +44,7 @@ class Chain:
             # a segment makes no gradient of the hidden states inside it
             watched = call.policy.every > 1 and (x.is_leaf or gradient_is_watched(x))
             if not watched and call.joins(before):
-                call.earlier, call.position = before, before.position + 1
-                call.rerun_from = before.rerun_from or before.layer
+                call.segment = (*before.segment, before)
 
     def _before(self, x: Tensor) -> LayerCall | None:
         """The last call, if x is its output as it left it."""
@@ -72,7 +71,7 @@ class Chain:
         if meter is not None and meter.step is not None and y.requires_grad:
             y.register_hook(partial(_measure, meter.step, layer._hfpatch_index))
         call, queue = self._before(x), self.queues.get((x.device, policy.offload))
-        waits = call is not None and call.queue is queue and call.earlier is None
+        waits = call is not None and call.queue is queue and not call.segment
         if waits and policy.plain > 1 and y.requires_grad:
             y.register_hook(partial(self._prefetch, weakref.ref(call)))
 

@@ -30,8 +30,7 @@ class Condition:
         hooked: the modules inside that have a hook of accelerate's.
         block: layer.block.Block, None until used.
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
-        shares: (keys that the layer reads from earlier ones, whether later layers read its own);
-            None if not known yet.
+        read: keys that the layer reads from earlier ones, None if not known yet.
         units: modules in it whose weights FSDP2 gathers separately.
     """
 
@@ -45,7 +44,7 @@ class Condition:
     hooked: list[nn.Module] = field(default_factory=list)
     block: object = None
     can_skip: dict = field(default_factory=dict)
-    shares: tuple[tuple, bool] | None = None
+    read: tuple | None = None
     units: list[nn.Module] = field(default_factory=list)
 
     def __reduce__(self):  # a copy of the layer finds its own

@@ -14,6 +14,7 @@ from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.graph_bytes import measured
+from hfpatch.layer.parts import spares_gates
 from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
@@ -30,6 +31,7 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, *tensors):
         ctx.call = call
+        ctx.like = x.shape, x.dtype, x.device
         ctx.set_materialize_grads(False)
         return tuple(call.forward(x))
 
@@ -44,21 +46,18 @@ class LayerFunction(torch.autograd.Function):
         if dy is None:
             if all(d is None for d in dextras):
                 return (None,) * len(ctx.needs_input_grad)
-            dy = torch.zeros(call.shape, dtype=call.dtype, device=call.device)
+            shape, dtype, device = ctx.like
+            dy = torch.zeros(shape, dtype=dtype, device=device)
         if call.parts is None:
             raise RuntimeError(
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
                 "the first of two."
             )
-        n = len(dextras) - len(call.parts.places)
-        call.dextras, call.dleft = dextras[:n], dextras[n:]
         # on a line of its own, as in _Probe: an argument list holds a reference too
         held = sys.getrefcount(dy), *holders(dy)
-        private = is_private(dy, held, call.private)
+        private = is_private(dy, held, call.runtime.private.get(type(dy), ()))
         with call.runtime.turn, measured(call.step, call.layer):
-            dx, grads = call.backward(dy, private, ctx.needs_input_grad[1], keeps_graph())
-        # the graph, and the call with it, may live as long as the loss
-        call.dextras = call.dleft = ()
+            dx, grads = call.backward(dy, dextras, private, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads
 
 
@@ -70,23 +69,19 @@ def parts_of(
     batch,
     condition,
     *,
-    records: tuple[str, ...] = (),
-    collected: bool = True,
+    records: tuple[str, ...] | None = (),
 ) -> Traced:
     """One call of a layer.
 
     Args:
         x: hidden states [B, T, D]; args, kwargs: the layer's other arguments.
         batch: context.masks.Batch; condition: layer.condition.Condition.
-        records: keys of tensors that transformers records inside; collected: whether it records
-            any.
+        records: keys of tensors that transformers records inside; None if it records nothing.
     """
     return Traced(
         layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
         layer._hfpatch_configs, batch,
-        records=records, collected=collected, modules=[layer, *condition.snapshot.inside],
-        random=condition.draws, condition=condition,
-        leaves=condition.shares is not None and condition.shares[1],
+        records=records, condition=condition, rng={} if condition.draws else None,
         dequantized=DequantizedWeights() if any(map(holds_packed, condition.experts[0])) else None,
         autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
     )  # fmt: skip
@@ -101,17 +96,16 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
     layer = parts.layer
     if policy.again:
         policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
-    then = ForwardState(layer, parts.modules, parts.condition)
-    tensors, timed = [*parts.wanted, *then.wanted], None
+    then = ForwardState(layer, [layer, *parts.condition.snapshot.inside], parts.condition)
+    tensors = [*parts.wanted, *then.wanted]
+    timed = None
     if policy.chain and parts.traits.carries is not None:
         timed = in_time(parts, policy, runtime, x)
     sequence = parts.batch.sequence
     attention = Attention(policy.wide) if sequence is None else ExchangedAttention(sequence)
     call = (LayerCall if timed is None else TimedCall)(
         layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
-        shards=runtime.shards if policy.every == 1 else None,
-        mixes=bool(parts.condition.mixing), attention=attention,
-        **(timed or {}),
+        shards=runtime.shards if policy.every == 1 else None, attention=attention, **(timed or {}),
     )  # fmt: skip
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         # None before a training step with this tier
@@ -119,19 +113,24 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
         with torch.no_grad():
             return call.forward(x, where=None)
     if policy.keep:
-        _keep(call, policy, runtime)
-    call.shape, call.dtype = x.shape, x.dtype
+        call.keeps_gates = policy.every == 1 and spares_gates(layer, parts.traits, x.device.type)
+        if not call.keeps_gates and runtime.checkpointing.keep != "auto":
+            runtime.tell(
+                f"{type(layer).__name__}s compute gate and up again: keeping them spares nothing "
+                "(adapters, autocast, or another MLP)."
+            )
     meter = runtime.meters.get(x.device)
     call.step = meter and meter.step
     runtime.link(call, x)
     # The generators' state after a layer's run shows whether it draws random numbers (dropout,
     # noise before a router). From then on its tiles save that state.
     real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(x.device) if real and not parts.random else None
+    watched = Generators(x.device) if real and parts.rng is None else None
     outputs = LayerFunction.apply(call, x, *tensors)
     drew = watched is not None and watched.drew()
     if drew:
-        parts.random = parts.condition.draws = True
+        parts.rng = {}
+        parts.condition.draws = True
         watched.put_back()
     then.ran()
     if drew:
@@ -140,16 +139,3 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
         return tiled_layer(runtime, policy, parts, x)
     runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
     return list(outputs)
-
-
-def _keep(call: LayerCall, policy: Policy, runtime) -> None:
-    """Sets what the call keeps: the policy's names that spare this layer work."""
-    if policy.every == 1:
-        call.keep = call.parts.keepable(policy.keep, call.device.type)
-        call.keep_inside = tuple([name for name in call.keep if name != "qkv"])
-    if call.keep != policy.keep and runtime.checkpointing.keep != "auto":
-        lost = ", ".join(name for name in policy.keep if name not in call.keep)
-        runtime.tell(
-            f"{type(call.layer).__name__}s compute {lost} again in backward: keeping that would "
-            "not spare it (adapters, autocast, or another block)."
-        )

@@ -91,5 +91,5 @@ class TileGraph:
     def _sample(self, *_) -> None:
         now, part = self.step.meter.gauge.read().allocated, self.kind.parts[self.part]
         part[1] = max(part[1], (now - self.stands) / self.tokens)
-        if not self.step.exact:
-            self.step.top = max(self.step.top, now)
+        if not self.step.backward.exact:
+            self.step.backward.top = max(self.step.backward.top, now)

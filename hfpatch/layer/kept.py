@@ -1,13 +1,12 @@
 """The tensors that one call of a layer keeps for its backward, and their return, tile by tile.
 
-x is kept, in a segment by its first layer alone; attention's outputs with their
-log-sum-exp if the policy says so. Its `keep` adds
-q, k and v, whole ("qkv"), and inside each tile the residual after attention ("mid") and gate and up
-("gate_up"), which wait and return tile by tile. The policy chooses the tier (store/transfers.py).
+x is kept, in a segment by its first layer alone; attention's outputs with their log-sum-exp if the
+policy says so, and gate and up, which wait and return tile by tile. The policy chooses the tier
+(store/transfers.py).
 """
 
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -16,13 +15,21 @@ from hfpatch.budget.policy import RING_SLOTS, Policy
 from hfpatch.compat import version
 from hfpatch.store.transfers import FetchQueue, Saved
 
+# What the passes of a backward fetch of each tile, in order (backward.py has the phases A, B, D).
+# "out" are the kept attention outputs, "gates" gate and up, where they are kept.
+PASSES = {
+    "one tile": (("x", "out", "gates"),),  # A alone, or a tile that stays for all phases
+    "outs kept": (("x", "out", "gates"), ("x",), ("x",)),  # A B D
+    "outs again": (("x",), ("x", "gates"), ("x",)),  # B A D
+}
+
 
 @dataclass(slots=True)
 class Pass:
     """One pass over the tiles of a backward.
 
     Attributes:
-        names: the tensors of each tile: "x", "out", and names of those kept inside it.
+        names: the tensors of each tile, from PASSES.
         pieces: of each tile, the fetches (saved tensor, first token, end, group). group: the whole
             attention output that takes these tokens, None for a slot of the ring. Empty if the
             layer's input is on the device.
@@ -35,24 +42,20 @@ class Pass:
 @dataclass(eq=False, kw_only=True)
 class Kept:
     """The saved tensors of a call. bounds: of its tiles; queue: of its device and tier, None if
-    nothing is kept.
+    nothing is kept. `mixes`: whether something in the layer mixes tokens; if not, there is one pass.
     """
 
     policy: Policy
     device: torch.device
     # parallel.shards.Shards: x is kept in parts, one per tensor-parallel rank
     shards: "object | None" = None
-    keep: tuple[str, ...] = ()  # the policy's names that this layer can keep
-    keep_inside: tuple[str, ...] = ()  # those kept inside each tile
+    keeps_gates: bool = False
     bounds: tuple[tuple[int, int], ...] = ()
     queue: FetchQueue | None = None
-    mixes: bool = True  # whether something in the layer mixes tokens; if not, there is one pass
     x: Saved | None = None
     outs: list[Saved] = field(default_factory=list)
     lses: list[Saved] = field(default_factory=list)
-    qkv: list[Saved] = field(default_factory=list)
-    # of each tile: name -> tensors kept inside it
-    inside: list[dict[str, list[Saved]]] = field(default_factory=list)
+    gates: list[list[Saved]] = field(default_factory=list)  # gate and up of each tile
     out_buffers: list | None = None
     passes: list[Pass] = field(default_factory=list)  # of the current or next backward
 
@@ -60,23 +63,19 @@ class Kept:
     def on_device(x: Tensor) -> Saved:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
-    def save_inside(self, noted: dict, room: int) -> None:
-        """Saves the values noted inside the next tile. room: bytes that the sources of copies may
-        take.
-        """
+    def save_gates(self, gates: list[Tensor], room: int) -> None:
+        """Saves gate and up of the next tile. room: bytes that the sources of copies may take."""
         transfers = self.queue.transfers
-        self.inside.append({name: [*map(transfers.save, xs)] for name, xs in noted.items()})
+        self.gates.append(list(map(transfers.save, gates)))
         transfers.settle(under_way=1, room=room)
 
     def release(self) -> None:
         """Releases every saved tensor; the graph cannot be walked again."""
-        for saved in (self.x, *self.outs, *self.lses, *self.qkv):
+        for saved in (self.x, *self.outs, *self.lses, *chain.from_iterable(self.gates)):
             if saved is not None:
                 saved.release()
-        for tile in self.inside:
-            for saved in (one for kept in tile.values() for one in kept):
-                saved.release()
-        self.outs, self.lses, self.qkv, self.inside, self.passes = [], [], [], [], []
+        self.x = None
+        self.outs, self.lses, self.gates, self.passes = [], [], [], []
         self.out_buffers = None
 
     # -- passes over the tiles ---------------------------------------------------------------------
@@ -96,19 +95,12 @@ class Kept:
         return iter(x.split([b - a for a, b in bounds or self.bounds], 1))
 
     def _planned(self) -> list[Pass]:
-        """The passes of a backward, in order. In the pass over `after` a kept "mid" replaces x,
-        which is unread there.
-        """
-        first = (*(() if "mid" in self.keep else ("x",)), "out", *self.keep_inside)
+        """The passes of a backward, in order."""
+        order = "outs kept" if self.outs else "outs again"
         if len(self.bounds) == 1 or not self.mixes:
-            order = [("x", "out", *self.keep_inside)]
-        else:
-            again = [] if "qkv" in self.keep else [("x",)]
-            order = [first, *again, ("x",)] if self.outs else [*again, first, ("x",)]
-        passes, stays = [], self.x.resident
-        for names in order:
-            passes.append(Pass(names, [] if stays else self._pieces(names)))
-        return passes
+            order = "one tile"
+        stays = self.x.resident
+        return [Pass(names, [] if stays else self._pieces(names)) for names in PASSES[order]]
 
     def _pieces(self, names: tuple[str, ...]) -> list[list[tuple]]:
         """Pass.pieces for a pass with these names."""
@@ -121,9 +113,8 @@ class Kept:
             for group, out in enumerate(self.outs) if "out" in names else ():
                 if not out.resident:
                     tile.append((out, a, b, group))
-            for name in self.keep_inside if "out" in names else ():
-                for saved in self.inside[index][name]:
-                    tile.append((saved, 0, saved.shape[1], None))
+            for saved in self.gates[index] if self.keeps_gates and "gates" in names else ():
+                tile.append((saved, 0, saved.shape[1], None))
             found.append(tile)
         return found
 
@@ -161,7 +152,8 @@ class Kept:
         """
         if self.x is None or self.x.resident:
             return
-        self.passes, nbytes = self._planned(), 0
+        self.passes = self._planned()
+        nbytes = 0
         for one in self.passes:  # a slot takes the first tile of any pass, the largest
             taken = 0
             for saved, a, b, group in one.pieces[0]:
@@ -173,26 +165,30 @@ class Kept:
         self.queue.push(self, self.passes[0].pieces)
 
     def tiles(self, one: Pass):
-        """Yields (index, x tile or None, out tiles, values kept inside) of each tile of a pass. The
-        next iteration reuses a tile's memory.
+        """Yields (index, x tile, out tiles, gate and up or nothing) of each tile of a pass. The next
+        iteration reuses a tile's memory.
         """
-        with_x, with_outs, stays = "x" in one.names, "out" in one.names, self.x.resident
+        with_outs = "out" in one.names
+        stays = self.x.resident
+        with_gates = self.keeps_gates and "gates" in one.names
         of_x = None if self.shards is None else self.shards.bounds(self.bounds)
-        x_tiles, here = self.cut(self.x.tensor(), of_x) if stays and with_x else None, []
+        x_tiles = self.cut(self.x.tensor(), of_x) if stays else None
+        here = []
         for out in self.outs if with_outs else ():
             if out.resident:
                 here.append(self.cut(out.tensor()))
         count = len(self.bounds)
         for index, tensors in enumerate(repeat([], count) if stays else self.queue.turns(count)):
-            x, known, outs, (a, b) = None, {}, list(map(next, here)), self.bounds[index]
-            if with_x:
-                x = next(x_tiles) if stays else tensors.pop(0)
-                x = x if self.shards is None else self.shards.whole(x, b - a)
+            a, b = self.bounds[index]
+            x = next(x_tiles) if stays else tensors.pop(0)
+            if self.shards is not None:
+                x = self.shards.whole(x, b - a)
+            outs = list(map(next, here))
             if with_outs and not outs:
                 outs, tensors = tensors[: len(self.outs)], tensors[len(self.outs) :]
-            for name in self.keep_inside if with_outs else ():
-                saved = self.inside[index][name]
-                known[name] = [s.tensor() if stays else tensors.pop(0) for s in saved]
+            known = tensors
+            if stays:
+                known = [saved.tensor() for saved in self.gates[index]] if with_gates else []
             yield index, x, outs, known
             del x, outs, known, tensors
 

@@ -209,9 +209,10 @@ class TiledLayer(UntiledLayer):
     def _in_tiles(self, r: Request, policy) -> object:
         runtime, lists, units = self._hfpatch_runtime, collected_now(), r.condition.units
         records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
+        records = records if lists else None
         own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
         parts = parts_of(
-            self, r.x, r.args, own, r.batch, r.condition, records=records, collected=bool(lists),
+            self, r.x, r.args, own, r.batch, r.condition, records=records,
         )  # fmt: skip
         x = gathered_with(units, r.x) if units else r.x
         put_off = values_for_now(hooks_put_off(units)) if units else nullcontext()
@@ -230,7 +231,7 @@ class TiledLayer(UntiledLayer):
     def _read(self, r: Request) -> tuple:
         """The keys that this layer reads from earlier layers. The first call finds them by running
         one token."""
-        if r.condition.shares is None:
+        if r.condition.read is None:
             arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
             parts = Traced(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
             device = r.x.device
@@ -242,8 +243,8 @@ class TiledLayer(UntiledLayer):
                 self._hfpatch_runtime.weights.forward(self, device),
             ):
                 parts.pre(r.x[:, :1], 0, 1)
-            r.condition.shares = parts.read, bool(parts.left)
-        return r.condition.shares[0]
+            r.condition.read = parts.read
+        return r.condition.read
 
     def _whole(self, r: Request):
         """A function that runs the layer whole on given hidden states. Mixers take packed documents

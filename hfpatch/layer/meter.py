@@ -29,9 +29,51 @@ from hfpatch.store.device import seconds_between
 COPIES = 2  # the sources of copies of so many layers may stay while later layers run
 
 
+@dataclass
+class Forward:
+    """A step's forward of the layers, as it is measured.
+
+    Attributes:
+        room: bytes that the sources of copies may take while the current layer runs.
+        open: (kind, bytes that stood) of an untiled layer that runs now.
+        kept: bytes that untiled layers kept.
+        clocks: events as it began and ended.
+        ends: the counters as it ended.
+    """
+
+    room: int = 0
+    open: tuple | None = None
+    kept: float = 0.0
+    clocks: list = field(default_factory=list)
+    ends: Counters | None = None
+
+
+@dataclass
+class Backward:
+    """A step's backward of the layers, as it is measured.
+
+    Attributes:
+        began: the counters as it began.
+        within: the backward of a layer runs that keeps little.
+        top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
+        closed: what it showed of tiled layers is noted.
+    """
+
+    began: Counters | None = None
+    within: bool = False
+    top: int = 0
+    exact: bool = False
+    closed: bool = False
+
+    def reached(self, peak: int) -> None:
+        """Torch's counter rose to `peak` in a tiled layer's backward."""
+        self.top = peak
+        self.exact = True
+
+
 @dataclass(eq=False)
 class Step:
-    """One forward of the layers and its backward, as they are measured.
+    """One forward of the layers and its backward: what is planned, and what is measured.
 
     Attributes:
         key: of its Call. base: the counters as it began. rows: tokens of its batch.
@@ -39,14 +81,9 @@ class Step:
         need: bytes beside what these keep. coming: of gradients that do not exist yet.
         gate_up: bytes per token that go to the host where they are kept.
         working: the most bytes of a tiled layer. ahead: that the sources of copies may take at
-            most; room: while the current layer runs.
-        ends: the counters as the layers' forward ended; back: as their backward began.
-        open: (kind, bytes that stood) of an untiled layer that runs now. kept: by untiled layers.
-        top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
-        last: the last counters read. over: its backward needs no more memory; closed: what it
-            showed of tiled layers is noted.
-        within: the backward of a layer runs that keeps little.
-        clocks: events as the layers' forward began and ended. whole: its layers cannot be tiled.
+            most.
+        last: the last counters read. over: its backward needs no more memory.
+        whole: its layers cannot be tiled.
         firm: ranks run the plan alike, whatever is free as a layer begins.
     """
 
@@ -67,20 +104,12 @@ class Step:
     gate_up: int = 0
     working: float = 0.0
     ahead: int = 0
-    room: int = 0
     told: list = field(default_factory=list)
-    ends: Counters | None = None
-    back: Counters | None = None
-    open: tuple | None = None
-    kept: float = 0.0
-    top: int = 0
-    exact: bool = False
     over: bool = False
-    within: bool = False
-    closed: bool = False
-    clocks: list = field(default_factory=list)
     whole: bool = False
     firm: bool = False
+    forward: Forward = field(default_factory=Forward)
+    backward: Backward = field(default_factory=Backward)
 
     @property
     def first(self) -> int | None:
@@ -93,6 +122,7 @@ class Meter:
 
     Attributes:
         gauge: the device's counters; parameters: a function that returns the model's parameters.
+        trained: how many numbers train.
         kinds: name -> Kind; calls: key -> Call.
         step: the last one that began; steps: those whose graph lives.
         spare: bytes more to leave free, after memory ran out or was short.
@@ -110,7 +140,7 @@ class Meter:
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
         self.spare, self.tile_most, self.why = 0, TILES[-1], ""
-        self.reached, self.highest, self.gaps = 0.0, 0, 0
+        self.reached, self.highest, self.gaps, self.trained = 0.0, 0, 0, 0
 
     # -- a step begins -----------------------------------------------------------------------------
     def begin(self) -> None:
@@ -120,10 +150,10 @@ class Meter:
             self._close(self.step, now)
         self.step = None  # a step whose graph is gone is not in `steps` from here on
         parameters = list(self.parameters() or ())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         coming = to_come(parameters, device=self.gauge.device)
         dtype, waiting = autocast_dtype(self.gauge.device.type), sum(not s.over for s in self.steps)
-        key = f"{trained} {dtype} {'first' if coming else 'more'} {waiting}"
+        key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
         self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
         self.step.kinds = [None] * self.n_layers
         self.step.plan = [False] * self.n_layers
@@ -133,10 +163,10 @@ class Meter:
         """The next step begins: what this one showed about memory that ran out."""
         if not step.over:
             step.last = now
-        if step.top and not step.closed:
+        if step.backward.top and not step.backward.closed:
             self._tiled(step, None)
         call = self.calls.get(step.key)
-        took = seconds_between(*step.clocks) if len(step.clocks) == 2 else None
+        took = seconds_between(*step.forward.clocks) if len(step.forward.clocks) == 2 else None
         if took and call is not None:
             call.seconds.put(step.rows, took)
         ran_out = step.last.ooms > step.base.ooms
@@ -145,7 +175,7 @@ class Meter:
         self.reached = max(self.reached, step.planned)
         if ran_out or again:
             self._keep_less(step, ran_out)
-        elif call is not None and sum(step.ran) > 1 and step.back is not None:
+        elif call is not None and sum(step.ran) > 1 and step.backward.began is not None:
             call.sure = True
 
     def _keep_less(self, step: Step, ran_out: bool) -> None:
@@ -241,9 +271,9 @@ class Meter:
         limit = step.limit - step.share * self.card - self.spare
         # More than `ahead` where the step's peak, which comes later, leaves room for it.
         most = max(step.ahead, step.planned - solid - step.working)
-        step.room = max(0, int(min(most, limit - solid - step.working)))
-        if not step.clocks:
-            step.clocks.append(self.gauge.clock())
+        step.forward.room = max(0, int(min(most, limit - solid - step.working)))
+        if not step.forward.clocks:
+            step.forward.clocks.append(self.gauge.clock())
         step.kinds[index], step.last = kind, now
         if kind is not None:
             self.kinds.setdefault(kind, Kind())
@@ -255,30 +285,34 @@ class Meter:
         if (left < 0 or not self.kinds[kind].known) and not step.firm:
             step.plan[index] = False
             return False
-        step.open, step.ran[index] = (kind, solid), True
-        step.room = 0 if self.kinds[kind].kept is None else max(0, int(min(step.ahead, left)))
+        step.forward.open = (kind, solid)
+        step.ran[index] = True
+        step.forward.room = (
+            0 if self.kinds[kind].kept is None else max(0, int(min(step.ahead, left)))
+        )
         return True
 
     def _ends(self, solid: int) -> None:
         """The untiled layer that ran last has ended."""
         step = self.step
-        if step.open is None:
+        if step.forward.open is None:
             return
-        (name, before), step.open = step.open, None
-        kind, kept = self.kinds[name], max(0, solid - before)
-        kind.kept = kept / step.rows
-        step.kept += kept
+        name, before = step.forward.open
+        step.forward.open = None
+        kept = max(0, solid - before)
+        self.kinds[name].kept = kept / step.rows
+        step.forward.kept += kept
 
     def ended(self) -> None:
         """The forward of the last layer has ended; no copy's source is left."""
         step, now = self.step, self._read()
         self._ends(now.allocated)
-        step.ends = step.last = now
+        step.forward.ends = step.last = now
         call = self.calls.setdefault(step.key, Call())
         call.kinds = list(step.kinds)
-        call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.kept))
-        if step.clocks:
-            step.clocks[1:] = [self.gauge.clock()]
+        call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
+        if step.forward.clocks:
+            step.forward.clocks[1:] = [self.gauge.clock()]
         self.steps.add(step)
 
     # -- backward ----------------------------------------------------------------------------------
@@ -290,17 +324,18 @@ class Meter:
     def backward(self, step: Step, untiled: bool = False) -> Counters:
         """A layer's backward begins."""
         now = self._read()
-        if step.within and now.peak > step.last.peak:
-            step.top, step.exact = now.peak, True
-        step.last, step.within = now, not untiled
-        if step.back is None and step.ends is not None:
-            step.back = now
+        if step.backward.within and now.peak > step.last.peak:
+            step.backward.reached(now.peak)
+        step.last = now
+        step.backward.within = not untiled
+        if step.backward.began is None and step.forward.ends is not None:
+            step.backward.began = now
             self._loss(step, now)
         return now
 
     def _loss(self, step: Step, now: Counters) -> None:
         """What was allocated at most between the layers' forward and their backward."""
-        call, ends, rows = self.calls[step.key], step.ends, step.rows
+        call, ends, rows = self.calls[step.key], step.forward.ends, step.rows
         stood = max(0, now.allocated - ends.allocated)
         call.after.put(rows, stood)
         most = now.peak - ends.allocated  # at the most, if the counter did not rise
@@ -315,32 +350,32 @@ class Meter:
     def backed(self, step: Step, before: Counters, first: bool) -> None:
         """A tiled layer's backward has ended. first: it was the first layer's."""
         now = step.last = self._read()
-        step.within = False
+        step.backward.within = False
         if now.peak > before.peak:
-            step.top, step.exact = now.peak, True
-        elif not step.exact:
-            step.top = max(step.top, now.allocated, before.allocated)
+            step.backward.reached(now.peak)
+        elif not step.backward.exact:
+            step.backward.top = max(step.backward.top, now.allocated, before.allocated)
         if first:
             self._tiled(step, now)
 
     def _tiled(self, step: Step, now: Counters | None) -> None:
         """The backward of the first layer has ended; now: the counters, None if it was not seen."""
         call, base, policy = self.calls.get(step.key), step.base.allocated, step.policy
-        step.over = step.closed = True
+        step.over = step.backward.closed = True
         if call is None or policy is None:
             return
         if now is not None:
             call.gradients = max(0, now.allocated - base)
-        if not step.exact:
+        if not step.backward.exact:
             if call.tiled.points:
                 return
             if step.last.peak > step.base.peak:
-                step.top = step.last.peak
+                step.backward.top = step.last.peak
             else:  # scratch of kernels was not sampled
-                step.top += (step.top - base) // 4
+                step.backward.top += (step.backward.top - base) // 4
         gates = step.gate_up if "gate_up" in policy.keep else 0
         tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
-        call.tiled.put(step.rows, max(0, step.top - base - call.gradients - tile))
+        call.tiled.put(step.rows, max(0, step.backward.top - base - call.gradients - tile))
 
     # -- what a later run may begin with -----------------------------------------------------------
     def state(self) -> dict:

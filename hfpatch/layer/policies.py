@@ -4,6 +4,7 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 
 import dataclasses
 import sys
+import weakref
 from collections import Counter
 from functools import partial
 
@@ -17,7 +18,7 @@ from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
 from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, describe
-from hfpatch.compat import autocast_dtype
+from hfpatch.compat import all_parameters, autocast_dtype, modules_in
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gauge import Gauge
 from hfpatch.layer.graph_bytes import kind_of
@@ -76,6 +77,7 @@ class Policies:
         self.agreed: dict[tuple, tuple[int, Policy]] = {}
         self.owner, self.sequence, self.exchange = lambda: None, None, None
         self.spare = 0
+        self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self._last_index = 0  # of the layer that last requested a policy
 
@@ -89,7 +91,7 @@ class Policies:
         if device not in self.meters:
             owner = self.owner
             self.meters[device] = (
-                Meter(Gauge(device), lambda: owner() and owner().parameters(), self.n_layers)
+                Meter(Gauge(device), lambda: owner() and all_parameters(owner()), self.n_layers)
                 if metered(device)
                 else None
             )
@@ -198,13 +200,12 @@ class Policies:
         # independent of one rank's free memory
         if self.exchange is not None and settings.tile == "auto":
             settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
-        owner = self.owner()
-        trained = [p.numel() for p in owner.parameters() if p.requires_grad] if owner else []
+        trained = self._trained(meter)
         free = self._least(group, [meter and meter.free(), self._host_free()])
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
-            chains=self._mixes(layer), sums=4 * sum(trained) // self.n_layers,
+            chains=self._mixes(layer), sums=4 * trained // self.n_layers,
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
         frozen = settings.frozen_weights == "auto" and trained and frozen_tables(layer)
@@ -213,9 +214,17 @@ class Policies:
         if frozen and alone and not self.weights.on and free[0] is not None and needs > free[0]:
             self.weights.on = True
             self.policies.clear()  # those of other lengths may let layers keep everything
-            self.weights_to_host(owner, x.device)
+            self.weights_to_host(self.owner(), x.device)
             return self._resolve(layer, T, x, whole, group)
         return policy
+
+    def _trained(self, meter: Meter | None) -> int:
+        """How many numbers train."""
+        if meter is not None:
+            return meter.trained
+        owner = self.owner()
+        found = [] if owner is None else all_parameters(owner)
+        return sum(p.numel() for p in found if p.requires_grad)
 
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
@@ -295,7 +304,7 @@ class Policies:
         for transfers in (queue.transfers for queue in self.queues.values()):
             waiting += transfers.unsettled_bytes + sum(n for _, n, _ in transfers.copied)
         planned = meter.layer(index, kind_of(layer, x), waiting)
-        self._settle(meter.step.room)
+        self._settle(meter.step.forward.room)
         fixed = self.checkpointing.plain != "auto"
         return index >= self.n_layers - policy.plain if fixed else planned
 
@@ -309,8 +318,12 @@ class Policies:
             meter.ended()
 
     def _layers(self) -> list[nn.Module]:
+        """The layers that share this runtime; found once, as a walk over all modules takes ms."""
         owner = self.owner()
-        return [] if owner is None else [m for m in owner.modules() if "_hfpatch_index" in vars(m)]
+        if owner is not None and not self._found:
+            layers = (m for m in modules_in(owner) if "_hfpatch_index" in vars(m))
+            self._found = [weakref.ref(m) for m in layers]
+        return [layer for one in self._found if (layer := one()) is not None]
 
     def _mixes(self, layer: nn.Module) -> bool:
         """Whether some layers mix tokens other than by attention."""
@@ -318,11 +331,11 @@ class Policies:
 
     def _keeping(self, x: Tensor) -> int:
         """How many layers keep something: those from the first trained one on."""
-        layers = self._layers()
-        if x.requires_grad or not layers:
+        layers = [] if x.requires_grad else self._layers()
+        if not layers:
             return self.n_layers
         trains = (one for one in layers if any(p.requires_grad for p in one.parameters()))
-        return self.n_layers - min((one._hfpatch_index for one in trains), default=self.n_layers)
+        return self.n_layers - next((one._hfpatch_index for one in trains), self.n_layers)
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""

@@ -49,13 +49,13 @@ def is_private(grad: Tensor, held: tuple, private: tuple) -> bool:
 
     held: sys.getrefcount(grad) and compat.holders(grad), in a statement of its own: an argument
     list holds a reference too. private: the result of private_holders. If PyTorch has no counts, no
-    gradient counts as private: it is copied, never overwritten.
+    gradient counts as private: it is copied, never overwritten. So is one of an unknown kind (()).
     """
     whole = (
         grad.is_contiguous()
         and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
     )
-    if not whole or sys.maxsize in held:
+    if not (whole and private) or sys.maxsize in held:
         return False
     for have, alone in zip(held, private):
         if have > alone:

@@ -78,7 +78,8 @@ def route(r: Request) -> Tiled | Whole | Stock:
 
 
 def _whole(r: Request, why: Why) -> Whole | Stock:
-    layer, runtime, reason = r.layer, r.layer._hfpatch_runtime, BY_NAME[why.name]
+    reason = BY_NAME[why.name]
+    layer, runtime = r.layer, r.layer._hfpatch_runtime
     nothing_to_keep = not (layer.training and torch.is_grad_enabled()) or not r.given.numel()
     if nothing_to_keep or r.kwargs.get("output_attentions"):
         return Stock(why)

@@ -155,24 +155,25 @@ def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
         again: whether the mixers run in backward of the layer or of its segment.
         inputs: the input [B, T, D] of each mixer.
     """
-    timed, sequence = dict(call.parts.traits.timed), call.parts.batch.sequence
+    timed = dict(call.parts.traits.timed)
     saves = again or call.queue is not None and call.policy.save_attention
+    transfers = call.queue.transfers if saves and call.queue is not None else None
     for name, mixer, x in zip(call.parts.traits.mixers, call.parts.mixers, inputs):
         if name in timed and (again or mixer.time is None):
-            transfers = call.queue.transfers if saves and call.queue is not None else None
-            rng = call.parts.rng if call.parts.random else None
-            tile = call.policy.time_tile or call.policy.tile
-            if sequence is None:
-                time = TimeTiles(timed[name], tile, transfers, rng)
-            else:
-                time = RankTiles(sequence, timed[name], tile, transfers, rng)
-            cuts = time.cuts(mixer, x.shape[1])
-            given = lambda mixer=mixer, x=x: (mixer, x)  # noqa: E731
-            why = cuts and why_not_here(mixer.module, timed[name], x, call.runtime, given)
-            if sequence is not None:
-                key = name, type(mixer.module), x.dtype, autocast_dtype(x.device.type)
-                why = sequence.agreed(("in time", *key), lambda why=why: why)
-                if why:
-                    refuse_shared_mixers(type(call.layer), why)
-            if not why:
-                mixer.time = time
+            _go_in_time(call, name, timed[name], mixer, x, transfers)
+
+
+def _go_in_time(call, name: str, argument: str, mixer, x: Tensor, transfers) -> None:
+    sequence = call.parts.batch.sequence
+    place = argument, call.policy.time_tile or call.policy.tile, transfers, call.parts.rng
+    time = TimeTiles(*place) if sequence is None else RankTiles(sequence, *place)
+    why = None
+    if time.cuts(mixer, x.shape[1]):
+        why = why_not_here(mixer.module, argument, x, call.runtime, lambda: (mixer, x))
+    if sequence is not None:
+        key = name, type(mixer.module), x.dtype, autocast_dtype(x.device.type)
+        why = sequence.agreed(("in time", *key), lambda: why)
+        if why:
+            refuse_shared_mixers(type(call.layer), why)
+    if not why:
+        mixer.time = time

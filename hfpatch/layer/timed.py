@@ -70,7 +70,8 @@ class TimedCall(LayerCall):
 
     def release(self) -> None:
         super().release()
-        self.time.entries, self.mixer = [], None
+        self.time.entries = []
+        self.mixer = None
 
     def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
         saves = where is not None
@@ -90,13 +91,14 @@ class TimedCall(LayerCall):
     def prefetch(self) -> None:
         """Does nothing: backward prefetches its tiles itself."""
 
-    def backward(self, dy_BTD: Tensor, private: bool, need_x: bool, retain: bool):
+    def backward(self, dy_BTD: Tensor, dextras: tuple, private: bool, need_x: bool, retain: bool):
         before = None if self.previous is None else self.previous()
         following = None if before is None else before.layer
         self.queue.begin()
-        several = self.mixer.several(self.shape[1])
+        several = self.mixer.several(dy_BTD.shape[1])
         weights = WeightGradients(self.then, several)
-        self.mixer.weights, self.mixer.unread = [weights], True
+        self.mixer.weights = [weights]
+        self.mixer.unread = True
         dx = dy_BTD if private else dy_BTD.contiguous().clone()
         with (
             self.runtime.weights.again(self.layer, following),
@@ -121,7 +123,8 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
     module = parts.layer.get_submodule(name)
 
     def call():
-        end, devices = min(x_BTD.shape[1], tokens_tried(module)), [x_BTD.device] * x_BTD.is_cuda
+        end = min(x_BTD.shape[1], tokens_tried(module))
+        devices = [x_BTD.device] if x_BTD.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices):
             given = parts.pre(x_BTD[:, :end].detach(), 0, end)
         return parts.mixers[0], given[-1]
@@ -133,13 +136,13 @@ def in_time(parts, policy: Policy, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
     layer, carries = parts.layer, parts.traits.carries
     chosen = carries is not None and policy.chain > 0 and policy.every == 1
-    if not chosen or parts.collected or parts.wanted or runtime.shards:
+    if not chosen or parts.records is not None or parts.wanted or runtime.shards:
         return None
     if layer._hfpatch_streams is not None or parts.batch.sequence is not None:
         return None
     mixer = LayerAsMixer.of(parts)
     tile = policy.time_tile or policy.tile
-    time = mixer.time = SavedTiles(carries, tile, rng=parts.rng if parts.random else None)
+    time = mixer.time = SavedTiles(carries, tile, rng=parts.rng)
     B, T = x.shape[:2]
     short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
     if short or tile < chunk_of(layer):

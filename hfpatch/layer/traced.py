@@ -5,7 +5,7 @@ No family has code in this file. The common block calls its modules without the 
 """
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from hfpatch.layer.block import Block
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.graph_bytes import tile_graph
 from hfpatch.layer.mixers import Mixer, standing_in
-from hfpatch.layer.parts import keepable, sources_of
+from hfpatch.layer.parts import gates_of
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import SharedKeys, left_by
@@ -50,26 +50,21 @@ class Traced:
     asked: list[Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
     beside: tuple | None = None
-    records: tuple[str, ...] = ()
-    collected: bool = True  # whether transformers records anything in this forward
+    records: tuple[str, ...] | None = ()  # None if it records nothing in this forward
     recorded: list = field(default_factory=list)  # (key, dimensions) of each recorded tensor
     found: dict = field(default_factory=dict)  # (names, adding) -> temporary forwards, as rows
     block: Block | None = None
-    modules: list = field(default_factory=list)  # the layer and its submodules, found once a call
     # layer.condition.Condition, as long as it holds
     condition: object = None
-    # whether something in the layer draws random numbers; before the call: whether adapters may
-    random: bool = False
-    rng: dict = field(default_factory=dict)  # generator states, by phase and tile
+    # generator states, by phase and tile; None if nothing in the layer draws random numbers
+    rng: dict | None = None
     # dense weights of a phase, if the policy has them
     dequantized: DequantizedWeights | None = None
     read: tuple = ()  # keys of earlier layers' entries that the last `pre` read
-    # entries for later layers: key -> indices of k and v in the result of `pre`, and all of these
+    # entries for later layers: key -> indices of k and v in the result of `pre`
     left: dict = field(default_factory=dict)
-    places: list[int] = field(default_factory=list)
     # keys and values that the current run reads, and those that it writes for later layers
     shared: SharedKeys | None = None
-    leaves: bool = False  # whether this layer writes entries for later ones
     # WeightGradients.adding, in a backward over several tiles; None if autograd collects the
     # weights' gradients
     adding: object = None
@@ -124,7 +119,7 @@ class Traced:
         try:
             # `post` runs this code too and records there (JetMoE's router of heads).
             with (
-                collecting({}) if self.collected else nullcontext(),
+                nullcontext() if self.records is None else collecting({}),
                 asking(note),
                 self._answered(note),
             ):
@@ -136,7 +131,6 @@ class Traced:
         self.asked = [c.call() for c in note.calls]
         if self.shared is not None:
             self.read, self.left = tuple(self.shared.read), left_by(self.shared.written, note.calls)
-            self.places = [i for places in self.left.values() for i in places]
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [
@@ -158,7 +152,7 @@ class Traced:
         if key not in self.found:
             written, known = self.dequantized, self.condition
             weight_of = getattr if written is None else written.weight_of
-            how = {"weight_of": weight_of, "adding": adding, "filled": self.random}
+            how = {"weight_of": weight_of, "adding": adding, "filled": self.rng is not None}
             # found once while the layer has the same modules and tensors
             can_skip = {} if known is None else known.can_skip
             if names and names not in can_skip:
@@ -189,18 +183,17 @@ class Traced:
         one per call.
 
         The recorded tensors follow, then other tensors that the layer returns, each as [B, t, ...].
-        noted, known: as in parts.keeping, by names from `keepable`. unread: skips the values of
-        LayerTraits.unread_post. Values that only lead to known ones are skipped too.
+        noted, known: as in parts.keeping. unread: skips the values of LayerTraits.unread_post, and
+        those of the projections whose results are known.
         """
         found = {key: [] for key in self.records} if self.records else {}
         names = self.traits.unread_post if unread and not self.wanted else self.traits.unread_always
         if known:
-            sources = sources_of(self.layer, replace(self.traits, block=self.is_block))
-            names = (*names, *(module for name in known for module in sources[name]))
+            names = (*names, *gates_of(self.layer))
         with (
             self._forwards(names, x_BtD.device.type, unread),
-            collecting(found) if self.collected else nullcontext(),
-            keeping(noted or {}, known or {}) if noted or known else nullcontext(),
+            nullcontext() if self.records is None else collecting(found),
+            keeping(noted, known) if noted is not None or known else nullcontext(),
         ):
             if self.is_block:
                 y = self.block.post(x_BtD, *outs_BtHE)
@@ -239,15 +232,11 @@ class Traced:
         return y
 
     # -- LayerParts --------------------------------------------------------------------------------
-    def keepable(self, names, device: str) -> tuple[str, ...]:
-        """The names in budget.policy.KEEPABLE that spare this layer work."""
-        return keepable(self.layer, replace(self.traits, block=self.is_block), names, device)
-
     def replayed(self, phase: str, start: int, device: torch.device, run):
         """run(), for the tile at `start`. A forward saves the generators' state, a rerun restores
         it.
         """
-        if not self.random:
+        if self.rng is None:
             return run()
         with replayed(self.rng, (phase, start), device):
             return run()
@@ -271,7 +260,7 @@ class Traced:
         run = partial(self.post, x_BtD.detach(), outs, a, b, noted=noted)
         return self.replayed("after", a, x_BtD.device, run)
 
-    def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: dict, need_x: bool, weights):
+    def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
         graph = None if known else tile_graph("after", x)

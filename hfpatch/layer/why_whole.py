@@ -179,15 +179,17 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
 
 
 def _mask(sentence: str, r) -> bool:
-    attention = () if r.mask is None else r.condition.traits.attention
-    for attn in r.condition.mixing[: len(attention)]:
+    if r.mask is None:
+        return False
+    for attn in r.condition.mixing[: len(r.condition.traits.attention)]:
         if why_not_causal(attn, r.mask) == sentence:
             return True
     return False
 
 
 def _no_kernels(r) -> str | None:
-    softcap, device = r.condition.traits.softcap, r.x.device
+    softcap = r.condition.traits.softcap
+    device = r.x.device
     pattern = r.mask.pattern(softcap) if isinstance(r.mask, Mask) else Pattern(softcap=softcap)
     dtype = autocast_dtype(device.type) or r.x.dtype
     return supported(r.condition.head_dim, dtype, device, pattern)

@@ -1,8 +1,7 @@
 """The head of a causal model: finding it, and computing a loss inside one call of it.
 
 The head stays the Linear that it is. For one call its `forward` is replaced by a function of hidden
-states, weight and bias, so the hooks of engines around the call gather a sharded weight. Under
-tensor parallelism the function gets this rank's rows.
+states, weight and bias, so the hooks of engines around the call gather a sharded weight.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from hfpatch.compat import (
     user_hooks,
 )
 from hfpatch.context.classes import CALL, LINEAR, forwards_for_now, swap, whose
-from hfpatch.ops import VocabShard
 
 
 def copies(head: nn.Module):
@@ -84,8 +82,6 @@ def why_not_fused(head: nn.Module, pass_forward: bool = False) -> str | None:
     if hooks:  # one that reads logits or their gradient
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         return f"lm_head has a hook ({name})"
-    if has_rows_of_it(inner):
-        return None
     held = vars(inner).get(hooked_forward(inner))
     if held is not None and getattr(held, "__func__", None) is not LINEAR and not pass_forward:
         return f"lm_head is a {kind} with a forward of another library"
@@ -136,22 +132,6 @@ def rows_of(head: nn.Module) -> int:
     )
 
 
-def has_rows_of_it(linear: nn.Linear) -> bool:
-    """Whether transformers' tensor parallelism split this Linear's rows over the ranks."""
-    held = vars(linear).get(hooked_forward(linear))
-    if held is None or not whose(held).startswith("transformers."):
-        return False
-    for t in parameters_of(linear).values():
-        if t is None:
-            continue
-        if not hasattr(t, "placements") or not (t.device_mesh.ndim == 1 or in_fsdp2(linear)):
-            return False
-        last = t.placements[-1]
-        if not last.is_shard() or last.dim not in (0, -t.ndim):
-            return False
-    return True
-
-
 @dataclass
 class Call:
     """The head's forward during one call: function(hidden, weight, *args, bias=bias, **options)."""
@@ -162,13 +142,8 @@ class Call:
     options: dict
 
     def __call__(self, hidden: Tensor):
-        weight, bias, options = self.linear.weight, self.linear.bias, self.options
-        if hasattr(weight, "placements"):  # this rank's rows
-            hidden = hidden.full_tensor() if hasattr(hidden, "placements") else hidden
-            shard = VocabShard(weight.device_mesh.get_group(), weight.shape[0])
-            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-            options = {**options, "shard": shard}
-        return self.function(hidden, weight, *self.args, bias=bias, **options)
+        weight, bias = self.linear.weight, self.linear.bias
+        return self.function(hidden, weight, *self.args, bias=bias, **self.options)
 
 
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import as_plain_tensor, autocast_dtype, pytree, without_memory
 from hfpatch.context.current import current
-from hfpatch.loss.head import has_rows_of_it, linear_of, rows_of, through
+from hfpatch.loss.head import rows_of, through
 
 USED = "the model's forward does more with logits than hand its lm_head's to the loss"
 
@@ -158,7 +158,7 @@ def _indexed(z: Logits, index):
     words = V if last.stop is None else min(last.stop, V)
     if words == V:
         return z.but(hidden=hidden)
-    if words <= 0 or has_rows_of_it(linear_of(z.owner._hfpatch_head())):
+    if words <= 0:
         return None
     return z.but(lambda z: z[..., :words], hidden=hidden, words=words)
 

@@ -121,15 +121,16 @@ def _autograd_impl(op, impl, backward, setup_context):
     return autograd_impl
 
 
-def no_second_derivative(name: str) -> Callable:
+def no_second_derivative(name: str, file: str = "") -> Callable:
     """The backward of a backward op: it raises, because the second derivative would be silently
     wrong."""
 
     def backward(ctx, *grads):
         raise RuntimeError(
             f"hfpatch: {name} has no second derivative, got create_graph=True. Use `from "
-            f"hfpatch.ops.{name} import {name}_ref`, which autograd can differentiate again, or, "
-            "in a patched model, hfpatch.undo(model) and model.set_attn_implementation('eager')."
+            f"hfpatch.ops.{file or name} import {name}_ref`, which autograd can differentiate again, "
+            "or, in a patched model, hfpatch.undo(model) and "
+            "model.set_attn_implementation('eager')."
         )
 
     return backward

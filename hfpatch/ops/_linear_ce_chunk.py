@@ -18,7 +18,7 @@ lse and the others 0, best -1 and an exactly zero gradient.
 lse is kept as two numbers: the largest u, and log L with L = sum_j exp(z_j - largest z). For large
 logits one rounding step of lse or z is many steps of a probability, while differences of u near the
 largest are exact. The backward therefore takes factors for q_j = exp(z_j - largest z) = L p_j and
-its logarithm: P / L, H / L, Q / L^2, entropy - log L (`_linear_ce_loop.py`).
+its logarithm: P / L, H / L, Q / L^2, entropy - log L (`linear_cross_entropy.py`).
 """
 
 import torch

@@ -1,9 +1,7 @@
-"""Values inside a layer that are kept from its forward for its backward, so they are not computed
-again.
+"""Gate and up, kept from a layer's forward for its backward, so they are not computed again.
 
-Fused MLPs and the common block store and look up such values by name (budget/policy.py: KEEPABLE).
-In the backward a kept value replaces the recomputed one. Its gradient goes to the tensors it was
-computed from; the values of these tensors are unread.
+A fused MLP passes its gate and up to `kept`. In a backward the kept values replace the recomputed
+ones. Their gradients go to the projections, whose values are unread.
 """
 
 import threading
@@ -14,19 +12,20 @@ from torch import Tensor
 
 
 class _Here(threading.local):  # a second thread may run another model meanwhile
-    noted, known = {}, {}
+    noted: list | None = None
+    known: list | None = None
 
 
 _here = _Here()
 
 
 @contextmanager
-def keeping(noted: dict, known: dict):
+def keeping(noted: list | None, known: list | None):
     """A context for one run of a layer's part.
 
     Args:
-        noted: a dict whose keys are the names to record. It receives the values.
-        known: name -> values recorded earlier, which replace the computed ones.
+        noted: a list that receives gate and up.
+        known: gate and up, recorded earlier, which replace the computed ones.
     """
     before = _here.noted, _here.known
     _here.noted, _here.known = noted, known
@@ -54,28 +53,15 @@ class _InPlaceOf(torch.autograd.Function):
 _in_place_of = _InPlaceOf.apply
 
 
-def known_sum(name: str, *parts: Tensor) -> Tensor | None:
-    """The kept sum of `parts` by that name, or None. Gradients go to the parts."""
-    value = _here.known.get(name)
-    return None if value is None else _in_place_of(value[0], *parts)
-
-
 def unread_sum(*parts: Tensor) -> Tensor:
     """Replaces the sum of `parts` where its value is unread: costs no memory traffic."""
     return _in_place_of(parts[0], *parts)
 
 
-def note(name: str, *values: Tensor) -> None:
-    if name in _here.noted:
-        _here.noted[name] = values
-
-
-def kept(name: str, *values: Tensor) -> tuple[Tensor, ...]:
-    """Records `values` if keeping() wants them. Returns them, or the kept values of that name."""
-    note(name, *values)
-    known = _here.known.get(name)
-    return (
-        values
-        if known is None
-        else tuple(_in_place_of(k, v) for k, v in zip(known, values, strict=True))
-    )
+def kept(*values: Tensor) -> tuple[Tensor, ...]:
+    """Records `values` if keeping() wants them. Returns them, or the kept ones."""
+    if _here.noted is not None:
+        _here.noted[:] = values
+    if not _here.known:
+        return values
+    return tuple(_in_place_of(k, v) for k, v in zip(_here.known, values, strict=True))

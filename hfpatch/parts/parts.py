@@ -158,7 +158,7 @@ class FusedMLP:
     def forward(self, x: Tensor) -> Tensor:
         if not activation_as_found(self):
             return super().forward(x)
-        gate, up = kept("gate_up", self.gate_proj(x), self.up_proj(x))
+        gate, up = kept(self.gate_proj(x), self.up_proj(x))
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 
@@ -171,7 +171,7 @@ class FusedJointMLP:
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not activation_as_found(self):
             return super().forward(hidden_states)
-        gate, up = kept("gate_up", self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
+        gate, up = kept(self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 

@@ -12,9 +12,7 @@ from hfpatch.budget.hardware import (
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
-from hfpatch.planner.limits import parse_bytes
-from hfpatch.planner.machine import card
-from hfpatch.planner.model import (
+from hfpatch.lab.shallow import (
     STOCK,
     STOCK_CHECKPOINTING,
     Model,
@@ -23,6 +21,9 @@ from hfpatch.planner.model import (
     model_of,
     shared,
 )
+from hfpatch.lab.steps import Cost
+from hfpatch.planner.limits import parse_bytes
+from hfpatch.planner.machine import card
 from hfpatch.planner.placements import (
     FLOAT8_RECIPES,
     Resident,
@@ -30,7 +31,6 @@ from hfpatch.planner.placements import (
     resident,
 )
 from hfpatch.planner.result import Plan
-from hfpatch.planner.step import Cost
 from hfpatch.planner.towers import Tower, tower_in_front
 
 # Bytes that stay free on the device: a share of the step's, and at least RESERVE_LEAST.

@@ -11,6 +11,7 @@ from functools import lru_cache
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.hardware import DISK, SECONDS_ERROR
 from hfpatch.budget.measured import (
+    HOST_SHARE,
     SURE,
     UNSURE,
     Call,
@@ -19,7 +20,9 @@ from hfpatch.budget.measured import (
     rounded,
 )
 from hfpatch.budget.policy import Policy
+from hfpatch.lab.shallow import model_of
 from hfpatch.lab.simulate.fla import installed
+from hfpatch.lab.steps import Cost, Steps
 from hfpatch.layer.meter import COPIES
 from hfpatch.planner.answer import (
     FLOAT8,
@@ -29,10 +32,8 @@ from hfpatch.planner.answer import (
     assembled,
     stays_of,
 )
-from hfpatch.planner.model import model_of
 from hfpatch.planner.placements import candidates, placement_named
 from hfpatch.planner.result import Plan
-from hfpatch.planner.step import Cost, Steps
 
 NONE = (0, 0)  # a first step's copies let go of their sources as each layer ends
 STEPS = 8  # the most steps after which a policy settles
@@ -112,7 +113,8 @@ class Ladder:
         run = self.run
         if run.host is None:
             return None
-        return max(0, (run.host - self.stays.host) // run.gpus - PROCESS_BYTES)
+        usable = (HOST_SHARE * run.host - self.stays.host) / run.gpus - PROCESS_BYTES
+        return max(0, int(usable / HOST_SHARE))
 
     def _first_free(self) -> int:
         """As layer/meter.py's Meter.free."""
@@ -231,7 +233,8 @@ def best(run: Run, names, way: str = SETTLED) -> Plan:
     for name in names:
         plans.append(evaluate(run, name, GLANCE))
         if plans[-1].fits:
-            return evaluate(run, name, way)
+            found = evaluate(run, name, way)
+            return found if found.fits else evaluate(run, name, FIRST)
     return evaluate(run, min(plans, key=_lack).placement, GLANCE if way == GLANCE else FIRST)
 
 

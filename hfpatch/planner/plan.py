@@ -1,6 +1,6 @@
 """`hfpatch.plan(...)`: whether a run fits, how long a step takes, and which changes make it fit.
 
-step.py runs the step on fake tensors, evaluate.py finds policy and placement, suggestions.py the
+lab/steps.py runs the step on fake tensors, evaluate.py finds policy and placement, suggestions.py the
 changes.
 """
 

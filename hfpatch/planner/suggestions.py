@@ -6,12 +6,12 @@ from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
+from hfpatch.lab.shallow import model_of
 from hfpatch.planner.answer import (
     WHOLE,
     Run,
 )
 from hfpatch.planner.evaluate import FIRST, GLANCE, SETTLED, best, longest, placements, possible
-from hfpatch.planner.model import model_of
 from hfpatch.planner.result import Plan
 
 

@@ -14,9 +14,9 @@ from math import prod
 from typing import NamedTuple
 
 from hfpatch.lab.models import config_of, with_images
-from hfpatch.planner.model import STOCK, STOCK_CHECKPOINTING, UNTILED
+from hfpatch.lab.shallow import STOCK, STOCK_CHECKPOINTING, UNTILED
+from hfpatch.lab.steps import Moment
 from hfpatch.planner.placements import Resident
-from hfpatch.planner.step import Moment
 
 # Visual tokens of an image if a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of a
 # video's frame. The tokens of one frame attend to each other.

@@ -1,7 +1,7 @@
 """Streams, events, pinned memory and threads: the package's only way to a device.
 
 `Device` has synchronous copies: the CPU and every device that is not CUDA. `CudaDevice` has
-streams. Tests pass in their own class to see every synchronisation (tests/faults/checker.py).
+streams. tests/dry/test_order.py sees every synchronisation.
 """
 
 import mmap

@@ -22,7 +22,7 @@ host has seen an event, and a host that runs ahead sees it late. Instead, the st
 a tensor waits for the tensor's last copy before the tensor is freed.
 
 Host memory is free again once its Loan is freed, a slot of a ring once its Ticket is. So an
-exception, wherever it comes, needs no clean-up. tests/faults/checker.py finds every missing wait.
+exception, wherever it comes, needs no clean-up. tests/dry/test_order.py finds every missing wait.
 Files: disk.py. Host memory: pool.py.
 """
 

@@ -12,7 +12,8 @@ from hfpatch.trainer.arguments import checkpointing_of
 
 
 def check(config, model, data, args, say):
-    """Says in three lines what is planned, and returns the plan. Raises ValueError for a run that does not fit.
+    """Says in three lines what is planned, and returns the plan; None where there is none. ValueError
+    for a run that does not fit.
 
     Without a GPU there are no times to plan: weights, gradients and moments must fit the machine.
     Nothing is said of Liger, nor of an engine's config that plans do not know.
@@ -26,12 +27,16 @@ def check(config, model, data, args, say):
     if placement not in ("auto", *PLACEMENTS):
         return None
     stock = "stock-checkpointing" if args.gradient_checkpointing else "stock"
-    found = plan(
-        config, seq_len=data.seq_len, batch=args.per_device_train_batch_size, gpu=gpu,
-        gpus=args.world_size, host_ram=host_limit(), placement=placement, sp_size=model.sp_size,
-        checkpointing=checkpointing_of(model) if model.impl == "hfpatch" else stock,
-        adapters=adapters_of(model), fp8=model.fp8,
-    )  # fmt: skip
+    try:
+        found = plan(
+            config, seq_len=data.seq_len, batch=args.per_device_train_batch_size, gpu=gpu,
+            gpus=args.world_size, host_ram=host_limit(), placement=placement, sp_size=model.sp_size,
+            checkpointing=checkpointing_of(model) if model.impl == "hfpatch" else stock,
+            adapters=adapters_of(model), fp8=model.fp8,
+        )  # fmt: skip
+    except ValueError as error:  # such as a model that nobody can plan; it may run all the same
+        say(f"hfpatch: not planned: {str(error).removeprefix('hfpatch: ')}")
+        return None
     memory = (
         f"{found.gpu_peak_bytes / GiB:.1f} of {found.gpu_usable_bytes / GiB:.1f} GiB on the GPU, "
         f"{found.host_peak_bytes / GiB:.0f} of {(found.host_usable_bytes or 0) / GiB:.0f} GiB of "

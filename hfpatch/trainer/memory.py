@@ -104,9 +104,9 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     meter.ran_out()
     path = write(model, args)
     advice = (
-        'Or pass checkpointing="least" to hfpatch.apply.'
+        'Or pass checkpointing="least" to hfpatch.apply'
         if expandable_segments()
-        else f"Or set {ALLOCATOR[0]}={GROWS}."
+        else f"Or set {ALLOCATOR[0]}={GROWS}"
     )
     sentence = (
         f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: {before / GiB:.1f} "

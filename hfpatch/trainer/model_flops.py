@@ -9,8 +9,9 @@ from hfpatch.budget.cuts import attended
 def windows_of(config) -> dict[int, int]:
     """How many layers of a text config see how many tokens (0: all)."""
     config = config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     wide = getattr(config, "sliding_window", None) or 0
+    every = "sliding_attention" if wide else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
     sees = {"full_attention": 0, "sliding_attention": wide}
     return dict(Counter(sees[kind] for kind in kinds if kind in sees))
 

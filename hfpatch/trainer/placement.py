@@ -125,7 +125,7 @@ def fitting(
     """
     from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS
     from hfpatch.planner.answer import make_run
-    from hfpatch.planner.evaluate import evaluate, placements
+    from hfpatch.planner.evaluate import GLANCE, evaluate, placements
     from hfpatch.planner.placements import FLOAT8_RECIPES
 
     # Only memory matters here, not the speed of the GPU in this row. gpu_free has no CUDA context
@@ -137,7 +137,7 @@ def fitting(
     for name in placements(run, "auto"):
         if PLACEMENTS[name].fused and not fused:
             continue
-        found = evaluate(run, name)
+        found = evaluate(run, name, GLANCE)
         if found.fits:
             return name
         on_gpu, on_host = found.gpu_peak_bytes / GiB, found.host_peak_bytes / GiB

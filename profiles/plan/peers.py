@@ -27,7 +27,6 @@ PEERS = {
 # Their copies wait: torch's save_on_cpu copies to the host with a blocking `copy_`, and back on the
 # stream that computes. Axolotl's go on streams of their own.
 ON_COMPUTE = ("trl-offload", "trl-selective", "liger-selective", "liger-tiled-offload")
-TILED = ("liger-tiled-offload", "mixture")  # their MLPs run in shards of as many rows as columns
 LENGTHS = (4096, 8192, 16384, 32768, 131072)
 HOST_AT = (8192, 32768, 131072)
 FIELDS = "implementation,tokens,peak_gib,most_gib,host_gib,matmul_flops,attention_forwards,moved_forward_gib,moved_backward_gib"
@@ -78,9 +77,9 @@ def seconds(row: dict, gpu: str) -> float | None:
     from hfpatch.budget.hardware import gpu_row
     from hfpatch.lab.models import text_config_of
     from hfpatch.lab.rates import attention_ramp
+    from hfpatch.lab.shallow import Values, model_of
     from hfpatch.planner.answer import RESERVE_SHARE
     from hfpatch.planner.limits import parse_bytes
-    from hfpatch.planner.model import Values, model_of
     from hfpatch.planner.placements import resident
 
     gpu, config = gpu_row(gpu), text_config_of(MODEL)[1]
@@ -92,7 +91,9 @@ def seconds(row: dict, gpu: str) -> float | None:
     # Causal attention of all layers, once forward.
     once = 2 * config["num_hidden_layers"] * config["hidden_size"] * tokens**2
     once *= attention_ramp(tokens)
-    fore, back = (row[f"moved_{way}_gib"] * GiB / gpu.memory_rate for way in ("forward", "backward"))
+    fore, back = (
+        row[f"moved_{way}_gib"] * GiB / gpu.memory_rate for way in ("forward", "backward")
+    )
     work = row["matmul_flops"] / gpu.matmul_flops + fore + back
     work += row["attention_forwards"] * once / gpu.attention_forward
     work += 2.5 * once / gpu.attention_backward

@@ -16,10 +16,10 @@ from pathlib import Path
 from hfpatch.budget.hardware import GPUS, MATMUL_SHARE, Gpu
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.shallow import STOCK, STOCK_CHECKPOINTING, UNTILED
+from hfpatch.lab.steps import Cost, Steps
 from hfpatch.planner.answer import make_run, seconds_of
-from hfpatch.planner.model import STOCK, STOCK_CHECKPOINTING, UNTILED
 from hfpatch.planner.placements import resident
-from hfpatch.planner.step import Cost, Steps
 
 MOST = 0.15  # a miss above it is printed
 # Part of a second forward that runs inside backward: (matmuls, attention, passes over memory).
@@ -138,11 +138,11 @@ def _parts(row: Row, way: str, routes: int = 0) -> tuple[Counter, Counter]:
     """Seconds of a step by part: in all layers, and beside them. Ranks that share a row have their
     part of its tokens, and of its attention."""
     steps, tokens = _steps(row, way, routes), row.tokens // row.ranks
-    L = steps.model.layers
-    two, three = (steps.ran(tokens, way, n) for n in (2, 3))
-    layer = {k: three[k] - two[k] for k in three}
-    layers = Counter({k: L * v for k, v in layer.items()})
-    beside = Counter({k: two[k] - 2 * v for k, v in layer.items()})
+    n, period = steps.model.depths()
+    few, more = (steps.ran(tokens, way, depth) for depth in (n, n + period))
+    layer = {k: (more[k] - few[k]) / period for k in more}
+    layers = Counter({k: steps.model.layers * v for k, v in layer.items()})
+    beside = Counter({k: few[k] - n * v for k, v in layer.items()})
     if row.ranks > 1:
         layers["attention"] = _cost(row, way).seconds["attention"] / row.ranks
     return layers, beside
@@ -230,9 +230,7 @@ def error(row: Row) -> float:
 
 def line(row: Row) -> str:
     time, miss = planned(row), error(row)
-    parts = ", ".join(
-        f"{k.replace('_', ' ')} {v:.2f}" for k, v in time.items() if v >= 0.005
-    )
+    parts = ", ".join(f"{k.replace('_', ' ')} {v:.2f}" for k, v in time.items() if v >= 0.005)
     numbers = (
         f"{row.seconds:.2f} | {time.total():.2f} | {miss:+.0%}{' **miss**' * (abs(miss) > MOST)}"
     )

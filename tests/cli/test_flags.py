@@ -1,12 +1,16 @@
 """One name for a thing on all command lines, however its words are joined."""
 
 import importlib
+import re
+from dataclasses import fields
 
 import pytest
 
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.cli.failures import Parser
+from hfpatch.cli.main import main
 from hfpatch.trainer import arguments
+from hfpatch.trainer.flags import DataArguments, ModelArguments
 
 
 @pytest.mark.parametrize("command", ["plan", "profile"])
@@ -55,3 +59,14 @@ def test_training_takes_the_same_words(tmp_path):
 def test_yes_and_no_of_yaml_are_no_folders(word):
     with pytest.raises(ValueError, match="^hfpatch: .*checkpointing"):
         parse_checkpointing([word])
+
+
+def test_help_of_training_shows_every_flag_of_ours_once(capsys):
+    assert main(["train", "--help"]) == 0
+    shown = re.findall(r"(?m)^  --(\w+)", capsys.readouterr().out)
+    assert len(shown) == len({*shown}) < 80
+    own = [f.name for cls in (ModelArguments, DataArguments) for f in fields(cls)]
+    assert {*own, "nan_steps", "learning_rate", "output_dir"} <= {*shown}
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    assert "--adam_beta1" in capsys.readouterr().out

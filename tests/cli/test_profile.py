@@ -97,7 +97,7 @@ def test_what_checkpointing_says_travels_as_words():
     assert (
         words_of("auto") == [] and words_of("off") == ["off"] and words_of("least") == ["aim=least"]
     )
-    settings = hfpatch.Checkpointing(keep=["qkv"], plain=2, offload="/tmp")
+    settings = hfpatch.Checkpointing(keep=["gate_up"], plain=2, offload="/tmp")
     assert parse_checkpointing(words_of(settings)) == settings
 
 

@@ -52,6 +52,14 @@ def test_the_site_builds_strictly(site):
     assert "frozen_weights" in api and "linear_cross_entropy" in api
 
 
+def test_search_finds_what_people_type(site):
+    """Benchmarks and the log are left out of it."""
+    found = json.loads((site / "search/search_index.json").read_text())["docs"]
+    for word in ("4090", "GRPO", "OOM", "Colab"):
+        assert any(word in entry["title"] + entry["text"] for entry in found), word
+    assert not [entry["location"] for entry in found if "benchmarks/" in entry["location"]]
+
+
 def links(site: Path, page: str) -> set[str]:
     """Pages of the site that a page's own text links to, menus left out."""
     file = site / page / "index.html"
@@ -102,7 +110,7 @@ def test_a_person_finds_the_command_in_three_clicks(site, words, first):
 
 def test_readme_is_short_and_its_links_lead_somewhere():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 130
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert (ROOT / target).exists(), target
 
@@ -120,14 +128,7 @@ def test_the_description_for_an_index_is_current():
     """No relative link and no picture: an index has neither."""
     made = script("docs").description()
     assert (ROOT / "DESCRIPTION.md").read_text() == made, "run python scripts/docs.py description"
-    assert "](" not in re.sub(r"\]\(https?:", "", made) and "made text" in made
-
-
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse prints by version")
-def test_the_command_line_page_is_current():
-    assert (ROOT / "docs/reference/cli.md").read_text() == script("docs").cli(), (
-        "run python scripts/docs.py cli"
-    )
+    assert "](" not in re.sub(r"\]\(https?:", "", made)
 
 
 def test_the_picture_is_current():
@@ -135,9 +136,9 @@ def test_the_picture_is_current():
     assert (ROOT / "docs/assets/memory.svg").read_text() == made, (
         "run python scripts/docs.py memory"
     )
-    readme = (ROOT / "README.md").read_text()
-    for gib in re.findall(r">([0-9.]+)</text>", made):
-        assert gib in readme.split("docs/assets/memory.svg")[0], gib
+    words = (ROOT / "README.md").read_text().split("](docs/assets/memory.svg)")[0]
+    said = re.findall(r" (\d+)(?: GiB)?(?:,|$)", words.split("simulated: ")[-1])
+    assert re.findall(r">(\d+) GiB</text>", made) == said
 
 
 def test_the_picture_of_axolotls_yaml_is_that_of_the_page():
@@ -159,14 +160,11 @@ def hosts(page: str) -> dict[tuple[str, str], str]:
 
 
 def test_each_trainer_of_the_tests_has_a_row():
-    """In README, and on the page that says more, of the same versions."""
+    """On the page of other trainers."""
     listed = (ROOT / "scripts/test.sh").read_text().split("declare -A HOSTS=(")[1].split("\n)")[0]
     tested = {name.replace("_", "") for name in re.findall(r"\[(\w+)\]=", listed)}
-    readme, page = hosts("README.md"), hosts("docs/start/run.md")
-    assert {name.replace("-", "").lower() for name, _ in readme} == tested
-    assert readme.keys() == page.keys()
-    for row, version in readme.items():
-        assert re.search(rf"\b{re.escape(version)}\b", page[row]), row
+    page = hosts("docs/start/run.md")
+    assert {name.replace("-", "").lower() for name, _ in page} == tested
 
 
 def test_figures_of_the_readme_are_those_of_the_benchmarks():

@@ -2,7 +2,7 @@
 
     order.py LOG [MARK]      prints each kind of conflict, and how many of them have no order
 
-Copies, fills, products, FlashAttention's and cuDNN's attention, Triton kernels and ATen's
+Uses of pinned memory by the host itself, copies, fills, products, FlashAttention's and cuDNN's attention, Triton kernels and ATen's
 element-wise kernels are accesses of memory. Two accesses of the same bytes on different streams, one
 of them a write, conflict: one must be ordered before the other, by events or because the host waited
 between them. Device addresses are never used twice for different memory, so that no freed memory is
@@ -44,6 +44,11 @@ class Clocks:
         else:
             clock = self.streams[words[4]]
             _merge(clock, self.events.get(words[2], {}))
+
+    def by_host(self) -> collections.Counter:
+        """The host's clock at a use of memory by itself."""
+        self.host["host"] += 1
+        return self.host
 
     def host_waited(self, words: list[str]) -> None:
         """W CALL [EVENT | stream S]; without either for the whole device."""
@@ -103,7 +108,11 @@ def conflicts(path: str | Path, mark: str | None = None) -> Found:
     with open(path, errors="replace") as log:
         for number, line in enumerate(log, 1):
             letter, words = line[0], line.split()
-            if letter == "M":
+            if letter == "M" and words[1] == "host" or words[:2] == ["H", "unpin"]:
+                clock = clocks.by_host()
+                access = _by_host(words, clock["host"], number)
+                _compare(access, clock, latest, found if counts else None)
+            elif letter == "M":
                 counts = counts or line[2:].strip() == mark
             elif letter == "E":
                 clocks.event(words)
@@ -114,6 +123,14 @@ def conflicts(path: str | Path, mark: str | None = None) -> Found:
                 for access in _accesses(words, number):
                     _compare(access, clock, latest, found if counts else None)
     return found
+
+
+def _by_host(words: list[str], number: int, line: int) -> Access:
+    """Of the words M host USE POINTER BYTES, or H unpin BYTES POINTER."""
+    if words[0] == "H":
+        words = ["M", "host", "w", words[3], words[2]]
+    start = int(words[3], 16)
+    return Access(start, start + int(words[4]), "host", number, words[2], "the host", line)
 
 
 def _accesses(words: list[str], line: int) -> list[Access]:

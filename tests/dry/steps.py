@@ -12,6 +12,7 @@ import io
 import sys
 import time
 from dataclasses import dataclass, field
+from unittest import mock
 
 import stub
 import torch
@@ -36,9 +37,10 @@ class Case:
         micro_steps: forward and backward passes of a step, which keep .grad.
         keep_gradients: .grad also stays between steps.
         batch: "", "packed" or "padded".
-        before: an action of ACTIONS, just before each step, which is part of it.
-        log: the path of a log of the last step, for order.py.
-        without_wait: [file's end, line] of a call of hfpatch's Device.wait that does nothing.
+        before: actions of ACTIONS, with commas, just before each step, which are part of it.
+        log: the path of a log of the last step, for order.py; of apply too if it is the only one.
+        without_wait: [file's end, line] of a call of hfpatch's Device.wait or synchronize that does
+            nothing.
     """
 
     model: str
@@ -279,12 +281,164 @@ def batch_in_flight(model, batch: dict) -> None:
         x.add_(0)
 
 
+class Stop(Exception):
+    """Raised from a hook in the middle of a step."""
+
+
+class OfAnEngine:
+    """A hook that tiled layers run, as they run those of engines."""
+
+    __module__ = "deepspeed"
+
+    def __init__(self, hook):
+        self.hook = hook
+
+    def __call__(self, *args):
+        return self.hook(*args)
+
+
+def layers_of(model) -> list:
+    return [module for module in model.modules() if "_hfpatch_index" in vars(module)]
+
+
+def loss_of(model, batch: dict):
+    return model(**batch, use_cache=False).loss
+
+
+def retained(model, batch: dict) -> None:
+    loss = loss_of(model, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def other_order(model, batch: dict) -> None:
+    """Three forwards, whose backwards come in another order."""
+    losses = [loss_of(model, batch) for _ in range(3)]
+    for i in (1, 2, 0):
+        losses[i].backward()
+
+
+def side_stream(model, batch: dict) -> None:
+    """Steps on streams of the caller's own, each after the one before."""
+    begun = torch.cuda.current_stream()
+    for _ in range(2):
+        own = torch.cuda.Stream()
+        own.wait_stream(begun)
+        with torch.cuda.stream(own):
+            loss_of(model, batch).backward()
+            model.zero_grad()  # the gradients' memory is this stream's
+        begun = own
+    torch.cuda.current_stream().wait_stream(begun)
+
+
+def cut_short(model, batch: dict) -> None:
+    """Forwards that end before the last layer, and a backward from there."""
+    given: list = []
+
+    def stop(module, args):
+        given.append(args[0])
+        raise Stop
+
+    handle = layers_of(model)[-1].register_forward_pre_hook(OfAnEngine(stop))
+    for _ in range(2):
+        with contextlib.suppress(Stop):
+            loss_of(model, batch)
+        given.pop().sum().backward()
+    handle.remove()
+
+
+def raised(place: str, backward: bool = False):
+    """An action: a step that an error ends in one module's forward, where it runs for the nth time,
+    or in its backward."""
+
+    def act(model, batch: dict) -> None:
+        module = layers_of(model)[1].get_submodule(place)
+        for nth in (2, 5):
+            count = [0]
+
+            def hook(*args, count=count, nth=nth):
+                count[0] += 1
+                if count[0] == nth:
+                    raise Stop
+
+            register = module.weight.register_hook if backward else module.register_forward_hook
+            handle = register(OfAnEngine(hook))
+            with contextlib.suppress(Stop):
+                loss_of(model, batch).backward()
+            handle.remove()
+            model.zero_grad()
+
+    return act
+
+
+def whole(model, batch: dict) -> None:
+    """Layers cannot be tiled from now on: a hook of the user's is inside."""
+    for layer in layers_of(model):
+        if not layer.self_attn._forward_hooks:
+            layer.self_attn.register_forward_hook(lambda *args: None)
+
+
+def written_at_rest(model, batch: dict) -> None:
+    """Frozen weights are written to on the host behind a backward, whole or ended early."""
+    layers = layers_of(model)
+    for ran in (layers, layers[-1:]):
+        loss = loss_of(model, batch)
+        trained = [p for layer in ran for p in layer.parameters() if p.requires_grad]
+        torch.autograd.grad(loss, trained)
+        del loss
+        for parameter in (p for layer in ran for p in layer.parameters()):
+            if not parameter.requires_grad and parameter.device.type == "cpu":
+                parameter.data.mul_(0.5)
+                stub.host_uses("w", parameter.data)
+
+
+def from_step(at: int, act):
+    """An action that begins with the step of this number."""
+
+    def action(model, batch: dict) -> None:
+        number = vars(model).setdefault("_dry_step", 0)
+        vars(model)["_dry_step"] = number + 1
+        act(model, batch, number >= at)
+
+    return action
+
+
+def held(model, batch: dict, now: bool) -> None:
+    """4 GiB of the user's own, or of another model's."""
+    if now and "_dry_held" not in vars(model):
+        vars(model)["_dry_held"] = torch.empty(4 * GiB, dtype=torch.uint8, device="cuda")
+
+
+def half_frozen(model, batch: dict, now: bool) -> None:
+    """The lower half of the layers trains from then on."""
+    layers = layers_of(model)
+    for parameter in (p for layer in layers[: len(layers) // 2] for p in layer.parameters()):
+        parameter.requires_grad_(now)
+
+
+def evaluated(model, batch: dict, now: bool) -> None:
+    with torch.no_grad():
+        model.eval()(**batch, use_cache=False)
+    model.train()
+
+
 ACTIONS = {
     "batch in flight": batch_in_flight,
-    "": lambda model, batch: None,
     "partial": partial_backward,
     "dropped": dropped_graph,
     "handed over": handed_over,
+    "retained": retained,
+    "other order": other_order,
+    "side stream": side_stream,
+    "cut short": cut_short,
+    "raise in mlp": raised("mlp"),
+    "raise in q": raised("self_attn.q_proj"),
+    "raise in gradient": raised("mlp.down_proj", backward=True),
+    "whole": whole,
+    "written at rest": written_at_rest,
+    "hold": from_step(3, held),
+    "unfreeze": from_step(3, half_frozen),
+    "evaluate": from_step(0, evaluated),
 }
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -299,23 +453,39 @@ class Both(io.StringIO):
 
 
 @contextlib.contextmanager
-def without(place: list):
-    """Within, hfpatch's `device.wait` at [file's end, line] does nothing."""
+def seen(left_out: list):
+    """Within, the log has the host's own uses of pinned memory, and hfpatch's wait or synchronize at
+    [file's end, line] does nothing."""
+    from hfpatch.layer.packed_weights import Packed
     from hfpatch.store.device import CudaDevice
 
-    real = CudaDevice.wait
+    host_bytes, to_host = CudaDevice.host_bytes, Packed._to_host
 
-    def wait(self, event, stream=None):
-        frame = sys._getframe(1)
-        if place and frame.f_lineno == place[1] and frame.f_code.co_filename.endswith(place[0]):
-            return
-        real(self, event, stream)
+    def waits(real):
+        def wait(self, *args):
+            frame = sys._getframe(1)
+            here = left_out and frame.f_lineno == left_out[1]
+            if not (here and frame.f_code.co_filename.endswith(left_out[0])):
+                real(self, *args)
 
-    CudaDevice.wait = wait
-    try:
+        return wait
+
+    def noted_bytes(self, block, writes):
+        stub.host_uses("w" if writes else "r", block)
+        return host_bytes(self, block, writes)
+
+    def noted_to_host(self, transfers):
+        """From here on the user may read the weights."""
+        to_host(self, transfers)
+        stub.host_uses("r", self.saved.block.thing.bytes)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Packed, "_to_host", noted_to_host))
+        for name in ("wait", "synchronize"):
+            real = getattr(CudaDevice, name)
+            stack.enter_context(mock.patch.object(CudaDevice, name, waits(real)))
+        stack.enter_context(mock.patch.object(CudaDevice, "host_bytes", noted_bytes))
         yield
-    finally:
-        CudaDevice.wait = real
 
 
 def run(case: Case):
@@ -324,7 +494,9 @@ def run(case: Case):
     model = build(case)
     sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
     said = Both()
-    with contextlib.redirect_stderr(said), without(case.without_wait):
+    if case.log and len(case.rows) == 1:
+        stub.log_to(case.log)
+    with contextlib.redirect_stderr(said), seen(case.without_wait):
         report = patch(model, case)
         yield {
             "parameters": sum(size for size, _ in sizes),
@@ -335,7 +507,7 @@ def run(case: Case):
         }
         optimizer = optimizer_of(model, case)
         for index, (B, T) in enumerate(case.rows):
-            if case.log and index == len(case.rows) - 1:
+            if case.log and 0 < index == len(case.rows) - 1:
                 stub.log_to(case.log)
             yield measured(model, case, optimizer, index, batch_of(case, B, T), said)
     if case.log:
@@ -353,7 +525,8 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
     row = {"step": index, "shape": list(batch["input_ids"].shape)}
     with stub.HostWaits() as waits:
         try:
-            ACTIONS[case.before](model, batch)
+            for action in filter(None, case.before.split(", ")):
+                ACTIONS[action](model, batch)
             forward = backward = 0.0
             launched = 0
             for _ in range(case.micro_steps):

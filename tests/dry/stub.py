@@ -42,6 +42,11 @@ def mark(text: str) -> None:
     LIBRARY.dry_mark(text.encode())
 
 
+def host_uses(use: str, x) -> None:
+    """Writes into the log that the host itself reads ("r") or writes ("w") x's memory."""
+    mark(f"host {use} {x.data_ptr():#x} {x.numel() * x.element_size()}")
+
+
 def counts() -> dict[str, collections.Counter]:
     """The counters since reset(), by group.
 

@@ -42,6 +42,27 @@ def test_steps_settle_on_what_fits(name, dry, table):
     assert step["mallocs"] == step["retries"] == 0, "a step at a settled policy allocates nothing"
 
 
+OTHERS = {
+    "a tensor of the user's": {"before": "hold"},
+    "an evaluation between steps": {"before": "evaluate"},
+    "layers that train from the fourth step on": {"before": "unfreeze"},
+    "every batch size": {"rows": [(1, 16384), (2, 8192), (4, 8192), (8, 4096), (3, 5000)] * 2},
+    "gradients of two micro-steps": {"micro_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "a tensor of the user's" else pytest.param(n, marks=long) for n in OTHERS]
+)
+def test_memory_of_others_costs_no_step(name, dry, table):
+    case = {"layers": 8, "rows": [(1, 32768)] * 8, "env": {"DRY_MEM_MIB": 24210}} | OTHERS[name]
+    ran = dry.run(MODEL, **case)
+    assert ran.end == "ok" and not any("error" in step for step in ran.steps)
+    peak = max(step["allocated_peak"] for step in ran.steps[-4:]) / GiB
+    table("memory of others", name, "peak of 23.6 GiB", peak)
+    assert peak >= 0.8 * 24210 / 1024
+
+
 @long
 @pytest.mark.parametrize("tokens", [16384, 32768])
 def test_segments_that_do_not_expand_are_used_too(tokens, dry, table):

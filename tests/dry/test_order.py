@@ -14,19 +14,45 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 TILES = {"offload": "host", "every": 1, "plain": 0, "tile": 512, "save_attention": True}
+KEPT = TILES | {"keep": ("gate_up",)}
+ONE = TILES | {"tile": 1 << 20}
+DISK = TILES | {"offload": "DISK"}
+AWAY = {"frozen_weights": "host", "plain": 0, "tile": 512}
+LENGTHS = [(1, 4096), (1, 2050), (1, 5000)]
 WAYS = {
     "tiles": {"checkpointing": TILES},
-    "tiles, all kept": {"checkpointing": TILES | {"keep": ("qkv", "mid", "gate_up")}},
+    "tiles, all kept": {"checkpointing": KEPT},
+    "tiles on the device": {"checkpointing": KEPT | {"offload": "gpu"}, "before": "retained"},
     "attention again": {"checkpointing": TILES | {"save_attention": False}},
-    "one tile": {"checkpointing": TILES | {"tile": 1 << 20}},
+    "one tile": {"checkpointing": ONE},
+    "one tile, all kept": {"checkpointing": KEPT | ONE, "rows": LENGTHS},
     "every second": {"checkpointing": {"offload": "host", "every": 2, "tile": 512}},
-    "weights on the host": {
-        "adapters": "lora", "checkpointing": {"frozen_weights": "host", "plain": 0, "tile": 512},
+    "every third": {"checkpointing": ONE | {"every": 3}, "before": "raise in gradient"},
+    "untiled layers": {"checkpointing": TILES | {"plain": 2}, "before": "other order"},
+    "weights on the host": {"adapters": "lora", "checkpointing": AWAY},
+    "weights go to the host": {"adapters": "lora", "checkpointing": AWAY, "rows": [(1, 4096)]},
+    "weights written at rest": {
+        "adapters": "lora", "checkpointing": AWAY, "before": "written at rest",
     },
+    "weights, other order": {"adapters": "lora", "checkpointing": AWAY, "before": "other order"},
     "packed": {"batch": "packed", "before": "batch in flight", "checkpointing": TILES},
+    "padded": {"batch": "padded", "rows": [(2, 2048)] * 3, "checkpointing": TILES},
     "partial": {"before": "partial", "checkpointing": TILES},
     "dropped": {"before": "dropped", "checkpointing": TILES},
     "handed over": {"before": "handed over", "checkpointing": TILES},
+    "retained": {"before": "retained", "checkpointing": KEPT},
+    "other order": {"before": "other order", "checkpointing": TILES},
+    "side stream": {"before": "side stream", "checkpointing": KEPT},
+    "cut short": {"before": "cut short", "checkpointing": KEPT},
+    "lengths": {"rows": LENGTHS, "checkpointing": TILES},
+    "raise in mlp": {"before": "raise in mlp", "checkpointing": TILES},
+    "raise in q": {"before": "raise in q", "checkpointing": TILES | {"save_attention": False}},
+    "raise in gradient": {"before": "raise in gradient", "checkpointing": KEPT},
+    "whole": {"before": "whole, retained", "checkpointing": TILES},
+    "whole, side stream": {"before": "whole, side stream", "checkpointing": TILES},
+    "disk": {"checkpointing": DISK},
+    "disk, retained": {"before": "retained", "checkpointing": DISK | {"keep": ("gate_up",)}},
+    "disk, an error": {"before": "raise in mlp, partial", "checkpointing": DISK},
     "least": {"checkpointing": "least"},
     "auto": {},
 }  # fmt: skip
@@ -34,10 +60,13 @@ SHORT = ("tiles, all kept",)
 
 
 def logged(dry, path, way: str, **more) -> order.Found:
-    case = {"layers": 3, "changes": SMALL, "rows": [(1, 4096)] * 3, "log": str(path)}
-    ran = dry.run("llama-3.1-8b", **case, **WAYS[way], **more)
+    case = {"layers": 3, "changes": SMALL, "rows": [(1, 4096)] * 3, "log": str(path)} | WAYS[way]
+    settings = case.get("checkpointing")
+    if isinstance(settings, dict) and settings.get("offload") == "DISK":
+        case["checkpointing"] = settings | {"offload": str(path.parent)}
+    ran = dry.run("llama-3.1-8b", **case, **more)
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
-    return order.conflicts(path, "step 2")
+    return order.conflicts(path, f"step {len(case['rows']) - 1}")
 
 
 @pytest.mark.parametrize(
@@ -52,15 +81,17 @@ def test_every_copy_is_ordered(way, dry, table, tmp_path):
 
 
 def waits() -> list[tuple[str, int, str]]:
-    """(file, line, source) of each call that makes one stream wait for another."""
+    """(file, line, source) of each call that makes a stream or the host wait for a stream."""
     found = []
     for folder in ("store", "layer", "context", "loss"):
         for path in sorted((ROOT / "hfpatch" / folder).glob("*.py")):
             source = path.read_text()
             for node in ast.walk(ast.parse(source)):
-                called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-                if called and node.func.attr == "wait" and node.args:
-                    text = " ".join(ast.get_source_segment(source, node).split())
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                    continue
+                text = " ".join(ast.get_source_segment(source, node).split())
+                host = text.startswith(("device.synchronize", "self.device.synchronize"))
+                if host or node.func.attr == "wait" and node.args:
                     found.append((f"{folder}/{path.name}", node.lineno, text))
     return found
 
@@ -69,9 +100,14 @@ def waits() -> list[tuple[str, int, str]]:
 SEEN_IN = {
     "device.wait(self.ready or device.mark(self.side), self.owner)": "partial",
     "device.wait(device.mark(self.user), self.owner)": "handed over",
+    "self.device.synchronize(event)": "disk",
+    "self.device.synchronize(copied)": "disk",
+    "device.synchronize()": "lengths",
+    "device.synchronize(ticket.ready)": "weights written at rest",
+    "device.synchronize(device.mark())": "weights go to the host",
 }
 # Needed, but not seen here: the allocator never gave these buffers memory that kernels had used
-# after the slot's last use. tests/faults/test_copies.py shows the race on a CPU.
+# after the slot's last use.
 NOT_SEEN = ("transfers.device.wait(transfers.device.mark(), transfers.to_device)",)
 
 

@@ -242,7 +242,7 @@ def test_mistakes_get_one_sentence(name, stem, edit, message, tmp_path):
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match="no engine config 'zero9'.*zero3_cpu_offload"):
         configs.load("zero9")
-    for text, message in [("{", "not JSON"), ("{}", "shards nothing")]:
+    for text, message in [("{", "must be JSON"), ("{}", "shards nothing")]:
         path = tmp_path / "bad.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -262,7 +262,7 @@ def test_nvme_path_is_put_in_and_must_exist(tmp_path):
     zero = configs.training_arguments(config)["deepspeed"]["zero_optimization"]
     assert zero["offload_optimizer"]["nvme_path"] == str(tmp_path)
     gone = configs.load("zero3_nvme_offload", nvme_path=str(tmp_path / "gone"))
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="must be a folder"):
         configs.training_arguments(gone)
 
 

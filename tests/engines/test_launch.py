@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-EXACT = 1e-14  # float64 against float64, relative to the largest value; sums come in another order
 
 
 def variables() -> dict[str, str]:
@@ -239,13 +238,9 @@ def test_gpt_neox_under_ulysses(tmp_path):
 )
 def test_tensor_parallel(single, tmp_path):
     reports = torchrun("tp_worker.py", folder=tmp_path)
+    assert "whole logits" in reports[0]["said"]  # the other ranks print no report
     for report in reports:
         assert report["split"] > 0 and report["local"] * 2 == report["split"]
-        assert "whole logits" not in report["said"]
-        # The loss of every micro-batch of three runs and of four steps of two, from half of the
-        # logits.
-        assert report["words"] == [96 // 2] * (3 * 4 + 4 * 2)
-        assert not {name: error for name, error in report["vocab"].items() if not error <= EXACT}
         assert_losses(report["losses"], single)
         # Both layers' inputs, float32 [2, 24, 64], kept in halves; gathered again into one tile of
         # [2, 6, 64].
@@ -276,8 +271,12 @@ def assert_like_one_rank(reports: list[dict], cases: int) -> None:
     for report in reports:
         assert len(report["found"]) == cases
         for case, found in report["found"].items():
-            for error, name in [*found["steps"], found["undone"]]:
-                assert error <= 1, f"{case}: {name} is {error:.2f} budgets away"
+            # A budget is twice what transformers errs on one rank. Sums over ranks round more: twice
+            # what it errs on these ranks is allowed too.
+            stock, name = found["undone"]
+            assert stock <= 1, f"{case}: stock's {name} is {stock:.2f} budgets away"
+            for error, name in found["steps"]:
+                assert error <= max(1, 2 * stock), f"{case}: {name} is {error:.2f} budgets away"
             # Two steps, forward and backward, three tiles of 8 tokens in each of two rows.
             tiles = 6 if case.endswith("tiled") else 1
             assert not found["whole"] and found["tiles"] == 2 * 2 * tiles * found["layers"], case
@@ -302,17 +301,6 @@ def test_mixers_in_time(tmp_path):
 def test_tensor_parallel_on_four_ranks_and_with_fsdp2(tmp_path):
     reports = torchrun("tp_worker.py", "four", folder=tmp_path, ranks=4)
     assert_gradients(reports, {"tp", "tp and fsdp2"})
-    for report in reports:
-        # a loss a micro-batch, from this rank's words
-        assert report["words"] == [96 // 4] * 4 + [96 // 2] * 2
-
-
-@pytest.mark.long
-def test_a_vocabulary_of_four_ranks(tmp_path):
-    for report in torchrun("vocab_cases.py", folder=tmp_path, ranks=4):
-        assert report["worst"] and not {
-            n: error for n, error in report["worst"].items() if not error <= EXACT
-        }
 
 
 @tiny.not_with_transformers_5_0("runs hybrids' layers whole")

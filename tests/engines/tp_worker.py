@@ -12,14 +12,12 @@ from unittest import mock
 import common
 import torch
 import torch.distributed as dist
-import vocab_cases
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import hfpatch
 from hfpatch.layer import policies as session_module
-from hfpatch.ops import VocabShard
 
 
 def load(folder: Path, **settings) -> LlamaForCausalLM:
@@ -76,10 +74,6 @@ def four(out: Path) -> None:
 
     common.make_config = partial(common.make_config, num_key_value_heads=4)
     dist.init_process_group("gloo")
-    words, chunk = [], VocabShard.chunk_
-    VocabShard.chunk_ = lambda self, logits, *args: (
-        words.append(logits.shape[1]) or chunk(self, logits, *args)
-    )
     found = {}
     for name, rows in (("tp", 1), ("tp and fsdp2", 2)):
         settings = (
@@ -101,7 +95,7 @@ def four(out: Path) -> None:
             mine = slice(mesh.get_local_rank(), None, 2)
         found[name] = common.worst("plain", gradients(model, mine, rows))
         assert model.model.layers[0]._hfpatch_runtime.shards.world == 4 // rows
-    common.report(out, worst=found, words=words)
+    common.report(out, worst=found)
 
 
 def main(folder: str, kind: str = "") -> None:
@@ -115,14 +109,10 @@ def main(folder: str, kind: str = "") -> None:
 
     def make():
         model = load(out / "start")
-        report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("qkv",)))
+        report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("gate_up",)))
         assert report.count("checkpointing") == 2
         return model, str(report)
 
-    words, chunk = [], VocabShard.chunk_
-    VocabShard.chunk_ = lambda self, logits, *args: (
-        words.append(logits.shape[1]) or chunk(self, logits, *args)
-    )
     model, said = make()
     local = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     split = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
@@ -138,11 +128,9 @@ def main(folder: str, kind: str = "") -> None:
     # resume from.
     trainer = common.train(model, out / "whole", batch=2, save_only_model=True, **shim)
     trainer.save_model(str(out / "final"))
-    VocabShard.chunk_ = chunk
     common.report(
         folder, losses=common.losses(trainer), local=local, split=split, said=said, worst=found,
-        whole_bytes=whole_bytes, shared_bytes=shared_bytes, gathered=gathered, words=words,
-        vocab=vocab_cases.main(),
+        whole_bytes=whole_bytes, shared_bytes=shared_bytes, gathered=gathered,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from tiny import OfAnEngine, gradients, stock_loss
 import hfpatch
 from hfpatch.store import disk
 from hfpatch.store.pool import Area
-from tests.faults.checker import qualname
 from tests.layer.deep import pair, tiny_llama, tokens
 
 CODE = tuple(str(Path(hfpatch.__file__).parent / name) for name in ("layer", "store"))
@@ -69,12 +68,6 @@ def assert_nothing_held(model):
         assert tier is None or tier.read_bounces.free == len(tier.read_bounces) <= disk.BUFFERS
 
 
-def test_code_without_a_function_has_a_name():
-    """As a generator expression's on Python 3.10, in which Ctrl-C would come as a StopIteration."""
-    assert qualname(compile("0", "nowhere", "eval")) == "<module>"
-    assert qualname(Interrupt.__init__.__code__) == "Interrupt.__init__"
-
-
 class Interrupt:
     """Ctrl-C at the nth line that runs in hfpatch/layer/ or store/ (counts them where nth is
     None).
@@ -98,7 +91,7 @@ class Interrupt:
         if event == "line":
             self.count += 1
             if self.count == self.nth:
-                self.where = f"{qualname(frame.f_code)}:{frame.f_lineno}"
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._line
 

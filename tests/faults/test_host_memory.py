@@ -23,9 +23,9 @@ from hfpatch.store import disk
 from hfpatch.store import pool as pool_module
 from hfpatch.store.device import CudaDevice, Device, host_empty
 from hfpatch.store.transfers import HostPool, Transfers
-from tests.faults.checker import standing_in
 from tests.faults.test_exceptions import assert_same, patched, step
 from tests.layer.deep import tokens
+from tests.layer.devices import standing_in
 
 CPU = torch.device("cpu")
 
@@ -326,7 +326,7 @@ def test_leaving_makes_no_noise(tmp_path):
     program = f"""
 import sys, os, shutil, torch
 sys.path.insert(0, "tests")
-from tests.faults.checker import standing_in
+from tests.layer.devices import standing_in
 from tests.faults.test_exceptions import patched, step, raise_in
 from tests.faults.test_host_memory import Pinning, CPU
 from tests.layer.deep import tokens

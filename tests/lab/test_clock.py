@@ -46,7 +46,7 @@ class Found:
         begins, end = follower.begins, self.clock.compute.now
         turn = begins["backward"]
         self.seconds = {"forward": turn - begins["forward"], "backward": end - turn}
-        self.passed = follower.meter.step.clocks
+        self.passed = follower.meter.step.forward.clocks
 
     def exposed(self, turn: str) -> float:
         """Share of the turn."""

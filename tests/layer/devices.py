@@ -1,9 +1,27 @@
 """Devices without a GPU: counters that a test sets, and counters of a simulated run's storages."""
 
+from contextlib import contextmanager
+
+import torch
+
 from hfpatch.layer import policies
 from hfpatch.layer.gauge import Counters, Gauge
+from hfpatch.store.device import DEVICES, Device
 
 GiB = 1 << 30
+
+
+@contextmanager
+def standing_in(device: torch.device, other: Device):
+    """Within, `other` stands for the device wherever something is begun."""
+    before = DEVICES.get(device)
+    DEVICES[device] = other
+    try:
+        yield other
+    finally:
+        del DEVICES[device]
+        if before is not None:
+            DEVICES[device] = before
 
 
 class Told(Gauge):
@@ -60,4 +78,4 @@ def on_device(monkeypatch, gauge: type, **fields) -> type:
     return gauge
 
 
-__all__ = ["Counters", "GiB", "OfLedger", "Told", "on_device"]
+__all__ = ["Counters", "GiB", "OfLedger", "Told", "on_device", "standing_in"]

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("exact_loss")
 # meet.
 PATHS = {
     "one tile": ({"offload": "gpu"}, {}),
-    "one tile, from the host": ({"offload": "host", "keep": ("qkv", "mid", "gate_up")}, {}),
+    "one tile, from the host": ({"offload": "host", "keep": ("gate_up",)}, {}),
     "tiles": ({"offload": "host", "tile": 16}, {}),
     "attention again": ({"offload": "host", "tile": 16, "save_attention": False}, {}),
     "all heads at once": ({"offload": "host", "tile": 16}, {"wide": True}),

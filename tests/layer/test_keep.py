@@ -2,8 +2,6 @@
 with less computed.
 """
 
-from itertools import combinations
-
 import pytest
 import tiny
 import torch
@@ -11,37 +9,28 @@ from tiny import gradients, largest_difference
 
 import hfpatch
 from hfpatch.budget.policy import KEEPABLE, Policy
-from hfpatch.layer.traced import Traced
+from hfpatch.layer import function
 from tests.families import small_model
 from tests.layer.deep import tiny_llama, tokens
 from tests.layer.test_layer import BUDGET, check
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
-KEEPS = [names for n in (1, 2, 3) for names in combinations(KEEPABLE, n)]
-# Each name alone and all of them; on the device, on the host, in files; one tile and many;
-# attention once and twice.
+# On the device, on the host, in files; one tile and many; attention once and twice.
 SHORT = [
-    (("qkv",), "gpu", 14, True), (("mid",), "host", 14, True), (("gate_up",), "disk", 14, True),
-    (KEEPABLE, "host", 14, True),
-    (KEEPABLE, "gpu", 4096, True), (KEEPABLE, "disk", 4096, False), (KEEPABLE, "gpu", 14, False),
-    (("qkv", "mid"), "host", 4096, True),
+    ("gpu", 4096, True), ("gpu", 14, False), ("host", 14, True), ("disk", 14, True),
+    ("disk", 4096, False),
 ]  # fmt: skip
-ALL = [
-    (k, w, t, s)
-    for k in KEEPS
-    for w in ("gpu", "host", "disk")
-    for t in (14, 4096)
-    for s in (True, False)
-]
+ALL = [(w, t, s) for w in ("gpu", "host", "disk") for t in (14, 4096) for s in (True, False)]
 
 
-@pytest.mark.parametrize("keep, where, tile, save", [
+@pytest.mark.parametrize("where, tile, save", [
     *SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in ALL if row not in SHORT),
 ])  # fmt: skip
-def test_gradients_equal_stock(keep, where, tile, save, tmp_path):
+def test_gradients_equal_stock(where, tile, save, tmp_path):
     where = str(tmp_path) if where == "disk" else where
-    check(hfpatch.Checkpointing(offload=where, tile=tile, keep=keep, save_attention=save, plain=0))
+    settings = {"offload": where, "tile": tile, "save_attention": save, "plain": 0}
+    check(hfpatch.Checkpointing(keep=KEEPABLE, **settings))
 
 
 # None, the last, all but the first, and more than there are; behind layers that keep their input
@@ -153,8 +142,7 @@ def test_adapters_keep_what_still_spares_them_something():
         torch.manual_seed(3)
         loss = model(input_ids=tokens(), labels=tokens()).loss
         if keep == "auto":
-            kept = model.base_model.model.model._hfpatch_runtime.last_call[0]().keep
-            assert kept == ("qkv", "gate_up")
+            assert model.base_model.model.model._hfpatch_runtime.last_call[0]().keeps_gates
         loss.backward()
         found.append(gradients(model))
     assert same(*found)
@@ -175,7 +163,7 @@ def test_what_cannot_be_kept_is_said_and_computed_again(capsys):
     assert same(gradients(plain), gradients(model))
     assert (
         capsys.readouterr().err.count(
-            "hfpatch: LlamaDecoderLayers compute gate_up again: keeping that"
+            "hfpatch: LlamaDecoderLayers compute gate and up again: keeping them"
         )
         == 1
     )
@@ -211,13 +199,13 @@ MOE = pytest.param("qwen3_moe", marks=BY_FORWARDS)
 def test_each_family_keeps_what_it_can(family, monkeypatch):
     found, kept = [], set()
     model = small_model(family)
-    keepable = Traced.keepable
+    spares = function.spares_gates
 
-    def noted(self, names, device):
-        kept.add(keepable(self, names, device))
-        return keepable(self, names, device)
+    def noted(*given):
+        kept.add(spares(*given))
+        return spares(*given)
 
-    monkeypatch.setattr(Traced, "keepable", noted)
+    monkeypatch.setattr(function, "spares_gates", noted)
     ids = torch.randint(1, 60, (2, 37), generator=torch.Generator().manual_seed(0))
     for keep in ((), KEEPABLE):
         hfpatch.apply(

@@ -696,10 +696,12 @@ def test_some_layers_run_again_what_others_keep(offload, tile, keep, tmp_path, m
     monkeypatch.setattr(
         session,
         "link",
-        lambda call, x: calls.append((call.policy.save_attention, call.keep)) or link(call, x),
+        lambda call, x: (
+            calls.append((call.policy.save_attention, call.keeps_gates)) or link(call, x)
+        ),
     )
     model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
-    assert calls == [(True, keep), (True, keep), (bool(keep), ())]
+    assert calls == [(True, bool(keep))] * 2 + [(bool(keep), False)]
     assert len(forwards) == 3 + (not keep)
 
 

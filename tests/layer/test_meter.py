@@ -75,66 +75,6 @@ def test_layers_come_to_keep_what_there_is_room_for(monkeypatch, capfd):
     assert said.count("1 x 16,384 tokens") == len(dict.fromkeys(run.policies)), said
 
 
-def test_lengths_that_never_repeat_keep_what_others_showed(monkeypatch):
-    """From the third step on each has the policy that it has after many."""
-    lengths = [6000, 12000, 7000, 9000, 16384, 5000, 13000, 8000]
-
-    def work(run, ids):
-        for rows in lengths + lengths:
-            run.step(ids, rows)
-            clear(run)
-
-    run = Run(monkeypatch, 8.0)
-    found = run.run(work, 16384)
-    assert max(run.peaks) <= 0.97 * 8.0 * GiB
-    first, then = found[3 : len(lengths)], found[len(lengths) + 3 :]
-    assert all(a.tile == b.tile and abs(a.plain - b.plain) <= 1 for a, b in zip(first, then))
-    assert all(policy.plain > 1 for policy in then)
-
-
-def hold(run, ids, at):
-    """The user's own tensor, or another model's."""
-    if at == 2:
-        run.held = torch.empty(2 * GiB, dtype=torch.uint8)
-
-
-def states(run, ids, at):
-    """A second optimizer's."""
-    if at == 2:
-        run.held = [torch.zeros_like(p) for p in run.model.parameters() for _ in range(2)]
-
-
-def evaluation(run, ids, at):
-    with torch.no_grad():
-        run.model.eval()(input_ids=ids, labels=ids)
-    run.model.train()
-
-
-def unfreezing(run, ids, at):
-    for parameter in run.model.model.layers[:3].parameters():
-        parameter.requires_grad_(at > 2)
-
-
-def micro_steps(run, ids, at):
-    """Gradients stay for the next micro-step."""
-    run.keep = at % 2 == 0
-
-
-@pytest.mark.parametrize("between", [hold, states, evaluation, unfreezing, micro_steps])
-def test_memory_of_others_costs_no_step(between, monkeypatch):
-    def work(run, ids):
-        for at in range(7):
-            between(run, ids, at)
-            run.step(ids, 12000)
-            if not getattr(run, "keep", False):
-                clear(run)
-
-    run = Run(monkeypatch, 8.0)
-    found = run.run(work, 12000)
-    assert 0.75 * 8.0 * GiB < max(run.peaks) <= 8.0 * GiB  # a layer keeps a seventh
-    assert found[-1].plain > 0
-
-
 def test_experts_and_dense_layers_are_kinds_of_their_own(monkeypatch):
     def work(run, ids):
         for _ in range(5):
@@ -168,7 +108,7 @@ def test_sources_of_copies_take_what_the_peak_leaves(settings, ahead, monkeypatc
 
     def told(meter, *args):
         untiled = layer(meter, *args)
-        rooms.append((meter.step.room, meter.step.ahead))
+        rooms.append((meter.step.forward.room, meter.step.ahead))
         return untiled
 
     def work(run, ids):

@@ -148,7 +148,9 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     if way == "whole":
         for layer in layers_of(ours):
-            layer._hfpatch_traits = replace(layer._hfpatch_traits, reason=why("untried", "asked for"))
+            layer._hfpatch_traits = replace(
+                layer._hfpatch_traits, reason=why("untried", "asked for")
+            )
     given, pieces = packed_and_apart(2)
     _, wanted_loss, wanted = step(stock, None, pieces)
     for mask in (None, torch.ones(2, 40, dtype=torch.long)):

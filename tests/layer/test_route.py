@@ -136,7 +136,9 @@ def test_every_reason_of_a_call_decides_somewhere():
     """One that none of these calls needs would be one too many."""
     given = [call(**changes) for changes, *_ in TABLE.values()]
     found = {getattr(first("call", r.condition.now, r), "name", None) for r in given}
-    assert {r.name for r in REASONS if r.when == "call"} - found == {"kernels"}, "a CPU has them all"
+    assert {r.name for r in REASONS if r.when == "call"} - found == {"kernels"}, (
+        "a CPU has them all"
+    )
 
 
 def test_the_first_reason_of_the_list_decides():

@@ -41,9 +41,9 @@ NAMES = ["gemma4_text", pytest.param("gemma3n_text", marks=OF_GEMMA_3N)]
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
 TILES = hfpatch.Checkpointing(offload="host", tile=16)
 POLICIES = [
-    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, keep=("qkv",)),
-    Policy("gpu", keep=("qkv",)),
-    Policy("host", tile=14, keep=("qkv",)), Policy("host", tile=16, save_attention=False),
+    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, keep=("gate_up",)),
+    Policy("gpu", keep=("gate_up",)),
+    Policy("host", tile=14, keep=("gate_up",)), Policy("host", tile=16, save_attention=False),
     Policy("host", 3, False, tile=14),
     Policy("host", 2, False, tile=4096), Policy("host", tile=16, again=5),
     Policy("host", tile=14, plain=2), Policy("host", tile=14, plain=5),
@@ -250,6 +250,6 @@ def test_layers_over_streams_know_which_came_before(monkeypatch):
         LayerRuntime, "link", lambda self, call, x: (link(self, call, x), calls.append(call))
     )
     loss = ours(**batch(), use_cache=False).loss
-    assert [call.position for call in calls] == [0, 1, 0, 1, 0, 1, 0]
+    assert [len(call.segment) for call in calls] == [0, 1, 0, 1, 0, 1, 0]
     assert all(call.previous() is before for before, call in zip(calls, calls[1:]))
     loss.backward()

@@ -24,7 +24,7 @@ RECORDS = pytest.mark.skipif(
 HOST = {"offload": "host", "tile": 8, "plain": 0}
 WAYS = {
     "tiled": hfpatch.Checkpointing(**HOST, keep=()),
-    "kept": hfpatch.Checkpointing(**HOST, keep=("qkv",)),
+    "kept": hfpatch.Checkpointing(**HOST, keep=("gate_up",)),
     "segments": hfpatch.Checkpointing(**HOST, every=2),
     "off": "off",
 }

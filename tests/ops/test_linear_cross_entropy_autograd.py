@@ -1,7 +1,6 @@
 """How linear_cross_entropy behaves under autograd, torch.compile, opcheck and wrong arguments."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,9 +174,6 @@ def test_runs_outside_a_compiled_graph(case):
     torch._dynamo.reset()
 
 
-SHARD = SimpleNamespace(start=0, stop=11, size=11)
-
-
 @pytest.mark.parametrize(
     "change,message",
     [
@@ -194,7 +190,6 @@ SHARD = SimpleNamespace(start=0, stop=11, size=11)
         ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"softcap": 0.0}, "softcap"),
         ({"z_loss": -1.0}, "z_loss"),
-        ({"shard": SHARD, "label_smoothing": 0.1}, "no label_smoothing"),
         ({"workspace_bytes": 100}, "workspace_bytes"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -11,7 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
-from hfpatch.ops.linear_log_prob import LinearLogProbOutput, linear_log_prob, linear_log_prob_ref
+from hfpatch.ops.linear_cross_entropy import (
+    LinearLogProbOutput,
+    linear_log_prob,
+    linear_log_prob_ref,
+)
 from tests.ops.test_linear_cross_entropy import (
     DTYPES,
     MANY_CHUNKS,
@@ -168,7 +172,7 @@ def test_second_backward_and_second_derivative():
     loss = linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob.exp().sum()
     first, second = (torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
-    with pytest.raises(RuntimeError, match="hfpatch: linear_log_prob has one derivative"):
+    with pytest.raises(RuntimeError, match="hfpatch: linear_log_prob has no second derivative"):
         torch.autograd.grad(loss, inputs[0], create_graph=True)
 
 

@@ -140,14 +140,14 @@ def test_compiles_without_a_break():
 def test_second_derivative_is_refused():
     gate, up = randn(3, 8).requires_grad_(), randn(3, 8)
     (dgate,) = torch.autograd.grad(swiglu(gate, up).sum(), gate, create_graph=True)
-    with pytest.raises(RuntimeError, match="hfpatch: swiglu has one derivative"):
+    with pytest.raises(RuntimeError, match="hfpatch: swiglu has no second derivative"):
         dgate.sum().backward()
 
 
 def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="got 'gelu_10'"):
         swiglu(randn(3, 8), randn(3, 8), activation="gelu_10")
-    with pytest.raises(ValueError, match="of one shape"):
+    with pytest.raises(ValueError, match="must have one shape"):
         swiglu(randn(3, 8), randn(1, 8))
     with pytest.raises(ValueError, match="got torch.int64"):
         swiglu(torch.ones(3, 8).long(), torch.ones(3, 8).long())

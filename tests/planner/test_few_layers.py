@@ -13,17 +13,17 @@ from tiny import LONG
 import hfpatch
 from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.policy import Checkpointing, Policy
-from hfpatch.lab import clock
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.shallow import Model, Values, model_of
 from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
+from hfpatch.lab.step_meter import LedgerGauge
+from hfpatch.lab.steps import Steps
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.planner.answer import make_run
 from hfpatch.planner.evaluate import Ladder
-from hfpatch.planner.model import Model, Values, model_of
-from hfpatch.planner.step import Steps
 
 WIDE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64,
@@ -32,8 +32,10 @@ WIDE = {
 FAMILIES = {
     "llama": WIDE | {"num_hidden_layers": 8},
     "qwen3": WIDE | {"num_hidden_layers": 8},
-    "gemma2": WIDE | {"num_hidden_layers": 9, "sliding_window": 512},
-    "gemma3_text": WIDE | {"num_hidden_layers": 13, "sliding_window": 512, "sliding_window_pattern": 6},
+    "gemma3_text": WIDE | {
+        "num_hidden_layers": 9, "sliding_window": 512,
+        "layer_types": [*["sliding_attention", "full_attention"] * 4, "sliding_attention"],
+    },
     "qwen3_moe": WIDE | {"num_hidden_layers": 7, "num_experts": 8, "moe_intermediate_size": 128},
     "deepseek_v3": WIDE | {
         "num_hidden_layers": 7, "n_routed_experts": 8, "moe_intermediate_size": 128, "n_group": 1,
@@ -49,7 +51,7 @@ POLICIES = {
     "segments": Policy("host", tile=1024, every=2, save_attention=False),
     "stock": "stock",
 }
-FEW = {("llama", name) for name in POLICIES} | {("gemma2", "plain"), ("qwen3_moe", "host")}
+FEW = {("llama", name) for name in POLICIES} | {("gemma3_text", "plain"), ("qwen3_moe", "host")}
 CASES = [
     (family, name) if (family, name) in FEW else pytest.param(family, name, marks=LONG)
     for family in FAMILIES
@@ -96,7 +98,7 @@ def test_short_rows_tell_what_long_ones_take():
         close(told, steps_of("llama").cost(65536, policy), 0.03)
 
 
-class Card(clock.LedgerGauge):
+class Card(LedgerGauge):
     """A card of `memory` bytes, whose step the follower follows."""
 
     def __init__(self, device, memory: int):
@@ -116,7 +118,7 @@ class Card(clock.LedgerGauge):
 
 
 @pytest.mark.parametrize("family, tokens, memory", [
-    ("llama", 8192, 2.0), ("gemma2", 4096, 2.0),
+    ("llama", 8192, 2.0), ("gemma3_text", 4096, 2.0),
     pytest.param("llama", 16384, 2.0, marks=LONG), pytest.param("qwen3_moe", 8192, 2.0, marks=LONG),
 ])  # fmt: skip
 def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, memory):

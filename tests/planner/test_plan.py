@@ -27,13 +27,13 @@ from hfpatch.cli import plan as plan_command
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.shallow import Values, model_of
+from hfpatch.lab.steps import Steps
 from hfpatch.planner import answer, evaluate, show
 from hfpatch.planner.answer import make_run
-from hfpatch.planner.model import Values, model_of
 from hfpatch.planner.placements import PLACEMENTS, candidates, resident
 from hfpatch.planner.plan import plan
 from hfpatch.planner.show import FIRST_STEP_BUDGET, policy_text
-from hfpatch.planner.step import Steps
 
 GiB = 2**30
 KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds",
@@ -125,7 +125,6 @@ def test_more_of_anything_never_costs_less():
         return plan("llama-160m", **given).gpu_peak_bytes
 
     assert peak(seq_len=4096) < peak(seq_len=8192) < peak() < peak(batch=2)
-    assert peak(placement="gpu8bit-fused") < peak()
     run = {"seq_len": 4096, "placement": "gpu8bit"}
     small, large = (plan(m, **run).step_seconds for m in ("llama-160m", "llama-3.2-1b"))
     slow = plan("llama-160m", **run, gpu="a100-80gb").step_seconds
@@ -173,8 +172,6 @@ def test_settings_reach_the_policy(tmp_path):
     found = plan("llama-3.2-1b", **RUN | {"seq_len": 16384}, checkpointing=settings)
     wanted = Policy("disk", every=2, save_attention=False, tile=2048, wide=True)
     assert found.policy == vars(wanted)
-    host = plan("llama-3.2-1b", **RUN | {"seq_len": 16384})
-    assert found.host_peak_bytes < host.host_peak_bytes
 
 
 def test_files_are_planned_at_the_disk_s_rate(tmp_path):
@@ -318,7 +315,7 @@ def test_a_model_of_any_family_is_planned(tmp_path, capsys):
 
 
 def test_what_loops_over_single_tokens_is_not_simulated_for_ever(monkeypatch):
-    monkeypatch.setattr("hfpatch.planner.step.OPERATIONS", 500)
+    monkeypatch.setattr("hfpatch.lab.steps.OPERATIONS", 500)
     values = {"model_type": "rwkv", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
     with pytest.raises(
         ValueError,
@@ -434,11 +431,11 @@ def test_a_policy_is_said_in_words():
         "1 layer keeps everything; the others keep their input and attention in all but 1 on the "
         "host, in"
     )
-    kept = policy_text(vars(Policy(again=2, keep=("qkv", "gate_up"))))
-    assert "keep their input, attention, q, k and v and gate and up in all but 2 on" in kept
+    kept = policy_text(vars(Policy(again=2, keep=("gate_up",))))
+    assert "keep their input, attention and gate and up in all but 2 on" in kept
     assert policy_text("off") == "off"
     assert "\npolicy          12 layers keep everything\n" in str(plan("llama-160m", seq_len=1024))
-    settings = Checkpointing(offload="host", every=4)
+    settings = Checkpointing(offload="host", every=4, plain=0)
     assert "keep one input in 4 on the host" in str(
         plan("llama-160m", seq_len=1024, checkpointing=settings)
     )
@@ -505,7 +502,7 @@ def test_a_plan_is_its_caller_s_own():
     """Plans are remembered: settings that hold lists have a hash, and what a caller does to an
     answer is not in the next.
     """
-    settings = Checkpointing(keep=["qkv"], plain=0)
+    settings = Checkpointing(keep=["gate_up"], plain=0)
     asked = {"seq_len": 1024, "placement": "gpu8bit", "checkpointing": settings}
     asked["adapters"] = Adapters(16, targets=["q_proj"])
     first = plan("llama-160m", **asked)
@@ -557,7 +554,7 @@ def test_longer_lengths_of_a_hybrid_simulate_nothing_more(monkeypatch):
     ).to_dict()  # fmt: skip
     tiles = Checkpointing(tile=256)
     found = plan(config, seq_len=2048, checkpointing=tiles)
-    monkeypatch.setattr("hfpatch.planner.step.run_on_clock", refuse)
+    monkeypatch.setattr("hfpatch.lab.steps.run_on_clock", refuse)
     longer = plan(config, seq_len=4096, checkpointing=tiles)
     assert "carried on" in found.why and longer.why == found.why
     assert longer.host_peak_bytes > found.host_peak_bytes

@@ -17,9 +17,9 @@ from hfpatch.budget.measured import HOST_SHARE, PINNED_MOST
 from hfpatch.layer import policies as session_module
 from hfpatch.store import device as store_device
 from hfpatch.store.transfers import HostPool
-from tests.faults.checker import standing_in
 from tests.faults.test_host_memory import CPU, Pinning
 from tests.layer.deep import tiny_llama, tokens
+from tests.layer.devices import standing_in
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 

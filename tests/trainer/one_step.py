@@ -31,6 +31,8 @@ def main(folder: str) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     report = {"layer": layer, "losses": losses, "ranks": args.world_size}
     Path(folder, f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(report))
+    if torch.distributed.is_initialized():  # gloo's threads abort a process that ends before them
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def test_nan_loss_stops_the_run(run_train):
 
 def test_flag_trains_on_logs_nan_and_says_what_it_saves(run_train):
     code, _, err, folder = run_train("on", **BLOWN, nan_steps=0)
-    assert code == 0 and "hfpatch: saving at step 8 though model." in err
+    assert code == 0 and "hfpatch: saving at step 8 although model." in err
     assert math.isnan(history(folder)[-2]["loss"]), "stock logs 0"
 
 

@@ -1,7 +1,6 @@
 """Memory that runs out: what is said, what is kept, and a second start that fits."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,27 +13,11 @@ from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.trainer import memory
 from hfpatch.trainer.callback import Callback
-from profiles.clock.allocator import Allocator, PlacedFollower
 from tests.layer.deep import tiny_llama, tokens
-from tests.layer.devices import Counters, Told, on_device
+from tests.layer.devices import Counters, OfLedger, Told, on_device
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 GiB, TOKENS = 1 << 30, 16384
-
-
-class OfAllocator(Told):
-    """A device that a simulated allocator manages."""
-
-    allocator: Allocator
-
-    def read(self):
-        own = self.allocator
-        return Counters(own.allocated, own.peak, own.ooms)
-
-    def limit(self):
-        return self.allocator.limit
-
-    card = limit
 
 
 @pytest.fixture
@@ -45,30 +28,28 @@ def arguments(tmp_path):
     )  # fmt: skip
 
 
-def start(arguments, limit: float, surprise: float, monkeypatch, steps: int = 4) -> Allocator:
+def start(arguments, limit: float, surprise: float, monkeypatch) -> list:
     """Steps of a run on a device of `limit` GiB. In the last, something that nobody saw before
-    takes `surprise` GiB once all layers have run.
+    takes `surprise` GiB once all layers have run. Returns the gauges.
     """
     config = preset_config("llama-3.2-1b") | {"num_hidden_layers": 6, "vocab_size": 8192}
     model = build(config)
     hfpatch.apply(model)
     model._hfpatch_logits = False
-    allocator = Allocator(int(limit * GiB), expandable=True)
-    on_device(monkeypatch, OfAllocator)
-    monkeypatch.setattr(OfAllocator, "allocator", allocator, raising=False)
+    on_device(monkeypatch, OfLedger, size=int(limit * GiB))
+    gauges = []
+
+    def takes_more(*_):
+        gauges[:] = [meter.gauge for meter in memory.meters(model)]
+        if gauges[0].read().allocated + surprise * GiB > limit * GiB:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     def run(model, follower, ids, labels):
-        held = []
         memory.begin(model, arguments)
         try:
-            for at in range(steps):
-                if at == steps - 1:
-                    model.model.norm.register_forward_pre_hook(
-                        lambda *_: (
-                            held.append(torch.empty(int(surprise * GiB), dtype=torch.uint8))
-                            and None
-                        )
-                    )
+            for at in range(4):
+                if at == 3:
+                    model.model.norm.register_forward_pre_hook(takes_more)
                 model(input_ids=ids, labels=labels).loss.backward()
                 model.zero_grad(set_to_none=True)
         except torch.OutOfMemoryError as error:
@@ -76,8 +57,8 @@ def start(arguments, limit: float, surprise: float, monkeypatch, steps: int = 4)
             raise
 
     monkeypatch.setattr(simulator, "train_step", run)
-    simulator.simulate(model, 1, TOKENS, follower=partial(PlacedFollower, allocator))
-    return allocator
+    simulator.simulate(model, 1, TOKENS)
+    return gauges
 
 
 def test_a_run_that_ran_out_fits_when_it_starts_again(arguments, monkeypatch, tmp_path, capfd):
@@ -89,17 +70,16 @@ def test_a_run_that_ran_out_fits_when_it_starts_again(arguments, monkeypatch, tm
     assert text.startswith("CUDA out of memory.") and len(raised.value.args) == 1
     (entry,) = json.loads((tmp_path / memory.FILE).read_text())
     assert {"model", "card", "trained", "ranks", "dtype", "measured"} == entry.keys()
-    assert "layers kept everything" in text and str(tmp_path / memory.FILE) in text
+    assert "layers not checkpointed" in text and str(tmp_path / memory.FILE) in text
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in text
     capfd.readouterr()
-    allocator = start(arguments, 8.0, 2.5, monkeypatch)
-    assert allocator.ooms == 0 and allocator.peak > 0.7 * allocator.limit
+    (gauge,) = start(arguments, 8.0, 2.5, monkeypatch)  # without an error
+    assert gauge.top + 2.5 * GiB > 0.7 * 8.0 * GiB
     said = capfd.readouterr().err
     assert said.count(str(tmp_path / memory.FILE)) == 1
 
 
 def test_what_another_training_measured_is_not_used(arguments, monkeypatch, tmp_path, capfd):
-    start(arguments, 8.0, 0.1, monkeypatch, steps=2)
     model = tiny_llama()
     hfpatch.apply(model)
     on_device(monkeypatch, Told, counters=Counters())

@@ -98,9 +98,9 @@ def test_axolotl_block_takes_all_options(axolotl):
     assert axolotl.Options().model_dump() == defaults
     fields = {f.name: f.default for f in dataclasses.fields(hfpatch.Checkpointing)}
     assert axolotl.Fields().model_dump() == fields
-    block = {"offload": "host", "tile": 4096, "keep": ["qkv", "mid"], "every": 1}
+    block = {"offload": "host", "tile": 4096, "keep": ["gate_up"], "every": 1}
     options = axolotl.Options(checkpointing=block).for_apply()
-    assert options["checkpointing"] == hfpatch.Checkpointing(**(block | {"keep": ("qkv", "mid")}))
+    assert options["checkpointing"] == hfpatch.Checkpointing(**(block | {"keep": ("gate_up",)}))
     for word, meaning in ((False, "off"), ("host,tile=64", None), ("./folder", None)):
         made = axolotl.Options(checkpointing=word).for_apply()["checkpointing"]
         assert made == hfpatch.budget.policy.parse_checkpointing(meaning or word)

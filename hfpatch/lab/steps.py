@@ -18,14 +18,14 @@ from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
-from hfpatch.parallel import exchange
-from hfpatch.planner.model import (
+from hfpatch.lab.shallow import (
     IMPLEMENTATIONS,
     Model,
     Sizes,
     layers_of,
     trained_bytes_of,
 )
+from hfpatch.parallel import exchange
 
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
 # single tokens exceeds it.
@@ -325,8 +325,8 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
         call = meter.calls[step.key]
         for name in ("stands", "loss", "after", "tiled"):
             numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
-        numbers["passed"] = step.clocks[1] - step.clocks[0]
-        measured = {"exact": step.exact, "kinds": tuple(call.kinds), "able": meter.able}
+        numbers["passed"] = step.forward.clocks[1] - step.forward.clocks[0]
+        measured = {"exact": step.backward.exact, "kinds": tuple(call.kinds), "able": meter.able}
     return _Ran(numbers, *_moments(found.ledger, bottom), measured)
 
 

@@ -1,0 +1,76 @@
+"""A simulated step of a few layers, measured as a run measures its own (layer/meter.py)."""
+
+from hfpatch.budget.measured import Layers
+from hfpatch.budget.policy import Policy
+from hfpatch.lab.simulate.follow import Follower
+from hfpatch.layer.gauge import Counters
+from hfpatch.layer.meter import COPIES, Meter
+
+
+class LedgerGauge:
+    """What layer/gauge.py reads of a card, read of the followed storages instead.
+
+    Attributes:
+        timer: the ClockDevice.
+        missing: bytes of the gradients of layers that the step does not have, once it went back
+            through its last layer.
+    """
+
+    def __init__(self, clock, follower: Follower):
+        self.device, self.timer, self.follower = clock.device, clock, follower
+        self.missing = self.top = 0
+
+    def read(self) -> Counters:
+        now = self.follower.alive + self.missing
+        self.top = max(self.top, now, self.follower.top + self.missing)
+        return Counters(now, self.top)
+
+    def limit(self) -> int:
+        return 1 << 60
+
+    card = limit
+
+    def clock(self) -> float:
+        return self.timer.compute.now
+
+
+class StepMeter(Meter):
+    """Measures one step of a few layers under a given policy, as a run measures its own.
+
+    Attributes:
+        able: what the layers can do.
+        gradients: bytes of those of all layers.
+        ahead: bytes per token that the sources of copies may take while a tiled layer runs, and
+            while an untiled one does; None: those of two layers, and the room of gradients, which
+            come after the forward.
+    """
+
+    def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):
+        super().__init__(gauge, model.parameters, len(_layers(model)))
+        self.model, self.gradients, self.kinds, self.able = model, gradients, kinds, Layers()
+        self.ahead = ahead
+        self.own = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+    def plan(self, first: Policy, settings, able: Layers, rows: int, grows: bool = True) -> Policy:
+        step, self.able = self.step, able
+        step.rows, step.gate_up = rows, able.gate_up
+        step.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))
+        if self.ahead[0] is not None:
+            step.ahead = self.ahead[0] * rows
+        self.firm(first)
+        return first
+
+    def layer(self, index: int, kind: str | None, waiting: int) -> bool:
+        untiled = super().layer(index, kind, waiting)
+        if untiled and self.ahead[1] is not None:
+            self.step.forward.room = min(self.step.forward.room, self.ahead[1] * self.step.rows)
+        return untiled
+
+    def backward(self, step, untiled: bool = False) -> Counters:
+        if step.backward.began is not None:
+            self.gauge.missing = max(0, self.gradients - self.own)
+        return super().backward(step, untiled)
+
+
+def _layers(model) -> list:
+    return [m for m in model.modules() if "_hfpatch_index" in vars(m)]
