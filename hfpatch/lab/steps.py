@@ -32,9 +32,8 @@ from hfpatch.parallel import exchange
 OPERATIONS = 400_000
 FREE = (None, None)  # the sources of copies have all the room that a run gives them
 LONG = 6  # tiles of a row beyond which a step is carried on from shorter rows
-# The lengths, in tiles, from which longer ones are carried on. At least three, because in backward
-# the first tile finds no sums of gradients and the last tile no states.
-STRETCHED = 3, 4, 5
+# Longer rows are carried on from rows of at least three tiles, because in backward the first tile
+# finds no sums of gradients and the last tile no states, and of at least LEAST tokens.
 LEAST = 16384  # tokens: below, the embedding's backward and the loss go other ways
 SQUARE = 0.02  # growth is quadratic if a tile adds more than the tile before by above this share
 
@@ -171,10 +170,9 @@ class Steps:
         width = heads_per_group(self.batch, tokens, heads_, keys)
         if ranks > 1:
             width = rounds_of(self.batch, tokens * ranks, heads_, keys, ranks).width
-        tile, tiles = policy.tile, STRETCHED
-        least = 0 if self.sizes.carries_states else -(-LEAST // tile)
-        if least:
-            tiles = max(3, least), max(3, least) + 1
+        tile, first = policy.tile, max(3, -(-LEAST // policy.tile))
+        # A mixer of whole rows may hold a mask: its bend takes a third length.
+        tiles = range(first, first + 2 + self.sizes.carries_states)
         shorter = [n * tile // self.batch for n in tiles]
         table = self.sizes.embedding if self.batch == 1 else (0, 0)
         steps = [self._deep(n, policy, width, ahead, deep) for n in shorter]
