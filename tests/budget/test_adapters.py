@@ -94,7 +94,7 @@ def compare(base: str, tokens: int, policy: Policy, preset="llama-3.1-8b", rel=0
     ("8bit", 32768, Policy("host", tile=4096)),
     ("4bit", 32768, Policy("host", tile=4096, save_attention=False)),
     ("4bit", 32768, Policy("host", tile=4096)), ("bf16", 8192, Policy("host")),
-    ("bf16", 16384, Policy("host", tile=1024, keep=("gate_up",))),
+    ("bf16", 16384, Policy("host", tile=1024)),
     ("4bit", 16384, Policy("host", tile=1024)),
     ("bf16", 16384, Policy("host", tile=4096, frozen_weights="host")),
     ("4bit", 16384, Policy("gpu", every=2, frozen_weights="host")),

@@ -277,7 +277,7 @@ def test_a_plain_layer_that_spares_the_host_is_found_where_none_fits():
         tokens=17897,
         gpu=gpu,
     )
-    budget = Budget(5_299_623_184, 918_617_216, None)
+    budget = Budget(5_299_623_184, 800_000_000, None)
     kept = Policy("host", tile=16384, wide=True)
     none, one = (search.price(dataclasses.replace(kept, plain=n)) for n in (0, 1))
     assert budget.admits(one) and not budget.admits_host(none)
