@@ -84,7 +84,9 @@ def test_second_backward_under_retain_graph(options):
 def test_double_backward_is_refused_with_a_sentence(dtype):
     *inputs, labels = make((1, 6, 4), 7, dtype)
     loss = linear_cross_entropy(*inputs[:2], labels)
-    with pytest.raises(RuntimeError, match="hfpatch: linear_(cross_entropy|log_prob) has no second"):
+    with pytest.raises(
+        RuntimeError, match="hfpatch: linear_(cross_entropy|log_prob) has no second"
+    ):
         torch.autograd.grad(loss, inputs[0], create_graph=True)
 
 
