@@ -119,8 +119,7 @@ class Checkpointing:
             got = f"the file {str(place)!r}"
             fix = "Name a directory, which is made if it does not exist"
         elif os.sep not in str(place):
-            near = difflib.get_close_matches(place, (*PLACES, "least"), 1)
-            meant = _MEANT.get(place, near)
+            meant = _MEANT.get(place, difflib.get_close_matches(place, (*PLACES, "least"), 1))
             fix = f"Did you mean {meant[0]}? " if meant else ""
             got, fix = repr(str(place)), f'{fix}A directory is written as a path, "./{place}"'
         if fix:

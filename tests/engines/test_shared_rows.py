@@ -51,12 +51,12 @@ def test_gradients_are_those_of_one_process(tmp_path):
         labels, none, tokens, hooks = report["lengths"]
         assert "hooks in the same layers, and rank 1 has others than rank 0" in hooks
         assert (
-            "rank 1 has input_ids [1, 12], labels [1, 10], position_ids [1, 12], rank 0 input_ids "
+            "rank 1 got input_ids [1, 12], labels [1, 10], position_ids [1, 12], rank 0 input_ids "
             "[1, 12], labels" in labels
         )
-        assert "rank 1 has input_ids [1, 12], position_ids [1, 12], rank 0" in none
+        assert "rank 1 got input_ids [1, 12], position_ids [1, 12], rank 0" in none
         assert (
-            "rank 1 has input_ids [1, 10], labels [1, 10], position_ids [1, 10], rank 0" in tokens
+            "rank 1 got input_ids [1, 10], labels [1, 10], position_ids [1, 10], rank 0" in tokens
         )
         assert max(report["evaluation"]) <= 1e-6 and report["scores"] <= 1e-5
         parts, errors = report["parts"]

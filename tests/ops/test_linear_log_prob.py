@@ -219,7 +219,7 @@ def test_stays_within_its_budget(outputs):
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"outputs": ("log_probs",)}, "outputs among log_prob, entropy"),
+        ({"outputs": ("log_probs",)}, "outputs must be among log_prob, entropy"),
         ({"outputs": ()}, "outputs must be among"),
         ({"temperature": 0.0}, "temperature must be finite"),
         ({"labels": torch.tensor([[1, 2, 99]])}, "got 99"),

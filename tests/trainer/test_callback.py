@@ -137,7 +137,7 @@ def test_no_options_are_no_refusal_and_other_values_are_refused(tmp_path):
         {"attention_share": "all"},
     ):
         with pytest.raises(
-            ValueError, match=f"^hfpatch: {next(iter(wrong))} must be [^\n]* came; [^\n]*[.]$"
+            ValueError, match=f"^hfpatch: {next(iter(wrong))} must be [^\n]*, got [^\n]*[.]$"
         ):
             Callback(**wrong)
 
