@@ -78,8 +78,8 @@ class _Current(threading.local):  # a second thread may run another model meanwh
     # (the model that computes a loss, its labels, whether to shift them, their count)
     target: tuple | None = None
     labels: Tensor | None = None  # of the loss that the running forward computes
-    idle_BT: Tensor | None = None  # tokens whose output that loss does not read
-    watched = False  # whether other code may read outputs too
+    # (tokens whose output that loss does not read or None, whether other code may read outputs)
+    unread: tuple = (None, False)
 
 
 current = _Current()

@@ -161,7 +161,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
-    idle = current.idle_BT
+    idle, watched = current.unread
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
@@ -189,7 +189,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         encoder=kwargs.get("encoder_hidden_states") is not None,
         # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
         idle_BT=idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None,
-        watched=current.watched,
+        watched=watched,
         sequence=sequence_now(config, training),
     )
 

@@ -254,7 +254,7 @@ class _Expected:
         try:
             with torch.no_grad():
                 wanted = run().last_hidden_state[~idle_BT]
-                with having(idle_BT=idle_BT):
+                with having(unread=(idle_BT, False)):
                     got = run().last_hidden_state
         except Exception:  # an argument that a layer cannot take for the packed row
             return False

@@ -66,13 +66,13 @@ BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its 
 def _labelled(target, ignore: int, kwargs, watched: bool) -> dict:
     """The labels of a forward, and the tokens whose outputs its loss does not read: neither the
     token nor the next one has a label. watched: other code may read their outputs."""
-    idle_BT, mask = current.idle_BT, kwargs.get("attention_mask")
+    idle_BT, mask = current.unread[0], kwargs.get("attention_mask")
     # A mask of another length is cut or filled to the tokens' (decoder/batch.py).
     by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == len(target)
     if by_rows and target.dim() == 2:
         labelled = target != ignore
         idle_BT = ~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))
-    return {"labels": target, "idle_BT": idle_BT, "watched": watched}
+    return {"labels": target, "unread": (idle_BT, watched)}
 
 
 def _as_called(kwargs) -> dict:

@@ -251,9 +251,9 @@ def test_outputs_have_the_callers_shape(rows):
     """What comes of padding is a number: nothing behind the layers divides by zero."""
     stack, batch = tiny.patched(tiny.llama()).model, padded()
     idle_BT = batch["attention_mask"] == 0
-    with having(idle_BT=idle_BT), torch.no_grad():
+    with having(unread=(idle_BT, False)), torch.no_grad():
         out = stack(batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-        assert current.idle_BT is idle_BT
+        assert current.unread[0] is idle_BT
     assert len(rows) == 1 and out.last_hidden_state.shape == (*idle_BT.shape, 64)
     assert out.last_hidden_state.isfinite().all() and out.last_hidden_state.all()
 

@@ -64,13 +64,13 @@ def test_ctrl_c_while_a_thread_is_told_of_its_labels():
         with (
             contextlib.suppress(KeyboardInterrupt),
             At(nth, kind),
-            asking.having(labels=1, target=2, idle_BT=3),
+            asking.having(labels=1, target=2, unread=3),
         ):
             pass
-        assert (asking.current.labels, asking.current.target, asking.current.idle_BT) == (
+        assert (asking.current.labels, asking.current.target, asking.current.unread) == (
             None,
             None,
-            None,
+            (None, False),
         ), nth
 
 
