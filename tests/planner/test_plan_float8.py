@@ -33,7 +33,7 @@ def test_command(capsys):
     assert "were compiled; not measured here" in " ".join(capsys.readouterr().out.split())
     for more, words in (
         (["--gpu", "a100"], "a GPU that multiplies in float8, got a100-80gb"),
-        (["--lora-r", "8"], "all weights of a model"),
+        (["--lora-r", "8"], "planned for all weights"),
         (["--gpus", "2"], "without an engine"),
         (["--placement", "zero3-offload"], "without an engine"),
         (["--fp8", "tensorwise"], "rowwise_with_gw_hp"),
