@@ -7,7 +7,7 @@ import sys
 
 from hfpatch.cli.check import Support, support_of
 
-# Those that budget/families.py describes, and others of transformers.
+# Families of transformers that people fine-tune.
 FAMILIES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral",
     "gpt_oss", "gemma", "gemma2",

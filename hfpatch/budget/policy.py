@@ -350,11 +350,6 @@ class Policy:
         """The number of layers that run attention again although save_attention is set."""
         return 0 if self.keep else self.again
 
-    @property
-    def keeps_less(self) -> int:
-        """The number of layers that keep nothing of `keep`."""
-        return self.again if self.keep else 0
-
 
 _NAMES = {"gate_up": "gate and up"}
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}

@@ -4,10 +4,8 @@ whose streams are clocks.
     simulation, device, follower = run_on_clock(model, gpu, policy, batch=1, seq_len=131072)
 
 Nothing is computed, and no GPU is needed. Each operation takes seconds of its stream: FLOPs and
-bytes over the rates of budget/hardware.py, as in the step model (budget/seconds.py). A copy takes
-its bytes over the link, a launch some of the host's time. Events order the streams as CUDA's do.
-The clock adds to the closed form the order in which the runtime issues its work: a copy is exposed
-if compute waits for it.
+bytes over the rates of budget/hardware.py. A copy takes its bytes over the link, a launch some of
+the host's time. Events order the streams as CUDA's do: a copy is exposed if compute waits for it.
 
 The clock models one GPU that holds weights, gradients and optimizer states. If ranks share rows, it
 models one of them, and exchanges take their bytes over the links between GPUs. It omits engines
@@ -40,8 +38,7 @@ from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
 from hfpatch.store.transfers import Transfers
 
-# The host's time of one launch. A Llama layer in one tile then takes the host about the seconds of
-# budget/seconds.py, HOST_SECONDS_PER_LAYER and HOST_SECONDS_PER_TILE.
+# The host's time of one launch.
 LAUNCH_SECONDS = 15e-6
 COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
 EXCHANGES, RANK_WAITS = "exchanges", "waits for ranks"

@@ -51,12 +51,13 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
     """
     free, host = gpu_free() or 0, HOST_SHARE * (host_free() or 0)
     for preset in PRESETS:
+        weights = 2 * model_of(Values(preset_config(preset))).sizes.parameters * dtype.itemsize
+        if weights > WEIGHTS_SHARE * free:
+            continue  # a plan takes seconds
         for tokens in LENGTHS:
             run = Run(preset, tokens, dtype)
             expected = planned(run, Policy("host", tile=8192), gpu)
-            config = Values(preset_config(run.preset) | dict(run.changes))
-            weights = 2 * model_of(config).sizes.parameters * run.itemsize
-            fits = weights <= WEIGHTS_SHARE * free and expected["plan_peak_gib"] * GiB <= 0.9 * free
+            fits = expected["plan_peak_gib"] * GiB <= 0.9 * free
             fits = fits and expected["plan_host_gib"] * GiB <= host
             if fits and len(WAYS) * STEPS * expected["plan_s"] <= seconds:
                 return run

@@ -109,7 +109,9 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
             return f"{name}: {replaced_forward(module)}"
         if kind in _DECLARED:
             if _mixes(module):
-                return f"{name}: a {kind.__qualname__}, which is declared token-wise and mixes tokens"
+                return (
+                    f"{name}: a {kind.__qualname__}, which is declared token-wise and mixes tokens"
+                )
             continue
         if not in_adapter and as_made and (is_quantised(module) or _projects(module, kind)):
             continue

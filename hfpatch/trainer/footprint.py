@@ -34,8 +34,9 @@ def check(config, model, data, args, say):
             checkpointing=checkpointing_of(model) if model.impl == "hfpatch" else stock,
             adapters=adapters_of(model), fp8=model.fp8,
         )  # fmt: skip
-    except ValueError as error:  # such as a model that nobody can plan; it may run all the same
-        say(f"hfpatch: not planned: {str(error).removeprefix('hfpatch: ')}")
+    except Exception as error:  # a plan runs the family's own code, which may raise anything
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        say(f"hfpatch: not planned: {reason.removeprefix('hfpatch: ')}")
         return None
     memory = (
         f"{found.gpu_peak_bytes / GiB:.1f} of {found.gpu_usable_bytes / GiB:.1f} GiB on the GPU, "

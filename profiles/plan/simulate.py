@@ -16,7 +16,7 @@ import torch
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.limits import parse_length, parse_word
 from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, parse_checkpointing
-from hfpatch.cli.flags import add_checkpointing, checkpointing_of
+from hfpatch.cli.flags import add_checkpointing
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.implementations import IMPLEMENTATIONS, build, prepare
 from hfpatch.lab.simulate.simulator import simulate
@@ -49,8 +49,7 @@ def run(args, prepare=prepare) -> int:
         lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == n}
         config = config | {k: v[: args.layers] for k, v in lists.items()}
         config["num_hidden_layers"] = args.layers
-    words = checkpointing_of(args)
-    settings = parse_checkpointing(words) if words else None
+    settings = parse_checkpointing(args.checkpointing) if args.checkpointing else None
     tokens = args.seq_len // args.sp_size
     policy = _policy(args, settings, config, tokens)
     started = time.perf_counter()

@@ -120,7 +120,7 @@ def test_it_shows_sources_that_are_let_go_at_the_end_of_a_layer(way):
 def test_it_shows_a_layer_that_fetches_its_own_last():
     run = Backward.run
 
-    slow = partial(step, WAYS["one tile"], share=1.8)  # a backward is twice a forward
+    slow = partial(step, WAYS["one tile"], share=2.2)  # about the seconds of a backward
     unbroken = slow().exposed("backward")
 
     def last(self, dy, private, before):

@@ -66,4 +66,4 @@ def test_its_cells_run(notebook, tmp_path, monkeypatch, capsys):
         else:
             exec(text, names)
     assert "# hfpatch on" in shown[0]
-    assert "agrees with the stock one" in capsys.readouterr().out
+    assert "the patched model agrees with stock:" in capsys.readouterr().out

@@ -223,6 +223,19 @@ def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
     refused("of 4 GiB of host memory", **flags, checkpointing="host", placement="gpu8bit")
 
 
+def test_a_model_that_cannot_be_planned_trains(refused, monkeypatch, capsys):
+    """A line says why there is no plan."""
+
+    def fails(*args, **kwargs):
+        raise KeyError("layer_types")
+
+    monkeypatch.setattr("hfpatch.trainer.footprint.this_gpu", lambda args: GPUS["a100-80gb"])
+    monkeypatch.setattr("hfpatch.trainer.footprint.plan", fails)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        refused("")
+    assert "hfpatch: not planned: KeyError: 'layer_types'" in capsys.readouterr().out
+
+
 def test_folder_of_another_run_is_left_alone(refused, run_train):
     code, _, err, folder = run_train("first", max_steps=2, save_strategy="steps", save_steps=2)
     assert code == 0, err
