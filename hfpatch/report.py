@@ -22,7 +22,7 @@ class Report:
         model: class name of the model.
         swaps: (option, class name of the modules, their number) for each option that took effect.
         skipped: (option, reason) for each option that did not.
-        notes: further sentences: the kernels' path, what is kept for backward, the expected memory.
+        notes: further sentences: the kernels' path, what is kept for backward.
         details: sentences that the printed form leaves out.
 
     >>> report = hfpatch.apply(model)
