@@ -52,7 +52,11 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
     for reason, n in whole.items():
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
-    where = "chosen as steps show what fits (`hfpatch plan` says it before)" if settings.offload == "auto" else settings.offload
+    where = (
+        "chosen as steps show what fits (`hfpatch plan` says it before)"
+        if settings.offload == "auto"
+        else settings.offload
+    )
     notes.append(
         f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
         "of them is replaced."
