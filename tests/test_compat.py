@@ -22,6 +22,7 @@ NOT_THEIRS = {
     "_actions",
     "_option_string_actions",
     "_fields",
+    "_replace",
     "_name_or_path",
     "_fingerprint",
     "_load_best_model",

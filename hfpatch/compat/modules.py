@@ -259,8 +259,12 @@ def hooks_on_all() -> list:
 
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     """The first of these modules with a user's hook, or None."""
-    hooked = [m for m in modules for n in _ALL_HOOKS if n in m.__dict__ and m.__dict__[n]]
-    return next((m for m in hooked if user_hooks(m)), None) if hooked else None
+    for module in modules:
+        own = module.__dict__
+        for name in _ALL_HOOKS:
+            if name in own and own[name] and user_hooks(module):
+                return module
+    return None
 
 
 def put(table: dict, name: str, value) -> None:

@@ -178,13 +178,14 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
 # --- tests: (route.Request) ----------------------------------------------------------------------
 
 
-def _mask(sentence: str, r) -> bool:
+def _mask(r) -> str | None:
     if r.mask is None:
-        return False
+        return None
     for attn in r.condition.mixing[: len(r.condition.traits.attention)]:
-        if why_not_causal(attn, r.mask) == sentence:
-            return True
-    return False
+        reason = why_not_causal(attn, r.mask)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _no_kernels(r) -> str | None:
@@ -302,9 +303,7 @@ REASONS = (
         "it attends to an encoder's states",
         lambda r: r.kwargs.get("encoder_hidden_states") is not None,
     ),
-    _call("mask", OWN_MASK, partial(_mask, OWN_MASK)),
-    _call("built mask", BUILT_MASK, partial(_mask, BUILT_MASK)),
-    _call("direction", NOT_CAUSAL, partial(_mask, NOT_CAUSAL)),
+    _call("mask", "{}", _mask),
     _call("kernels", "{}", _no_kernels),
 )
 BY_NAME = {reason.name: reason for reason in REASONS}

@@ -164,7 +164,7 @@ def test_transformer_engine_runs_whole():
             layer.mlp.down_proj = te
     got, usual = (tiny.step(each, tiny.labelled(2, 48)) for each in (model, stock))
     reason = look(model.model.layers[0]).reason
-    assert "transformer_engine.pytorch.module.linear.Linear that nobody tried" in reason
+    assert "transformer_engine.pytorch.module.linear.Linear that hfpatch does not know" in reason
     for name, value in usual.items():
         assert (got[name] - value).norm() <= 2e-6 * value.norm(), name
 
