@@ -182,7 +182,7 @@ def _implementation_rules(model, args):
     )
     yield (
         not ours and asked not in ("off", Checkpointing()),
-        (f"--checkpointing works with --impl hfpatch only, got {model.impl}. Leave them out."),
+        f"--checkpointing works with --impl hfpatch only, got {model.impl}. Leave it out.",
     )
 
 

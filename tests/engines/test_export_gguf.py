@@ -236,7 +236,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
         ("hf", "taken.gguf", "exists"),
         ("empty", "new.gguf", "no config.json"),
         ("yarn", "new.gguf", "yarn"),
-        ("gelu", "new.gguf", "SiLU"),
+        ("gelu", "new.gguf", "must be silu"),
         ("small", "new.gguf", "vocab_size 290"),
     ]:
         assert export_gguf.main([str(tmp_path / source), str(tmp_path / target)]) == 2

@@ -479,7 +479,7 @@ def test_where_fla_is_installed_a_delta_rule_takes_what_its_kernels_do(monkeypat
     for there in (False, True):
         monkeypatch.setattr(fla, "installed", lambda there=there: there)
         found[there] = simulate(prepare(build(config), "hfpatch"), 1, 8192)
-    assert found[True].most_beyond_bytes < 0.8 * found[False].most_beyond_bytes
+    assert found[True].most_beyond_bytes < 0.9 * found[False].most_beyond_bytes
     for way in ("forward", "backward"):
         products = [found[there].flops["matmul"][way] for there in (True, False)]
         assert products[0] == pytest.approx(products[1], rel=0.25)

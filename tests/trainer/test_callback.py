@@ -69,31 +69,6 @@ def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
         assert written[:3] == pytest.approx([entry[column] for entry in lines], rel=1e-6)
 
 
-def test_batches_are_noted_as_they_come_in_any_trainer(tmp_path):
-    """Both micro-batches before the first forward: looking up the second's documents waits for no
-    earlier step's queue.
-    """
-    order, loaders = [], []
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, *args, train_dataloader, **kwargs):
-            loaders.append(train_dataloader)
-            order.append("step")
-
-    trainer = make_trainer(
-        tmp_path, Callback(), Watch(), gradient_accumulation_steps=2, max_steps=1
-    )
-    noted = lambda module, args, kwargs: order.append(  # noqa: E731
-        hasattr(kwargs["input_ids"], "_hfpatch_arrived")
-    )
-    trainer.model.register_forward_pre_hook(noted, with_kwargs=True)
-    trainer.train()
-    assert order == ["step", True, True]
-    assert "__iter__" not in vars(type(loaders[0])) or type(loaders[0]).__module__.startswith(
-        "accelerate"
-    )
-
-
 def test_tokens_are_counted_over_accumulation_and_not_in_evaluation(tmp_path, monkeypatch):
     counted = []
     monkeypatch.setattr(Work, "flops", lambda self, B, T, *rest: counted.append(B * T) or 1.0)
