@@ -91,7 +91,7 @@ TABLE = {
     "output_attentions": (
         {"batch": None, "kwargs": {"output_attentions": True}}, Stock, "not described", None
     ),
-    "a cache": ({"cache": DynamicCache()}, Stock, why("cache"), "run whole"),
+    "a cache": ({"cache": DynamicCache()}, Stock, why("cache"), "run untiled"),
     "a cache, in a layer that runs whole": (
         {"cache": DynamicCache(), "settled": why("buffer", "calls")}, Stock, why("cache"), "keep"
     ),
