@@ -98,7 +98,7 @@ TABLE = {
     "evaluation, whole": ({"training": False, "batch": None}, Stock, "not described", None),
     "an adapter told by the model's forward": (
         {"settled": why("handed adapter", "a task for each row")},
-        Stock, "an adapter in it has a task for each row", "keep everything"
+        Stock, "an adapter in it has a task for each row", "not checkpointed"
     ),
 }  # fmt: skip
 
