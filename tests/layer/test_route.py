@@ -93,7 +93,7 @@ TABLE = {
     ),
     "a cache": ({"cache": DynamicCache()}, Stock, why("cache"), "run untiled"),
     "a cache, in a layer that runs whole": (
-        {"cache": DynamicCache(), "settled": why("buffer", "calls")}, Stock, why("cache"), "keep"
+        {"cache": DynamicCache(), "settled": why("buffer", "calls")}, Stock, why("cache"), "not checkpointed"
     ),
     "evaluation, whole": ({"training": False, "batch": None}, Stock, "not described", None),
     "an adapter told by the model's forward": (
