@@ -260,11 +260,9 @@ def hooks_on_all() -> list:
 def watched_by_user(modules: list[nn.Module]) -> nn.Module | None:
     """The first of these modules with a user's hook, or None."""
     for module in modules:
-        own = module.__dict__
         for name in _ALL_HOOKS:
-            if name in own and own[name] and user_hooks(module):
+            if name in module.__dict__ and module.__dict__[name] and user_hooks(module):
                 return module
-    return None
 
 
 def put(table: dict, name: str, value) -> None:

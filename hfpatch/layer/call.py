@@ -49,14 +49,6 @@ class LayerCall(Kept):
         super().release()
         self.parts = self.attention = None
 
-    def joins(self, before: "LayerCall") -> bool:
-        """Whether this call joins the segment of the previous one, which recomputes this one's
-        input.
-        """
-        # A segment ends where the policy changes: another policy keeps its input in other
-        # transfers.
-        return before.policy == self.policy and len(before.segment) + 1 < self.policy.every
-
     @property
     def mixes(self) -> bool:
         return bool(self.parts.traits.mixing)

@@ -43,7 +43,9 @@ class Chain:
             call.previous = weakref.ref(before)
             # a segment makes no gradient of the hidden states inside it
             watched = call.policy.every > 1 and (x.is_leaf or gradient_is_watched(x))
-            if not watched and call.joins(before):
+            # A segment ends where the policy changes: another one keeps its input elsewhere.
+            alike = before.policy == call.policy
+            if not watched and alike and len(before.segment) + 1 < call.policy.every:
                 call.segment = (*before.segment, before)
 
     def _before(self, x: Tensor) -> LayerCall | None:

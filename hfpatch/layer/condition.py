@@ -32,7 +32,6 @@ class Condition:
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
         read: keys that the layer reads from earlier ones, None if not known yet.
         units: modules in it whose weights FSDP2 gathers separately.
-        head_dim: the largest of its attention modules, 0 if they name none.
     """
 
     snapshot: Snapshot
@@ -47,10 +46,18 @@ class Condition:
     can_skip: dict = field(default_factory=dict)
     read: tuple | None = None
     units: list[nn.Module] = field(default_factory=list)
-    head_dim: int = 0
 
     def __reduce__(self):  # a copy of the layer finds its own
         return type(None), ()
+
+    @property
+    def head_dim(self) -> int:
+        """The largest of the layer's attention modules, 0 if they name none."""
+        largest = 0
+        for attn, _ in zip(self.mixing, self.traits.attention):
+            size = getattr(attn, "head_dim", 0) or 0
+            largest = size if size > largest else largest
+        return largest
 
 
 def look(layer: nn.Module) -> Condition:
@@ -72,6 +79,4 @@ def _condition_of(layer: nn.Module) -> Condition:
     found.reason = first("layer", traits.reason, layer, found)
     if found.reason is None:
         found.mixing = [submodule(layer, name) for name in traits.mixing]
-        attention = found.mixing[: len(traits.attention)]
-        found.head_dim = max((getattr(a, "head_dim", 0) or 0 for a in attention), default=0)
     return found

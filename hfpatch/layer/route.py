@@ -84,8 +84,8 @@ def _whole(r: Request, why: Why) -> Whole | Stock:
     if nothing_to_keep or r.kwargs.get("output_attentions"):
         return Stock(why)
     if reason.told:
-        how = " and keep everything" if reason.keeps else ", their inputs offloaded"
-        runtime.tell(f"{type(layer).__name__}s run whole{how}: {why}.")
+        how = " and not checkpointed" if reason.keeps else ", their inputs offloaded"
+        runtime.tell(f"{type(layer).__name__}s run untiled{how}: {why}.")
     if reason.keeps:
         return Stock(why)
     policy = runtime.policy(layer, r.given, r.sequence, whole=True) if r.given.dim() == 3 else None

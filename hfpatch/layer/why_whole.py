@@ -181,7 +181,7 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
 def _mask(r) -> str | None:
     if r.mask is None:
         return None
-    for attn in r.condition.mixing[: len(r.condition.traits.attention)]:
+    for attn, _ in zip(r.condition.mixing, r.condition.traits.attention):
         reason = why_not_causal(attn, r.mask)
         if reason is not None:
             return reason

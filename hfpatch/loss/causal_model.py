@@ -214,7 +214,8 @@ class FusedCausalLM(KeepsSignature):
         the caller, or a forward that is not transformers' own may read hidden states.
         """
         inside = [m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]
-        code = {vars(m).get("forward", MADE_FROM[type(m)]) for m in inside}
+        own = [(m.__dict__, MADE_FROM[type(m)]) for m in inside]  # calls no function for a module
+        code = {table["forward"] if "forward" in table else kind for table, kind in own}
         theirs = package_of(self) == "transformers" and {home_of(x) for x in code} <= LIBRARIES
         hooked = hooks_on_all() or watched_by_user(inside) is not None
         watched = not theirs or bool(hooked) or asks_for_hidden_states(self, kwargs)

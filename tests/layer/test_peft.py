@@ -125,7 +125,7 @@ def test_keys_that_come_with_the_batch_are_said_to_undo_the_tiles(name, keeps, c
     model(**tiny.labelled()).loss.backward()
     said = capfd.readouterr().err
     assert (
-        "LlamaDecoderLayers run whole and keep everything: keys and values come with the batch"
+        "LlamaDecoderLayers run untiled and not checkpointed: keys and values come with the batch"
         in said
     ) == keeps
 

@@ -91,14 +91,14 @@ TABLE = {
     "output_attentions": (
         {"batch": None, "kwargs": {"output_attentions": True}}, Stock, "not described", None
     ),
-    "a cache": ({"cache": DynamicCache()}, Stock, why("cache"), "run whole"),
+    "a cache": ({"cache": DynamicCache()}, Stock, why("cache"), "run untiled"),
     "a cache, in a layer that runs whole": (
-        {"cache": DynamicCache(), "settled": why("buffer", "calls")}, Stock, why("cache"), "keep"
+        {"cache": DynamicCache(), "settled": why("buffer", "calls")}, Stock, why("cache"), "not checkpointed"
     ),
     "evaluation, whole": ({"training": False, "batch": None}, Stock, "not described", None),
     "an adapter told by the model's forward": (
         {"settled": why("handed adapter", "a task for each row")},
-        Stock, "an adapter in it has a task for each row", "keep everything"
+        Stock, "an adapter in it has a task for each row", "not checkpointed"
     ),
 }  # fmt: skip
 
