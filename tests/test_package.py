@@ -324,7 +324,7 @@ def test_the_wheel_holds_the_package_and_its_configs(wheel):
     code = {
         p
         for p in (ROOT / "hfpatch").rglob("*")
-        if p.suffix in (".py", ".typed", ".json") and p.is_file()
+        if p.suffix in (".py", ".typed", ".json", ".yaml") and p.is_file()
     }
     wanted = {p.relative_to(ROOT).as_posix() for p in code}
     for kind in ("ds_configs", "fsdp_configs"):

@@ -114,8 +114,8 @@ def _versions() -> dict:
     if torch.version.cuda:
         found["cudnn"] = torch.backends.cudnn.version()
     package = Path(__file__).parents[1]
-    # Configs and examples lie beside the package in a checkout, inside it in a wheel.
-    found["code"] = tree_hash(package, without=("ds_configs", "examples", "fsdp_configs"))[:12]
+    # Configs lie beside the package in a checkout, inside it in a wheel.
+    found["code"] = tree_hash(package, without=("ds_configs", "fsdp_configs"))[:12]
     return {name: value for name, value in found.items() if value is not None}
 
 

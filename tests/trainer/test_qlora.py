@@ -72,7 +72,7 @@ def test_the_example_trains_adapters(experts, run_train, tmp_path, capsys):
     ({"load_in_4bit": True}, "--lora_r"), ({"load_in_4bit": True, "load_in_8bit": True,
                                             "lora_r": 4}, "cannot be combined"),
     ({"load_in_8bit": True, "lora_r": 4}, "Name a folder or a hub id"),
-    ({"lora_target_modules": ["q_proj"]}, "goes with --lora_r"),
+    ({"lora_target_modules": ["q_proj"]}, "works with --lora_r only"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_at_once(run_train, flags, words):
     code, _, err, folder = run_train(**flags)
