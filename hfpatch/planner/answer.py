@@ -225,8 +225,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     name = name if tower is None else name.removesuffix(LANGUAGE_TOWER)
     if sp_size > 1 and checkpointing in (STOCK, STOCK_CHECKPOINTING):
         raise ValueError(
-            "hfpatch: transformers' own steps are simulated over whole rows, --sp-size "
-            f"{sp_size} came; leave one of them out."
+            f"hfpatch: stock steps and --sp-size {sp_size} cannot be combined. Leave one out."
         )
     made = model_of(Values(values), adapters)
     shape = made.sizes

@@ -29,7 +29,7 @@ def gpu_limit(device=None) -> int:
 
 def card(name: str) -> Gpu:
     """The card of --gpu: a row of hardware.py, or any card by its memory, such as "24GiB"."""
-    if not re.fullmatch(r"[\d.]+ ?[kmgt]i?b", name.lower()):
+    if not re.fullmatch(r"[\d.]+ ?[kmgt]i?b", str(name).lower()):
         return gpu_row(name)
     memory = parse_bytes(name)
     near = min(GPUS.values(), key=lambda gpu: abs(gpu.memory_bytes - memory))

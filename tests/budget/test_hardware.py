@@ -17,7 +17,7 @@ def test_hardware_rows():
     ):  # fmt: skip
         assert gpu_named(name) is GPUS[row]
     assert gpu_named("NVIDIA H100 PCIe") is gpu_named("NVIDIA A10") is None
-    with pytest.raises(ValueError, match="a100-40gb, a100-80gb, h100, .*'gtx' came"):
+    with pytest.raises(ValueError, match="a100-40gb, a100-80gb, h100, .*got gtx"):
         gpu_row("gtx")
     assert all(row.source and row.usable_bytes < row.memory_bytes for row in GPUS.values())
 

@@ -23,7 +23,7 @@ def test_the_command_takes_adapters(capsys):
     assert found["max_seq_len_host_bytes"] <= 0.9 * (32 << 30)
     assert main([*run, "--base", "4bit"]) == 2 and "--lora-r" in capsys.readouterr().err
     assert main([*run, "--lora-r", "8", "--lora-target", "nonesuch"]) == 2
-    assert "nonesuch came" in capsys.readouterr().err
+    assert "got nonesuch" in capsys.readouterr().err
     run[run.index("gpu8bit")] = "zero3-offload"
     assert main([*run, "--lora-r", "8"]) == 2
 
@@ -44,12 +44,12 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     asked = plan("llama-3.2-3b", seq_len=4096, **run, checkpointing=settings)
     assert asked.gpu_bytes["parameters"] < 0.5 * small.gpu_bytes["parameters"]
     with pytest.raises(
-        ValueError, match="^hfpatch: weights on the host are a frozen base's[^\n]*$"
+        ValueError, match="^hfpatch: weights on the host must be a frozen base's[^\n]*$"
     ):
         plan("llama-3.1-8b", seq_len=8192, checkpointing=Checkpointing(frozen_weights="host"))
     # A run leaves them on GPUs that share rows.
     shared = run | {"seq_len": 8192, "gpus": 8, "sp_size": 8, "checkpointing": settings}
-    with pytest.raises(ValueError, match="^hfpatch: weights on the host [^\n]*--sp-size 8[^\n]*$"):
+    with pytest.raises(ValueError, match="^hfpatch: frozen_weights=.host. and --sp-size 8 cannot be combined[^\n]*$"):
         plan("llama-3.1-70b", **shared)
 
 
@@ -65,5 +65,5 @@ def test_a_simulated_model_without_such_layers_is_refused_in_a_sentence():
         with pytest.raises(ValueError) as raised:
             adapted(families.small_model(name), adapters)
         said = str(raised.value)
-        assert said.startswith("hfpatch: expected Linear layers that PEFT adapts") and why in said
-        assert said.endswith("name others with --lora-target.")
+        assert said.startswith("hfpatch: LoRA's targets must be Linear layers that PEFT adapts") and why in said
+        assert said.endswith("Name others with --lora-target.")
