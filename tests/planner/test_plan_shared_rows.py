@@ -173,6 +173,7 @@ def test_what_shares_no_rows_is_not_planned(config, more, said):
         hfpatch.plan(config, seq_len=4096, gpus=4, sp_size=4, **more)
 
 
+@LONG
 def test_the_command(capsys):
     import argparse
 
