@@ -33,5 +33,5 @@ def test_sizes(text, expected):
     "text", ["x", "12 parsecs", "-3GiB", "", None, True, "256", "1e400GiB", "nanGB", float("inf")]
 )
 def test_sizes_refused(text):
-    with pytest.raises(ValueError, match="^hfpatch: a size is"):
+    with pytest.raises(ValueError, match="^hfpatch: a size must be"):
         parse_bytes(text)

@@ -141,9 +141,7 @@ def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind, w
         if way == "ours":
             reason = look(model.model.layers[0]).reason
             assert reason.startswith(f"self_attn.v_proj: a {__name__}.{kind.__name__}")
-            assert (f"run untiled, their inputs offloaded: {reason}" in str(report)) == (
-                when == "before"
-            )
+            assert f"run untiled, their inputs offloaded: {reason}" in str(report)
     if isinstance(found[0], torch.Tensor):
         tiny.numerics.assert_close(*found, dtype=torch.float32)  # to which norms round
     else:

@@ -37,7 +37,7 @@ class Card(Gauge):
     free: bytes beside what is allocated; seconds: that a forward takes; step: the one that runs.
     """
 
-    free, seconds, rigid = 0, 0.0, False
+    free, seconds = 0, 0.0
 
     def __init__(self, device):
         super().__init__(device)
@@ -53,7 +53,7 @@ class Card(Gauge):
         return self.free + self.read().allocated
 
     def card(self):
-        return 0
+        return 1
 
     def clock(self):
         took = 1000 * self.seconds

@@ -80,7 +80,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{plan} --host-ram 256": "a size must be written like 256GiB, got '256'",
         f"{plan} --host-ram 1e400GiB": "got '1e400GiB'",
         f"{plan} --gpu=--": "--gpu has no value",
-        f"{plan} --lora-r 4 --lora-target=,": "targets must be names of Linear layers",
+        f"{plan} --lora-r 4 --lora-target=,": "--lora-target must name Linear layers",
         f"{plan} --seq-len {'9' * 5000}": f"got '{'9' * 195}",
         "check --model=": "--model has no value",
         "plan --model @/bare.json": "bare.json lacks model_type",
@@ -128,7 +128,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
             "num_hidden_layers must be a whole number of at least 1, got '2'"
         ),
         "plan --model @/window.json": "sliding_window must be 0 or more, got 'x'",
-        "plan --model @/experts.json": "experts must be a whole number, got 'a'",
+        "plan --model @/experts.json": "num_local_experts",
         "check @/rope.json": "does not (KeyError: 'nope')",
         "check @/other.json": "model_type must be one of transformers', got 'theirs'",
         "check nobody/nothing": "nothing is downloaded here",

@@ -104,8 +104,8 @@ EDITS = {
     "another buffer": (lambda m, layer: setattr(layer.mlp, "gain", layer.mlp.gain * 2),
                        "Gained.gain was replaced or modified in place"),
     "another module": (lambda m, layer: setattr(layer.mlp, "mlp", torch.nn.Identity()),
-                       "a LlamaDecoderLayer has others"),
-    "undo": (lambda m, layer: hfpatch.undo(m), "a LlamaDecoderLayer has others"),
+                       "the modules of a LlamaDecoderLayer changed"),
+    "undo": (lambda m, layer: hfpatch.undo(m), "the modules of a LlamaDecoderLayer changed"),
     "eval": (lambda m, layer: m.eval(), None),
 }  # fmt: skip
 
