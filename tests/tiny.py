@@ -104,7 +104,7 @@ class Shift(nn.Module):
 
 class OfAnEngine:
     """A hook that layers in tiles run, as they run those of engines: for one of a user's own they
-    run whole.
+    run untiled.
     """
 
     __module__ = "deepspeed"

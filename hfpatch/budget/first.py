@@ -55,7 +55,7 @@ def first_policy(
 
     Args:
         rows: tokens of the batch; width: of hidden states.
-        layers: how many; whole: they run whole.
+        layers: how many; whole: they run untiled.
         chains: some have no attention, and may run through time themselves.
         sums: bytes of one layer's gradients in float32.
         card: bytes of the device, free: its free ones; None if unknown.

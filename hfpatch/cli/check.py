@@ -17,7 +17,7 @@ class Support:
         fused: the fused parts, of PARTS.
         packed: "isolated", or "refused" if nothing isolates documents.
         notes: the report's sentences.
-        on_gpu: why layers that tile here run whole on a GPU, or "".
+        on_gpu: why layers that tile here run untiled on a GPU, or "".
         in_time, in_rows: the number of layers whose mixers run in tiles through time, and of those
             with a mixer that takes whole rows.
     """

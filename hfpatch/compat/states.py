@@ -3,7 +3,7 @@ gradients.
 
 transformers' cache copies states in place and cuts their graph. The methods here are those that
 mixers call since transformers 5.23; `layers` is read from 5.16 on. A mixer that needs another
-method raises, and runs whole.
+method raises, and runs untiled.
 """
 
 import inspect

@@ -161,7 +161,7 @@ def refuse_uneven_rows(
     """Raises ValueError on all ranks if their parts of the rows differ in shape, or labels and the
     like differ from the tokens, or hooks are inside other layers.
 
-    Ranks that continued would wait for the others: a layer with hooks inside runs whole, and
+    Ranks that continued would wait for the others: a layer with hooks inside runs untiled, and
     exchanges once more.
 
     Args:

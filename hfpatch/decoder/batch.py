@@ -200,7 +200,7 @@ def share_rows(
     """The arguments of whole rows, where `given` has this rank's part of each row.
 
     Args:
-        whole_layers: a hash of which layers run whole on this rank.
+        whole_layers: a hash of which layers run untiled on this rank.
         refuse_unasked: raises ValueError for layers without traits.
 
     Raises:

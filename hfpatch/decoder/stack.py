@@ -184,7 +184,7 @@ class OurAttention(KeepsSignature):
             name_attention(config, "sdpa")
 
     def _hfpatch_whole_layers(self) -> int:
-        """A hash of which layers run whole in training; 0 outside training."""
+        """A hash of which layers run untiled in training; 0 outside training."""
         if self._hfpatch_runtime is None or not (self.training and torch.is_grad_enabled()):
             return 0
         layers = [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
@@ -244,7 +244,7 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     said = []
     for layer in layers:
         names = layer._hfpatch_traits.attention if isinstance(layer, UntiledLayer) else ()
-        with suppress(AttributeError):  # a layer that was rebuilt runs whole
+        with suppress(AttributeError):  # a layer that was rebuilt runs untiled
             said += [vars(submodule(layer, name)).get("is_causal") for name in names]
     if said and not any(answer is None or answer for answer in said):
         kwargs["is_causal"] = False

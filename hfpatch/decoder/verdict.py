@@ -170,7 +170,7 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
     """The first of these that agrees with transformers: all kinds of layers tiled; all whole with
     our attention; all whole with transformers' attention. If none does, the layers stay unpatched.
 
-    Of a kind that runs whole since gradients differ, nobody knows what in it mixes tokens.
+    Of a kind that runs untiled since gradients differ, nobody knows what in it mixes tokens.
     """
     difference = expected.differs(Verdict(asked))
     if difference is None:

@@ -169,7 +169,7 @@ def _attention(device, dtype, T: int, widths: Widths) -> Iterator:
         patterns |= float64.patterns(T, device)
     for what, (pattern, sinks) in patterns.items():
         if what and supported(widths.head_dim, dtype, device, pattern) is not None:
-            continue  # layers with such attention run whole here, as plain PyTorch
+            continue  # layers with such attention run untiled here, as plain PyTorch
         for key in keys[:1] if what else keys:
             full = f"attention {key}" + (f", {what}" if what else "")
             given = (key, dtype, T, widths, device, 1, pattern, sinks)

@@ -57,7 +57,8 @@ class Cost:
         forward, backward: seconds of the two passes.
         up, down: bytes over the host link.
         flops, model: FLOPs, and those of the usual convention, without recomputation.
-        whole: reason -> number of layers that run whole for it. rows: number of layers with a mixer
+        whole: reason -> number of layers that run untiled for it.
+        rows: number of layers with a mixer
             that takes whole rows.
         stands, loss, after, tiled, passed: what layer/meter.py measured of the step (budget.measured
             .Call); passed: seconds of the layers' forward. exact: `tiled` was the step's peak.
@@ -159,7 +160,7 @@ class Steps:
 
     def cost(self, tokens: int, policy, ahead: tuple = FREE, deep: bool = True) -> Cost:
         """The cost of a step of rows of `tokens` tokens (of one rank), under a Policy or a word for
-        layers that run whole.
+        layers that run untiled.
 
         ahead: as of lab.clock.StepMeter. deep: False for what a meter
             reads of the step alone, which the fewest layers tell.
@@ -179,7 +180,7 @@ class Steps:
         return _stretched(steps, shorter, tokens, table)
 
     def ran(self, tokens: int, word: str, layers: int) -> dict:
-        """Seconds by part of a step of a few layers that run whole."""
+        """Seconds by part of a step of a few layers that run untiled."""
         numbers = self._ran(tokens, None, FREE, word, layers, 0).numbers
         return {key[1]: value for key, value in numbers.items() if key[0] == "seconds"}
 

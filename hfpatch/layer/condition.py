@@ -22,8 +22,8 @@ class Condition:
 
     Attributes:
         traits: the layer's traits, for which this was found.
-        reason: why every call runs whole; None if tiles are possible.
-        now: why every call of the current forward runs whole, or None.
+        reason: why every call runs untiled; None if tiles are possible.
+        now: why every call of the current forward runs untiled, or None.
         draws: something in the layer draws random numbers, as a call has shown.
         mixing: the modules that mix tokens, those that call attention first.
         experts: the fused experts inside, and PEFT's wrappers of them (adapted_experts.py).

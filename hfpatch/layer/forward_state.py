@@ -76,7 +76,7 @@ class ForwardState:
         self.layer, self.kind, self.modules = layer, layer.__class__, modules
         self.units = fsdp2_units(modules[1:]) if condition is None else condition.units
         self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
-        # A layer with such hooks runs whole (condition.py).
+        # A layer with such hooks runs untiled (condition.py).
         self.on_all = hooks_on_all() if condition is None else []
         self.switches = switches_of(modules)
         found = {}

@@ -159,7 +159,7 @@ class TiledLayer(UntiledLayer):
             request = self._request(hidden_states, batch, args, kwargs)
             traits = self._hfpatch_traits
             if request.sequence is not None:
-                # If such a layer then runs whole after all, its own forward raises.
+                # If such a layer then runs untiled after all, its own forward raises.
                 timed = batch is not None and bool(traits.mixers) and traits.all_timed
                 self._refuse_parts(batch, request.condition, timed)
             if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
@@ -182,7 +182,7 @@ class TiledLayer(UntiledLayer):
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
         """The Request of this call. The stack has looked at the layer's condition already. A layer
-        that something else calls looks itself, and has no batch: it runs whole.
+        that something else calls looks itself, and has no batch: it runs untiled.
         """
         condition, x, cache = self._hfpatch_condition, given, None
         if condition is None or batch is None and not current.declined:

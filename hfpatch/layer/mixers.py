@@ -155,7 +155,7 @@ class Mixer:
 
 @contextmanager
 def documents_apart(layer: nn.Module, mixers: dict[str, int], arguments, configs, batch):
-    """A context in which the mixers of a layer that runs whole take the batch's documents one by
+    """A context in which the mixers of a layer that runs untiled take the batch's documents one by
     one."""
 
     own = {name: layer.get_submodule(name).forward for name in mixers}

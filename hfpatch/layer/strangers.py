@@ -1,10 +1,10 @@
-"""One rule for unknown modules: a layer that holds one runs whole, and the report says so.
+"""One rule for unknown modules: a layer that holds one runs untiled, and the report says so.
 
 The small instance's verdict covers the classes of modules that it had. Of these, one is known if its
 class and the code that it runs belong to the layer's own package (transformers, or a model's own
 files), or to a library in `LIBRARIES`. Any other may mix tokens, count its calls or keep its inputs.
 Adapters and what replaces a Linear are known where they run their library's code (some adapters have
-rows of their own in why_whole.py). A layer that runs whole calls its modules as transformers' own
+rows of their own in why_whole.py). A layer that runs untiled calls its modules as transformers' own
 checkpointing does.
 """
 

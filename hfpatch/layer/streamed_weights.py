@@ -121,7 +121,7 @@ class StreamedWeights:
                 table[n] = tensor
 
     def refuse_a_graph(self, layer: nn.Module) -> None:
-        """Raises ValueError: autograd would save views of a slot for a layer that runs whole."""
+        """Raises ValueError: autograd would save views of a slot for a layer that runs untiled."""
         raise ValueError(
             'hfpatch: Checkpointing(frozen_weights="host") needs layers that run tiled, got a '
             f"{type(layer).__name__} that runs untiled: its backward would find other weights. "

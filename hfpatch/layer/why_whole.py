@@ -1,7 +1,7 @@
 """Why a layer runs untiled: the one ordered list.
 
-Tiles must not change a number, nor what a hook is given. Where they might, the layer runs whole, its
-input offloaded; where it cannot run again in backward, it keeps everything. The first reason of
+Tiles must not change a number, nor what a hook is given. Where they might, the layer runs untiled,
+its input offloaded; where it cannot run again in backward, it keeps everything. The first reason of
 `REASONS` that holds decides. It is asked in five stages, each when its facts are known:
 
     apply    the layer's small instance differed (decoder/probe.py, decoder/verdict.py)

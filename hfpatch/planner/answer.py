@@ -36,7 +36,11 @@ from hfpatch.planner.towers import Tower, tower_in_front
 # Bytes that stay free on the device: a share of the step's, and at least RESERVE_LEAST.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
-WHOLE = ("off", STOCK, STOCK_CHECKPOINTING)  # values of checkpointing under which layers run whole
+WHOLE = (
+    "off",
+    STOCK,
+    STOCK_CHECKPOINTING,
+)  # values of checkpointing under which layers run untiled
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,6 @@ def steps_of(run: Run, placement: str) -> Steps:
     return _steps(model, run.shape, gpu, run.batch)
 
 
-def weights_at(run: Run, place: str) -> Run:
-    """The run with its layers' frozen weights at `place`."""
-    return replace(run, checkpointing=replace(run.checkpointing, frozen_weights=place))
-
-
 @lru_cache(maxsize=256)
 def evaluate(run: Run, placement: str, way: str = SETTLED) -> Plan:
     """The plan under one placement, of the policy that stays, or of a run's first step, which takes
@@ -211,9 +206,9 @@ def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
     if isinstance(policy, Policy) and cost.whole:
         reasons, count = ", ".join(cost.whole), round(sum(cost.whole.values()))
         if count == run.shape.num_layers:
-            policy = f"layers run whole ({reasons}), their inputs to {policy.offload}"
+            policy = f"layers run untiled ({reasons}), their inputs to {policy.offload}"
         else:
-            said.append(f"{count} of {run.shape.num_layers} layers run whole ({reasons})")
+            said.append(f"{count} of {run.shape.num_layers} layers run untiled ({reasons})")
     if run.shape.carries_states:
         who = "delta rules take what fla's kernels do, other mixers" if installed() else "mixers"
         said.append(f"{who} run in plain code, which takes more memory than their kernels do")

@@ -143,7 +143,7 @@ class Resident:
 
 def resident(name: str, shape, gpus: int, policy=None) -> Resident:
     """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Policy, or the
-    Checkpointing that leads to one, or a word for layers that run whole.
+    Checkpointing that leads to one, or a word for layers that run untiled.
     """
     whole = isinstance(policy, str)
     if shape.adapters:

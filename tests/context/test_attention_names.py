@@ -71,7 +71,7 @@ def test_another_librarys_attention_is_told_of(monkeypatch, capsys):
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_caps_and_sinks_beside_a_mask_function_of_ones_own(family, monkeypatch):
-    """Layers with such a mask run whole, in the family's own eager attention."""
+    """Layers with such a mask run untiled, in the family's own eager attention."""
     from families import small_model
 
     stock = small_model(family)

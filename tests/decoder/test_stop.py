@@ -1,5 +1,5 @@
 """Layers that are stopped at their attention, with and without gradients; a layer that cannot be
-stopped runs whole.
+stopped runs untiled.
 """
 
 import copy

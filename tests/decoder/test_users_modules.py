@@ -122,7 +122,7 @@ KEEPERS = [InDeque, InFile, MeanFromNone, InClosure, InIterator, InDraws]
 @pytest.mark.parametrize("kind", KEEPERS)
 def test_what_a_module_keeps_is_kept_as_under_transformers_checkpointing(kind, when):
     """Asking would leave its few tokens there, or NaN, and tiles would count: its layer is not
-    asked and runs whole.
+    asked and runs untiled.
     """
     found = []
     for way in ("ours", "stock", "exact"):
@@ -328,7 +328,7 @@ def test_a_hook_that_moves_between_steps_fires_where_it_is():
 
 
 def test_a_hook_that_takes_a_gradient_has_nothing_recorded_twice():
-    """Its layers run whole, and again for that gradient while the forward that records router
+    """Its layers run untiled, and again for that gradient while the forward that records router
     logits is under way.
     """
     stock, factor = small_model("qwen3_moe"), nn.Parameter(torch.ones((), dtype=torch.float64))

@@ -335,7 +335,7 @@ def test_stacks_that_cannot_be_made_as_they_are_have_a_small_instance(name):
 
 
 def test_layers_in_a_module_that_takes_no_token_ids_are_none_to_try():
-    """BERT's, as a decoder: they run whole, and the reason says why."""
+    """BERT's, as a decoder: they run untiled, and the reason says why."""
     config = CONFIG_MAPPING["bert"](num_hidden_layers=2, is_decoder=True, **_SIZES)
     report = str(hfpatch.apply(AutoModelForCausalLM.from_config(config)))
     assert (
@@ -370,7 +370,7 @@ _ODD = {  # sizes, and how many layers are tiled
 def test_a_stack_that_keeps_states_or_shares_weights_has_a_small_instance(name):
     """RecurrentGemma holds the last state of its scan, graph and all, which is not to be copied;
     Zamba's layers with attention share weights, and one alone is refused. The Mamba behind takes
-    what attention gave: these two run whole.
+    what attention gave: these two run untiled.
     """
     sizes, tiled = _ODD[name]
     torch.manual_seed(0)

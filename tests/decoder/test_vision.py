@@ -248,7 +248,7 @@ def test_a_tower_keeps_the_inputs_of_its_blocks():
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava", "gemma3"])
 def test_inputs_of_blocks_and_of_whole_layers_leave_the_device(name):
-    """Nothing but a copy waits for backward. Gemma 3's text layers run whole beside an image; norms
+    """Nothing but a copy waits for backward. Gemma 3's text layers run untiled beside an image; norms
     behind Qwen3-VL's blocks keep what comes out of the first one."""
     model, batch = small(name)
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host"))

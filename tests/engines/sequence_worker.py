@@ -367,7 +367,7 @@ def main(chosen: str, folder: str) -> None:
         "lora, accumulated": {"wrap": lora, "passes": 2},
         "no label on the last rank": {"kind": "half", "save_attention": False},
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512},
-        "layers run whole": {"tiled": False, "kind": "packed"},
+        "layers run untiled": {"tiled": False, "kind": "packed"},
         "one layer's attention again": {"heads": (8, 4), "again": 1},
     }  # fmt: skip
     if chosen == "all":

@@ -70,7 +70,7 @@ def test_a_layer_that_casts_its_weights_in_its_forward_edits_nothing(settings):
     hfpatch.apply(model, checkpointing=settings or WAYS[0])
     if settings is None:
         for layer in model.model.layers:
-            layer.self_attn.register_forward_hook(lambda *_: None)  # so that it runs whole
+            layer.self_attn.register_forward_hook(lambda *_: None)  # so that it runs untiled
     ids = tokens()
     for _ in range(2):  # the layers are asked at their first call, which casts too
         for m in (stock, model):
@@ -221,7 +221,7 @@ def test_adapters_that_are_on_again_at_the_backward(whole):
 
 
 def test_a_mask_that_is_written_to_before_backward_is_noticed():
-    """A layer that runs whole reads it again; stock has made another tensor of it by then."""
+    """A layer that runs untiled reads it again; stock has made another tensor of it by then."""
     _, model = pair()
     hfpatch.apply(model, checkpointing=WAYS[0])
     ids, mask = tokens(), torch.ones(37, 37, dtype=torch.bool).tril()[None, None]

@@ -430,7 +430,7 @@ def test_chunks_that_count_from_padding_are_known():
         simulate(prepare(build(config), "hfpatch"), 1, 128, policy=policy)
         for policy in (Policy("gpu", plain=4, tile=128), Policy("host", tile=32))
     )
-    # A layer that runs whole computes attention forward twice, and is not what its policy says.
+    # A layer that runs untiled computes attention forward twice, and is not what its policy says.
     assert tiled.flops["attention"]["forward"] == kept.flops["attention"]["forward"]
     assert tiled.host_peak_bytes > 4 * 2 * 128 * 64
 

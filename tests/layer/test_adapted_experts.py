@@ -80,7 +80,7 @@ def test_every_gradient_is_that_of_stock_in_tiles(family, settings, tiles):
 
 
 def test_the_adapted_weight_is_never_made(monkeypatch):
-    """Not in training; a wrapper that runs whole makes it, as PEFT does."""
+    """Not in training; a wrapper that runs untiled makes it, as PEFT does."""
     made, wrapper = [], peft.tuners.lora.layer.ParamWrapper
     real = wrapper.get_delta_factors
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Layers that mix tokens by something else than attention: the mixer runs whole, the rest tile by
+"""Layers that mix tokens by something else than attention: the mixer runs untiled, the rest tile by
 tile, documents apart.
 """
 
@@ -28,7 +28,7 @@ TILE = hfpatch.Checkpointing(offload="host", tile=16)
 #     what is fused is tested elsewhere.
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
 OWN_MASK = tiny.not_with_transformers_5_0(
-    "builds the masks of hybrids in their own code, with which layers run whole, said in the report"
+    "builds the masks of hybrids in their own code, with which layers run untiled, said in the report"
 )
 HYBRIDS = {  # the mixer of its first layer, a module behind it
     "lfm2": ("conv", "feed_forward.w1"),
@@ -74,7 +74,7 @@ def falcon():
 @OWN_MASK
 @pytest.mark.parametrize("name", names())
 def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
-    """Twice, forward and backward, as with any checkpointing. With holes in the mask all runs whole,
+    """Twice, forward and backward, as with any checkpointing. With holes in the mask all runs untiled,
     and is exact.
     """
     stock = families.small_model(name)

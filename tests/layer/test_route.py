@@ -92,7 +92,7 @@ TABLE = {
         {"batch": None, "kwargs": {"output_attentions": True}}, Stock, "not described", None
     ),
     "a cache": ({"cache": DynamicCache()}, Stock, why("cache"), "run untiled"),
-    "a cache, in a layer that runs whole": (
+    "a cache, in a layer that runs untiled": (
         {"cache": DynamicCache(), "settled": why("buffer", "calls")}, Stock, why("cache"), "not checkpointed"
     ),
     "evaluation, whole": ({"training": False, "batch": None}, Stock, "not described", None),

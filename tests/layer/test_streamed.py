@@ -220,7 +220,7 @@ def test_experts():
 
 
 def test_layers_below_the_first_trained_one_keep_no_graph():
-    """Nobody differentiates them: of a family whose layers are asked they run whole, and no slot is
+    """Nobody differentiates them: of a family whose layers are asked they run untiled, and no slot is
     saved.
     """
     from transformers import Gemma2Config, Gemma2ForCausalLM

@@ -82,7 +82,7 @@ def of_tokens(qat, **more):
     return qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False, **more)
 
 
-# (recipe, how, a part of the reason why its layers run whole or None where they are tiled)
+# (recipe, how, a part of the reason why its layers run untiled or None where they are tiled)
 RECIPES = {
     "rowwise": (trained_in_float8("rowwise"), None),
     "rowwise_with_gw_hp": (trained_in_float8("rowwise_with_gw_hp"), None),
@@ -152,7 +152,7 @@ def played(name: str, module: str, sizes=(4, 4), **own) -> nn.Linear:
 
 
 def test_transformer_engine_runs_whole():
-    """Its modules keep scales of their own from call to call: a layer with one runs whole, and says
+    """Its modules keep scales of their own from call to call: a layer with one runs untiled, and says
     so.
     """
     model, stock = tiny.llama(**SIZES), tiny.llama(**SIZES)

@@ -558,7 +558,7 @@ def test_the_efficient_kernel_is_tried_before_it_is_trusted(wrong, said, monkeyp
 
 @pytest.mark.parametrize("capability, has", [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_before_ampere_nothing_goes_to_fa2(capability, has, card):
-    """FA2 raises there, and the efficient kernel knows no bf16: such layers run whole, in plain
+    """FA2 raises there, and the efficient kernel knows no bf16: such layers run untiled, in plain
     torch, and fp16 rows of any length in the kernel that is left.
     """
     card(capability)

@@ -49,7 +49,10 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
         plan("llama-3.1-8b", seq_len=8192, checkpointing=Checkpointing(frozen_weights="host"))
     # A run leaves them on GPUs that share rows.
     shared = run | {"seq_len": 8192, "gpus": 8, "sp_size": 8, "checkpointing": settings}
-    with pytest.raises(ValueError, match="^hfpatch: frozen_weights=.host. and --sp-size 8 cannot be combined[^\n]*$"):
+    with pytest.raises(
+        ValueError,
+        match="^hfpatch: frozen_weights=.host. and --sp-size 8 cannot be combined[^\n]*$",
+    ):
         plan("llama-3.1-70b", **shared)
 
 
@@ -65,5 +68,8 @@ def test_a_simulated_model_without_such_layers_is_refused_in_a_sentence():
         with pytest.raises(ValueError) as raised:
             adapted(families.small_model(name), adapters)
         said = str(raised.value)
-        assert said.startswith("hfpatch: LoRA's targets must be Linear layers that PEFT adapts") and why in said
+        assert (
+            said.startswith("hfpatch: LoRA's targets must be Linear layers that PEFT adapts")
+            and why in said
+        )
         assert said.endswith("Name others with --lora-target.")

@@ -49,7 +49,7 @@ class Simulation:
         most_beyond_bytes: the highest such difference at any moment. It counts if gradients leave
             the device as they come.
         host_peak_bytes: host memory of the runtime, without files.
-        whole: reasons why layers of a patched model run whole -> number of layers.
+        whole: reasons why layers of a patched model run untiled -> number of layers.
         rows: layers with a mixer, other than attention, that takes whole rows.
     """
 
@@ -169,7 +169,7 @@ def _host_buffers(follower: Follower):
 
 
 def _on_cuda(supported):
-    """attention.supported as a GPU answers it. Layers without a kernel there run whole here too."""
+    """attention.supported as a GPU answers it. Layers without a kernel there run untiled here."""
     return lambda head_dim, dtype, device, *pattern: supported(
         head_dim, dtype, torch.device("cuda"), *pattern
     )
@@ -214,7 +214,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
-    """Reasons why layers of a patched model run whole here -> number of layers."""
+    """Reasons why layers of a patched model run untiled here -> number of layers."""
     found = Counter()
     for module in _layers(model):
         pattern, known = attention.Pattern(softcap=module._hfpatch_traits.softcap), look(module)
