@@ -58,8 +58,7 @@ class Cost:
         up, down: bytes over the host link.
         flops, model: FLOPs, and those of the usual convention, without recomputation.
         whole: reason -> number of layers that run untiled for it.
-        rows: number of layers with a mixer
-            that takes whole rows.
+        rows: number of layers with a mixer that takes whole rows.
         stands, loss, after, tiled, passed: what layer/meter.py measured of the step (budget.measured
             .Call); passed: seconds of the layers' forward. exact: `tiled` was the step's peak.
         kinds: of a few layers, able: what they can do.
