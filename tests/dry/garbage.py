@@ -39,10 +39,10 @@ def documents_are_true() -> None:
 
     real = documents._marks
 
-    def marks(B, T, device, mask, positions, inside, chunk, idle, padding, beside):
+    def marks(B, T, device, mask, positions, inside, chunk, idle, watched, padding, beside):
         if idle is not None and mask is not None:
             idle = ~on_host(mask).bool()  # computed on the device from labels
-        values = on_host(mask), on_host(positions), inside, chunk, idle, padding, beside
+        values = on_host(mask), on_host(positions), inside, chunk, idle, watched, padding, beside
         return real(B, T, torch.device("cpu"), *values).to(device)
 
     documents._marks = marks
