@@ -120,6 +120,7 @@ def test_suggestions_hold(run):
         assert plan("llama-3.2-1b", **changed).fits, suggestion
 
 
+@LONG
 def test_more_of_anything_never_costs_less():
     def peak(**change):
         # What is free is spent otherwise.
@@ -143,6 +144,7 @@ def test_longest_sequence_is_the_longest():
     assert not plan("llama-160m", **same, seq_len=longer).fits
 
 
+@LONG
 def test_the_longest_sequence_of_gpus_that_share_it_fits_their_host():
     settings = Checkpointing(offload="host", every=1, tile=8192, plain=0, keep=())
     asked = RUN | {"gpus": 2, "checkpointing": settings, "max_seq_len": True}

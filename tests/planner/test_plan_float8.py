@@ -47,6 +47,7 @@ def test_the_recipes_are_those_of_train():
     assert flag.metadata["choices"] == list(FLOAT8_RECIPES)
 
 
+@pytest.mark.long
 def test_auto_names_what_train_takes():
     """`hfpatch train --fp8` runs without an engine: so does each placement that is planned."""
     asked = {"seq_len": 8192, "gpu": "h100", "host_ram": "1TiB"}

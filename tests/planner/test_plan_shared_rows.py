@@ -121,7 +121,9 @@ DELTA = {"model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 
 
 @tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
 @pytest.mark.parametrize(
-    "tokens", [1 << 14, pytest.param(1 << 17, marks=pytest.mark.long)], ids=["run", "stretched"]
+    "tokens",
+    [pytest.param(n, marks=pytest.mark.long) for n in (1 << 14, 1 << 17)],
+    ids=["run", "stretched"],
 )
 def test_a_hybrid_is_planned_on_one_of_its_ranks(tokens):
     """Delta nets in tiles through time: a quarter of the row's tokens, nothing of the others'."""
