@@ -359,6 +359,7 @@ def test_adapters_and_the_longest_sequence_of_any_family():
     assert not plan(NEOX, seq_len=found.max_seq_len * 33 // 32 + 1024, **asked).fits
 
 
+@LONG
 def test_the_language_tower_of_a_model_of_several_is_planned(tmp_path, capsys):
     """Files leave out what their class assumes."""
     vision = {
