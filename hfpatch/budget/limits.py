@@ -1,5 +1,6 @@
 """Numbers from the environment and from configs, and lengths as text. Standard library only."""
 
+import difflib
 import math
 import os
 import re
@@ -124,3 +125,9 @@ def parse_word(text: str):
         if text[:1].isdigit()
         else text
     )
+
+
+def did_you_mean(name: str, known, cutoff: float = 0.6) -> str:
+    """The end of an error about an unknown name: the known name that is most like it."""
+    near = difflib.get_close_matches(name, known, 1, cutoff)
+    return f" Did you mean {near[0]}?" if near else ""

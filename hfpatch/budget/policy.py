@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar, cast
 
-from hfpatch.budget.limits import parse_word
+from hfpatch.budget.limits import did_you_mean, parse_word
 
 # What a layer may keep beside x, out and lse: q, k, v; the residual after attention; gate and up.
 KEEPABLE = ("gate_up",)
@@ -37,9 +37,8 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
     known = tuple(known)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            end = f"Did you mean {near[0]}?" if near else "Name one of these."
-            raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}. {end}")
+            end = did_you_mean(name, known) or " Name one of these."
+            raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}.{end}")
 
 
 Named = TypeVar("Named", bound=Callable)

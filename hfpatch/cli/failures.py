@@ -13,8 +13,9 @@ import sys
 import traceback
 import zipfile
 
+from hfpatch.budget.limits import did_you_mean
 from hfpatch.cli.quiet import quiet
-from hfpatch.planner.limits import did_you_mean, suggestion
+from hfpatch.planner.limits import suggestion
 
 BAD_INPUT, MACHINE, INTERRUPTED = 2, 1, 130
 

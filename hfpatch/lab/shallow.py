@@ -3,7 +3,7 @@ sizes, counted on the model itself."""
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import nn
@@ -65,8 +65,7 @@ class Sizes:
         frozen, frozen_layer: bytes of all layers' frozen weights, and of the largest layer's.
         matrices: ((columns in, columns out), number) of the layers' Linear layers; embedding: its
             shape.
-        carries_states: mixers carry states over tokens; mixes: some layers mix tokens other than by
-            attention.
+        carries_states: some layers mix tokens by states that they carry on.
         ranks: GPUs that share each row.
     """
 
@@ -84,7 +83,6 @@ class Sizes:
     matrices: tuple
     embedding: tuple
     carries_states: bool
-    mixes: bool
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -153,7 +151,7 @@ class Model:
             if isinstance(m, nn.Linear):
                 key = m.in_features, m.out_features
                 linears[key] = linears.get(key, 0) + 1
-        read = partial_config(small.config)
+        read = partial(getattr, small.config)
         states = carries_states(type(find_decoder(small).stack))
         return Sizes(
             _count(base.parameters()), max(_count(m.parameters()) for m in own),
@@ -162,15 +160,11 @@ class Model:
             onward(lambda m: _count(p for p in m.parameters() if p.requires_grad)),
             onward(trained_bytes_of), onward(lambda m: _held(m, trained=True)),
             onward(lambda m: sum(map(_held, layers_of(m)))), max(map(_held, one)),
-            tuple(linears.items()), tuple(base.get_input_embeddings().weight.shape), states, states, head,
-            read("num_key_value_heads") or head,
+            tuple(linears.items()), tuple(base.get_input_embeddings().weight.shape), states, head,
+            read("num_key_value_heads", None) or head,
             max((getattr(m, "head_dim", None) or 1 for m in small.modules()), default=1),
-            read("attn_logit_softcapping") or 0.0,
+            read("attn_logit_softcapping", None) or 0.0,
         )  # fmt: skip
-
-
-def partial_config(config):
-    return lambda name: getattr(config, name, None)
 
 
 @lru_cache(maxsize=8)

@@ -2,9 +2,11 @@
 
 from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
+from hfpatch.lab.shallow import trained_bytes_of
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.layer.gauge import Counters
 from hfpatch.layer.meter import COPIES, Meter
+from hfpatch.layer.traits import layers_in
 
 
 class LedgerGauge:
@@ -46,10 +48,10 @@ class StepMeter(Meter):
     """
 
     def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):
-        super().__init__(gauge, model.parameters, len(_layers(model)))
-        self.model, self.gradients, self.kinds, self.able = model, gradients, kinds, Layers()
+        super().__init__(gauge, model.parameters, len(layers_in(model)))
+        self.gradients, self.kinds, self.able = gradients, kinds, Layers()
         self.ahead = ahead
-        self.own = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        self.own = trained_bytes_of(model)
 
     def plan(self, first: Policy, settings, able: Layers, rows: int, grows: bool = True) -> Policy:
         step, self.able = self.step, able
@@ -70,7 +72,3 @@ class StepMeter(Meter):
         if step.backward.began is not None:
             self.gauge.missing = max(0, self.gradients - self.own)
         return super().backward(step, untiled)
-
-
-def _layers(model) -> list:
-    return [m for m in model.modules() if "_hfpatch_index" in vars(m)]

@@ -18,13 +18,14 @@ from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
 from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, describe
-from hfpatch.compat import all_parameters, autocast_dtype, modules_in
+from hfpatch.compat import all_parameters, autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gauge import Gauge
 from hfpatch.layer.graph_bytes import kind_of
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.packed_weights import frozen_tables
 from hfpatch.layer.parts import gate_up_columns
+from hfpatch.layer.traits import layers_in
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
@@ -321,8 +322,7 @@ class Policies:
         """The layers that share this runtime; found once, as a walk over all modules takes ms."""
         owner = self.owner()
         if owner is not None and not self._found:
-            layers = (m for m in modules_in(owner) if "_hfpatch_index" in vars(m))
-            self._found = [weakref.ref(m) for m in layers]
+            self._found = [weakref.ref(m) for m in layers_in(owner)]
         return [layer for one in self._found if (layer := one()) is not None]
 
     def _mixes(self, layer: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from hfpatch.layer import policies
 from hfpatch.layer.chain import Chain
 from hfpatch.layer.policies import Policies
 from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
+from hfpatch.layer.traits import layers_in
 from hfpatch.report import say
 
 
@@ -70,7 +71,7 @@ class LayerRuntime(Policies, Chain):
         """
         before = self.weights.host_bytes
         with self.weights.lock:
-            self.weights.pack([m for m in owner.modules() if "_hfpatch_index" in vars(m)], device)
+            self.weights.pack(layers_in(owner), device)
             self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
             host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
@@ -128,9 +129,7 @@ class Waiting:
 
     def __iter__(self):
         owner = self.runtime.owner() if self.runtime.weights.on else None
-        layers = (
-            () if owner is None else (m for m in owner.modules() if "_hfpatch_index" in vars(m))
-        )
+        layers = () if owner is None else layers_in(owner)
         waiting = {id(table[n]) for layer in layers for table, n in frozen_tables(layer)}
         tensors = () if owner is None else (*owner.named_parameters(), *owner.named_buffers())
         return iter(

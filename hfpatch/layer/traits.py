@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from hfpatch.compat import modules_in
 from hfpatch.context.class_code import rope_of
 
 
@@ -74,3 +75,8 @@ def looks_like_a_block(layer: nn.Module) -> bool:
         and has(attn, ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"))
         and rope_of(attn) is not None
     )
+
+
+def layers_in(module: nn.Module) -> list[nn.Module]:
+    """The patched layers in a module, in their order."""
+    return [m for m in modules_in(module) if "_hfpatch_index" in vars(m)]

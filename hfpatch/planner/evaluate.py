@@ -126,7 +126,7 @@ class Ladder:
         run, shape = self.run, self.run.shape
         asked = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
-            "chains": shape.mixes and run.ranks == 1,
+            "chains": shape.carries_states and run.ranks == 1,
             "sums": 4 * shape.trained_parameters // shape.num_layers,
             "card": run.gpu.memory_bytes, "free": self._first_free(),
         }  # fmt: skip

@@ -1,12 +1,11 @@
 """Flags of all commands and scripts: parsers, and one table of ranges. Standard library only."""
 
 import argparse
-import difflib
 import math
 import re
 from collections.abc import Mapping
 
-from hfpatch.budget.limits import beyond, parse_length, range_words
+from hfpatch.budget.limits import beyond, did_you_mean, parse_length, range_words
 
 # flag: (least, most); None is no limit. A limit in brackets is excluded.
 SEED = (0, 2**32 - 1)
@@ -86,12 +85,6 @@ def parse_bytes(text) -> int:
             f"hfpatch: a size must be more than 0, got {text!r}. Pass the bytes there are."
         )
     return int(value)
-
-
-def did_you_mean(name: str, known, cutoff: float = 0.6) -> str:
-    """The end of an error about an unknown name: the known name that is most like it."""
-    near = difflib.get_close_matches(name, known, 1, cutoff)
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 def suggestion(message: str) -> str:

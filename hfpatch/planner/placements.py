@@ -93,6 +93,12 @@ def placement_named(name: str) -> Placement:
 ADAPTED = ("gpu8bit", "adamw")
 
 
+def placement_of_engine(name: str) -> str:
+    """The placement of a config in ds_configs or fsdp_configs: zero3-offload is
+    zero3_cpu_offload's."""
+    return name.replace("_cpu", "").replace("_", "-")
+
+
 def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
     """The placements to try.
 

@@ -9,7 +9,7 @@ import sys
 
 import yaml
 
-from hfpatch.planner.limits import did_you_mean
+from hfpatch.budget.limits import did_you_mean
 from hfpatch.trainer import run_file
 
 

@@ -6,7 +6,7 @@ import torch
 
 from hfpatch.budget.hardware import GiB, Gpu, gpu_named
 from hfpatch.planner.machine import card, gpu_limit, host_limit
-from hfpatch.planner.placements import PLACEMENTS
+from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import Adapters, plan
 from hfpatch.trainer.arguments import checkpointing_of
 
@@ -73,7 +73,7 @@ def this_gpu(args) -> Gpu | None:
 def placement_of(config, model, args) -> str:
     """The planner's name for where this run's weights and optimizer states are."""
     if model.engine:
-        return model.engine.replace("_cpu", "").replace("_", "-")
+        return placement_of_engine(model.engine)
     if model.placement or model.lora_r:
         return model.placement or "auto"
     if args.deepspeed or args.fsdp:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from hfpatch.planner.limits import did_you_mean
+from hfpatch.budget.limits import did_you_mean
+from hfpatch.planner.placements import placement_of_engine
 
 READY = Path(__file__).resolve().parents[1] / "examples"  # files that come with the package
 MACHINE = ("gpu", "gpus", "host_ram")  # keys for the plan alone
@@ -60,8 +61,8 @@ def words(name: str, known) -> list[str]:
             raise ValueError(f"hfpatch: {path} has an unknown key {key!r}.{near}")
         if FLAGS.get(key) not in known or key in BITS and value.lower() not in ("true", "yes"):
             continue
-        if key == "engine":  # ds_configs/zero3_cpu_offload.json is the placement zero3-offload
-            value = value.replace("_cpu", "").replace("_", "-")
+        if key == "engine":
+            value = placement_of_engine(value)
         given = [BITS[key]] if key in BITS else value if isinstance(value, list) else [value]
         joined = [",".join(given)] if key == "lora_target_modules" else given
         found += [word for one in joined for word in (FLAGS[key], one)]

@@ -33,6 +33,7 @@ from hfpatch.lab.watch import module_calls, runtimes
 from hfpatch.layer import why_whole
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.layer.traits import layers_in
 from hfpatch.ops import _wide_sums
 from hfpatch.parallel import exchange
 from hfpatch.store import device
@@ -209,14 +210,10 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
         yield
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if "_hfpatch_index" in vars(m)]
-
-
 def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     """Reasons why layers of a patched model run untiled here -> number of layers."""
     found = Counter()
-    for module in _layers(model):
+    for module in layers_in(model):
         pattern, known = attention.Pattern(softcap=module._hfpatch_traits.softcap), look(module)
         unable = attention.supported(known.head_dim, dtype, torch.device("cpu"), pattern)
         found[known.reason or unable] += 1
@@ -227,7 +224,7 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
 def _weights_to_host(model: nn.Module, follower: Follower) -> None:
     """Puts streamed frozen weights on the host before the step, and their slots on the device."""
     for weights in (runtime.weights for runtime in runtimes(model) if runtime.weights.on):
-        weights.pack(_layers(model), torch.device("cpu"))
+        weights.pack(layers_in(model), torch.device("cpu"))
         weights.make_slots()
         for slot in weights.ring.slots:
             follower.track(slot.bytes, category="parameters")
@@ -372,6 +369,7 @@ def simulate(
     finally:
         model.train(was_training)
     result = summarize(follower.ledger)
-    result.whole, result.rows = whole, sum(not m._hfpatch_traits.all_timed for m in _layers(model))
+    result.whole = whole
+    result.rows = sum(not m._hfpatch_traits.all_timed for m in layers_in(model))
     result.host_peak_bytes *= not files
     return result
