@@ -184,7 +184,7 @@ def test_deepcopy_is_patched_and_apart():
 
 @pytest.mark.parametrize("used", [False, True])
 def test_torch_save_of_the_whole_model(used):
-    """Liger's bound methods fail here. Also once the session has run."""
+    """Liger's bound methods fail here. Also once a step has run."""
     stock = tiny.llama()
     ours = tiny.patched(stock)
     if used:
@@ -314,7 +314,7 @@ def test_dropout_is_drawn_again_in_backward():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_transformers_checkpointing_is_replaced_and_comes_back(when, monkeypatch):
-    """Trainer turns it on after apply; the session must stay in place, and undo must leave theirs
+    """Trainer turns it on after apply; hfpatch's must stay in place, and undo must leave theirs
     working.
     """
     stock = tiny.llama()

@@ -182,5 +182,5 @@ def shared(sizes: Sizes, sp_size: int, gpus: int) -> Sizes:
         )
     heads = sizes.num_heads, sizes.num_kv_heads
     if heads[0] > 1 and (why := why_not_shared_out(*heads, sp_size)):  # 1: it has no attention
-        raise ValueError(f"hfpatch: {why}; pass another --sp-size.")
+        raise ValueError(f"hfpatch: {why}. Pass another --sp-size.")
     return replace(sizes, ranks=sp_size)

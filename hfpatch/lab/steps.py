@@ -254,9 +254,8 @@ class Steps:
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
             raise ValueError(
-                "hfpatch: expected a causal language model that runs on "
-                f"[{self.batch}, {tokens}] tokens, this does not ({reason}); take a shorter "
-                "length, or another model."
+                f"hfpatch: the model must run on [{self.batch}, {tokens}] tokens, and does not "
+                f"({reason}). Take a shorter length, or another model."
             ) from error
         fused = tiled or IMPLEMENTATIONS[policy] == "hfpatch-off"
         rows = self.batch * tokens
