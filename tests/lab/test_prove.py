@@ -19,7 +19,6 @@ from hfpatch.lab.elementwise import OPS, Op
 from hfpatch.lab.prove import Proof, check_row, page, row
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPLAINS_ITSELF = {"hfpatch_prove", "seconds", "way", "preset", "tokens", "dtype"}
 
 
 @pytest.fixture(scope="module")
@@ -152,16 +151,6 @@ def test_what_nothing_wrote_fails(monkeypatch):
     assert found.share == float("inf") and found.where == "out0"
 
 
-# The first line's reference is the CPU's, and a model's gradients come before other dtypes.
-def test_the_order_of_the_checks():
-    names = [name for name, _ in checks.jobs(torch.device("cpu"), checks.SMALL)]
-    assert names[0] == "against the CPU bfloat16"
-    models = [i for i, name in enumerate(names) if name.startswith("model")]
-    others = [i for i, name in enumerate(names) if name.endswith("float32")]
-    assert models[0] < min(others) and "linear_cross_entropy, vocabulary 257 bfloat16" in names
-    assert checks.LARGE.odd_vocab.vocab == 128257
-
-
 # Ops alone are no proof of a step.
 def test_without_a_model_nothing_is_shown():
     found = proof(done=[Check("rope", "float32", 37, 0.5, "out0")])
@@ -190,24 +179,6 @@ def test_what_raises_fails_but_for_a_backend_that_refuses(monkeypatch):
     assert not done and len(left_out) == 2 and "the time was over" in left_out[0]
 
 
-# Played: a card with bfloat16 and FlashAttention, and an older one with neither.
-@pytest.mark.parametrize("new", [True, False])
-def test_a_card_is_asked_for_what_it_has(new, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: new)
-    monkeypatch.setattr(checks, "has_flash", lambda device: new)
-    refused = None if new else "kernels for a window take a later card"
-    monkeypatch.setattr(checks, "supported", lambda *args: refused)
-    documents = {"window": (checks.CAUSAL, False)}
-    monkeypatch.setattr(checks.float64, "patterns", lambda *args: documents)
-    names = [name for name, _ in checks.jobs(torch.device("cuda"), checks.LARGE)]
-    names = [name for name in dict.fromkeys(names) if name.startswith("attention")]
-    half = "bfloat16" if new else "float16"
-    first = [f"attention {key} {half}" for key in (("flash", "cudnn") if new else ("efficient",))]
-    assert names[: len(first)] == first and "attention efficient float32" in names
-    assert ("attention flash, window bfloat16" in names) == new
-    assert any("bfloat16" in name for name in names) == new
-
-
 # Cards from 16 GB on, by their data sheets' rates: each has a model and a length, within the time.
 @pytest.mark.parametrize(
     "gib, tflops, preset",
@@ -230,25 +201,3 @@ def test_every_card_has_a_step_that_fills_it(gib, tflops, preset, monkeypatch):
     assert whole["plan_peak_gib"] > gib
     monkeypatch.setattr(full_card, "gpu_free", lambda: full_card.GiB // 8)
     assert full_card.largest(gpu, torch.bfloat16, 240) is None
-
-
-def test_a_step_that_fails_keeps_what_was_measured(monkeypatch):
-    monkeypatch.setattr(full_card, "recorded", lambda step: 1 / 0)
-    cpu, gpu = torch.device("cpu"), gpu_row("h100")
-    for step in full_card.measure(full_card.SMALL, cpu, gpu, time.monotonic() + 60):
-        assert step["step_s"] > 0 and step["plan_s"] > 0 and "error" not in step
-        assert "ZeroDivisionError" in step["not_recorded"] and "exposed_copies_s" not in step
-    with monkeypatch.context() as patch:
-        patch.setattr(full_card, "policy_used", lambda model: 1 / 0)
-        for step in full_card.measure(full_card.SMALL, cpu, gpu, time.monotonic() + 60):
-            assert step["first_step_s"] > 0 and "ZeroDivisionError" in step["error"]
-    late = full_card.measure(full_card.SMALL, cpu, None, time.monotonic() - 1)
-    assert all("not started" in step["error"] and "step_s" not in step for step in late)
-
-
-def test_the_readme_of_the_rows_explains_every_field(out):
-    text = (ROOT / "profiles" / "prove" / "README.md").read_text()
-    found = json.loads((out / "prove.json").read_text())
-    fields = found.keys() | found["steps"][0].keys()
-    assert "hfpatch prove" in text and "prove.json" in text
-    assert not [name for name in fields - EXPLAINS_ITSELF if f"`{name}`" not in text]

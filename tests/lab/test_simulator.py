@@ -21,7 +21,6 @@ from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.lab.simulate.simulator import simulate, summarize
 from hfpatch.ops.experts import EXPERT_PRODUCT
-from profiles.plan import rivals
 from tests import tiny
 from tests.lab.real_memory import real_events, real_peak, train_step
 
@@ -110,56 +109,6 @@ def test_reference_figures_of_liger(implementation, expected, host):
         assert carried == pytest.approx(
             [float(row[f"moved_{way}_gib"]) for way in ("forward", "backward")], rel=1e-3
         )
-
-
-# What users have today, from TRL's and transformers' own code: inputs of 4 layers of 256 MiB on the
-# host, attention forward once or twice; checkpointing stops before down_proj, and TRL's head
-# projects again in backward.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "implementation, forwards", [("trl-selective", 1), ("trl-offload", 2), ("liger-selective", 1)]
-)
-def test_todays_rivals(implementation, forwards):
-    trl = pytest.importorskip("trl")
-    if implementation.endswith("selective") and not hasattr(
-        trl.models, "enable_selective_activation_checkpointing"
-    ):
-        pytest.skip(f"trl {trl.__version__} has no selective checkpointing")
-    code = (
-        "from hfpatch.lab.simulate.simulator import simulate; from profiles.plan.rivals import prepare;"
-        "from hfpatch.lab.simulate.implementations import build;"
-        "from hfpatch.lab.presets import *; import json;"
-        "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
-        f"s = simulate(prepare(build(c), {implementation!r}), 1, 32768);"
-        "print(json.dumps([s.host_peak_bytes, s.attention_calls['forward'], "
-        "sum(s.flops['matmul'].values())]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
-    host, calls, matmul = eval(done.stdout.splitlines()[-1])
-    assert host == 4 * GiB // 4 and calls == 4 * forwards
-    sizes = dict(q=4096, k=1024, v=1024, o=4096, gate=14336, up=14336, down=14336)
-    layers = {name: 4 * 4096 * size for name, size in sizes.items()}
-    least = 6 * (sum(layers.values()) + 4096 * 128256)
-    head = 2 * 4096 * 128256 if implementation.startswith("trl") else 0
-    again = 2 * (sum(layers.values()) - layers["down"])
-    assert matmul / 32768 == pytest.approx(least + head + again, rel=1e-3)
-
-
-def test_trls_call_of_our_head_takes_what_our_loss_takes():
-    """131,072 tokens, each with a label: TRL's own head on the same layers takes 7.27 GiB, the loss
-    5.58.
-    """
-    trl = pytest.importorskip("trl")
-    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
-        pytest.skip(f"trl {trl.__version__} has no fused head")
-    config = preset_config("llama-3.1-8b") | {"num_hidden_layers": 2}
-    model = rivals.prepare(build(config), "trl-hfpatch")
-    found = simulate(model, 1, 131072, policy=Policy(tile=8192))
-    assert found.beyond_bytes / GiB <= 5.6
-    head = 2 * 131072 * 4096 * 128256
-    assert found.flops["matmul"]["backward"] > 3 * head, "projected again in backward"
 
 
 def followed(run, fake=True, **kwargs):

@@ -4,9 +4,7 @@ them, and host memory at rest.
 
 import copy
 import gc
-import io
 import sys
-import threading
 import weakref
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import tiny
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaForCausalLM
 
 import hfpatch
 from hfpatch.layer import policies
@@ -219,27 +216,6 @@ def test_experts():
     assert_same_steps(model, steps=1)
 
 
-def test_layers_below_the_first_trained_one_keep_no_graph():
-    """Nobody differentiates them: of a family whose layers are asked they run untiled, and no slot is
-    saved.
-    """
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    same = {
-        n: v
-        for n, v in tiny.config().to_dict().items()
-        if n in ("vocab_size", "hidden_size", "intermediate_size")
-    }
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        **same, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-    )
-    model = Gemma2ForCausalLM(config).train().requires_grad_(False)
-    for name in ("gate_proj", "up_proj"):
-        model.model.layers[1].mlp.get_submodule(name).weight.requires_grad_(True)
-    assert_same_steps(model)
-
-
 def test_what_runs_twice_or_out_of_order():
     model = adapted(tiny.llama(num_hidden_layers=LAYERS))
     resident, ours = patched(copy.deepcopy(model), frozen_weights="gpu"), patched(model)
@@ -255,32 +231,6 @@ def test_what_runs_twice_or_out_of_order():
         text = m.eval().generate(tiny.ids(tokens=5), max_new_tokens=3, do_sample=False)
         found.append([evaluated, text, *(p.grad for p in m.parameters() if p.grad is not None)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and at_rest(ours)
-
-
-def test_a_layers_weights_stay_on_the_device_while_another_thread_calls_the_model():
-    ours = patched(adapted(tiny.llama(num_hidden_layers=LAYERS)))
-    with torch.no_grad():
-        wanted, found, other = ours(tiny.ids()).logits, [], []
-        layer = ours.base_model.model.model.layers[1]
-        weight = layer.mlp.up_proj.base_layer.weight
-
-        def call():
-            with torch.no_grad():
-                other.append(ours(tiny.ids()).logits)
-
-        second = threading.Thread(target=call)
-
-        def meanwhile(*_):
-            if threading.current_thread() is not second and not found:
-                second.start()
-                second.join(0.5)  # all it can do while this layer runs
-                found.append(any(weight.untyped_storage().data_ptr() == slot.bytes.untyped_storage().data_ptr()
-                                 for slot in streams(ours).ring.slots))  # fmt: skip
-
-        layer.mlp.down_proj.register_forward_pre_hook(tiny.OfAnEngine(meanwhile))
-        assert torch.equal(ours(tiny.ids()).logits, wanted)
-        second.join()
-    assert found == [True] and torch.equal(other[0], wanted)
 
 
 def test_weights_written_to_at_rest_are_those_of_the_next_forward():
@@ -367,37 +317,6 @@ def test_a_weight_of_two_layers_is_refused():
         ValueError, match="weight of a LlamaDecoderLayer is shared with another layer"
     ):
         ours(**tiny.labelled())
-
-
-@pytest.mark.parametrize(
-    "how",
-    [copy.deepcopy, lambda m: torch.load(saved_in(m), weights_only=False)],
-    ids=["copy", "pickle"],
-)
-def test_a_copy_knows_whose_weights_wait(how):
-    """Else another process would be sent them (DDP), "auto" could not move them, and gradients to
-    come were not counted.
-    """
-    ours = patched(adapted(tiny.llama()))
-    tiny.step(ours, tiny.labelled())
-    for made in (how(ours), how(ours.base_model.model)):
-        causal = next(m for m in made.modules() if isinstance(m, LlamaForCausalLM))
-        assert (
-            next(
-                vars(m)["_hfpatch_runtime"] for m in made.modules() if "_hfpatch_index" in vars(m)
-            ).owner()
-            is causal
-        )
-        names = set(vars(causal)["_ddp_params_and_buffers_to_ignore"])
-        assert {
-            n for n, p in causal.named_parameters() if ".layers." in n and not p.requires_grad
-        } <= names
-
-
-def saved_in(model) -> io.BytesIO:
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
-    return file
 
 
 def test_deepspeed_does_not_send_them(monkeypatch):
