@@ -15,9 +15,7 @@ import torch
 import hfpatch
 from hfpatch.context.documents import find_rows
 from hfpatch.store import device as device_module
-from hfpatch.store import pool as pool_module
 from hfpatch.store.device import CudaDevice, Device, host_empty
-from hfpatch.store.transfers import HostPool
 from tests.faults.test_exceptions import assert_same, patched, step
 from tests.layer.devices import standing_in
 
@@ -122,23 +120,6 @@ def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
     assert sorted(held.items()) == [(i * most, most) for i in range(8)] + [(8 * most, 64)]
     device.unpin(block)
     assert held == {}
-
-
-def test_no_copy_crosses_two_registrations(monkeypatch):
-    """Pieces of a few sizes in a block of several registrations; what was reserved has room."""
-    monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
-    device = Pinning()
-    pool = HostPool(device)
-    sizes = {320: 12, 448: 9, 64: 20}
-    for _ in range(2):
-        pool.reserve(sizes)
-        loans = [pool.take(n) for n, count in sizes.items() for _ in range(count)]
-        (area,) = pool.areas
-        places = [(start, end) for start, end, _ in area.rows]
-        assert len(places) == len(loans) and area.nbytes >= 3 * 1024
-        assert all(start // 1024 == (end - 1) // 1024 for start, end in places)
-        assert all(a[1] <= b[0] for a, b in zip(places, places[1:]))
-        del loans
 
 
 @pytest.mark.parametrize(

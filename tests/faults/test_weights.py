@@ -234,20 +234,6 @@ def test_a_mask_that_is_written_to_before_backward_is_noticed():
         loss.backward()
 
 
-def test_an_optimizer_step_between_backwards_of_one_forward_is_noticed():
-    _, model = pair()
-    hfpatch.apply(model, checkpointing=WAYS[0])
-    optimizer = torch.optim.SGD(model.model.layers[1].mlp.parameters(), lr=0.1)
-    ids = tokens()
-    loss = model(ids, labels=ids).loss
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified in place"):
-        loss.backward()
-    model.zero_grad()
-    model(ids, labels=ids).loss.backward()  # and nothing of it stays
-
-
 def fallbacks(model):
     """Each way to whole layers."""
     yield (

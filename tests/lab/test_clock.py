@@ -10,10 +10,8 @@ import pytest
 from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import KEEPABLE, Policy
 from hfpatch.lab import clock as lab
-from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
-from hfpatch.layer.runtime import LayerRuntime
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
 # hides nothing.
@@ -98,12 +96,6 @@ def test_copies_hide(way):
     assert found.busy(lab.UP) > 0.5 * found.seconds["forward"], "nothing to hide"
 
 
-def test_a_plain_layer_hides_the_first_tiles_of_the_one_before():
-    assert whole(WAYS["one tile, plain"]).exposed("backward") < 0.005
-    with mock.patch.object(LayerRuntime, "_prefetch", lambda *args: None):
-        assert step(WAYS["one tile, plain"]).exposed("backward") > 0.03
-
-
 def test_exchanges_of_ranks_take_their_bytes():
     """Behind attention on NVLink they hide; over a link of a fortieth compute waits for them."""
     policy, gpu, waits = Policy("host", tile=2048), GPUS["h100"], []
@@ -116,24 +108,3 @@ def test_exchanges_of_ranks_take_their_bytes():
         assert found.busy(lab.EXCHANGES) == pytest.approx(sent / one.peer_rate, rel=0.05)
         waits.append(found.busy(lab.RANK_WAITS) / sum(found.seconds.values()))
     assert waits[0] < 0.05 < waits[1]
-
-
-def test_streamed_weights_are_copies_on_the_clock():
-    """Each layer's weights come in the forward and in the backward."""
-    config, adapters = CONFIG | {"num_hidden_layers": 6}, Adapters(16, "4bit")
-    policy = Policy("gpu", tile=TOKENS, frozen_weights="host")
-    patched = prepare(build(config, adapters=adapters), "hfpatch")
-    weights = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 0.516
-    found = Found(patched, GPUS["rtx4090"], policy)
-    assert 2 * 4 * weights < found.moved(lab.DOWN) < 2 * 6.1 * weights
-
-
-def test_files_that_a_disk_writes_in_time_hold_up_nothing():
-    """Each of a layer's tensors is more than the bounce buffers hold, so the host waits, but behind
-    work that it has launched; a disk that eight GPUs share holds compute up.
-    """
-    patched, policy = model(), Policy("disk", tile=16384, plain=1)
-    alone, shared = GPUS["a100-80gb"], dataclasses.replace(GPUS["h100"], sharing=8)
-    assert Found(patched, alone, policy, tokens=131072).exposed("forward") < 0.002
-    found = Found(patched, shared, dataclasses.replace(policy, tile=8192), tokens=32768)
-    assert sum(found.waits("forward").values()) > 0.05 * sum(found.seconds.values())

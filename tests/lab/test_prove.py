@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfpatch.budget.hardware import gpu_row
 from hfpatch.cli.main import main
-from hfpatch.lab import checks, full_card
+from hfpatch.lab import checks
 from hfpatch.lab import prove as module
 from hfpatch.lab.checks import Check
 from hfpatch.lab.elementwise import OPS, Op
@@ -177,27 +176,3 @@ def test_what_raises_fails_but_for_a_backend_that_refuses(monkeypatch):
     assert [check.what for check in done] == ["swiglu bfloat16"] and not done[0].passed
     done, left_out = checks.run(cpu, checks.SMALL, time.monotonic() - 1)
     assert not done and len(left_out) == 2 and "the time was over" in left_out[0]
-
-
-# Cards from 16 GB on, by their data sheets' rates: each has a model and a length, within the time.
-@pytest.mark.parametrize(
-    "gib, tflops, preset",
-    [(15, 65, "llama-3.2-1b"), (22, 121, "llama-3.2-3b"), (79, 989, "llama-3.1-8b")],
-)
-def test_every_card_has_a_step_that_fills_it(gib, tflops, preset, monkeypatch):
-    flops = tflops * 1e12
-    gpu = replace(
-        gpu_row("h100"), peak_flops=0.6 * flops, attention_forward=0.4 * flops,
-        attention_backward=0.3 * flops, bandwidth=3e11, link=1.2e10, measured=True,
-    )  # fmt: skip
-    monkeypatch.setattr(full_card, "gpu_free", lambda: gib * full_card.GiB)
-    monkeypatch.setattr(full_card, "host_free", lambda: 50 * full_card.GiB)
-    run = full_card.largest(gpu, torch.bfloat16, 240)
-    assert run.preset == preset and run.tokens >= 8192
-    memory = full_card.planned(run, full_card.Policy("host", tile=8192), gpu)
-    assert memory["plan_s"] * full_card.STEPS * len(full_card.WAYS) < 240
-    # Were nothing kept on the host, it would not fit: the step chooses, and fills what there is.
-    whole = full_card.planned(run, "off", gpu)
-    assert whole["plan_peak_gib"] > gib
-    monkeypatch.setattr(full_card, "gpu_free", lambda: full_card.GiB // 8)
-    assert full_card.largest(gpu, torch.bfloat16, 240) is None

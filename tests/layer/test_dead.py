@@ -2,19 +2,15 @@
 as it is, to the bit.
 """
 
-import copy
 from dataclasses import replace
 
-import families
 import peft
 import pytest
 import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hfpatch
 from hfpatch.layer.layer import TiledLayer
-from tests.decoder.test_families import assert_close, batch, step
 
 
 class Products(TorchDispatchMode):
@@ -75,17 +71,3 @@ def test_gradients_stay_to_the_bit_with_fewer_products(lora):
     assert all_of_them.multiplications - few.multiplications == layers * rows * saved
     # An adapter's sum is a value of its own.
     assert all_of_them.rotated - few.rotated == (0 if lora else layers * rows * q_and_k)
-
-
-def test_a_rotation_in_complex_numbers_in_float32():
-    """Llama 4's takes pairs of neighbours in memory, and in float32 it takes them from the
-    projection itself.
-    """
-    stock = families.small_model("llama4_text", torch.float32)
-    ours = copy.deepcopy(stock)
-    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    assert not any("run untiled" in note for note in report.notes), report
-    _, loss, grads = step(ours, batch())
-    _, wanted_loss, wanted = step(stock, batch())
-    assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
-    assert_close(grads, wanted)

@@ -337,31 +337,6 @@ def test_incoming_gradient_is_overwritten_only_where_private(monkeypatch):
 # --- autocast, DDP, eval --------------------------------------------------------------------------
 
 
-# float16 as a GradScaler runs it: the loss scaled, the gradients unscaled by it.
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("tile", [14, 4096])
-def test_autocast_gives_stock_dtypes_and_values(tile, dtype):
-    exact, plain = pair(torch.float32)
-    exact = exact.double()
-    model = tiny_llama(torch.float32)
-    model.load_state_dict(plain.state_dict())
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=tile))
-    ids = tokens(2, 53)
-    stock_step(exact, input_ids=ids, labels=ids)
-    for m in (plain, model):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype == torch.float16)
-        with torch.autocast("cpu", dtype=dtype):
-            loss = m(ids, labels=ids, use_cache=False).loss
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        assert loss.dtype == torch.float32
-    for name, p in model.named_parameters():
-        reference = plain.get_parameter(name).grad
-        assert p.grad.dtype == reference.dtype
-        assert_close(p.grad, reference, exact.get_parameter(name).grad, name, dtype=dtype)
-
-
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_ddp(static_graph, tmp_path):
     import torch.distributed as dist
@@ -532,19 +507,3 @@ def test_values_for_the_host_between_compiled_graphs():
         return on_host((x != -100).sum())
 
     assert torch.compile(labelled, backend="eager")(torch.tensor([1, -100, 2])) == 2
-
-
-@pytest.mark.parametrize("tile", [8, 64])
-def test_sinks_get_their_gradient_from_the_layers_function(tile):
-    """Not from a graph of a tile, of which torch.autograd.grad and an engine's hooks know nothing."""
-    model = small_model("gpt_oss", torch.float32)
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=tile))
-    ids, seen = tokens(1, 30) % model.config.vocab_size, []
-    sinks = [layer.self_attn.sinks for layer in model.model.layers]
-    found = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, sinks)
-    for one in sinks:
-        one.register_hook(seen.append)
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert len(seen) == len(sinks) and all(x is not None for x in seen)
-    for grad, one in zip(found, sinks):
-        torch.testing.assert_close(one.grad, grad)

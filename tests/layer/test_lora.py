@@ -154,19 +154,6 @@ def test_an_adapter_that_reads_the_output_keeps_it():
     tiny.assert_as_good(tiny.patched(dora), dora, tiny.labelled())
 
 
-def test_dropout_is_no_mixing_of_tokens():
-    """Of a layer that is asked itself, in training, as where no small instance can be built: told
-    by runs that are compared.
-    """
-    found = []
-    for p in (0.0, 0.3):
-        model = adapted(tiny.llama(), lora_dropout=p)
-        hfpatch.apply(model, checkpointing=tiny.TILED)
-        gradients(model)
-        found.append(model.base_model.model.model.layers[0]._hfpatch_traits)
-    assert found[0] == found[1] and found[0].reason is None and found[0].block
-
-
 def test_a_preparation_that_widens_the_base_is_told(quantised):
     """get_peft_model freezes the base, and no more."""
     model = adapted(copy.deepcopy(quantised))

@@ -13,7 +13,6 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict as verdict_of
 from hfpatch.layer.why_whole import why
@@ -292,17 +291,6 @@ def test_documents_are_apart_also_where_the_model_drops_positions():
     assert type(ours) is type(stock)
 
 
-def test_what_a_mixer_saves_can_be_run_again(falcon):
-    """Without the outputs of attention and mixer kept, and with segments of layers."""
-    wanted = step(copy.deepcopy(falcon), batch())[2]
-    for settings in ({"save_attention": False, "tile": 16}, {"every": 2, "tile": 16}, {"tile": 40}):
-        ours = copy.deepcopy(falcon)
-        hfpatch.apply(
-            ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED
-        )
-        assert_close(step(ours, batch())[2], wanted)
-
-
 @pytest.mark.parametrize("loss", [True, False])
 def test_a_cache_that_the_config_asks_for_keeps_no_layer_whole(loss):
     """XGLM's causal model reads it there, and has its stack make one, in training too."""
@@ -330,13 +318,6 @@ def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
     assert_close(step(ours, given)[2], wanted)
     hfpatch.apply(ours, checkpointing="off", **UNFUSED)
     assert_close(step(ours, given)[2], wanted)
-
-
-def test_a_masks_shape_is_told_without_its_values():
-    """Of a million tokens these would be a terabyte."""
-    mask = Mask(Batch(2, 2**20, torch.device("cpu")))
-    assert mask.shape == mask.size() == (2, 1, 2**20, 2**20) and mask.dim() == mask.ndim == 4
-    assert mask.device.type == "cpu" and mask.dtype == torch.bool and mask.size(-1) == 2**20
 
 
 @pytest.mark.parametrize("name", ["input_layernorm", "mlp", "linear_attn"])

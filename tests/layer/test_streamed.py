@@ -3,9 +3,7 @@ them, and host memory at rest.
 """
 
 import copy
-import gc
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hfpatch
-from hfpatch.layer import policies
-from hfpatch.layer import runtime as session
 from hfpatch.layer import streamed_weights as streamed
 from hfpatch.store.transfers import Transfers
 from tests.layer.devices import Told, on_device
@@ -100,22 +96,6 @@ def test_steps_are_those_of_weights_that_stay(settings):
     assert weights.slot_bytes * LAYERS < 1.1 * weights.host_bytes
 
 
-@pytest.mark.parametrize("layers, every, back", [
-    (6, 1, 4), (6, 2, 4), (7, 2, 6), (6, 3, 8), (8, 3, 8), (6, 4, 6),
-])  # fmt: skip
-def test_weights_are_fetched_once_a_pass_unless_they_are_there(layers, every, back):
-    """(7, 2), (8, 3), (6, 4): the last segment is shorter, and its weights are there already."""
-    ours = patched(adapted(tiny.llama(num_hidden_layers=layers)), offload="gpu", every=every)
-    tiny.step(ours, tiny.labelled())
-    transfers, calls = streams(ours).transfers, []
-    fetch = transfers.fetch
-    transfers.fetch = lambda *a: (calls.append(a), fetch(*a))[1]
-    loss = ours(**tiny.labelled()).loss
-    forward = len(calls)
-    loss.backward()
-    assert (forward, len(calls) - forward) == (layers, back)
-
-
 def test_a_fetch_that_is_cut_short_loses_no_slot(monkeypatch):
     """Memory runs out as a slot is filled; the caller goes on, twice."""
     ours = patched(adapted(tiny.llama(num_hidden_layers=LAYERS)))
@@ -148,42 +128,6 @@ def test_four_bits():
     for layer in model.model.layers:
         layer.post_attention_layernorm.weight.requires_grad_(True)
     assert_same_steps(model)
-
-
-@hfpatch.token_wise
-class Scaled(nn.Linear):
-    def forward(self, x):
-        state = self.weight.quant_state
-        return nn.functional.linear(x, self.weight * state.absmax * state.state2.code[3])
-
-
-def _scaled(model: nn.Module, code: torch.Tensor) -> nn.Module:
-    """What bitsandbytes keeps beside a weight, in small: scales of its own in a state, and there a
-    table for all layers.
-    """
-    State = type("QuantState", (), {"__module__": "bitsandbytes.functional"})
-    for layer in model.requires_grad_(False).model.layers:
-        layer.input_layernorm.weight.requires_grad_(True)
-        linear, outer, inner = layer.mlp.up_proj, State(), State()
-        outer.absmax, outer.state2, inner.code = torch.rand(len(linear.weight), 1), inner, code
-        linear.weight.quant_state = outer
-        linear.__class__ = Scaled
-    return model
-
-
-def test_scales_beside_a_weight_travel_too():
-    code = torch.arange(16.0)
-    torch.manual_seed(3)
-    resident = patched(_scaled(tiny.llama(), code), frozen_weights="gpu")
-    torch.manual_seed(3)
-    ours = patched(_scaled(tiny.llama(), code), frozen_weights="host")
-    found = [tiny.step(m, tiny.labelled()) for m in (resident, ours)]
-    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0]) and at_rest(ours)
-    state, packed = ours.model.layers[0].mlp.up_proj.weight.quant_state, streams(ours).packed[0]
-    assert {id(t) for t in (state.absmax, state.state2.code)} <= {
-        id(piece.tensor) for piece in packed.pieces
-    }
-    assert torch.equal(code, torch.arange(16.0)) and state.state2.code is not code
 
 
 @pytest.mark.parametrize("bits", ["int8", pytest.param("float8", marks=pytest.mark.long)])
@@ -340,16 +284,6 @@ def test_deepspeed_does_not_send_them(monkeypatch):
     assert "cpu" in sent
 
 
-def test_memory_goes_with_the_model():
-    model = patched(adapted(tiny.llama()))
-    tiny.step(model, tiny.labelled())
-    gone = [weakref.ref(packed.saved.block.thing) for packed in streams(model).packed.values()]
-    hfpatch.undo(model)
-    gc.collect()
-    assert gone and not any(ref() for ref in gone)
-    assert model(tiny.ids()).logits.isfinite().all()
-
-
 def test_several_processes_exchange_adapters_alone(tmp_path):
     from torch import distributed as dist
 
@@ -396,15 +330,6 @@ def test_auto_takes_the_host_where_the_step_has_no_room(monkeypatch, capfd):
     assert "frozen weights" in capfd.readouterr().err
     tiny.step(ours, tiny.labelled(tokens=8))
     assert at_rest(ours)
-
-
-def test_auto_keeps_a_base_that_the_device_cannot_hold(monkeypatch):
-    monkeypatch.setattr(policies, "metered", lambda device: device.type == "meta")
-    for free, on in ((1 << 30, False), (1 << 10, True)):
-        monkeypatch.setattr(session.memory, "gpu_free", lambda device, free=free: free)
-        model = patched(adapted(tiny.llama()), frozen_weights="auto").to("meta")
-        assert streams(model).on == on
-        assert {p.device.type for p in model.parameters()} == ({"cpu", "meta"} if on else {"meta"})
 
 
 def whole_layers(model):

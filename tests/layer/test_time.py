@@ -15,7 +15,6 @@ from numerics import lifted
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from hfpatch.layer import time_trial
-from hfpatch.layer.time_tiles import TimeTiles
 from tests.decoder.test_families import batch, step
 
 pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
@@ -179,22 +178,6 @@ def test_ways_of_keeping(settings):
     with lifted():
         assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
     assert max(runs) == 64
-
-
-def test_forward_runs_once_a_tile(monkeypatch):
-    """What mixers and attention gave waits with the inputs: it was made again in backward."""
-    runs, run = [], TimeTiles._run
-    monkeypatch.setattr(TimeTiles, "_run", lambda *args: runs.append(args) or run(*args))
-    ours, _ = patched(families.small_model("lfm2"))
-    runs.clear()
-    step(ours, batch(TOKENS))
-    assert len(runs) == 2 * 3 * len(timed_mixers(ours))  # forward and backward, three tiles
-
-
-def test_off_is_as_transformers_has_it():
-    stock = families.small_model("lfm2")
-    ours, _ = patched(stock, "off")
-    assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5_text"])

@@ -3,8 +3,6 @@
 test_time.py holds.
 """
 
-import copy
-
 import families
 import pytest
 import tiny
@@ -81,14 +79,6 @@ def test_what_a_mixer_reads_is_made_again(timed_layers):
     ours = ready(stock, timed_layers)
     compared(ours, stock, batch(20))
     assert timed_layers == [0, 1, 2]
-
-
-def test_every_1_keeps_every_input(timed_layers, inputs):
-    stock = families.small_model(FAMILY)
-    ours, _ = patched(stock, hfpatch.Checkpointing(offload="host", tile=64, every=1))
-    timed_layers.clear(), inputs.clear()
-    compared(ours, stock, batch(TOKENS))
-    assert not timed_layers and len(inputs) >= 4
 
 
 def test_a_layer_without_a_mixer_goes_through_time_too(timed_layers):
@@ -200,35 +190,3 @@ def test_weights_written_to_before_backward_are_noticed():
             find_decoder(ours).layers[index].mlp.up_proj.weight.add_(1)
         with pytest.raises(RuntimeError, match="between a layer's forward and its backward"):
             loss.backward()
-
-
-def operations(model, tokens: int) -> int:
-    """How many operations a step dispatches; a fused one of ours counts as one, as it launches one
-    kernel.
-    """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counting(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            views = torch.Tag.view_copy in op.tags or op.is_view
-            self.count += not views
-            return op(*args, **(kwargs or {}))
-
-    given = {name: rows[:1] for name, rows in batch(tokens).items()}
-    step(model, given)  # what is found out once
-    with Counting() as counted:
-        step(model, given)
-    return counted.count
-
-
-def test_a_tile_launches_no_more_than_a_row_of_its_length():
-    """Under transformers' checkpointing, forward and backward."""
-    stock = families.small_model(FAMILY).float()
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=256))
-    stock.gradient_checkpointing_enable({"use_reentrant": False})
-    tile = operations(ours, 1024) - operations(ours, 768)
-    row = operations(stock, 256)
-    assert 0 < tile <= row

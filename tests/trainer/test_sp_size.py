@@ -11,8 +11,6 @@ import tiny
 import torch
 
 import hfpatch
-from hfpatch.context.attention import attention
-from hfpatch.context.current import having
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.trainer import checks, sequence
 from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows
@@ -125,15 +123,6 @@ def test_layers_are_refused_by_what_the_probe_saw_not_by_their_types():
         for model in (stock, ours, hybrid):
             assert accelerates_looks(model)
     assert accelerates_looks(stock) == before
-
-
-@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], None])
-def test_a_window_without_its_mask_is_no_window(kinds):
-    """accelerate before 1.15 took the masks of windows away, too, and said nothing."""
-    module = SimpleNamespace(config=SimpleNamespace(layer_types=kinds, sliding_window=8))
-    batch = SimpleNamespace(sequence=rank_of(0))
-    with having(batch=batch), pytest.raises(ValueError, match="^hfpatch: .* mask accelerate took"):
-        attention(module, *(torch.zeros(1, 1, 4, 8) for _ in range(3)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
