@@ -45,8 +45,7 @@ def owned():
             with record.phase("backward"):
                 loss.backward()
     events = record.Events(profiler)
-    blocks, phases, end = owners.allocations(events, "cpu", [], [], head="second")
-    return blocks, phases, end
+    return owners.allocations(events, "cpu", [], [], head="second")
 
 
 def of(blocks, nbytes, phase):
@@ -54,8 +53,8 @@ def of(blocks, nbytes, phase):
 
 
 def test_modules_in_forward_and_backward(owned):
-    blocks, phases, end = owned
-    assert [name for name, *_ in phases] == ["forward", "backward"] and end >= phases[1][2]
+    blocks, phases = owned
+    assert [name for name, *_ in phases] == ["forward", "backward"]
     assert of(blocks, 256 * 128 * 4, "forward") == ["second"]
     assert of(blocks, 256 * 32 * 4, "forward") == ["first", ""], (
         "x + 1 is the model's own: what raised is shut"
@@ -67,7 +66,7 @@ def test_modules_in_forward_and_backward(owned):
 
 
 def test_lives(owned):
-    blocks, phases, _ = owned
+    blocks, phases = owned
     [out] = [b for b in blocks if b.bytes == 256 * 128 * 4 and b.phase == "forward"]
     assert out.category == "loss" and out.died is not None and out.died <= phases[0][2], (
         "sum() keeps no input"
@@ -78,27 +77,6 @@ def test_lives(owned):
     assert saved[0].died > phases[1][1], "the second layer keeps its input for the backward"
     gradients = [b for b in blocks if b.bytes == 64 * 32 * 4 and b.phase == "backward"]
     assert gradients[0].died is None
-
-
-# torch 2.11's own
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
-def test_operators_add_up_to_the_outermost(owned):
-    """Own times leave nothing out and count nothing twice: their sum is that of the calls nobody
-    else made.
-    """
-    net = Net()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        net(torch.ones(256, 64))
-    events = record.Events(profiler)
-    roots = [
-        n
-        for n in profiler.profiler.kineto_results.experimental_event_tree()
-        if n.typed[0].name == "TorchOp"
-    ]
-    whole = sum(n.duration_time_ns for n in roots) / 1e9
-    assert sum(seconds for _, seconds in events.operator_seconds()) == pytest.approx(
-        whole, rel=1e-6
-    )
 
 
 def test_spans_nest():
