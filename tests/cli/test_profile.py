@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import hfpatch
-from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.main import main
 from hfpatch.lab.profile import run as runner
-from hfpatch.lab.profile.options import Options, words_of
-from hfpatch.planner.limits import parse_lengths
+from hfpatch.lab.profile.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,20 +79,6 @@ def test_a_killed_process_is_in_the_report(monkeypatch, tmp_path):
     assert "killed by the system" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_nothing_to_run_is_an_error(capfd, tmp_path):
-    code, _, err = call(capfd, "--model", "llama-tiny", "--impl", "nonsense", "--out", tmp_path)
-    assert code == 2 and "hf, liger, hfpatch" in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_checkpointing_says_travels_as_words():
-    assert (
-        words_of("auto") == [] and words_of("off") == ["off"] and words_of("least") == ["aim=least"]
-    )
-    settings = hfpatch.Checkpointing(keep=["gate_up"], plain=2, offload="/tmp")
-    assert parse_checkpointing(words_of(settings)) == settings
-
-
 @pytest.mark.parametrize("wrong, word", [
     ({"seq_len": 1}, "seq_len"), ({"seq_len": "8k"}, "seq_len"), ({"seq_len": []}, "seq_len"),
     ({"impl": []}, "impl"),
@@ -122,13 +105,6 @@ def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
         match="^hfpatch: device cuda needs a GPU that torch sees, and there is none. Pass cpu",
     ):
         Options(model="llama-tiny", device="cuda").on  # noqa: B018
-
-
-def test_lengths():
-    assert parse_lengths("8k,32768, 128K,1M") == [8192, 32768, 131072, 1 << 20]
-    for text in ("8k,many", "0", "-1k", "", "k", "1.5k", "9" * 30):
-        with pytest.raises(ValueError, match="^hfpatch: a length"):
-            parse_lengths(text)
 
 
 def test_under_a_launcher_every_rank_runs(tmp_path):

@@ -12,16 +12,14 @@ import pytest
 import torch
 
 import hfpatch
-from hfpatch.budget.hardware import gpu_row
 from hfpatch.cli.main import main
 from hfpatch.context.classes import is_mixed
-from hfpatch.lab import checks, full_card
+from hfpatch.lab import checks
 from hfpatch.lab.budget import share_of_allowed
 from hfpatch.lab.checks import Check
 from hfpatch.lab.prove import Proof, page, row
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPLAINS_ITSELF = {"hfpatch_prove", "seconds", "way", "preset", "tokens", "dtype"}
 
 
 ROW_BYTES = 8192
@@ -192,56 +190,3 @@ def test_what_raises_fails(monkeypatch):
     assert [check.what for check in done] == ["model bfloat16"] and not done[0].passed
     done, left_out = checks.run(torch.device("cpu"), checks.SMALL, time.monotonic() - 1)
     assert not done and "the time was over" in left_out[0]
-
-
-# Played: a card with bfloat16, and an older one.
-@pytest.mark.parametrize("new", [True, False])
-def test_a_card_is_asked_for_what_it_has(new, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: new)
-    names = [name for name, _ in checks.jobs(torch.device("cuda"), checks.LARGE)]
-    assert names[0] == ("model bfloat16" if new else "model float16")
-    assert any("bfloat16" in name for name in names) == new
-
-
-# Cards from 16 GB on, by their data sheets' rates: each has a model and a length, within the time.
-@pytest.mark.parametrize(
-    "gib, tflops, preset",
-    [(15, 65, "llama-3.2-1b"), (22, 121, "llama-3.2-3b"), (79, 989, "llama-3.1-8b")],
-)
-def test_every_card_has_a_step_that_fills_it(gib, tflops, preset, monkeypatch):
-    flops = tflops * 1e12
-    gpu = replace(
-        gpu_row("h100"), peak_flops=0.6 * flops, attention_forward=0.4 * flops,
-        attention_backward=0.3 * flops, bandwidth=3e11, link=1.2e10, measured=True,
-    )  # fmt: skip
-    monkeypatch.setattr(full_card, "gpu_free", lambda: gib * full_card.GiB)
-    monkeypatch.setattr(full_card, "host_free", lambda: 50 * full_card.GiB)
-    run = full_card.largest(gpu, torch.bfloat16, 240)
-    assert run.preset == preset and run.tokens >= 8192
-    memory = full_card.planned(run, full_card.Policy("host", tile=8192), gpu)
-    assert memory["plan_s"] * full_card.STEPS * len(full_card.WAYS) < 240
-    # Were nothing kept on the host, it would not fit: the step chooses, and fills what there is.
-    whole = full_card.planned(run, "off", gpu)
-    assert whole["plan_peak_gib"] > gib
-    monkeypatch.setattr(full_card, "gpu_free", lambda: full_card.GiB // 8)
-    assert full_card.largest(gpu, torch.bfloat16, 240) is None
-
-
-def test_a_step_that_fails_keeps_what_was_measured(monkeypatch):
-    cpu, gpu = torch.device("cpu"), gpu_row("h100")
-    for step in full_card.measure(full_card.SMALL, cpu, gpu, time.monotonic() + 60):
-        assert step["step_s"] > 0 and step["plan_s"] > 0 and "error" not in step
-    with monkeypatch.context() as patch:
-        patch.setattr(full_card, "policy_used", lambda model: 1 / 0)
-        for step in full_card.measure(full_card.SMALL, cpu, gpu, time.monotonic() + 60):
-            assert step["first_step_s"] > 0 and "ZeroDivisionError" in step["error"]
-    late = full_card.measure(full_card.SMALL, cpu, None, time.monotonic() - 1)
-    assert all("not started" in step["error"] and "step_s" not in step for step in late)
-
-
-def test_the_readme_of_the_rows_explains_every_field(out):
-    text = (ROOT / "profiles" / "prove" / "README.md").read_text()
-    found = json.loads((out / "prove.json").read_text())
-    fields = found.keys() | found["steps"][0].keys()
-    assert "hfpatch prove" in text and "prove.json" in text
-    assert not [name for name in fields - EXPLAINS_ITSELF if f"`{name}`" not in text]
