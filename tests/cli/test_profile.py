@@ -41,7 +41,7 @@ def test_stock_runs_where_liger_cannot(capfd, tmp_path):
     assert len(notes) == 1 and notes[0].startswith("hfpatch: ")
     assert "trace of one step" in out and "KiB" in out
     assert {p.name for p in tmp_path.iterdir()} == {
-        "memory.png", "report.md", "results.json", "trace-hf-64.json.gz",
+        "report.md", "results.json", "trace-hf-64.json.gz",
     }  # fmt: skip
     assert notes[0] in (tmp_path / "report.md").read_text()
 
@@ -65,7 +65,6 @@ def test_json_of_a_simulated_run(capfd, tmp_path):
     values = json.loads(out)
     assert code == 0 and values["runs"][0]["source"] == "simulated"
     assert values["runs"][0]["peak_bytes"] == sum(values["runs"][0]["peak_split"].values())
-    assert "curve" not in values["runs"][0]
     assert "(simulated)" in (tmp_path / "report.md").read_text()
 
 

@@ -1,9 +1,6 @@
-"""The curve, the peak and what is alive at it, from allocations written by hand."""
-
-import pytest
+"""The peak and what is alive at it, from allocations written by hand."""
 
 from hfpatch.lab.profile.advice import best_change, focus, sentences
-from hfpatch.lab.profile.families import copy_wait, family
 from hfpatch.lab.profile.timeline import (
     CATEGORIES,
     Allocation,
@@ -46,7 +43,7 @@ def a_run(impl="hf", scale=1, **changes):
         ),
         Allocation(3 * MIB, 0.1, 2.9, "host", "", "forward"),
     ]
-    return measure(run, blocks, 3.0)
+    return measure(run, blocks)
 
 
 def test_peak_and_split():
@@ -91,52 +88,3 @@ def test_three_sentences_name_peak_holder_and_change():
         "17.0 MiB" in first and "lm_head" in second and "10.0 MiB" in second and "7.00 MiB" in third
     )
     assert "1.7 times" in sentences(runs)[0]
-
-
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        # as Nsight and torch.profiler print them on A100 and H100
-        (
-            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_32x3_nn_align8>",
-            "matmul",
-        ),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("Memcpy HtoD (Pinned -> Device)", "copy host-device"),
-        ("Memcpy DtoD (Device -> Device)", "copy on device"),
-        ("Memset (Device)", "fill"),
-        ("_rms_norm_fwd_kernel", "norm"),
-        ("_swiglu_bwd_kernel", "swiglu"),
-        ("ncclDevKernel_AllGather_RING_LL", "communication"),
-        ("void at::native::multi_tensor_apply_kernel<...FusedAdam...>", "optimizer"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<...>>",
-            "elementwise",
-        ),
-        ("aten::addmm", "matmul"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
-        ("hfpatch::linear_cross_entropy_fwd", "loss"),
-        ("something new", "other"),
-    ],
-)
-def test_family(name, kind):
-    assert family(name) == kind
-
-
-def test_copy_wait_counts_idle_compute_under_a_host_copy_only():
-    """Compute idles 1-2 and 3-5; copies run 1.5-2.5 and 4-4.5; a device copy at 3-3.5 is nobody's
-    wait.
-    """
-    kernels = [
-        ("gemm", 7, 0.0, 1.0),
-        ("gemm", 7, 2.0, 3.0),
-        ("gemm", 7, 5.0, 9.0),
-        ("Memcpy HtoD (Pinned -> Device)", 20, 1.5, 2.5),
-        ("Memcpy DtoH (Device -> Pinned)", 21, 4.0, 4.5),
-        ("Memcpy DtoD (Device -> Device)", 22, 3.0, 3.5),
-    ]
-    assert copy_wait(kernels) == pytest.approx(1.0, abs=1e-12)
-    assert copy_wait([]) == 0.0

@@ -200,13 +200,13 @@ def test_a_frozen_model_has_a_backward_where_input_gradients_were_asked_for(part
 
 
 @pytest.mark.parametrize("order", ["apply first", "peft first"])
-def test_cpt_finds_the_logits_that_it_reads(order):
+def test_cpt_reads_the_logits_that_apply_was_asked_for(order):
     from peft import CPTConfig, get_peft_model
 
     def made(patch):
         model = tiny.llama()
         if patch and order == "apply first":
-            hfpatch.apply(model, checkpointing=tiny.TILED)
+            hfpatch.apply(model, checkpointing=tiny.TILED, logits=True)
         torch.manual_seed(0)
         ids = [5, 6, 7, 8]
         settings = CPTConfig(
@@ -217,7 +217,7 @@ def test_cpt_finds_the_logits_that_it_reads(order):
         )
         wrapped = get_peft_model(model, settings)
         if patch and order == "peft first":
-            hfpatch.apply(wrapped, checkpointing=tiny.TILED)
+            hfpatch.apply(wrapped, checkpointing=tiny.TILED, logits=True)
         return wrapped
 
     batch = {**tiny.labelled(), "input_type_mask": torch.full((2, tiny.TOKENS), 4)}

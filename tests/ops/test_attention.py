@@ -12,10 +12,41 @@ from hfpatch.attention import attention as A
 from hfpatch.attention import backends as R
 from hfpatch.attention import efficient
 from hfpatch.attention.trial import why_not
-from hfpatch.lab.float64 import attention_ref
 from tests.numerics import assert_close
 
 CPU = torch.device("cpu")
+
+
+def attention_ref(
+    q_BTHE,
+    k_BTKE,
+    v_BTKE,
+    *,
+    scale: float,
+    pattern: A.Pattern = A.CAUSAL,
+    sinks_H=None,
+):
+    """Plain causal attention, in promote_types(q.dtype, float32): the oracle of the tests.
+
+    sinks_H: one score per head, which enters the softmax but has no value (Xiao et al., 2023;
+    gpt-oss). Returns out_BTHE, lse_BHT.
+    """
+    dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
+    B, T, H, E = q_BTHE.shape
+    repeat = H // k_BTKE.shape[2]
+    q = q_BTHE.to(dtype).transpose(1, 2)
+    k, v = (x.to(dtype).transpose(1, 2).repeat_interleave(repeat, 1) for x in (k_BTKE, v_BTKE))
+    scores = q @ k.transpose(-1, -2) * scale
+    if pattern.softcap is not None:
+        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+    scores = scores.masked_fill(~pattern.allowed(range(T), range(T), B, T, q.device), float("-inf"))
+    lse = scores.logsumexp(-1)
+    if sinks_H is not None:
+        lse = torch.logaddexp(lse, sinks_H.to(dtype)[:, None])
+    out = ((scores - lse[..., None]).exp() @ v).transpose(1, 2)
+    if pattern.blind_BT is not None:
+        out = out.masked_fill(pattern.blind_BT[:, :, None, None], 0)
+    return out.to(q_BTHE.dtype), lse
 
 
 def inputs(B, T, H, K, E, dtype, seed=0):
