@@ -204,6 +204,7 @@ def test_too_little_memory(refused, monkeypatch):
     refused("and take 59.8", **flags, dtype="bfloat16")
 
 
+@pytest.mark.long
 def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
     """llama-3.2-1b at 128k in bf16 on 80 GB: stock's activations do not fit, hfpatch's do."""
     monkeypatch.setattr("hfpatch.trainer.footprint.this_gpu", lambda args: GPUS["a100-80gb"])
