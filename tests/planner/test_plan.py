@@ -92,13 +92,11 @@ def test_stock_does_not_fit_and_is_told_what_would():
 
 # Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by
 #     placement.
+@LONG
 @pytest.mark.parametrize("run", [
-    pytest.param({"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 131072}, marks=LONG),
+    {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 131072},
     {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 262144, "placement": "gpu8bit"},
-    pytest.param(
-        {"gpu": "rtx4090", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 8},
-        marks=LONG,
-    ),
+    {"gpu": "rtx4090", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 8},
 ])  # fmt: skip
 def test_suggestions_hold(run):
     found = plan("llama-3.2-1b", **run)
