@@ -114,6 +114,7 @@ def test_suggestions_hold(run):
         assert plan("llama-3.2-1b", **changed).fits, suggestion
 
 
+@LONG
 def test_longest_sequence_is_the_longest():
     """To a thirtieth."""
     same = {"gpu": "l40s", "host_ram": "256GiB", "placement": "gpu8bit"}
@@ -133,6 +134,7 @@ def test_every_placement_answers(gpus):
             assert found.tokens_per_second == pytest.approx(gpus * 8192 / found.step_seconds)
 
 
+@LONG
 def test_every_gpu_answers():
     for name in GPUS:
         found = plan("llama-160m", seq_len=4096, gpu=name)
