@@ -20,6 +20,9 @@ from hfpatch.attention.backends import packed
 from hfpatch.budget.cuts import heads_per_group
 
 ALL = slice(None)
+# Of a group's q: some versions of FA2 compute offsets into their dq, of 128 columns or more, in 32
+# bits, and cuDNN may too.
+MOST_ELEMENTS = 1 << 31
 
 
 @dataclass
@@ -54,7 +57,8 @@ class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
 
-    wide: all heads form one group. (ExchangedAttention returns an output a round: `join`.)
+    wide: all heads form one group, below MOST_ELEMENTS. (ExchangedAttention returns an output a
+    round: `join`.)
     """
 
     wide: bool = False
@@ -89,8 +93,14 @@ class Attention:
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, T, H, _ = q.shape
             groups = groups_of(B, T, H, k.shape[2])
-            if self.wide:
+            elements = B * T * H * max(q.shape[3], 128)
+            if self.wide and elements < MOST_ELEMENTS:
                 groups = [(slice(0, H), slice(0, k.shape[2]))]
+            if elements // len(groups) >= MOST_ELEMENTS:
+                raise ValueError(
+                    f"hfpatch: the queries of a KV head must have fewer than 2^31 elements, got "
+                    f"{elements // len(groups):,}. Share each row between GPUs."
+                )
             heads = Heads(ask, groups, pick(q))
             self.heads.append(heads)
             several = len(groups) > 1

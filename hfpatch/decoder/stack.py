@@ -18,11 +18,10 @@ from hfpatch.compat import (
     hooks_on_all,
     modules_in,
     modules_of,
-    name_attention,
     submodule,
     transforming,
 )
-from hfpatch.context.attention import CAUSAL_NAME
+from hfpatch.context import attention  # noqa: F401 (registers ours)
 from hfpatch.context.classes import KeepsSignature, package_of, replaced_forward
 from hfpatch.context.current import (
     asks_for_hidden_states,
@@ -34,7 +33,6 @@ from hfpatch.context.current import (
 )
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
-    attends_to_all_before,
     refuse_shared_mixers,
     refuse_training_over_a_device_map,
     shared_in_a_graph,
@@ -154,11 +152,10 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_stock(kwargs)
 
     def _hfpatch_traced(self, kwargs):
-        """The forward under torch.compile, where transformers always builds a [T, T] mask.
+        """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
 
         Tiled layers are autograd functions that run nested graphs, so a stack with them runs
-        outside the compiled graph. Plain causal rows need no mask, so the config names an attention
-        without a mask for them.
+        outside the compiled graph.
         """
         config, runtime = self.config, self._hfpatch_runtime
         if self.training and torch.is_grad_enabled():
@@ -172,16 +169,7 @@ class OurAttention(KeepsSignature):
             return _outside(self, kwargs)
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        plain = not kwargs["use_cache"] and attention_of(config) == "sdpa"
-        for name in ("attention_mask", "position_ids", *CACHE_NAMES, "cu_seq_lens_q", "is_causal"):
-            plain = plain and kwargs.get(name) is None
-        if not plain or not _full_attention(config):
-            return self._hfpatch_stock(kwargs)
-        name_attention(config, CAUSAL_NAME)
-        try:
-            return self._hfpatch_stock(kwargs)
-        finally:
-            name_attention(config, "sdpa")
+        return self._hfpatch_stock(kwargs)
 
     def _hfpatch_whole_layers(self) -> int:
         """A hash of which layers run untiled in training; 0 outside training."""
@@ -249,16 +237,6 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     if said and not any(answer is None or answer for answer in said):
         kwargs["is_causal"] = False
     return any(answer is not None and not answer for answer in (kwargs.get("is_causal"), *said))
-
-
-def _full_attention(config) -> bool:
-    """Whether, by the config, attention is causal and no layer has a window or chunks, drops scores
-    or returns its probabilities."""
-    names = ("output_attentions", "attention_dropout")
-    plain = not any(getattr(config, name, None) for name in names) and getattr(
-        config, "is_causal", True
-    )
-    return plain and attends_to_all_before(config)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))

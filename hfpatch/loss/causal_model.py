@@ -302,4 +302,3 @@ def _answered(out):
     if not isinstance(out, dict) or not any(isinstance(x, Logits) for x in out.values()):
         return out
     return type(out)(**{n: value(x) for n, x in out.items()})
-

@@ -5,7 +5,7 @@ Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P
 context parallelism) and all heads of those tokens. Attention needs whole rows of few heads: rank p
 owns query heads [pH/P, (p+1)H/P) and their KV heads. Attention runs in rounds of a few query heads:
 an all-to-all gathers whole rows, the kernel runs, a second all-to-all returns the result. The next
-round's exchange overlaps the kernel if memory holds both. The layer keeps only its own tokens,
+round's exchange overlaps the kernel. The layer keeps only its own tokens,
 except lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each
 compute a part of its dk and dv, summed in float32. The ranks must divide the
 heads evenly.
@@ -137,9 +137,9 @@ class ExchangedAttention(Attention):
     rank's tokens.
     """
 
-    def __init__(self, sequence: Sequence, ahead: bool = True):
+    def __init__(self, sequence: Sequence):
         super().__init__()
-        self.sequence, self.ahead = sequence, ahead
+        self.sequence = sequence
         self.rounds: list[Rounds] = []  # of each call
 
     # -- exchange of heads -------------------------------------------------------------------------
@@ -167,13 +167,11 @@ class ExchangedAttention(Attention):
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
 
     def _ahead(self, n_rounds: int, send):
-        """Yields (r, the received tensors) of every round. Sends the next round first if memory
-        holds it.
-        """
+        """Yields (r, the received tensors) of every round. Sends the next round first."""
         coming = None
         for r in range(n_rounds):
             got = [c.wait() for c in coming or send(r)]
-            coming = send(r + 1) if self.ahead and r + 1 < n_rounds else None
+            coming = send(r + 1) if r + 1 < n_rounds else None
             yield r, got
             del got
 
@@ -268,17 +266,13 @@ class ExchangedAttention(Attention):
                     self._put(back, dq_whole, rounds, r - 1)
                 back = self._to_tokens(dq)
                 del dq
-                if not self.ahead:  # memory is short: frees this before the next round
-                    self._put(back, dq_whole, rounds, r)
-                    back = None
                 sums = _added(sums, [dk, dv], rounds.of_keys > 2)
                 del dk, dv
                 if rounds.last_keys(r):
                     for whole, grad, like in zip((dk_whole, dv_whole), sums, keys):
                         self._put_keys(self._to_tokens(grad.to(like.dtype)), whole, rounds, r)
                     sums = grad = None
-            if back is not None:
-                self._put(back, dq_whole, rounds, rounds.count - 1)
+            self._put(back, dq_whole, rounds, rounds.count - 1)
             first += rounds.count
         if self.mixers:
             self.mixed_backward(parts, douts, into)
