@@ -66,10 +66,6 @@ class Attention:
     states: list = field(default_factory=list)
     mixers: list = field(default_factory=list)
 
-    def counts(self) -> list[int]:
-        """The number of groups of each call, and 1 for each mixer."""
-        return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
-
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] of a tile, from the outputs of `forward`."""
         return outs
@@ -181,30 +177,6 @@ class Attention:
         for i, mixer in enumerate(self.mixers, 3 * n):
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
-
-    def room(self, like: Tensor, tokens: int, groups: int) -> "Tensor | ByGroups":
-        """Memory for the gradient of one call's out. like: a tile of it."""
-        if groups > 1:
-            return ByGroups(like, tokens, groups)
-        return like.new_empty(like.shape[0], tokens, *like.shape[2:])
-
-
-class ByGroups:
-    """A tensor [B, T, H, E], written by tiles of tokens and read by groups of heads.
-
-    Each group is contiguous, so kernels take it without a copy.
-    """
-
-    def __init__(self, like: Tensor, tokens: int, groups: int):
-        B, _, H, E = like.shape
-        self.width = H // groups
-        self.parts = like.new_empty(groups, B, tokens, self.width, E)
-
-    def __setitem__(self, where, x: Tensor) -> None:
-        self.parts[:, :, where[1]] = x.unflatten(2, (-1, self.width)).movedim(2, 0)
-
-    def __getitem__(self, where) -> Tensor:
-        return self.parts[where[2].start // self.width]
 
 
 def _heads_of(lse: Tensor, hs: slice) -> Tensor:

@@ -9,13 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    hooks_on_all,
     modules_in,
     modules_of,
     submodule,
@@ -106,7 +104,8 @@ class OurAttention(KeepsSignature):
         layers = list_of_layers(self) or ()
         hooked = {self, *modules_of(self).values()} - {None}
         for module in layers:
-            layer = module if isinstance(module, UntiledLayer) else _wrapped(module)
+            # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
+            layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
             hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
         if (
             kwargs.get("pixel_values") is not None
@@ -171,14 +170,6 @@ class OurAttention(KeepsSignature):
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
         return self._hfpatch_stock(kwargs)
 
-    def _hfpatch_whole_layers(self) -> int:
-        """A hash of which layers run untiled in training; 0 outside training."""
-        if self._hfpatch_runtime is None or not (self.training and torch.is_grad_enabled()):
-            return 0
-        layers = [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
-        whole = [i for i, layer in enumerate(layers) if look(layer).reason]
-        return hash((bool(hooks_on_all()), *whole))
-
     def _hfpatch_declined(self, kwargs):
         with having(declined=True):
             return self._hfpatch_stock(kwargs)
@@ -193,8 +184,7 @@ class OurAttention(KeepsSignature):
             asked = kwargs.get("output_router_logits")
             if getattr(self.config, "output_router_logits", False) if asked is None else asked:
                 raise not_exchanged("a balancing loss of experts (output_router_logits)")
-            whole = self._hfpatch_whole_layers()
-            given = share_rows(given, whole, self._hfpatch_refuse_unasked, changes)
+            given = share_rows(given, self._hfpatch_refuse_unasked, changes)
         decision = decide(given, self._hfpatch_traits, cached, changes)
         kwargs.update(decision.changes)
         if decision.warning is not None:
@@ -216,11 +206,6 @@ class OurAttention(KeepsSignature):
                 why = why or (not known and "it is compiled by itself")
             if why:
                 refuse_shared_mixers(type(layer), why)
-
-
-def _wrapped(module: nn.Module) -> UntiledLayer | None:
-    """The hfpatch layer inside an engine's wrapper (FSDP1, torch's checkpoint wrapper), or None."""
-    return next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:

@@ -143,11 +143,6 @@ class ExchangedAttention(Attention):
         self.rounds: list[Rounds] = []  # of each call
 
     # -- exchange of heads -------------------------------------------------------------------------
-    def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
-        """Sends heads [P, B, t, w, E] of this rank's tokens to their owners; receives whole rows
-        [B, T, w, E] of the heads that this rank owns."""
-        return _Coming(self.sequence, x_PBtwE.contiguous(), self.sequence.in_order)
-
     def _to_tokens(self, x_BTwE: Tensor) -> _Coming:
         """Sends whole rows of this rank's heads; receives all ranks' heads of this rank's tokens,
         [P, B, t, w, E]."""
@@ -186,21 +181,18 @@ class ExchangedAttention(Attention):
             mine.append(out(r).unflatten(2, (self.sequence.size, -1)).movedim(2, 0))
         if rounds.new_keys(r):
             mine += [self._keys(x, rounds, r) for x in keys]
-        return [self._to_heads(x) for x in mine]
+        # Whole rows [B, T, w, E] of the heads that this rank owns come back.
+        return [_Coming(self.sequence, x.contiguous(), self.sequence.in_order) for x in mine]
 
     # -- the layer's side --------------------------------------------------------------------------
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from its rounds' [B, t, P*w, E]."""
-        joined, outs, P = [], list(outs), self.sequence.size
-        for n in self.counts():
-            mine, outs = outs[:n], outs[n:]
-            out = (
-                mine[0]
-                if n == 1
-                else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
-            )
-            joined.append(out)
-        return joined + outs
+        joined, rest = [], list(outs)
+        for rounds in self.rounds:
+            mine, rest = rest[: rounds.count], rest[rounds.count :]
+            by_rank = [o.unflatten(2, (self.sequence.size, -1)) for o in mine]
+            joined.append(torch.stack(by_rank, 3).flatten(2, 4) if len(mine) > 1 else mine[0])
+        return joined + rest
 
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor]
@@ -289,10 +281,6 @@ class ExchangedAttention(Attention):
             whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
         else:
             self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
-
-    def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
-        """One whole tensor, not by groups: a round takes heads of every rank."""
-        return super().room(like, tokens, 1)
 
 
 def _after(outs, first: int, r: int) -> Tensor:
