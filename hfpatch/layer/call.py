@@ -167,12 +167,12 @@ class LayerCall(Kept):
         self.x = self.on_device(x)
         transfers.settle()
 
-    def backward(self, dy_BTD: Tensor, dextras: tuple, private: bool, need_x: bool, retain: bool):
+    def backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, retain: bool):
         """(dx or None, gradients of the wanted arguments and of the trained tensors). Only a tile
         has a graph.
 
         dextras: gradients of the recorded tensors, then of keys and values that later layers took;
-        private: dy may be overwritten; retain: the graph stays for another pass.
+        retain: the graph stays for another pass.
         """
         queue, parts = self.queue, self.parts
         queue.begin()
@@ -196,7 +196,7 @@ class LayerCall(Kept):
             parts.again(weights, len(self.bounds) > 1) as darguments,
         ):
             recorded, left = dextras[:n], dextras[n:]
-            dx = Backward(self, need_x, weights, recorded, left).run(dy_BTD, private, before)
+            dx = Backward(self, need_x, weights, recorded, left).run(dy_BTD, before)
             weights.round()
         if not retain:
             self.release()

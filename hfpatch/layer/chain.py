@@ -13,20 +13,17 @@ from torch import Tensor, nn
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import gradient_is_watched, same_memory, version
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.privacy import private_holders
 
 
 class Chain:
     """The part of a model's LayerRuntime that knows the order of calls.
 
     Attributes:
-        private: class of hidden states -> references to a private gradient (privacy.py).
         last_held: weak references to the last input that layer/whole.py kept and its layer's
             output.
     """
 
     def __init__(self):
-        self.private: dict[type, tuple] = {}
         # weak references to the last call and to its output, and how often that was written to
         self.last_call = (lambda: None, lambda: None, 0)
         self.last_held = None
@@ -35,8 +32,6 @@ class Chain:
         """Links a call to the previous one if x is the output of that. every > 1 forms its segments
         here.
         """
-        if type(x) not in self.private:
-            self.private[type(x)] = private_holders(x)
         call.queue = self.queues[x.device, call.policy.offload]
         before = self._before(x)
         if before is not None:

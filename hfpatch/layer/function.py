@@ -1,6 +1,5 @@
 """A tiled layer in autograd's graph: one node, with the forward and backward of layer/call.py."""
 
-import sys
 import weakref
 
 import torch
@@ -8,14 +7,13 @@ from torch import Tensor, nn
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import autocast_dtype, holders, is_fake, keeps_graph, version
+from hfpatch.compat import autocast_dtype, is_fake, keeps_graph, version
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.graph_bytes import measured
 from hfpatch.layer.parts import spares_gates
-from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
@@ -53,11 +51,8 @@ class LayerFunction(torch.autograd.Function):
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
                 "the first of two."
             )
-        # on a line of its own, as in _Probe: an argument list holds a reference too
-        held = sys.getrefcount(dy), *holders(dy)
-        private = is_private(dy, held, call.runtime.private.get(type(dy), ()))
         with call.runtime.turn, measured(call.step, call.layer):
-            dx, grads = call.backward(dy, dextras, private, ctx.needs_input_grad[1], keeps_graph())
+            dx, grads = call.backward(dy, dextras, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads
 
 

@@ -123,10 +123,10 @@ def test_it_shows_a_layer_that_fetches_its_own_last():
     slow = partial(step, WAYS["one tile"], share=2.2)  # about the seconds of a backward
     unbroken = slow().exposed("backward")
 
-    def last(self, dy, private, before):
+    def last(self, dy, before):
         if before is not None:
             before.prefetch()
-        return run(self, dy, private, None)
+        return run(self, dy, None)
 
     with mock.patch.object(Backward, "run", last):
         assert slow().exposed("backward") > unbroken + 0.03

@@ -15,8 +15,13 @@ import weakref
 import torch
 from torch import Tensor
 
-from hfpatch.compat import holders
-from hfpatch.lab.compat import autograd_node, schema_of, sequence_number, simulation_parts
+from hfpatch.lab.compat import (
+    autograd_node,
+    holders,
+    schema_of,
+    sequence_number,
+    simulation_parts,
+)
 from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
 from hfpatch.lab.simulate.operations import key_of, tensors_in
