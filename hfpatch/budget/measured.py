@@ -194,7 +194,7 @@ def climb(
     left = sum(kind is not None for kind in call.kinds) - policy.plain
     count = min(left, in_time(call, able, rows, left)) if gates else 0
     if count > 0:
-        plan.policy = replace(policy, keep=("gate_up",), again=left - count)
+        plan.policy = replace(policy, again=left - count)
     return plan
 
 

@@ -89,12 +89,10 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
     needed.
     """
     layer = parts.layer
-    if policy.again:
-        policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
     then = ForwardState(layer, [layer, *parts.condition.snapshot.inside], parts.condition)
     tensors = [*parts.wanted, *then.wanted]
     timed = None
-    if policy.chain and parts.traits.carries is not None:
+    if parts.traits.carries is not None and not then.gathered:
         timed = in_time(parts, policy, runtime, x)
     sequence = parts.batch.sequence
     attention = Attention(policy.wide) if sequence is None else ExchangedAttention(sequence)
@@ -107,7 +105,7 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
         call.queue = runtime.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
-    if policy.keep:
+    if policy.keeps_gates(layer._hfpatch_index, runtime.n_layers):
         call.keeps_gates = policy.every == 1 and spares_gates(layer, parts.traits, x.device.type)
         if not call.keeps_gates and runtime.checkpointing.keep != "auto":
             runtime.tell(

@@ -218,7 +218,7 @@ class Meter:
             first = replace(first, tile=self.tile_most)
         step.policy, step.gate_up = first, able.gate_up
         if not grows:
-            settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
+            settings = replace(settings, tile=first.tile, plain=0, keep=())
         if call is not None:
             step.share = min(UNSURE, SURE + self.gaps / self.card) if own and call.sure else UNSURE
             room = step.limit - step.base.allocated - step.share * self.card - self.spare
@@ -373,7 +373,7 @@ class Meter:
                 step.backward.top = step.last.peak
             else:  # scratch of kernels was not sampled
                 step.backward.top += (step.backward.top - base) // 4
-        gates = step.gate_up if "gate_up" in policy.keep else 0
+        gates = 0 if policy.again is None else step.gate_up
         tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
         call.tiled.put(step.rows, max(0, step.backward.top - base - call.gradients - tile))
 

@@ -206,7 +206,7 @@ class Policies:
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
-            chains=self._mixes(layer), sums=4 * trained // self.n_layers,
+            chains=self._mixes(layer),
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
         frozen = settings.frozen_weights == "auto" and trained and frozen_tables(layer)
@@ -281,14 +281,12 @@ class Policies:
         if steps & (steps - 1) == 0:
             # Layers that keep gate and up, where that is chosen and not the user's own setting.
             chosen = self.checkpointing.keep == "auto"
-            gates = self.n_layers - own.plain - own.again if chosen and own.keep else 0
+            gates = 0 if own.again is None else self.n_layers - own.plain - own.again
             plain, tile, gates = self._least(group, [own.plain, own.tile, gates])
-            agreed = dataclasses.replace(own, plain=plain, tile=tile)
-            if chosen:
-                # `again` without `keep` would run attention again, on some ranks alone.
-                again = self.n_layers - plain - gates if gates else 0
-                keep = ("gate_up",) if gates else ()
-                agreed = dataclasses.replace(agreed, keep=keep, again=again)
+            again = self.n_layers - plain - gates if gates else None
+            agreed = dataclasses.replace(
+                own, plain=plain, tile=tile, again=again if chosen else own.again
+            )
         self.agreed[key] = steps, agreed
         meter.firm(agreed)
         return agreed
@@ -347,7 +345,7 @@ class Policies:
         """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
         be pinned.
         """
-        if policy.offload != "host" or policy.chain:  # layers save tensors of several sizes
+        if policy.offload != "host" or self._mixes(layer):  # they save tensors of several sizes
             return
         pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
         if free is not None and free < SCARCE_HOST:
@@ -361,7 +359,7 @@ class Policies:
             return max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)
 
         heads, head = named("num_attention_heads"), layer._hfpatch_condition.head_dim
-        saved = (layers - policy.attends_again) * policy.save_attention
+        saved = layers * policy.save_attention
         one = rows * x.shape[-1] * x.element_size()
         sizes = Counter({one // ranks: layers})
         bounds = tile_bounds(len(x), T, policy.tile)
@@ -369,7 +367,7 @@ class Policies:
         sizes[one] += policy.parks_dx and len(bounds) > 1
         sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
         sizes[rows * heads * max(4, computed)] += saved
-        if meter is not None and meter.step is not None and "gate_up" in policy.keep:
+        if meter is not None and meter.step is not None and policy.again is not None:
             for a, b in bounds:
                 sizes[x.shape[0] * (b - a) * meter.step.gate_up // 2] += 2 * (layers - policy.again)
         most = self._host_free()

@@ -135,13 +135,12 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
 def in_time(parts, policy: Policy, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
     layer, carries = parts.layer, parts.traits.carries
-    chosen = carries is not None and policy.chain > 0 and policy.every == 1
-    if not chosen or parts.records is not None or parts.wanted or runtime.shards:
+    if policy.every > 1 or parts.records is not None or parts.wanted or runtime.shards:
         return None
     if layer._hfpatch_streams is not None or parts.batch.sequence is not None:
         return None
     mixer = LayerAsMixer.of(parts)
-    tile = policy.time_tile or policy.tile
+    tile = policy.tile
     time = mixer.time = SavedTiles(carries, tile, rng=parts.rng)
     B, T = x.shape[:2]
     short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B

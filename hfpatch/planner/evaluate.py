@@ -127,7 +127,6 @@ class Ladder:
         asked = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
             "chains": shape.carries_states and run.ranks == 1,
-            "sums": 4 * shape.trained_parameters // shape.num_layers,
             "card": run.gpu.memory_bytes, "free": self._first_free(),
         }  # fmt: skip
         try:

@@ -16,7 +16,6 @@ from hfpatch.budget.policy import (
     Checkpointing,
     auto_tile,
     parse_checkpointing,
-    time_tile,
 )
 from hfpatch.planner.machine import gpu_limit, host_limit
 
@@ -243,13 +242,3 @@ def test_a_misspelt_field_names_the_nearest():
 def test_a_misspelt_place_names_the_nearest(word, meant):
     with pytest.raises(ValueError, match=f"got '{word}'. Did you mean {meant}\\?"):
         parse_checkpointing(word)
-
-
-def test_mixers_take_the_largest_tile_that_fits():
-    """Down to the least, which nothing free makes smaller."""
-    MiB = 1 << 20
-    assert time_tile(8192, 4096, 16384 * MiB) == 8192
-    assert time_tile(8192, 4096, 16384 * MiB - 1) == 4096
-    assert {time_tile(8192, 4096, free) for free in (0, MiB, None)} == {2048}
-    assert time_tile(64, 4096, None) == 64  # never more than the layer's own
-    assert time_tile(3000, 4096, 0) == 2048

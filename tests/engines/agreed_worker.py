@@ -100,7 +100,7 @@ class Noted:
 
 
 def plan_of(policy) -> list:
-    return [policy.plain, policy.tile, list(policy.keep), policy.again]
+    return [policy.plain, policy.tile, policy.again]
 
 
 def rows(group, noted: Noted) -> float:

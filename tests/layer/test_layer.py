@@ -16,7 +16,6 @@ from tiny import OfAnEngine, classes, gradients, largest_difference, stock_loss
 
 import hfpatch
 from hfpatch.attention import heads as heads_module
-from hfpatch.budget.policy import KEEPABLE
 from hfpatch.context.current import our_attention
 from hfpatch.context.masks import Batch
 from tests.families import small_model
@@ -645,43 +644,26 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
         model(ids, labels=ids)
 
 
-@pytest.mark.parametrize(
-    "offload, tile, keep", [("host", 14, KEEPABLE), ("host", 14, ()), ("disk", 4096, ())]
-)
-def test_some_layers_run_again_what_others_keep(offload, tile, keep, tmp_path, monkeypatch):
-    """again: as many of the last layers, before plain ones, keep nothing of `keep` or, where that
-    is empty, no attention output; gradients are exact.
-    """
+def test_some_layers_compute_again_what_others_keep(monkeypatch):
+    """again: as many of the last tiled layers do not keep gate and up; gradients are exact."""
     import dataclasses
 
     from hfpatch.layer.runtime import LayerRuntime
 
-    resolve, forwards, attend = LayerRuntime._resolve, [], heads_module.attention_forward
+    resolve = LayerRuntime._resolve
     monkeypatch.setattr(
         LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), again=1)
     )
-    monkeypatch.setattr(
-        heads_module, "attention_forward", lambda *a, **k: forwards.append(1) or attend(*a, **k)
-    )
-    where = str(tmp_path) if offload == "disk" else offload
-    settings = hfpatch.Checkpointing(
-        offload=where, tile=tile, plain=1, save_attention=True, keep=keep
-    )
+    settings = hfpatch.Checkpointing(offload="host", tile=14, plain=1)
     check(settings, {"num_hidden_layers": 4})
-    forwards.clear()
     hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
     session, calls = model.model.layers[0]._hfpatch_runtime, []
     link = session.link
     monkeypatch.setattr(
-        session,
-        "link",
-        lambda call, x: (
-            calls.append((call.policy.save_attention, call.keeps_gates)) or link(call, x)
-        ),
+        session, "link", lambda call, x: calls.append(call.keeps_gates) or link(call, x)
     )
     model(tokens(2, 22), labels=tokens(2, 22)).loss.backward()
-    assert calls == [(True, bool(keep))] * 2 + [(bool(keep), False)]
-    assert len(forwards) == 4 + (not keep)  # the untiled layer attends by it too
+    assert calls == [True, True, False]
 
 
 @pytest.mark.parametrize(

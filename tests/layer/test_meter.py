@@ -94,7 +94,7 @@ def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
             clear(run)
 
     run = Run(monkeypatch, 80.0, checkpointing="least")
-    assert {(p.tile, p.plain, p.keep) for p in run.run(work, 4096)} == {(1024, 0, ())}
+    assert {(p.tile, p.plain, p.again) for p in run.run(work, 4096)} == {(1024, 0, None)}
 
 
 @pytest.mark.parametrize(

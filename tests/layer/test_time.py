@@ -13,7 +13,6 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.budget import first, policy
 from hfpatch.decoder.find import find_decoder
 from hfpatch.layer import time_trial
 from hfpatch.layer.time_tiles import TimeTiles
@@ -181,22 +180,6 @@ def test_ways_of_keeping(settings):
     with lifted():
         assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
     assert max(runs) == 64
-
-
-@pytest.mark.parametrize("word", ["auto", "least"])
-def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
-    """Where free memory is unknown, under "auto"; under "least" all have it."""
-    monkeypatch.setattr(policy, "TIME_TILE_LEAST", 64)
-    monkeypatch.setattr(first, "TIME_TILE_LEAST", 64)
-    stock = families.small_model("qwen3_5_text")
-    ours, _ = patched(stock, word)
-    runs: list = []
-    lengths(ours, runs)
-    with lifted():
-        assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
-    assert max(runs) == 64
-    chosen = find_decoder(ours).layers[0]._hfpatch_runtime.policies.values()
-    assert {p.tile for p in chosen} == {8192 if word == "auto" else 64}
 
 
 def test_forward_runs_once_a_tile(monkeypatch):

@@ -45,7 +45,7 @@ FAMILIES = {
 }  # fmt: skip
 POLICIES = {
     "host": Policy("host", tile=1024),
-    "keep": Policy("host", tile=1024, keep=("gate_up",), again=3, wide=True),
+    "keep": Policy("host", tile=1024, again=3, wide=True),
     "plain": Policy("host", tile=1024, plain=3, wide=True),
     "gpu": Policy("gpu", tile=2048),
     "segments": Policy("host", tile=1024, every=2, save_attention=False),
