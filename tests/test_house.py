@@ -92,7 +92,7 @@ def test_the_tests_do_not_grow():
 # Most fields of what a reader has to keep in mind: (file, class) -> fields.
 FIELDS = {
     ("budget/policy.py", "Policy"): 8,
-    ("layer/traced.py", "Traced"): 21,
+    ("layer/traced.py", "Traced"): 19,
     ("layer/call.py", "LayerCall"): 8,
     ("layer/kept.py", "Kept"): 12,
     ("layer/condition.py", "Condition"): 12,

@@ -128,7 +128,7 @@ class Backward:
 
     def _tiles(self):
         """(index, x, outs, gate and up) of each tile of the next pass."""
-        return self.call.parts.phase(self.call.tiles(next(self.passes)))
+        return self.call.tiles(next(self.passes))
 
     # -- A -----------------------------------------------------------------------------------------
     def after_backward(self, dy: Tensor) -> None:

@@ -75,7 +75,7 @@ class LayerCall(Kept):
     def before(self, tiles) -> list[Tensor]:
         """q, k, v of whole rows, from an iterable of (index, x tile), without a graph."""
         whole = None
-        for index, x_t in self.parts.phase(tiles):
+        for index, x_t in tiles:
             a, b = self.bounds[index]
             parts = self.parts.before(x_t, a, b)
             if len(self.bounds) == 1:
@@ -94,7 +94,7 @@ class LayerCall(Kept):
         """
         x_tiles, out_tiles = self.cut(x_BTD), list(map(self.cut, outs))
         whole = None
-        for a, b in self.parts.phase(self.bounds):
+        for a, b in self.bounds:
             noted: list | None = [] if noting else None
             outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)

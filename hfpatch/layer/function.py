@@ -10,7 +10,6 @@ from hfpatch.budget.policy import Policy
 from hfpatch.compat import autocast_dtype, is_fake, keeps_graph, version
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.graph_bytes import measured
 from hfpatch.layer.parts import spares_gates
@@ -18,7 +17,6 @@ from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
 from hfpatch.parallel.exchange import ExchangedAttention
-from hfpatch.parts.quantised import holds_packed
 
 
 class LayerFunction(torch.autograd.Function):
@@ -77,7 +75,6 @@ def parts_of(
         layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
         layer._hfpatch_configs, batch,
         records=records, condition=condition, rng={} if condition.draws else None,
-        dequantized=DequantizedWeights() if any(map(holds_packed, condition.experts[0])) else None,
         autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
     )  # fmt: skip
 
