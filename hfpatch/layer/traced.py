@@ -57,7 +57,6 @@ class Traced:
     condition: object = None
     # generator states, by phase and tile; None if nothing in the layer draws random numbers
     rng: dict | None = None
-    read: tuple = ()  # keys of earlier layers' entries that the last `pre` read
     # entries for later layers: key -> indices of k and v in the result of `pre`
     left: dict = field(default_factory=dict)
     # keys and values that the current run reads, and those that it writes for later layers
@@ -123,7 +122,7 @@ class Traced:
             raise note.not_stopped()
         self.asked = [c.call() for c in note.calls]
         if self.shared is not None:
-            self.read, self.left = tuple(self.shared.read), left_by(self.shared.written, note.calls)
+            self.left = left_by(self.shared.written, note.calls)
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [
