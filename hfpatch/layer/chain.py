@@ -58,27 +58,11 @@ class Chain:
         return last() if as_given else None
 
     def ran_plain(self, layer: nn.Module, policy: Policy, x: Tensor, y) -> None:
-        """Called after a layer that keeps everything, with its output y.
-
-        In backward, the first of several such layers hides the first copies for the tiled layer
-        before it. A single one does not: it runs where memory is shortest.
-        """
+        """Called after a layer that keeps everything, with its output y."""
         y = y if isinstance(y, Tensor) else y[0]
         meter = self.meters.get(x.device)
         if meter is not None and meter.step is not None and y.requires_grad:
             y.register_hook(partial(_measure, meter.step, layer._hfpatch_index))
-        call, queue = self._before(x), self.queues.get((x.device, policy.offload))
-        waits = call is not None and call.queue is queue and not call.segment
-        if waits and policy.plain > 1 and y.requires_grad:
-            y.register_hook(partial(self._prefetch, weakref.ref(call)))
-
-    def _prefetch(self, call, _grad: Tensor) -> None:
-        """Tensor hook: the backward of the layer after this call begins."""
-        call = call()
-        if call is not None:
-            with self.turn:
-                call.queue.begin()
-                call.prefetch()
 
 
 def _measure(step, index: int, _grad: Tensor) -> None:

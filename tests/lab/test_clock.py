@@ -15,7 +15,6 @@ from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.layer import policies
 from hfpatch.layer.backward import Backward
-from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.parallel.shards import Shards
 from hfpatch.store.transfers import Transfers
 
@@ -100,12 +99,6 @@ def test_copies_hide(way):
             assert layer == "layer 3" or seconds < 0.005 * found.seconds[turn], (layer, seconds)
         assert found.exposed(turn) < most
     assert found.busy(lab.UP) > 0.5 * found.seconds["forward"], "nothing to hide"
-
-
-def test_a_plain_layer_hides_the_first_tiles_of_the_one_before():
-    assert whole(WAYS["one tile, plain"]).exposed("backward") < 0.005
-    with mock.patch.object(LayerRuntime, "_prefetch", lambda *args: None):
-        assert step(WAYS["one tile, plain"]).exposed("backward") > 0.03
 
 
 @pytest.mark.parametrize("way", ["one tile", "tiles"])
