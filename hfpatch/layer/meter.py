@@ -151,7 +151,7 @@ class Meter:
         self.step = None  # a step whose graph is gone is not in `steps` from here on
         parameters = list(self.parameters() or ())
         self.trained = sum(p.numel() for p in parameters if p.requires_grad)
-        coming = to_come(parameters, device=self.gauge.device)
+        coming = to_come(parameters, self.gauge.device)
         dtype, waiting = autocast_dtype(self.gauge.device.type), sum(not s.over for s in self.steps)
         key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
         self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
