@@ -104,11 +104,6 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
             return call.forward(x, where=None)
     if policy.keeps_gates(layer._hfpatch_index, runtime.n_layers):
         call.keeps_gates = policy.every == 1 and spares_gates(layer, parts.traits, x.device.type)
-        if not call.keeps_gates and runtime.checkpointing.keep != "auto":
-            runtime.tell(
-                f"{type(layer).__name__}s compute gate and up again: keeping them spares nothing "
-                "(adapters, autocast, or another MLP)."
-            )
     meter = runtime.meters.get(x.device)
     call.step = meter and meter.step
     runtime.link(call, x)
