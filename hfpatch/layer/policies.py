@@ -245,7 +245,7 @@ class Policies:
     def _grown(self, meter: Meter, key, first: Policy, layer, x: Tensor, begins: bool) -> Policy:
         """The policy of the step that begins, by what earlier ones have shown; then the step's."""
         step, whole, (B, T) = meter.step, key[4], x.shape[:2]
-        if begins or step.policy is None or step.whole != whole:
+        if begins or step.plan is None or step.whole != whole:
             settings = self._settings(x, layer)
             grows = settings.aim != "least"
             traits, itemsize = layer._hfpatch_traits, x.element_size()

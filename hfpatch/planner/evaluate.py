@@ -189,7 +189,7 @@ class Ladder:
         """Bytes per token that the sources of copies may take while tiled layers run and while
         untiled ones do, as layer/meter.py has them; None where they need not wait for memory."""
         room = self._room(any(found.untiled))
-        tiled = room - (found.tiled - call.gradients) - call.stands.most(self.rows)
+        tiled = room - found.working - call.stands.most(self.rows)
         enough = COPIES * (cost.able.wide + cost.able.gate_up)
 
         def each(spare: float) -> int | None:

@@ -93,7 +93,7 @@ class Noted:
 
     def stepped(self, model):
         (meter,) = model.model._hfpatch_runtime.meters.values()
-        self.ran.append((plan_of(meter.step.policy), list(meter.step.ran)))
+        self.ran.append((plan_of(meter.step.plan.policy), list(meter.step.ran)))
 
     def report(self) -> dict:
         return {"own": [*map(plan_of, self.own)], "ran": self.ran, "asked": self.asked}
