@@ -54,6 +54,10 @@ def names_the_nearest(function: Named) -> Named:
     return cast(Named, checked)
 
 
+def _is_number(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
     """What decoder layers keep for backward, for `hfpatch.apply(model, checkpointing=...)`.
@@ -99,8 +103,7 @@ class Checkpointing:
         if isinstance(self.offload, (str, os.PathLike)) and str(self.offload).startswith("~"):
             object.__setattr__(self, "offload", os.path.expanduser(self.offload))
         self._check_offload()
-        self._check_numbers()
-        self._check_names()
+        self._check()
         if self.keep != "auto":
             object.__setattr__(self, "keep", tuple(self.keep))  # a list has no hash
 
@@ -122,37 +125,22 @@ class Checkpointing:
                 f'hfpatch: offload must be "auto", "gpu", "host" or a directory, got {got}. {fix}.'
             )
 
-    def _check_numbers(self) -> None:
-        for name, wanted in (
-            ("every", "a positive number of layers"), ("tile", "a positive number of tokens"),
-            ("plain", "a number of layers"),
-        ):  # fmt: skip
-            value, least = getattr(self, name), 0 if name == "plain" else 1
-            if value != "auto" and (
-                not isinstance(value, int) or isinstance(value, bool) or value < least
-            ):
+    def _check(self) -> None:
+        listed = isinstance(self.keep, (tuple, list))
+        names = listed and all(name in KEEPABLE for name in self.keep)
+        for name, fits, wanted in (
+            ("every", _is_number(self.every, 1), "a positive number of layers"),
+            ("tile", _is_number(self.tile, 1), "a positive number of tokens"),
+            ("plain", _is_number(self.plain, 0), "a number of layers"),
+            ("save_attention", isinstance(self.save_attention, bool), "True or False"),
+            ("keep", names, f"a tuple of {', '.join(KEEPABLE)}"),
+            ("frozen_weights", self.frozen_weights in WEIGHTS, "gpu or host"),
+        ):
+            value = getattr(self, name)
+            if not fits and value != "auto":
                 raise ValueError(
                     f'hfpatch: {name} must be "auto" or {wanted}, got {value!r}. Leave it "auto".'
                 )
-        if self.save_attention != "auto" and not isinstance(self.save_attention, bool):
-            raise ValueError(
-                'hfpatch: save_attention must be "auto", True or False, got '
-                f'{self.save_attention!r}. Leave it "auto".'
-            )
-
-    def _check_names(self) -> None:
-        keep = self.keep
-        listed = isinstance(keep, (tuple, list)) and all(name in KEEPABLE for name in keep)
-        if keep != "auto" and not listed:
-            raise ValueError(
-                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, got {keep!r}. '
-                'Leave it "auto".'
-            )
-        if self.frozen_weights not in WEIGHTS:
-            raise ValueError(
-                f"hfpatch: frozen_weights must be one of {', '.join(WEIGHTS)}, got "
-                f'{self.frozen_weights!r}. Leave it "auto".'
-            )
         if self.frozen_weights == "host" and self.plain not in ("auto", 0):
             raise ValueError(
                 f'hfpatch: plain must be 0 with frozen_weights="host", got {self.plain}: layers '

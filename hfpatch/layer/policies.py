@@ -80,7 +80,6 @@ class Policies:
         self.spare = 0
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
-        self._last_index = 0  # of the layer that last requested a policy
 
     @property
     def transfers(self) -> Transfers | None:
@@ -99,9 +98,7 @@ class Policies:
         return self.meters[device]
 
     def begin(self, device: torch.device) -> None:
-        """Called by the stack before its layers' forward, or by the first layer if a user calls
-        layers directly.
-        """
+        """Called by the stack before its layers' forward, or by a layer that a user calls before."""
         for queue in self.queues.values():
             queue.begin()
         meter, self.spare = self.meter_of(device), 0
@@ -117,11 +114,10 @@ class Policies:
         (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
         hold what the settings demand.
         """
-        device, index, training = x_BTD.device, layer._hfpatch_index, torch.is_grad_enabled()
-        begins = self._begun or index <= self._last_index
-        if begins and not self._begun or device not in self.meters:
+        device, training = x_BTD.device, torch.is_grad_enabled()
+        if device not in self.meters:
             self.begin(device)
-        self._begun, self._last_index, self.sequence = False, index, sequence
+        begins, self._begun, self.sequence = self._begun, False, sequence
         meter, B, T = self.meters[device], *x_BTD.shape[:2]
         # Close lengths have one first policy, chosen for the longest of them.
         longest = T if meter is None else rounded(T)
@@ -201,7 +197,6 @@ class Policies:
         # independent of one rank's free memory
         if self.exchange is not None and settings.tile == "auto":
             settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
-        trained = self._trained(meter)
         free = self._least(group, [meter and meter.free(), self._host_free()])
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
@@ -209,23 +204,15 @@ class Policies:
             chains=self._mixes(layer),
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
-        frozen = settings.frozen_weights == "auto" and trained and frozen_tables(layer)
+        short = free[0] is not None and step_bytes(policy, **sizes) > free[0]
         alone = not (whole or is_sharded(layer)) and group is None and self.sequence is None
-        needs = step_bytes(policy, **sizes)
-        if frozen and alone and not self.weights.on and free[0] is not None and needs > free[0]:
+        asked = settings.frozen_weights == "auto" and not self.weights.on
+        if short and alone and asked and meter.trained and frozen_tables(layer):
             self.weights.on = True
             self.policies.clear()  # those of other lengths may let layers keep everything
             self.weights_to_host(self.owner(), x.device)
             return self._resolve(layer, T, x, whole, group)
         return policy
-
-    def _trained(self, meter: Meter | None) -> int:
-        """How many numbers train."""
-        if meter is not None:
-            return meter.trained
-        owner = self.owner()
-        found = [] if owner is None else all_parameters(owner)
-        return sum(p.numel() for p in found if p.requires_grad)
 
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""

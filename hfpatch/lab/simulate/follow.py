@@ -15,13 +15,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from hfpatch.lab.compat import (
-    autograd_node,
-    holders,
-    schema_of,
-    sequence_number,
-    simulation_parts,
-)
+from hfpatch.lab import compat
+from hfpatch.lab.compat import autograd_node, schema_of, sequence_number, simulation_parts
 from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
 from hfpatch.lab.simulate.operations import key_of, tensors_in
@@ -388,7 +383,7 @@ class Follower(TorchDispatchMode):
 
 def _holders(args) -> tuple[int, int, int]:
     """Reference counts of the first argument: in Python, in C++, and of its storage."""
-    return sys.getrefcount(args[0]), *holders(args[0])
+    return sys.getrefcount(args[0]), *compat.holders(args[0])
 
 
 def _dense(tensor: Tensor) -> bool:
