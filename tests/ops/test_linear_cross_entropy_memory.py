@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hfpatch.budget.cuts import chunk_bounds
-from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from tests.ops.fakes import shapes_of_out_dtype
 
 pytestmark = pytest.mark.skipif(
     INTERPRET,
