@@ -34,7 +34,7 @@ FREE = (None, None)  # the sources of copies have all the room that a run gives 
 LONG = 6  # tiles of a row beyond which a step is carried on from shorter rows
 # Longer rows are carried on from rows of at least three tiles, because in backward the first tile
 # finds no sums of gradients and the last tile no states, and of at least LEAST tokens.
-LEAST = 16384  # tokens: below, the embedding's backward and the loss go other ways
+LEAST = 12288  # tokens: below, the embedding's backward and the loss go other ways
 SQUARE = 0.02  # growth is quadratic if a tile adds more than the tile before by above this share
 
 
@@ -218,7 +218,8 @@ class Steps:
         base = run(full, n, few)
         if not deep and policy.offload != "gpu":
             found = self._cost_of(base, [])
-            return replace(found, passed=found.passed * L / n)
+            host = found.host * L // max(1, n - few)  # at most
+            return replace(found, host=host, passed=found.passed * L / n)
         if n == L and again:
             base = run(replace(full, again=again), n, few)
         grow = []

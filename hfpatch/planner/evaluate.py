@@ -151,8 +151,15 @@ class Ladder:
             if settled == (policy, sure, ahead):
                 break
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
-        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE or run.host is not None)
-        return _said(run, self.placement, policy, cost)
+        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
+        found = _said(run, self.placement, policy, cost)
+        if (
+            way == GLANCE
+            and run.host is not None
+            and found.host_peak_bytes > found.host_usable_bytes
+        ):
+            found = self.plan(FIRST)
+        return found
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""

@@ -23,6 +23,7 @@ def shared(seq_len=M, **more):
     return hfpatch.plan("llama-3.1-8b", seq_len=seq_len, sp_size=8, **EIGHT, **more)
 
 
+@LONG
 def test_a_million_tokens_fit_on_eight():
     plan = shared()
     assert plan.fits and plan.seq_len == M and ", 8 GPUs a sequence): fits" in str(plan)
