@@ -1,18 +1,12 @@
-"""TRL's SFT on the dry device: trainers_worker.py FOLDER. The last line of stdout is JSON."""
+"""TRL's trainers on the dry device, under program.py: trainers_worker.py sft|grpo FOLDER."""
 
 import json
 import sys
-import warnings
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+import steps
+import torch
 
-import garbage  # noqa: E402
-import steps  # noqa: E402
-import torch  # noqa: E402
-
-import hfpatch  # noqa: E402
+import hfpatch
 
 GiB = 2**30
 COMMON = {
@@ -57,8 +51,26 @@ def sft(folder: str) -> dict:
     return {"steps": trainer.state.global_step, "peak_gib": torch.cuda.max_memory_allocated() / GiB}
 
 
+def grpo(folder: str) -> dict:
+    """TRL's GRPO: completions are generated, and rewarded by their length."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        folder, max_steps=2, max_completion_length=16, num_generations=2, bf16=True,
+        **COMMON | {"per_device_train_batch_size": 2},
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=model_of(2, 4096), args=args, processing_class=tokenizer(),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        train_dataset=Dataset.from_list([{"prompt": "w1 w2 w3"}] * 4),
+        callbacks=[hfpatch.Callback(apply=True)],
+    )  # fmt: skip
+    trainer.train()
+    return {"steps": trainer.state.global_step, "peak_gib": torch.cuda.max_memory_allocated() / GiB}
+
+
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    garbage.answer_truly()
     torch.manual_seed(0)
-    print("\n" + json.dumps(sft(sys.argv[1])))
+    kind, folder = sys.argv[1:]
+    print("\n" + json.dumps({"sft": sft, "grpo": grpo}[kind](folder)))
