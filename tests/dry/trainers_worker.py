@@ -51,17 +51,25 @@ def sft(folder: str) -> dict:
     return {"steps": trainer.state.global_step, "peak_gib": torch.cuda.max_memory_allocated() / GiB}
 
 
+def rollout(prompts: list, trainer) -> dict:
+    """Completions of 1,024 tokens. What the model writes itself is garbage, and may be empty."""
+    ids = [[1, 2, 3]] * len(prompts)
+    trainer.model.generate(torch.tensor(ids, device="cuda"), max_new_tokens=8, do_sample=False)
+    completions = [[4] * 1024] * len(prompts)
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
 def grpo(folder: str) -> dict:
-    """TRL's GRPO: completions are generated, and rewarded by their length."""
+    """TRL's GRPO."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     args = GRPOConfig(
-        folder, max_steps=2, max_completion_length=16, num_generations=2, bf16=True,
+        folder, max_steps=2, max_completion_length=1024, num_generations=2, bf16=True,
         **COMMON | {"per_device_train_batch_size": 2},
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=model_of(2, 4096), args=args, processing_class=tokenizer(),
+        model=model_of(2, 4096), args=args, processing_class=tokenizer(), rollout_func=rollout,
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         train_dataset=Dataset.from_list([{"prompt": "w1 w2 w3"}] * 4),
         callbacks=[hfpatch.Callback(apply=True)],
