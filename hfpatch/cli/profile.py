@@ -101,7 +101,7 @@ def main(args) -> int:
     }
     if args.json:
         done = profile(args.model, **wanted)
-        print(results(done.runs, command=command, notes=done.notes, curves=False))
+        print(results(done.runs, command=command, notes=done.notes))
         return 0
     with progress_bar(len(lengths) * len(impls)) as progress:
         done = profile(args.model, progress=progress, **wanted)

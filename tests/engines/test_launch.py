@@ -251,6 +251,7 @@ def test_tensor_parallel(single, tmp_path):
     assert_weights(tmp_path / "final" / "model.safetensors", single)
 
 
+@pytest.mark.long
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_norms_between_split_projections(tmp_path):
     """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a
@@ -284,6 +285,7 @@ def assert_like_one_rank(reports: list[dict], cases: int) -> None:
                 assert found["op"] == found["tiles"], case
 
 
+@pytest.mark.long
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_mixers_in_time(tmp_path):
     """Rows of several tiles: each gradient as in one process, weights gathered once for all tiles."""
@@ -301,12 +303,3 @@ def test_mixers_in_time(tmp_path):
 def test_tensor_parallel_on_four_ranks_and_with_fsdp2(tmp_path):
     reports = torchrun("tp_worker.py", "four", folder=tmp_path, ranks=4)
     assert_gradients(reports, {"tp", "tp and fsdp2"})
-
-
-@tiny.not_with_transformers_5_0("runs hybrids' layers whole")
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("steps", [5, pytest.param(100, marks=pytest.mark.long)])
-def test_hooks_are_balanced_where_forwards_are_stopped(engine, steps, tmp_path):
-    """A layer's own forward ends with an exception at its attention, or its mixer, once a tile."""
-    for report in torchrun("hooks_worker.py", engine, steps, folder=tmp_path):
-        assert report["steps"] == steps and report["same"], report

@@ -7,8 +7,6 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
-from hfpatch.trainer import loading
-
 
 @pytest.fixture
 def saved(tmp_path, saved_tokenizer):
@@ -62,9 +60,3 @@ def test_weights_are_written_where_the_rest_fails(run_train, monkeypatch):
     assert code == 2 and "no tokenizer today" in err
     weights = load_file(folder / "model.safetensors")
     assert torch.isfinite(weights["model.norm.weight"]).all()
-
-
-def test_a_model_without_settings_saves():
-    said = []
-    loading.expect_saves(tiny.llama(), said.append)
-    assert not said
