@@ -277,15 +277,17 @@ class Meter:
             return False
         later = (n for n, untiled in list(zip(plan.kinds, plan.untiled))[index + 1 :] if untiled)
         costs = self.kinds[kind].cost + sum(self.kinds[name].cost for name in later)
-        left = limit - solid - costs * step.rows - plan.need
+        kept = solid + costs * step.rows
+        left = limit - kept - plan.need
         if (left < 0 or not self.kinds[kind].known) and not plan.firm:
             plan.untiled[index] = False
             return False
         step.forward.open = (kind, solid)
         step.ran[index] = True
-        step.forward.room = (
-            0 if self.kinds[kind].kept is None else max(0, int(min(step.ahead, left)))
-        )
+        # Sources of copies do not raise the peak that was announced.
+        most = step.planned - kept if step.planned else left
+        room = max(0, int(min(step.ahead, left, most)))
+        step.forward.room = 0 if self.kinds[kind].kept is None else room
         return True
 
     def _ends(self, solid: int) -> None:
