@@ -107,6 +107,7 @@ def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
         Options(model="llama-tiny", device="cuda").on  # noqa: B018
 
 
+@pytest.mark.long
 def test_under_a_launcher_every_rank_runs(tmp_path):
     """One report of two ranks; another launch into the same folder adds its run."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}

@@ -187,6 +187,7 @@ def test_zero3_offload_is_the_shipped_config(monkeypatch):
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
 
 
+@pytest.mark.long
 def test_auto_takes_the_most_faithful_plan_that_fits():
     config, gib = "llama-3.1-8b", 1 << 30
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.children import ends_with
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
@@ -39,7 +38,6 @@ class Profile:
         return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.md'}"])
 
 
-@names_the_nearest
 def profile(
     model: str,
     *,
