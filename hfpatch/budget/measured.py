@@ -11,7 +11,6 @@ length showed serves every other. Standard library only.
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field, replace
 
-from hfpatch.budget.hardware import PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing, Policy
 
 # Part of the card that stays free until a step with untiled layers was measured, and after it.
@@ -21,6 +20,8 @@ UNTRIED = 1.3
 # Part of the free host memory for checkpoints; the process, the data loader and page tables need
 # the rest.
 HOST_SHARE = 0.9
+# Registering host memory with the driver, page faults included, bytes/s of one process. Assumed.
+PIN_BYTES_PER_SECOND = 3 << 30
 # Most pinned bytes for checkpoints that only save time: as many as a minute of the first step pins.
 PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
 

@@ -1,13 +1,10 @@
 """What layers keep for backward: the user's `Checkpointing`, and the `Policy` derived from it."""
 
 import difflib
-import functools
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TypeVar, cast
 
 from hfpatch.budget.limits import did_you_mean, parse_word
 
@@ -35,23 +32,6 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
         if name not in known:
             end = did_you_mean(name, known) or " Name one of these."
             raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}.{end}")
-
-
-Named = TypeVar("Named", bound=Callable)
-
-
-def names_the_nearest(function: Named) -> Named:
-    """Wraps the function: an unknown keyword raises ValueError with the nearest known one."""
-    parameters = inspect.signature(function).parameters
-    options = [name for name, one in parameters.items() if one.kind == one.KEYWORD_ONLY]
-    name = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*given, **named):
-        refuse_unknown((n for n in named if n not in parameters), options, f"{name}()")
-        return function(*given, **named)
-
-    return cast(Named, checked)
 
 
 def _is_number(value, least: int) -> bool:
@@ -170,8 +150,6 @@ class Checkpointing:
         """The disk tier's folder, or None if checkpoints stay in memory."""
         return None if self.offload in PLACES else os.fspath(self.offload)
 
-
-setattr(Checkpointing, "__init__", names_the_nearest(Checkpointing.__init__))  # noqa: B010
 
 _FIELD = "[a-z_-]+="
 # A comma inside a folder's name, or between names of keep=, separates nothing.

@@ -5,9 +5,9 @@ import sys
 import threading
 import time
 
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.limits import parse_length
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing
+from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import MODELS, PRESETS
 from hfpatch.planner.limits import flag
 from hfpatch.planner.placements import FLOAT8_RECIPES, PLACEMENTS

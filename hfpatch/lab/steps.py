@@ -13,11 +13,11 @@ import torch
 
 from hfpatch.attention import heads
 from hfpatch.budget.cuts import heads_per_group
-from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.shallow import (
     IMPLEMENTATIONS,
     Model,

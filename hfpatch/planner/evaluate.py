@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.hardware import DISK, SECONDS_ERROR
 from hfpatch.budget.measured import (
     HOST_SHARE,
     SURE,
@@ -20,6 +19,7 @@ from hfpatch.budget.measured import (
     rounded,
 )
 from hfpatch.budget.policy import Policy
+from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
 from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.steps import Cost, Steps

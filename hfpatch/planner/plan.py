@@ -6,7 +6,6 @@ changes.
 
 from dataclasses import replace
 
-from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.planner.remembered import recall, remember
@@ -35,7 +34,6 @@ def resolved(model, *, seq_len: int, fp8: str | None = None, **asked):
     return with_float8(run, fp8) if fp8 else run
 
 
-@names_the_nearest
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",

@@ -1,7 +1,7 @@
 """A plan as text. Standard library only."""
 
-from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.policy import Policy, describe
+from hfpatch.lab.hardware import SECONDS_ERROR, GiB
 from hfpatch.planner.placements import placement_named
 
 # Names of the parts of GPU memory in the lines of a plan.

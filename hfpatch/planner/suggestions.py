@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
+from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import model_of
 from hfpatch.planner.answer import (
     WHOLE,

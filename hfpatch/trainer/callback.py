@@ -15,10 +15,10 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from hfpatch.budget.hardware import GiB, gpu_named
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.lab.device import matmul_rate
+from hfpatch.lab.hardware import GiB, gpu_named
 from hfpatch.report import say
 from hfpatch.trainer import memory
 from hfpatch.trainer.footprint import against

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hfpatch.budget.hardware import GiB
 from hfpatch.budget.policy import refuse_unknown
+from hfpatch.lab.hardware import GiB
 from hfpatch.trainer import configs
 
 
@@ -123,7 +123,7 @@ def fitting(
     Raises:
         ValueError: none fits; the sentence says what each needs.
     """
-    from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS
+    from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS
     from hfpatch.planner.answer import make_run
     from hfpatch.planner.evaluate import GLANCE, evaluate, placements
     from hfpatch.planner.placements import FLOAT8_RECIPES

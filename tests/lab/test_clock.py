@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import Policy
 from hfpatch.lab import clock as lab
+from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
 

@@ -11,9 +11,9 @@ import torch
 from tiny import LONG
 
 import hfpatch
-from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import Model, Values, model_of
 from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import build

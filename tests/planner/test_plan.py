@@ -13,16 +13,16 @@ import torch
 from tiny import LONG, longer
 
 import hfpatch
-from hfpatch.budget.hardware import (
-    DISK_READS,
-    DISK_WRITES,
-    GPUS,
-    PIN_BYTES_PER_SECOND,
-    SECONDS_ERROR,
-)
+from hfpatch.budget.measured import PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import (
+    DISK_READS,
+    DISK_WRITES,
+    GPUS,
+    SECONDS_ERROR,
+)
 from hfpatch.lab.models import config_of
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.shallow import Values, model_of
