@@ -605,6 +605,7 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         "allocated_peak": after["allocated_bytes.all.peak"],
         "allocated_after": after["allocated_bytes.all.current"],
         "reserved_peak": after["reserved_bytes.all.peak"],
+        "gaps": after["inactive_split_bytes.all.peak"],
         "retries": after["num_alloc_retries"] - before["num_alloc_retries"],
         "ooms": after["num_ooms"] - before["num_ooms"],
         "mallocs": found["call"]["cudaMalloc"] + found["call"]["cuMemCreate"],
