@@ -114,6 +114,17 @@ def parse_length(text) -> int:
     return int(digits) * factor
 
 
+def beyond_positions(tokens: int, positions: int | None) -> str:
+    """What to do about a sequence longer than the model's positions; "" for another."""
+    if positions is None or tokens <= positions:
+        return ""
+    scaling = f'{{"rope_type": "yarn", "factor": {math.ceil(tokens / positions)}.0, ...}}'
+    return (
+        f"the model has {positions:,} positions and the sequence {tokens:,} tokens. Load it with "
+        f"rope_parameters={scaling} (guide: A longer context), or shorten the sequence."
+    )
+
+
 def parse_word(text: str):
     """auto, another word, true, false, or a number such as 4096 or 4k."""
     # 0 is no length: the field checks whether it allows it

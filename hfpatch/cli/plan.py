@@ -41,7 +41,7 @@ def add_arguments(parser) -> None:
     )  # fmt: skip
     add("--images", type=int, default=0, help="images in each row, whose tower is planned too (0)")
     add("--video-tokens", type=int, default=0, help="visual tokens of each row's videos (0)")
-    add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
+    add("--host-ram", help="the machine's memory, as 256GiB (twice the cards', at least 64GiB)")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     add("--fp8", nargs="?", const="rowwise", choices=list(FLOAT8_RECIPES),
         help="the layers' products in torchao's float8, by rows (rowwise)")  # fmt: skip

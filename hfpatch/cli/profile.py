@@ -1,7 +1,6 @@
 """`hfpatch profile`: options, progress, and the summary at the end."""
 
 import argparse
-import contextlib
 import os
 import shlex
 import sys
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="runs/profile", help="the report's folder (default runs/profile)"
     )
     parser.add_argument(
-        "--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)"
+        "--impl", default="hf,hfpatch", help="of hf, liger, loss (hf with the fused loss), hfpatch (default hf,hfpatch)"
     )
     parser.add_argument(
         "--steps", type=int, default=3, help="one recorded, the rest timed (default 3)"
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="for hf and liger; hfpatch brings its own (default: on)",
+        help="for all but hfpatch, which brings its own (default: on)",
     )
     parser.add_argument("--device", default="auto", choices=CHOICES["device"])
     parser.add_argument(
@@ -103,9 +102,7 @@ def main(args) -> int:
         done = profile(args.model, **wanted)
         print(results(done.runs, command=command, notes=done.notes, curves=False))
         return 0
-    with progress_bar(len(lengths) * len(impls)) as progress:
-        done = profile(args.model, progress=progress, **wanted)
-    show(done)
+    show(profile(args.model, progress=progress, **wanted))
     return 0
 
 
@@ -138,30 +135,9 @@ def launched_main(args, lengths: list[int], impls: list[str], command: str) -> i
     return 0
 
 
-@contextlib.contextmanager
-def progress_bar(total: int):
-    """Yields a function to call with each run's progress. A rich bar shows it on a terminal;
-    without rich, or in a pipe, nothing is shown.
-    """
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        Progress = None
-    if Progress is None or not sys.stderr.isatty():
-        yield lambda impl, seq_len, text: None
-        return
-    seen = set()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-
-        def progress(impl, seq_len, text):
-            seen.add((impl, seq_len))
-            bar.update(
-                task, completed=len(seen) - 1, description=f"{impl}, {seq_len:,} tokens: {text}"
-            )
-
-        yield progress
+def progress(impl: str, seq_len: int, text: str) -> None:
+    """A line on stderr for each part of the work."""
+    print(f"hfpatch: {impl}, {seq_len:,} tokens: {text}", file=sys.stderr)
 
 
 def show(done) -> None:

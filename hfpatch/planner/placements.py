@@ -1,8 +1,5 @@
-"""Where weights, gradients and optimizer states live: their bytes on a GPU, on the host and over
-the link each step.
-
-The names are those of `--placement` (one GPU) and of the engine configurations (several). Standard
-library only.
+"""Where weights, gradients and optimizer states live: the values of `--placement`, and their bytes
+on a GPU, on the host and over the link each step. Standard library only.
 """
 
 from dataclasses import dataclass
@@ -18,70 +15,68 @@ class Placement:
     """A value of `--placement`. PLACEMENTS has them in the order in which auto tries them.
 
     Attributes:
+        config: the engine's config in ds_configs or fsdp_configs; "" without an engine.
         many, one: possible on several GPUs, on one GPU.
         auto: False if only the name selects it.
         itemsize: bytes of a number of the weights. All activations count with it, though autocast
             makes some of them narrower.
+        bf16: bf16 weights are the only copy.
         own: torch's AdamW steps on the GPU, in the dtype of the weights.
+        fused: the optimizer steps inside backward.
     """
 
     name: str
-    many: bool
-    one: bool
     summary: str
+    config: str = ""
+    many: bool = False
+    one: bool = True
     auto: bool = True
     itemsize: int = 2
+    bf16: bool = False
     own: bool = False
+    fused: bool = False
 
     @property
     def sharded(self) -> bool:
         """Whether an engine gathers the weights layer by layer."""
-        return self.many
+        return bool(self.config)
 
 
-PLACEMENTS = {
-    p.name: p
-    for p in (
-        Placement("fsdp2", True, False, "fp32 shards, gradients and Adam states on the GPUs"),
-        Placement("zero3", True, False, "ZeRO-3: bf16 and fp32 shards and Adam states on the GPUs"),
-        Placement(
-            "zero3-offload", True, True, "fp32 master weights and Adam states in host memory"
-        ),
-        Placement(
-            "fsdp2-offload", True, False, "fp32 shards, gradients and Adam states in host memory"
-        ),
-        Placement(
-            "gpu8bit",
-            False,
-            True,
-            "bf16 weights rounded at random, 8-bit Adam states, all on the GPU",
-        ),
-        Placement(
-            "gpu8bit-fused",
-            False,
-            True,
-            "gpu8bit stepping inside backward: one layer's gradients at a time",
-        ),
-        # In bf16 small updates are rounded away (trainer/callback.py), so auto tries neither.
-        Placement(
-            "adamw-fp32",
-            False,
-            True,
-            "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU",
-            auto=False,
-            itemsize=4,
-            own=True,
-        ),
-        Placement(
-            "adamw",
-            False,
-            True,
-            "torch's AdamW on bf16 weights, bf16 states, all on the GPU",
-            auto=False,
-            own=True,
-        ),
-    )
-}
+def _sharded(name: str, summary: str, config: str, one: bool = False) -> Placement:
+    return Placement(name, summary, config, many=True, one=one)
+
+
+_TABLE = (
+    _sharded("fsdp2", "fp32 shards, gradients and Adam states on the GPUs", "fsdp2"),
+    _sharded("zero3", "ZeRO-3: bf16 and fp32 shards and Adam states on the GPUs", "zero3"),
+    _sharded(
+        "zero3-offload", "fp32 master weights and Adam states in host memory",
+        "zero3_cpu_offload", one=True,
+    ),
+    _sharded(
+        "fsdp2-offload", "fp32 shards, gradients and Adam states in host memory",
+        "fsdp2_cpu_offload",
+    ),
+    # Rounding to nearest loses each update below half a bf16 step (2^-9 of the weight); rounding
+    # at random keeps it on average, so bf16 may be the only copy.
+    Placement(
+        "gpu8bit", "bf16 weights rounded at random, 8-bit Adam states, all on the GPU", bf16=True
+    ),
+    Placement(
+        "gpu8bit-fused", "gpu8bit stepping inside backward: one layer's gradients at a time",
+        bf16=True, fused=True,
+    ),
+    # In bf16 small updates are rounded away (trainer/callback.py), so auto tries neither.
+    Placement(
+        "adamw-fp32", "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU",
+        auto=False, itemsize=4, own=True,
+    ),
+    Placement(
+        "adamw", "torch's AdamW on bf16 weights, bf16 states, all on the GPU",
+        auto=False, bf16=True, own=True,
+    ),
+)  # fmt: skip
+PLACEMENTS = {p.name: p for p in _TABLE}
 
 
 def placement_named(name: str) -> Placement:
@@ -94,9 +89,9 @@ ADAPTED = ("gpu8bit", "adamw")
 
 
 def placement_of_engine(name: str) -> str:
-    """The placement of a config in ds_configs or fsdp_configs: zero3-offload is
-    zero3_cpu_offload's."""
-    return name.replace("_cpu", "").replace("_", "-")
+    """The placement of an engine's config: zero3-offload is zero3_cpu_offload's. Another name is
+    returned as it is."""
+    return next((p.name for p in _TABLE if p.config == name), name)
 
 
 def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:

@@ -52,7 +52,8 @@ def plan(
     Args:
         model: a preset, config.json, folder, hub id, config or model.
         gpu: a row of hardware.py, a Gpu, or "this", which measures this machine's.
-        host_ram: the machine's memory, "256GiB" or bytes; None for enough.
+        host_ram: the machine's memory, "256GiB" or bytes; None assumes twice the cards', at least
+            64 GiB.
         placement: "auto", or a row of placements.py.
         checkpointing: "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or
             "stock" and "stock-checkpointing" for transformers alone.
@@ -95,18 +96,24 @@ def plan(
 def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Plan:
     from hfpatch.planner.answer import settings_of
     from hfpatch.planner.evaluate import FIRST, best, faster, longest, placements
+    from hfpatch.planner.machine import common_host
     from hfpatch.planner.suggestions import suggestions
 
     asked |= {"checkpointing": settings_of(asked["checkpointing"])}
     if getattr(asked["checkpointing"], "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(asked["adapters"], asked["sp_size"])
     run = resolved(model, seq_len=seq_len, fp8=fp8, **asked)
+    assumed = run.host is None
+    if assumed:
+        run = replace(run, host=common_host(run.gpu, run.gpus))
     names = placements(run, placement)
     found = best(run, names)
     if found.fits:
         found = replace(found, faster=faster(run, found, names))
     else:
         found = replace(found, suggestions=suggestions(run, found, placement))
+    positions = run.model.config.get("max_position_embeddings")
+    found = replace(found, host_assumed=assumed, positions=positions)
     if max_seq_len:
         tokens = longest(run, names, progress)
         there = replace(run, seq_len=max(1, -(-tokens // run.ranks)))

@@ -181,6 +181,11 @@ def _implementation_rules(model, args):
         ),
     )
     yield (
+        model.attn_implementation == "flash_attention_2" and _missing("flash_attn"),
+        "--attn_implementation flash_attention_2 needs flash-attn. Leave it out: hfpatch brings its "
+        "own attention.",
+    )
+    yield (
         not ours and asked not in ("off", Checkpointing()),
         f"--checkpointing works with --impl hfpatch only, got {model.impl}. Leave it out.",
     )
@@ -276,7 +281,7 @@ def sharing(sp_size: int, config) -> None:
     if reason:
         raise ValueError(
             f"hfpatch: --sp_size {sp_size} does not work with DeepSpeed's Ulysses: {reason}. Pass "
-            "another size, or --engine fsdp2."
+            "another size, or --placement fsdp2."
         )
 
 
@@ -306,6 +311,6 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
         here, there = ("under", "without") if kind == "FSDP" else ("without", "under")
         raise ValueError(
             f"hfpatch: {checkpoint} was saved {there} FSDP, and this run of {args.world_size} "
-            f"processes is {here} it. Launch as many with the same --engine, or start a new run "
+            f"processes is {here} it. Launch as many with the same --placement, or start a new run "
             "with --model set to what `accelerate merge-weights` makes of it."
         )

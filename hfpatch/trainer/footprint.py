@@ -72,10 +72,8 @@ def this_gpu(args) -> Gpu | None:
 
 def placement_of(config, model, args) -> str:
     """The planner's name for where this run's weights and optimizer states are."""
-    if model.engine:
-        return placement_of_engine(model.engine)
     if model.placement or model.lora_r:
-        return model.placement or "auto"
+        return placement_of_engine(model.placement or "auto")
     if args.deepspeed or args.fsdp:
         return "unknown"
     if "8bit" in args.optim:

@@ -34,6 +34,9 @@ def _patch_trainer(cls) -> None:
             model = args[0] if args else kwargs.get("model")
             kwargs["callbacks"] = _with_ours(kwargs.get("callbacks"), model)
         init(self, *args, **kwargs)
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "attach"):
+                callback.attach(self)
 
     @functools.wraps(train)
     def patched_train(self, *args, **kwargs):

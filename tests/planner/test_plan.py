@@ -112,6 +112,13 @@ def test_suggestions_hold(run):
              "--seq-len": "seq_len", "--checkpointing": "checkpointing"}  # fmt: skip
     for suggestion in found.suggestions:
         flag, value = suggestion["change"].split()[:2]
+        if flag == "--lora-r":
+            changed = run | {
+                "adapters": Adapters(16, "4bit" if "4bit" in suggestion["change"] else "bf16"),
+                "placement": "auto",
+            }
+            assert plan("llama-3.2-1b", **changed).fits, suggestion
+            continue
         if value == "DIR":
             value = "./checkpoints"
         changed = run | {names[flag]: int(value) if value.isdigit() else value}

@@ -52,11 +52,26 @@ def test_a_plan_is_compared_with_the_second_step(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_a_sequence_beyond_the_models_positions_is_said_once(tmp_path, capsys):
+    """Of packed rows only if a document is longer."""
+    said = "the model has 8 positions and the sequence 16 tokens."
+    model = tiny.llama(max_position_embeddings=8)
+    make_trainer(tmp_path, Callback(), model=model).train()
+    assert capsys.readouterr().err.count(said) == 1
+    trainer = make_trainer(tmp_path, Callback(), model=model)
+    packed = torch.arange(8).repeat(2)
+    trainer.train_dataset = [row | {"position_ids": packed} for row in trainer.train_dataset]
+    trainer.train()
+    assert "positions" not in capsys.readouterr().err
+
+
 def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
     # as a GPU has one
     monkeypatch.setattr("hfpatch.trainer.callback.peak_flops", lambda *device_and_dtype: 1e10)
-    trainer = make_trainer(tmp_path, Callback(), report_to=["tensorboard"])
+    callback = Callback()
+    trainer = make_trainer(tmp_path, callback, report_to=["tensorboard"])
+    callback.attach(trainer)
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(lines) == 3 and all(COLUMNS <= entry.keys() for entry in lines)

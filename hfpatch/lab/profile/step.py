@@ -50,12 +50,16 @@ def become(
     """Makes the model one of IMPLEMENTATIONS. Returns the lines of apply()'s report. Raises
     ValueError if the implementation cannot run here.
 
-    gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, as hfpatch.apply takes it.
+    gradient_checkpointing: of all but hfpatch; checkpointing: of hfpatch, as hfpatch.apply takes it.
     """
     if impl == "hfpatch":
         import hfpatch
 
         return str(hfpatch.apply(model, checkpointing=checkpointing)).splitlines()
+    if impl == "loss":  # stock layers under hfpatch's fused loss
+        import hfpatch
+
+        hfpatch.apply(model, rope=False, rms_norm=False, mlp=False, checkpointing="off")
     if impl == "liger":
         if not next(model.parameters()).is_cuda:
             raise ValueError(

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 from hfpatch import __version__
 
-IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
+IMPLEMENTATIONS = ("hf", "liger", "loss", "hfpatch")
 # Drawn from the bottom up, the longest-lived category lowest.
 CATEGORIES = (
     "parameters",
