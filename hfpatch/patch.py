@@ -163,7 +163,7 @@ def apply(
             folder) sets where checkpoints wait; a hfpatch.Checkpointing sets more.
         logits: whether a forward with labels also returns logits, in training and in evaluation.
             "auto": in evaluation up to 2 GiB, counting the copies that the loss makes; in training
-            outputs.logits is None, except for PEFT's CPT, which reads them.
+            outputs.logits is None; code that reads them there (PEFT's CPT) needs True.
 
     Returns:
         A Report of the swapped modules.

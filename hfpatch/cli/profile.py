@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", default="runs/profile", help="the report's folder (default runs/profile)"
     )
     parser.add_argument(
-        "--impl", default="hf,hfpatch", help="of hf, liger, loss (hf with the fused loss), hfpatch (default hf,hfpatch)"
+        "--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (default hf,hfpatch)"
     )
     parser.add_argument(
         "--steps", type=int, default=3, help="one recorded, the rest timed (default 3)"
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="for all but hfpatch, which brings its own (default: on)",
+        help="for hf and liger; hfpatch brings its own (default: on)",
     )
     parser.add_argument("--device", default="auto", choices=CHOICES["device"])
     parser.add_argument(
@@ -100,7 +100,7 @@ def main(args) -> int:
     }
     if args.json:
         done = profile(args.model, **wanted)
-        print(results(done.runs, command=command, notes=done.notes, curves=False))
+        print(results(done.runs, command=command, notes=done.notes))
         return 0
     show(profile(args.model, progress=progress, **wanted))
     return 0

@@ -16,7 +16,7 @@ class Placement:
 
     Attributes:
         config: the engine's config in ds_configs or fsdp_configs; "" without an engine.
-        many, one: possible on several GPUs, on one GPU.
+        one: possible on one GPU. Engines run on several.
         auto: False if only the name selects it.
         itemsize: bytes of a number of the weights. All activations count with it, though autocast
             makes some of them narrower.
@@ -28,7 +28,6 @@ class Placement:
     name: str
     summary: str
     config: str = ""
-    many: bool = False
     one: bool = True
     auto: bool = True
     itemsize: int = 2
@@ -42,20 +41,19 @@ class Placement:
         return bool(self.config)
 
 
-def _sharded(name: str, summary: str, config: str, one: bool = False) -> Placement:
-    return Placement(name, summary, config, many=True, one=one)
-
-
 _TABLE = (
-    _sharded("fsdp2", "fp32 shards, gradients and Adam states on the GPUs", "fsdp2"),
-    _sharded("zero3", "ZeRO-3: bf16 and fp32 shards and Adam states on the GPUs", "zero3"),
-    _sharded(
-        "zero3-offload", "fp32 master weights and Adam states in host memory",
-        "zero3_cpu_offload", one=True,
+    Placement(
+        "fsdp2", "fp32 shards, gradients and Adam states on the GPUs", "fsdp2", one=False
     ),
-    _sharded(
+    Placement(
+        "zero3", "ZeRO-3: bf16 and fp32 shards and Adam states on the GPUs", "zero3", one=False
+    ),
+    Placement(
+        "zero3-offload", "fp32 master weights and Adam states in host memory", "zero3_cpu_offload"
+    ),
+    Placement(
         "fsdp2-offload", "fp32 shards, gradients and Adam states in host memory",
-        "fsdp2_cpu_offload",
+        "fsdp2_cpu_offload", one=False,
     ),
     # Rounding to nearest loses each update below half a bf16 step (2^-9 of the weight); rounding
     # at random keeps it on average, so bf16 may be the only copy.
@@ -100,7 +98,7 @@ def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
     Raises:
         ValueError: the name is unknown, or impossible with this number of GPUs or with adapters.
     """
-    possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
+    possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.sharded)]
     possible = list(ADAPTED) if adapters else possible
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]

@@ -45,23 +45,6 @@ def test_settings_take_a_directory(tmp_path):
     assert Checkpointing(offload="~/fast").directory == os.path.expanduser("~/fast")
 
 
-# One token more than 16 to 128 tiles hold, a few less, a batch, the parts that ranks share: the
-#     last tile is no crumb.
-@pytest.mark.parametrize(
-    "batch, tokens",
-    [(1, 131_073), (1, 131_071), (1, 57_345), (3, 43_691), (2, 16_385), (1, 8193), (1, 1025)],
-)
-@pytest.mark.parametrize("tile", [1024, 2048, 4096, 8192, 16384])
-def test_one_token_more_makes_no_tile_of_one_token(batch, tokens, tile):
-    bounds = tile_bounds(batch, tokens, tile)
-    *others, last = [b - a for a, b in bounds]
-    assert [0, *(b for _, b in bounds)] == [*(a for a, _ in bounds), tokens]
-    assert len(bounds) == -(-tokens // (tile // batch))
-    assert all(n == others[0] and n * batch <= tile for n in others) and (
-        not others or others[0] / 2 <= last <= others[0]
-    )
-
-
 def test_tiles_come_in_whole_rows_of_matmuls():
     """Multiples of 128 where the last tile then is none of few tokens, else of as large a power of
     two as leaves it half a tile.
@@ -99,12 +82,6 @@ def machine(tmp_path, *, total=64, available=48, cgroup="0::/box", files=()):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     return str(tmp_path)
-
-
-def test_no_cgroup_is_the_machine(tmp_path):
-    root = machine(tmp_path)
-    assert host_limit(root) == 64 * GiB
-    assert memory.host_free(root=root) == 48 * GiB
 
 
 # v2: a limit at the leaf, one at a parent, none ("max"), and page cache that counts as free.

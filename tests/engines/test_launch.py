@@ -299,12 +299,3 @@ def test_mixers_in_time(tmp_path):
 def test_tensor_parallel_on_four_ranks_and_with_fsdp2(tmp_path):
     reports = torchrun("tp_worker.py", "four", folder=tmp_path, ranks=4)
     assert_gradients(reports, {"tp", "tp and fsdp2"})
-
-
-@tiny.not_with_transformers_5_0("runs hybrids' layers whole")
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("steps", [5, pytest.param(100, marks=pytest.mark.long)])
-def test_hooks_are_balanced_where_forwards_are_stopped(engine, steps, tmp_path):
-    """A layer's own forward ends with an exception at its attention, or its mixer, once a tile."""
-    for report in torchrun("hooks_worker.py", engine, steps, folder=tmp_path):
-        assert report["steps"] == steps and report["same"], report

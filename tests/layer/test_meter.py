@@ -75,18 +75,6 @@ def test_layers_come_to_keep_what_there_is_room_for(monkeypatch, capfd):
     assert said.count("1 x 16,384 tokens") == len(dict.fromkeys(run.policies)), said
 
 
-def test_experts_and_dense_layers_are_kinds_of_their_own(monkeypatch):
-    def work(run, ids):
-        for _ in range(5):
-            run.step(ids, 4096)
-            clear(run)
-
-    run = Run(monkeypatch, 16.0, GLM)
-    assert [policy.plain for policy in run.run(work, 4096)] == [0, 2, 5, 5, 5]
-    kept = [kind.kept for kind in run.meter.kinds.values()]
-    assert len(kept) == 2 and min(kept) > 0 and len(set(kept)) == 2
-
-
 def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
     def work(run, ids):
         for _ in range(3):
@@ -95,34 +83,6 @@ def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
 
     run = Run(monkeypatch, 80.0, checkpointing="least")
     assert {(p.tile, p.plain, p.keep) for p in run.run(work, 4096)} == {(1024, 0, ())}
-
-
-@pytest.mark.parametrize(
-    "settings, ahead", [(hfpatch.Checkpointing(plain=0), True), ("least", False)]
-)
-def test_sources_of_copies_take_what_the_peak_leaves(settings, ahead, monkeypatch):
-    """Gradients come after the forward: until then sources of copies may take their room, and no
-    step takes more for it.
-    """
-    rooms, layer = [], Meter.layer
-
-    def told(meter, *args):
-        untiled = layer(meter, *args)
-        rooms.append((meter.step.forward.room, meter.step.ahead))
-        return untiled
-
-    def work(run, ids):
-        for _ in range(4):
-            run.step(ids, 2048)
-            clear(run)
-
-    monkeypatch.setattr(Meter, "layer", told)
-    run = Run(monkeypatch, 8.0, checkpointing=settings)
-    run.run(work, 2048)
-    assert all(room == 0 for room, _ in rooms[:6])  # nothing is measured yet
-    assert all(room > 2 * step for room, step in rooms[-6:]), rooms[-6:]
-    assert all(room > 0 and (step > 0) == ahead for room, step in rooms[-6:])
-    assert run.peaks[-1] <= run.meter.step.planned
 
 
 @pytest.mark.parametrize("settings", [{"tile": 512, "plain": 2}, {"tile": 512, "plain": 0}])

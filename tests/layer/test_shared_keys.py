@@ -15,7 +15,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.budget.policy import Policy
-from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import SharedKeys
 from hfpatch.layer.why_whole import why
 from tests.decoder.test_families import batch, step
@@ -111,13 +110,6 @@ def test_under_masks_and_in_packed_rows(name, given, policy):
     check(ours, stock, given())
 
 
-def test_as_many_tokens_as_heads():
-    stock = small()
-    ours, _ = patched(stock, Policy("host", tile=1))
-    for tokens in (2, 4):
-        check(ours, stock, {name: x[:, -tokens:] for name, x in batch().items()})
-
-
 @pytest.mark.parametrize("policy", POLICIES[:3])
 def test_two_backwards_through_one_graph(policy):
     stock = small()
@@ -130,18 +122,6 @@ def test_two_backwards_through_one_graph(policy):
         grads.append([p.grad for p in model.parameters()])
     for value, got in zip(*grads):
         assert (got - value).norm() <= 1e-6 * value.norm().clamp_min(1e-3)
-
-
-@pytest.mark.parametrize("policy", POLICIES[2:4])
-def test_keys_that_the_caller_asked_for_stay_as_they_are(policy):
-    ours, _ = patched(small(), policy)
-    out = ours(**batch(), use_cache=False, return_shared_kv_states=True)
-    if not hasattr(out, "shared_kv_states"):
-        pytest.skip("an older transformers, whose callers cannot ask for them")
-    kept = {key: [x.detach().clone() for x in pair] for key, pair in out.shared_kv_states.items()}
-    out.loss.backward()
-    for key, pair in out.shared_kv_states.items():
-        assert all(map(torch.equal, kept[key], pair))
 
 
 def test_where_only_what_later_layers_took_is_trained():
@@ -210,21 +190,6 @@ def test_nothing_outlives_a_step(policy, backward, monkeypatch):
         gc.enable()
 
 
-def test_something_else_than_keys_runs_whole(monkeypatch):
-    """What a layer leaves for others that its attention never had is nothing that a tile can
-    give.
-    """
-
-    def other(self, key, value, set_item=SharedKeys.__setitem__):
-        set_item(self, key, tuple(x * 1.0 for x in value))
-
-    monkeypatch.setattr(SharedKeys, "__setitem__", other)
-    stock = small(max_position_embeddings=96)  # a verdict of its own
-    ours, report = patched(stock)
-    assert "layers run untiled" in report
-    check(ours, stock, batch())
-
-
 @OF_GEMMA_3N
 @pytest.mark.parametrize("policy", POLICIES[:2])
 def test_the_gradient_of_hidden_states_in_streams(policy):
@@ -239,17 +204,3 @@ def test_the_gradient_of_hidden_states_in_streams(policy):
         found.append(torch.autograd.grad(out.loss, out.hidden_states[:-1]))
     for got, wanted in zip(found[1], found[0], strict=True):
         assert (got - wanted).norm() <= 1e-6 * wanted.norm()
-
-
-@OF_GEMMA_3N
-def test_layers_over_streams_know_which_came_before(monkeypatch):
-    """Whose backward comes next, and whose input is kept where only every second's is."""
-    ours, _ = patched(small("gemma3n_text"), Policy("host", tile=16, every=2))
-    calls, link = [], LayerRuntime.link
-    monkeypatch.setattr(
-        LayerRuntime, "link", lambda self, call, x: (link(self, call, x), calls.append(call))
-    )
-    loss = ours(**batch(), use_cache=False).loss
-    assert [len(call.segment) for call in calls] == [0, 1, 0, 1, 0, 1, 0]
-    assert all(call.previous() is before for before, call in zip(calls, calls[1:]))
-    loss.backward()

@@ -1,6 +1,5 @@
 """What a model says to a part of each row that it cannot share with other ranks."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -8,8 +7,6 @@ import tiny
 import torch
 import torch.distributed.tensor.experimental._attention
 
-import hfpatch
-from hfpatch import compat
 from hfpatch.context import ranks as parallel
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import batch as batches
@@ -49,37 +46,6 @@ def test_a_graph_of_whole_rows_may_run_where_ranks_share_them(engine, monkeypatc
     monkeypatch.setattr(parallel, engine, lambda: "group")
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda group: 2)
     assert parallel.shared_in_a_graph("sdpa", training=False)
-
-
-def test_without_torchs_private_names_no_context_is_seen(monkeypatch):
-    module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
-    assert compat.context_parallel() is None
-    monkeypatch.delattr(module, "_replaced_functions")
-    assert compat.context_parallel() is None
-
-
-def test_windows_are_those_of_whole_rows():
-    """A window wider than this rank's part still ends within the row."""
-    from transformers import AutoModelForCausalLM, MistralConfig
-
-    from hfpatch.parallel import exchange
-
-    config = MistralConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2, sliding_window=16,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    hfpatch.apply(model, checkpointing=tiny.TILED)
-    seen, inner = [], exchange.attention_forward
-    with pytest.MonkeyPatch.context() as patch, sharded(LoneRank(2)):
-        patch.setattr(
-            exchange,
-            "attention_forward",
-            lambda *a, **k: seen.append(k["pattern"].window) or inner(*a, **k),
-        )
-        model(**given())
-    assert seen == [16]
 
 
 def test_no_mask_is_built_from_a_parts_positions(monkeypatch):

@@ -91,13 +91,6 @@ def test_few_layers_tell_what_all_take_with_adapters(base):
         close(few, full, 0.02)
 
 
-def test_short_rows_tell_what_long_ones_take():
-    policy = Policy("host", tile=4096, wide=True)
-    told = steps_of("llama").cost(65536, policy)
-    with mock.patch.object(Steps, "carried_on", lambda *_: False):
-        close(told, steps_of("llama").cost(65536, policy), 0.03)
-
-
 class Card(LedgerGauge):
     """A card of `memory` bytes, whose step the follower follows."""
 

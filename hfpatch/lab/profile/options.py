@@ -89,8 +89,8 @@ def check_together(
             f"hfpatch: checkpointing works with impl hfpatch only, got {', '.join(impls)}. Add "
             "hfpatch, or leave checkpointing out."
         )
-    if not gradient_checkpointing and set(impls) == {"hfpatch"}:
+    if not gradient_checkpointing and not {"hf", "liger"} & set(impls):
         raise ValueError(
-            "hfpatch: gradient checkpointing is for other impls, got impl hfpatch alone. Pass "
+            "hfpatch: gradient checkpointing is for hf and liger, got impl hfpatch alone. Pass "
             'checkpointing="off" for it.'
         )

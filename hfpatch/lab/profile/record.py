@@ -85,24 +85,6 @@ def host_buffers():
         yield held
 
 
-def kernels(profiler: torch.profiler.profile) -> list:
-    """(name, stream, start, end) of the recorded device events, in seconds.
-
-    profiler.events() would also read the names of Python events. torch 2.13 garbles some of them
-    into bytes that are no UTF-8, and reading these raises.
-    """
-    return [
-        (
-            e.name(),
-            e.device_resource_id(),
-            e.start_ns() / 1e9,
-            (e.start_ns() + e.duration_ns()) / 1e9,
-        )
-        for e in profiler.profiler.kineto_results.events()
-        if e.device_type() == torch.autograd.DeviceType.CUDA
-    ]
-
-
 class Spans:
     """Properly nested (start, end, name) of one thread. at(t): the innermost name at t, or None."""
 
@@ -134,7 +116,7 @@ class Events:
 
     def __init__(self, profiler: torch.profiler.profile):
         self.allocations, self.ops, self.marks = [], defaultdict(list), defaultdict(list)
-        self.phases, self.host, self.all_ops = [], [], []
+        self.phases, self.host = [], []
         stack = list(profiler.profiler.kineto_results.experimental_event_tree())
         while stack:
             node = stack.pop()
@@ -144,7 +126,6 @@ class Events:
                 self.allocations.append(node)
             elif kind == "TorchOp":
                 start = node.start_time_ns
-                self.all_ops.append(node)
                 if node.name.startswith(MODULE):
                     self.marks[node.start_tid].append(
                         (start, start + node.duration_time_ns, node.name[len(MODULE) :])
@@ -177,22 +158,6 @@ class Events:
         self.phases = [p for p in self.phases if p[0] in ("forward", "backward")] + (ours or torchs)
         self.phases.sort(key=lambda p: p[1])
         self.main_tid = next((tid for name, _, _, tid in self.phases if name == "forward"), None)
-
-    def operator_seconds(self):
-        """(operator, its own seconds) of every call, without the seconds of operators that it
-        calls.
-        """
-        for node in self.all_ops:
-            if node.name.startswith(("hfpatch.", "Optimizer.")):
-                continue
-            inner, below = 0, list(node.children)
-            while below:
-                child = below.pop()
-                if child.typed[0].name == "TorchOp":
-                    inner += child.duration_time_ns
-                else:
-                    below.extend(child.children)
-            yield node.name, max(0, node.duration_time_ns - inner) / 1e9
 
     def forward_of(self, node):
         """The operator of the forward that made the autograd node around this event; None outside

@@ -194,27 +194,17 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
 
 
 def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
-    """Writes report.md, memory.png and results.json into the folder."""
-    from hfpatch.lab.profile.picture import draw
-
+    """Writes report.md and results.json into the folder."""
     commit = _commit()
-    notes = list(notes)
-    if not draw(runs, str(folder / "memory.png")):
-        notes.append(
-            "hfpatch: there is no memory.png: matplotlib is not installed. Run: pip install "
-            "hfpatch[report]"
-        )
     (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
     (folder / "results.json").write_text(
         results(runs, command=command, commit=commit, notes=notes) + "\n"
     )
 
 
-def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) -> str:
-    """JSON for machines: the sentences and every Run, with or without its curve."""
+def results(runs: list[Run], *, command="", commit="", notes=()) -> str:
+    """JSON for machines: the sentences and every Run."""
     rows = [r.to_dict() | {"peak_split": r.peak_split} for r in runs]
-    if not curves:
-        rows = [{k: v for k, v in row.items() if k not in ("curve", "rows")} for row in rows]
     values = {
         "command": command,
         "commit": commit,
@@ -222,7 +212,7 @@ def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) ->
         "notes": list(notes),
         "runs": rows,
     }
-    return json.dumps(values, indent=None if curves else 1)
+    return json.dumps(values, indent=1)
 
 
 def read(folder: Path) -> list[Run]:

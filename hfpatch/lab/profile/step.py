@@ -19,7 +19,6 @@ from hfpatch.lab.device import is_out_of_memory, synchronize
 from hfpatch.lab.made import model_of
 from hfpatch.lab.models import config_of
 from hfpatch.lab.profile import record
-from hfpatch.lab.profile.families import by_family, copy_wait
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.owners import allocations
 from hfpatch.lab.profile.timeline import Run, measure, versions
@@ -50,16 +49,12 @@ def become(
     """Makes the model one of IMPLEMENTATIONS. Returns the lines of apply()'s report. Raises
     ValueError if the implementation cannot run here.
 
-    gradient_checkpointing: of all but hfpatch; checkpointing: of hfpatch, as hfpatch.apply takes it.
+    gradient_checkpointing: of hf and liger; checkpointing: of hfpatch, as hfpatch.apply takes it.
     """
     if impl == "hfpatch":
         import hfpatch
 
         return str(hfpatch.apply(model, checkpointing=checkpointing)).splitlines()
-    if impl == "loss":  # stock layers under hfpatch's fused loss
-        import hfpatch
-
-        hfpatch.apply(model, rope=False, rms_norm=False, mlp=False, checkpointing="off")
     if impl == "liger":
         if not next(model.parameters()).is_cuda:
             raise ValueError(
@@ -239,14 +234,8 @@ def _note_load(run: Run, device) -> None:
 
 def _read(profiler, run, device, before, marks, head):
     events = record.Events(profiler)
-    blocks, run.phases, end = allocations(events, device.type, before, marks, head)
-    measure(run, blocks, end)
-    if device.type == "cuda":
-        kernels = record.kernels(profiler)
-        run.families = by_family((name, end - start) for name, _, start, end in kernels)
-        run.memory["copy_wait_seconds"] = copy_wait(kernels)
-    else:
-        run.families = by_family(events.operator_seconds())
+    blocks, run.phases = allocations(events, device.type, before, marks, head)
+    measure(run, blocks)
 
 
 def _device_name(device) -> str:
