@@ -74,14 +74,14 @@ def support_of(name: str, config: dict) -> Support:
 
 def add_arguments(parser) -> None:
     add = parser.add_argument
-    add("--model", required=True, help="a preset, a config.json, a folder or a cached hub id")
+    add("--model", required=True, help="a preset, a config.json, a folder or a hub id")
     add("--json", action="store_true", help="everything on stdout as JSON")
 
 
 def main(args) -> int:
     from hfpatch.lab.models import config_of
 
-    name, config = config_of(args.model, download=False)
+    name, config = config_of(args.model)
     found = support_of(name, config)
     if args.json:
         print(

@@ -21,6 +21,7 @@ from hfpatch.budget.free import expand_segments
 from hfpatch.budget.limits import environment_number
 from hfpatch.cli import train_help
 from hfpatch.cli.failures import guarded
+from hfpatch.cli.quiet import progress
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
 
@@ -52,7 +53,6 @@ def train(argv) -> int:
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly
 
-    checks.environment()
     stop = StopCleanly()  # first, because it notes which process launched this one
     model_args, data_args, args = arguments.parse(argv)
     checks.flags(model_args, data_args, args)
@@ -65,20 +65,20 @@ def train(argv) -> int:
 
     config = loading.load_config(model_args)
     checks.length(data_args.seq_len, config)
-    if args.deepspeed:
-        checks.sharing(model_args.sp_size, config)
-    tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
+    first = args.process_index == 0
+    with progress("reading and tokenizing the data", first):
+        tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
     if data_args.show_batch:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
-    planned = footprint.check(config, model_args, data_args, args, say)
+    with progress("planning", first):
+        planned = footprint.check(config, model_args, data_args, args, say)
     record = runs.record(config, model_args, data_args, args, data.fingerprint)
     if checkpoint:
         runs.expect_same(checkpoint, record)
     if args.resume_from_checkpoint:
         none = "no checkpoint was finished before; starting from the first step"
         say(f"hfpatch: {f'resuming from {checkpoint}' if checkpoint else none}.")
-    first = args.process_index == 0
     with locks.alone_in(args.output_dir) if first else contextlib.nullcontext():
         run = _trainer(
             model_args, data_args, args, config, tokenizer, data, record, stop, say, planned

@@ -77,11 +77,6 @@ _TABLE = (
 PLACEMENTS = {p.name: p for p in _TABLE}
 
 
-def placement_named(name: str) -> Placement:
-    """The Placement of that name."""
-    return PLACEMENTS[name]
-
-
 # The placements for adapters: each GPU has a whole copy of the frozen base.
 ADAPTED = ("gpu8bit", "adamw")
 
@@ -164,7 +159,7 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
         return Resident(2 * P, None, 2 * P + 8 * P // 256)
     if name == "gpu8bit-fused":
         return Resident(2 * P, 2 * largest, 2 * P + 8 * P // 256)
-    own = placement_named(name)
+    own = PLACEMENTS[name]
     if own.own:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak. A tiled layer drops its copies.
@@ -195,28 +190,3 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
         host_optimizer=28 * P,
         gathers=gathers,
     )
-
-
-# torchao's recipes that scale by rows, and the speedup of the layers' matmuls. Of torchtitan's
-# Llama-3-8B on eight H100, 8,192 tokens, compiled, 8,532 against 6,667 tokens/s (its table of
-# December 2024). That is the whole step. Matmuls alone gain more, and torchao's casts without
-# torch.compile take some of it back: not measured. With "gw_hp" the weight gradients, a third of
-# the matmuls, stay in bf16.
-FLOAT8_RECIPES = {
-    "rowwise": 8532 / 6667,
-    "rowwise_with_gw_hp": 3 / (1 + 2 * 6667 / 8532),
-}
-# The most tokens of a tile for which float8's casts are counted.
-CAST_TOKENS = 8192
-
-
-def float8_bytes(shape, tokens: int) -> int:
-    """The extra GPU bytes of torchao's float8 over bf16, at the peak of one Linear that is not
-    compiled: the casts pass through float32 twice, and both operands exist in float8.
-
-    tokens: of all rows of a batch. At most CAST_TOKENS count.
-    """
-    tokens = min(tokens, CAST_TOKENS)
-    sizes = [size for size, _ in shape.matrices]
-    largest = max(max(n * m, tokens * n, tokens * m) for n, m in sizes)
-    return 8 * largest + max(n * m + tokens * max(n, m) for n, m in sizes)

@@ -6,7 +6,7 @@ from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Policy, describe
-from hfpatch.planner.placements import placement_named
+from hfpatch.planner.placements import PLACEMENTS
 
 # Names of the parts of GPU memory in the lines of a plan.
 NAMES = {"slack": "slack (lost between blocks)"}
@@ -51,7 +51,7 @@ def text(plan) -> str:
         name, seconds = plan.faster["placement"], plan.faster["step_seconds"]
         lines.append(
             f"faster          {seconds:.1f} s ({span(seconds)}) with --placement {name}: "
-            f"{placement_named(name).summary}"
+            f"{PLACEMENTS[name].summary}"
         )
     if plan.max_seq_len is not None:
         needed = _machine(plan.max_seq_len_host_bytes)

@@ -22,7 +22,7 @@ def suggestions(run: Run, plan: Plan, asked: str) -> list:
     of equally quick ones the one with less memory."""
     offers, names = Offers(plan), placements(run, asked)
     _of_settings(run, names, plan.placement, offers)
-    if not run.shape.adapters and run.ranks == 1 and run.gpu.float8 == 1:
+    if not run.shape.adapters and run.ranks == 1:
         freed = "" if asked in ("auto", *ADAPTED) else " --placement auto"
         if not _of_adapters(f"--lora-r 16{freed}", Adapters(16), run, offers):
             _of_adapters(f"--lora-r 16 --base 4bit{freed}", Adapters(16, "4bit"), run, offers)
@@ -92,8 +92,6 @@ def _of_adapters(change: str, adapters: Adapters, run: Run, offers: Offers) -> b
 
 
 def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
-    if run.gpu.float8 > 1:  # several GPUs need an engine, which float8 excludes
-        return
     for gpus in (2, 4, 8):
         wider = replace(run, gpus=gpus)
         if gpus > run.gpus and offers.add(

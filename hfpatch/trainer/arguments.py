@@ -172,7 +172,7 @@ def _fitting(model: ModelArguments, values: dict, flags: dict) -> str:
     # them excludes it.
     fused = not ({"max_grad_norm", "gradient_accumulation_steps"} & flags.keys())
     return placement.fitting(
-        load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, fp8=model.fp8,
+        load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused,
         seq_len=values["seq_len"], batch=values["per_device_train_batch_size"],
     )  # fmt: skip
 

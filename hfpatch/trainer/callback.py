@@ -82,9 +82,6 @@ class Callback(TrainerCallback):
         to change, and the next start keeps less. Where ranks share rows, runs under DeepSpeed's
         Ulysses take rows of any length and resume inside an epoch, and accelerate does not refuse
         layers that passed the probe.
-
-        Raises:
-            ValueError: ranks share rows, and the trainer's batches cannot be split.
         """
         self._trainer = weakref.ref(trainer)
         step = trainer.training_step
@@ -99,10 +96,8 @@ class Callback(TrainerCallback):
 
         trainer.training_step = training_step
         if _parallelism(trainer.args) is not None:
-            from hfpatch.trainer.sequence import refuse_unshared_batches, share_rows
+            from hfpatch.trainer.sequence import share_rows
 
-            if _sharing(trainer.args) > 1:
-                refuse_unshared_batches(trainer)
             share_rows(trainer)
 
     def on_init_end(self, args, state, control, model=None, **kwargs):

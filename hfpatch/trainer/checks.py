@@ -7,24 +7,11 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.budget.free import host_free
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.planner.limits import check_ranges
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
-
-
-def environment() -> None:
-    """Checks the variables that a launcher sets, or a user in its place. Raises ValueError."""
-    ranks = environment_number("WORLD_SIZE", 1, 1)
-    # Without LOCAL_RANK this process is alone: schedulers set WORLD_SIZE for machines.
-    launched = environment_number("LOCAL_RANK", -1, -1) >= 0
-    environment_number("RANK", 0, 0, ranks - 1 if launched else None)
-    environment_number("LOCAL_WORLD_SIZE", 1, 1)
-    environment_number("MASTER_PORT", 29500, 1, 65535)
-    host_free()  # HFPATCH_HOST_MEMORY, which the first step would ask for
 
 
 def _offload_folder(model) -> None:
@@ -268,20 +255,6 @@ def length(seq_len: int, config) -> None:
             f"hfpatch: --seq-len must be at most the model's {limit} positions "
             f"(max_position_embeddings), got {seq_len}. Shorten it, or extend the model with "
             "--rope_scaling or --max_position_embeddings."
-        )
-
-
-def sharing(sp_size: int, config) -> None:
-    """Raises ValueError for heads that DeepSpeed cannot share evenly over the ranks of a row."""
-    config = config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    reason = heads and why_not_shared_out(
-        heads, getattr(config, "num_key_value_heads", None) or heads, sp_size
-    )
-    if reason:
-        raise ValueError(
-            f"hfpatch: --sp_size {sp_size} does not work with DeepSpeed's Ulysses: {reason}. Pass "
-            "another size, or --placement fsdp2."
         )
 
 

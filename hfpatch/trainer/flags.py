@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.lab.presets import PRESETS
-from hfpatch.planner.placements import FLOAT8_RECIPES, PLACEMENTS
+from hfpatch.planner.placements import PLACEMENTS
 
 # Our flags -> their other spellings, which are TRL's.
 SPELLINGS = {
@@ -80,7 +80,7 @@ class ModelArguments:
         None,
         "The layers' products in torchao's float8, scaled by rows; emulated where a device has "
         "none.",
-        choices=list(FLOAT8_RECIPES),
+        choices=["rowwise", "rowwise_with_gw_hp"],
         nargs="?",
         const="rowwise",
     )

@@ -12,7 +12,7 @@ MACHINE = ("gpu", "gpus", "host_ram")  # keys for the plan alone
 FLAGS = {
     "model": "--model", "seq_len": "--seq-len", "seq_length": "--seq-len",
     "max_length": "--seq-len", "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
-    "placement": "--placement", "engine": "--placement", "fp8": "--fp8",
+    "placement": "--placement", "engine": "--placement",
     "checkpointing": "--checkpointing", "lora_r": "--lora-r",
     "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
     "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",

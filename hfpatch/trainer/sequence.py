@@ -158,17 +158,3 @@ def share_rows(trainer) -> None:
             return prepare(*given, **known)
 
     accelerator.prepare = prepare_told
-
-
-def refuse_unshared_batches(trainer) -> None:
-    """Raises ValueError for TRL's trainers other than SFT.
-
-    They compare rows, and only some tensors of their batches are split over the ranks.
-    """
-    names = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
-    if names and "SFTTrainer" not in names:
-        raise ValueError(
-            "hfpatch: where ranks share sequences the trainer must be TRL's SFTTrainer, got a "
-            f"{type(trainer).__name__}: neither engine deals out its batches whole. Train it with "
-            "sp_size=1 and cp_size=1."
-        )

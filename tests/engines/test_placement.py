@@ -192,8 +192,6 @@ def test_auto_takes_the_most_faithful_plan_that_fits():
     sizes = dict(seq_len=32768, batch=1, gpu_free=78 * gib)
     assert placement.fitting(config, host_free=256 * gib, **sizes) == "zero3-offload"
     assert placement.fitting(config, host_free=100 * gib, **sizes) == "gpu8bit"
-    asked = {"host_free": 256 * gib, "fp8": "rowwise"}  # without an engine
-    assert placement.fitting(config, **asked, **sizes) == "gpu8bit"
     small = {**sizes, "gpu_free": 40 * gib}
     assert placement.fitting(config, host_free=100 * gib, **small) == "gpu8bit-fused"
     with pytest.raises(

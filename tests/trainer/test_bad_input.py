@@ -172,13 +172,6 @@ def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
     refused(f"{file}:2: not JSON", data=file, data_glob=None, strict=True)
 
 
-def test_too_little_memory(refused, monkeypatch):
-    monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 32 << 30)
-    flags = {"model": "llama-3.1-8b", "config_overrides": None}
-    refused("of 8.03B parameters must fit this machine's 32.0 GiB, and take 119.7", **flags)
-    refused("and take 59.8", **flags, dtype="bfloat16")
-
-
 def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
     """llama-3.2-1b at 128k in bf16 on 80 GB: stock's activations do not fit, hfpatch's do."""
     monkeypatch.setattr("hfpatch.trainer.footprint.this_gpu", lambda args: GPUS["a100-80gb"])

@@ -18,7 +18,6 @@ from hfpatch.trainer.callback import (
 )
 from hfpatch.trainer.footprint import against
 from hfpatch.trainer.model_flops import Work
-from hfpatch.trainer.sequence import refuse_unshared_batches
 
 COLUMNS = {"tokens_per_second", "mfu", "step_seconds", "peak_host_gib"}
 
@@ -253,24 +252,6 @@ def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
 
 
 SHARED = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
-
-
-@pytest.mark.parametrize("name, module, refused", [
-    ("DPOTrainer", "trl.trainer.dpo_trainer", True), ("SFTTrainer", "trl.trainer.sft_trainer",
-                                                      False), ("Mine", "script", False),
-])  # fmt: skip
-def test_trainers_that_compare_rows_share_none(name, module, refused):
-    """Of TRL's only SFT deals its batches out whole: DPO and KTO end in an error of shapes, or a
-    sentence that leads astray.
-    """
-    kind = type("Mine", (type(name, (), {"__module__": module}),), {"__module__": "script"})
-    if not refused:
-        return refuse_unshared_batches(kind())
-    with pytest.raises(
-        ValueError,
-        match="^hfpatch: where ranks share sequences the trainer must be TRL's SFTTrainer, got a Mine",
-    ):
-        refuse_unshared_batches(kind())
 
 
 def counted_of_shared_rows(parallelism_config) -> tuple[float, Work]:
