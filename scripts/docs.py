@@ -111,8 +111,8 @@ small instance with stock.
 
 {table}
 
-Of models with [images](guides/images.md) the language tower is in tiles; mixers of [hybrids](guides/hybrids.md) run in tiles through
-time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole rows.
+Of models with [images](guides/images.md) the language tower is in tiles; mixers of [hybrids](guides/hybrids.md) run in tiles
+through time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole rows.
 
 ## Attention
 

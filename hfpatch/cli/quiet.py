@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PAUSE = 5.0  # seconds between two lines of progress
+PAUSE = 5.0  # seconds before the first line of progress
 
 # torchao logs extensions built for other Pythons, torch's pytree enums of torchao, bitsandbytes an
 # optional kernel of the hub for its CPU path, DeepSpeed the accelerator that it found.
@@ -34,12 +34,14 @@ class _ErrorsAlone(logging.Filter):
 
 @contextmanager
 def progress(what: str, shown: bool = True) -> Iterator[None]:
-    """Says on stderr every PAUSE seconds what runs, and for how long already."""
+    """Says on stderr what runs, and for how long already: after PAUSE seconds, and ever more rarely."""
     ended, began = threading.Event(), time.monotonic()
 
     def say():
-        while not ended.wait(PAUSE):
+        pause = PAUSE
+        while not ended.wait(pause):
             print(f"hfpatch: {what}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            pause *= 1.5
 
     if shown:
         threading.Thread(target=say, daemon=True).start()
