@@ -14,9 +14,9 @@ import sysconfig
 from dataclasses import asdict
 
 from hfpatch.budget.free import host_free
-from hfpatch.budget.hardware import GiB
 from hfpatch.cli.env_problems import NO_GPU, problems
 from hfpatch.cli.table import show_table
+from hfpatch.lab.hardware import GiB
 from hfpatch.lab.profile.timeline import size, versions
 from hfpatch.planner.machine import cores, host_limit
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hfpatch import OLDEST
-from hfpatch.budget.hardware import GiB
+from hfpatch.lab.hardware import GiB
 
 TRUE = ("1", "true", "yes", "on")
 # name -> (first version that works, first that does not): setup.cfg's bounds, and Python's own.

@@ -4,10 +4,10 @@ import json
 import sys
 import time
 
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.limits import parse_length
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing
 from hfpatch.cli.quiet import progress
+from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import MODELS, PRESETS
 from hfpatch.planner.limits import flag
 from hfpatch.planner.placements import PLACEMENTS

@@ -45,11 +45,6 @@ def closing_checkpoints():
         raise
 
 
-def holders(x: Tensor) -> tuple[int, int]:
-    """The reference counts of this tensor and of its storage in C++."""
-    return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-
-
 def version(x: Tensor) -> int:
     """The number of in-place writes to x; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version

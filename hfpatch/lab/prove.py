@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.budget.hardware import Gpu
 from hfpatch.lab import checks, full_card
 from hfpatch.lab.device import copy_rate, host_rates, matmul_rate, one_line, tree_hash
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.profile.timeline import versions
 
 FORMAT = 1  # of the row

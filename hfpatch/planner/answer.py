@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from hfpatch.budget.hardware import (
+from hfpatch.budget.measured import HOST_SHARE, PIN_BYTES_PER_SECOND
+from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
+from hfpatch.lab.hardware import (
     HOST_BYTES_PER_SECOND,
-    PIN_BYTES_PER_SECOND,
     GiB,
     Gpu,
 )
-from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
 from hfpatch.lab.shallow import (
     STOCK,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.hardware import DISK, SECONDS_ERROR
 from hfpatch.budget.measured import (
     HOST_SHARE,
     SURE,
@@ -20,6 +19,7 @@ from hfpatch.budget.measured import (
     rounded,
 )
 from hfpatch.budget.policy import Policy
+from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
 from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.steps import Cost, Steps
@@ -126,7 +126,6 @@ class Ladder:
         asked = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
             "chains": shape.carries_states and run.ranks == 1,
-            "sums": 4 * shape.trained_parameters // shape.num_layers,
             "card": run.gpu.memory_bytes, "free": self._first_free(),
         }  # fmt: skip
         try:
@@ -151,8 +150,15 @@ class Ladder:
             if settled == (policy, sure, ahead):
                 break
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
-        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE or run.host is not None)
-        return _said(run, self.placement, policy, cost)
+        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
+        found = _said(run, self.placement, policy, cost)
+        if (
+            way == GLANCE
+            and run.host is not None
+            and found.host_peak_bytes > found.host_usable_bytes
+        ):
+            found = self.plan(FIRST)
+        return found
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
@@ -189,7 +195,7 @@ class Ladder:
         """Bytes per token that the sources of copies may take while tiled layers run and while
         untiled ones do, as layer/meter.py has them; None where they need not wait for memory."""
         room = self._room(any(found.untiled))
-        tiled = room - (found.tiled - call.gradients) - call.stands.most(self.rows)
+        tiled = room - found.working - call.stands.most(self.rows)
         enough = COPIES * (cost.able.wide + cost.able.gate_up)
 
         def each(spare: float) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfpatch.budget.free import cgroup_paths, meminfo, read_number, share_of_device
-from hfpatch.budget.hardware import GPUS, GiB, Gpu, gpu_row
+from hfpatch.lab.hardware import GPUS, GiB, Gpu, gpu_row
 from hfpatch.planner.limits import parse_bytes
 
 

@@ -2,10 +2,10 @@
 
 import math
 
-from hfpatch.budget.hardware import SECONDS_ERROR, GiB
 from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Policy, describe
+from hfpatch.lab.hardware import SECONDS_ERROR, GiB
 from hfpatch.planner.placements import PLACEMENTS
 
 # Names of the parts of GPU memory in the lines of a plan.

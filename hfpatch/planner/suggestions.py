@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import model_of
 from hfpatch.planner.answer import (
     WHOLE,
     Run,
 )
-from hfpatch.planner.evaluate import FIRST, GLANCE, SETTLED, best, longest, placements, possible
+from hfpatch.planner.evaluate import FIRST, SETTLED, best, longest, placements, possible
 from hfpatch.planner.placements import ADAPTED
 from hfpatch.planner.result import Plan
 
@@ -123,7 +123,7 @@ def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
 
 
 def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
-    roomy = best(replace(run, host=None), names, GLANCE)
+    roomy = best(replace(run, host=None), names, FIRST)
     if roomy.fits:
         more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
         larger = replace(run, host=more * GiB)

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 from transformers import TrainerCallback
 
-from hfpatch.budget.hardware import GiB, gpu_named
 from hfpatch.budget.limits import beyond_positions
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.lab.device import matmul_rate
+from hfpatch.lab.hardware import GiB, gpu_named
 from hfpatch.report import say
 from hfpatch.trainer import memory
 from hfpatch.trainer.footprint import against

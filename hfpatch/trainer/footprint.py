@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.budget.hardware import GiB, Gpu, gpu_named
+from hfpatch.lab.hardware import GiB, Gpu, gpu_named
 from hfpatch.planner.machine import card, gpu_limit, host_limit
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import Adapters, plan

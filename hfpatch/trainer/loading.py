@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from hfpatch.budget.limits import check_sizes
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.simulate.implementations import check_sizes
 from hfpatch.trainer import context, placement
 
 

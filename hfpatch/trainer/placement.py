@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS, GiB
+from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS, GiB
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import plan
 from hfpatch.trainer import configs

@@ -6,9 +6,9 @@ import csv
 import sys
 from dataclasses import replace
 
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS
 from hfpatch.planner.plan import plan
 
 GiB = 1 << 30

@@ -74,7 +74,7 @@ def test_a_step_is_that_of_padded_rows(way, rows):
     assert len(rows) == 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny.longer(FAMILIES, "gemma3_text", "gpt_oss", "qwen3_5_text"))
 def test_each_family(family, rows):
     """Windows, sinks, experts, two rotations, chunks, a delta net, positions counted by the mask."""
     stock = small_model(family)
@@ -170,7 +170,7 @@ def test_what_stays_padded(why, rows):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about tensors that it traces
-@pytest.mark.parametrize("what", ["a layer", "the model"])
+@pytest.mark.parametrize("what", tiny.longer(["a layer", "the model"], "a layer"))
 def test_under_static_shapes_rows_stay_padded(what, rows):
     """Each length would be compiled anew."""
     stock, batch = tiny.llama(), padded(real=((0, 24), (0, 13), (0, 20)))
@@ -194,7 +194,7 @@ def test_a_layer_of_the_users_own_stays_padded(rows):
     assert not rows
 
 
-@pytest.mark.parametrize("family", ["bloom", "gemma3n_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", tiny.longer(["bloom", "gemma3n_text", "qwen3_moe"], "bloom"))
 def test_families_that_stay_padded(family, rows):
     """Scores that depend on a key's place in its row, residual streams, and recorded outputs of
     routers, whose balance counts real tokens."""
@@ -206,7 +206,7 @@ def test_families_that_stay_padded(family, rows):
     assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "glm5_next"])
+@pytest.mark.parametrize("family", tiny.longer(["qwen3_next", "glm5_next"], "qwen3_next"))
 def test_rounding_that_moves_one_token_keeps_no_padding(family):
     """In the small instance a token may go to another expert by rounding alone."""
     from hfpatch.decoder.find import find_decoder

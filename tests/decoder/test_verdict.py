@@ -265,6 +265,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_it_is_the_same_under_zero_init(tmp_path):
     pytest.importorskip("deepspeed")
     here = Path(__file__).parent

@@ -7,7 +7,6 @@ to the largest value. Rounds are of one head unless a case says otherwise: so fe
 fit in one.
 """
 
-import dataclasses
 import os
 import sys
 import tempfile
@@ -170,7 +169,7 @@ def reference(stock, given: dict) -> dict:
 
 def case(
     ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
-    again=0, blocks=1, tiled=True, **settings,
+    blocks=1, tiled=True, **settings,
 ) -> float:  # fmt: skip
     base = tiny.llama(
         dtype=torch.float64,
@@ -187,12 +186,7 @@ def case(
     hfpatch.apply(ours, checkpointing=checkpointing)
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
-    resolve = LayerRuntime._resolve
-    chosen = lambda *args: dataclasses.replace(resolve(*args), again=again)  # noqa: E731
-    with (
-        mock.patch.object(LayerRuntime, "_resolve", chosen),
-        mock.patch.object(sequence, "BLOCKS", blocks),
-    ):
+    with mock.patch.object(sequence, "BLOCKS", blocks):
         return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
 
@@ -368,7 +362,7 @@ def main(chosen: str, folder: str) -> None:
         "no label on the last rank": {"kind": "half", "save_attention": False},
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512},
         "layers run untiled": {"tiled": False, "kind": "packed"},
-        "one layer's attention again": {"heads": (8, 4), "again": 1},
+        "attention again": {"heads": (8, 4), "save_attention": False},
     }  # fmt: skip
     if chosen == "all":
         for contract in ("ulysses", "zigzag"):

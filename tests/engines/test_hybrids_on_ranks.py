@@ -38,7 +38,8 @@ def test_every_family_and_kind(ranks, tmp_path):
     check(reports, 4 + 6 * 2 * 3)
 
 
-@pytest.mark.parametrize("engine", ["ulysses", pytest.param("context", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["ulysses", "context"])
 def test_trainers_steps_are_those_of_one_process(engine, tmp_path):
     """Packed rows of several tiles on each of two ranks: losses and norms.
     1e-4 from float64, or twice what float32 loses in one process."""

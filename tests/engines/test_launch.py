@@ -249,6 +249,7 @@ def test_tensor_parallel(single, tmp_path):
     assert_weights(tmp_path / "final" / "model.safetensors", single)
 
 
+@pytest.mark.long
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_norms_between_split_projections(tmp_path):
     """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a
@@ -282,6 +283,7 @@ def assert_like_one_rank(reports: list[dict], cases: int) -> None:
                 assert found["op"] == found["tiles"], case
 
 
+@pytest.mark.long
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_mixers_in_time(tmp_path):
     """Rows of several tiles: each gradient as in one process, weights gathered once for all tiles."""

@@ -186,6 +186,7 @@ def test_engines_are_the_shipped_configs():
         placement.engine_of("zero33")
 
 
+@pytest.mark.long
 def test_auto_takes_the_most_faithful_plan_that_fits():
     config, gib = "llama-3.1-8b", 1 << 30
 

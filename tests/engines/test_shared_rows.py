@@ -82,7 +82,7 @@ def test_gradients_are_those_of_one_process(tmp_path):
     # The first rank has less memory, and it alone has a link to keep gate and up over.
     ("rows,weights", "2.5,1000", "1,0", [2, 1024, [], 0]),
     # The second rank's link is faster: one layer more would keep gate and up there.
-    ("rows", "2.5,2.5", "1,10", [2, 1024, ["gate_up"], 1]),
+    pytest.param("rows", "2.5,2.5", "1,10", [2, 1024, ["gate_up"], 1], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_ranks_on_other_devices_run_one_plan(ways, free, speeds, last, tmp_path):
     """The least of their plans, asked for at a shape's 1st, 2nd, 4th and 8th step, where ranks share
@@ -237,7 +237,8 @@ def test_hfpatch_train_shares_rows(runs):
     assert one == pytest.approx(two, rel=2e-6) and len(one) == 3
 
 
-@pytest.mark.parametrize("engine", tiny.longer(["zero3", "fsdp2"], "fsdp2"))
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_weights_are_written_where_the_rest_fails(engine, runs):
     """Of all ranks, in the final save, whose config cannot be written; no rank waits for ever."""
     train = runs(engine)

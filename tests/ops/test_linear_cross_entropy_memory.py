@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy
+from tests.ops.fakes import shapes_of_out_dtype
 
 pytestmark = pytest.mark.skipif(
     INTERPRET,

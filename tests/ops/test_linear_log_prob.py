@@ -8,7 +8,6 @@ import tiny
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import (
@@ -16,6 +15,7 @@ from hfpatch.ops.linear_cross_entropy import (
     linear_log_prob,
     linear_log_prob_ref,
 )
+from tests.ops.fakes import shapes_of_out_dtype
 from tests.ops.test_linear_cross_entropy import (
     DTYPES,
     MANY_CHUNKS,

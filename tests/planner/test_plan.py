@@ -13,16 +13,16 @@ import torch
 from tiny import LONG, longer
 
 import hfpatch
-from hfpatch.budget.hardware import (
-    DISK_READS,
-    DISK_WRITES,
-    GPUS,
-    PIN_BYTES_PER_SECOND,
-    SECONDS_ERROR,
-)
+from hfpatch.budget.measured import PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import (
+    DISK_READS,
+    DISK_WRITES,
+    GPUS,
+    SECONDS_ERROR,
+)
 from hfpatch.lab.models import config_of
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.shallow import Values, model_of
@@ -418,7 +418,7 @@ HYBRIDS = {
 
 
 @tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", longer(list(HYBRIDS), "qwen3_5_text"))
 def test_a_hybrid_s_plan_is_what_its_whole_length_takes(family):
     """What is told by steps of three to five tiles, beside a simulated step of eight."""
     from hfpatch.decoder.small_instance import scaled_config

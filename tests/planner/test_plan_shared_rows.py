@@ -8,10 +8,10 @@ from tiny import LONG
 
 import hfpatch
 from hfpatch.budget.first import first_policy
-from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
@@ -23,6 +23,7 @@ def shared(seq_len=M, **more):
     return hfpatch.plan("llama-3.1-8b", seq_len=seq_len, sp_size=8, **EIGHT, **more)
 
 
+@LONG
 def test_a_million_tokens_fit_on_eight():
     plan = shared()
     assert plan.fits and plan.seq_len == M and ", 8 GPUs a sequence): fits" in str(plan)

@@ -8,7 +8,7 @@ import pytest
 from transformers.integrations import integration_utils
 
 import hfpatch.trainer.loading
-from hfpatch.budget.hardware import GPUS
+from hfpatch.lab.hardware import GPUS
 from hfpatch.trainer import checks, data
 
 

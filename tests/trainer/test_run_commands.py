@@ -81,7 +81,12 @@ def assert_patched(folder: Path, ranks: int, err: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, variables", [("swift", {}), ("axolotl", {}), ("llamafactory-cli", {"FORCE_TORCHRUN": 1})]
+    "name, variables",
+    [
+        pytest.param("swift", {}, marks=tiny.LONG),
+        ("axolotl", {}),
+        pytest.param("llamafactory-cli", {"FORCE_TORCHRUN": 1}, marks=tiny.LONG),
+    ],
 )
 def test_other_trainers_commands_are_patched(name, variables, tmp_path):
     out = tmp_path / "out"
@@ -116,6 +121,7 @@ def test_a_run_in_each_process_of_a_launcher(launcher, outer, tmp_path):
     assert_patched(tmp_path, 2, err)
 
 
+@tiny.LONG
 def test_deepspeed_launcher(tmp_path):
     pytest.importorskip("deepspeed")
     code, _, err = execute(*RUN, "--require", *LAUNCHERS["deepspeed"], ONE_STEP, tmp_path)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hfpatch.budget.free import host_free
-from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.children import ends_with
 from hfpatch.lab.models import text_config_of
 from hfpatch.lab.profile.advice import sentences
@@ -41,7 +40,6 @@ class Profile:
         return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.md'}"])
 
 
-@names_the_nearest
 def profile(
     model: str,
     *,

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from hfpatch.lab.compat import schema_of
@@ -25,6 +26,24 @@ def _is_fresh(func) -> bool:
     schema = schema_of(func)
     aliased = any(x.alias_info for x in (*schema.arguments, *schema.returns))
     return len(schema.returns) == 1 and not aliased
+
+
+@cache
+def is_view(func) -> bool:
+    """Whether an operation reads and writes nothing, and returns what it was given in another
+    shape."""
+    schema = schema_of(func)
+    if func is torch.ops.aten._unsafe_view.default:
+        return True
+    return not schema.is_mutable and any(x.alias_info for x in schema.returns)
+
+
+@cache
+def writes(func) -> bool:
+    """Whether an operation returns an argument that it wrote: `out`, or the first one."""
+    returns = schema_of(func).returns
+    found = len(returns) == 1 and returns[0].alias_info
+    return bool(found and found.is_write) and not func.__name__.startswith("resize")
 
 
 def _described(x):

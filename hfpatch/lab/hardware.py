@@ -31,8 +31,6 @@ SOCKET_RATE = 10e9
 # Host memory bandwidth that one process reaches in a fused Adam step, bytes/s. Assumed: half a
 # 12-channel DDR5 socket.
 HOST_BYTES_PER_SECOND = 200e9
-# Registering host memory with the driver, page faults included, bytes/s of one process. Assumed.
-PIN_BYTES_PER_SECOND = 3 * GiB
 # Files of the disk tier, bytes/s of the machine: the maker's sequential rates of one PCIe 4.0 x4
 # drive (Samsung PM9A3, U.2).
 DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
