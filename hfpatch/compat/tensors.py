@@ -89,16 +89,6 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 # --- the dispatcher -------------------------------------------------------------------------------
 
 
-def below_autograd() -> tuple:
-    """(context, keys, backends) for an op's autograd registration.
-
-    Inside the context the op may call its implementation directly if the first remaining key is a
-    backend's: then no mode and no subclass intercepts the call.
-    """
-    backends = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
-    return torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset, backends
-
-
 aten = torch.ops.aten
 
 

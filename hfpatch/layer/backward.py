@@ -146,7 +146,8 @@ class Backward:
             if need_x:
                 dx[:, a:b] = dx_t
             if self.douts is None:
-                self.douts = self._whole_douts(douts_t)
+                tokens = call.bounds[-1][1]
+                self.douts = [d.new_empty(d.shape[0], tokens, *d.shape[2:]) for d in douts_t]
             for dout, dout_t in zip(self.douts, douts_t):
                 dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
@@ -156,12 +157,6 @@ class Backward:
             dx = None
         self.dx = dx
         self.weights.round()
-
-    def _whole_douts(self, douts: list[Tensor]) -> list:
-        call = self.call
-        tokens = call.bounds[-1][1]
-        rows = zip(douts, call.attention.counts())
-        return [call.attention.room(d, tokens, n) for d, n in rows]
 
     # -- B -----------------------------------------------------------------------------------------
     def before_again(self) -> None:

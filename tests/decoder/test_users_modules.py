@@ -201,16 +201,3 @@ def test_a_class_that_is_patched_before_the_backward(way, monkeypatch):
     ):
         loss.backward()
     assert LlamaMLP.forward is other
-
-
-def test_a_function_for_an_activation_that_is_exchanged():
-    stock = tiny.llama(dtype=torch.float64)
-    for layer in stock.model.layers:
-        del layer.mlp.act_fn
-        layer.mlp.act_fn = F.silu
-    ours = tiny.patched(stock)
-    assert hfpatch.apply(ours, checkpointing=tiny.TILED).count("mlp") == 2
-    tiny.assert_equal_in_double(ours, stock, tiny.labelled())
-    for model in (stock, ours):
-        model.model.layers[0].mlp.act_fn = torch.relu
-    tiny.assert_equal_in_double(ours, stock, tiny.labelled())

@@ -275,8 +275,8 @@ def refusals(ranks: Ranks) -> list[str]:
 
 
 def uneven(ranks: Ranks) -> list[str]:
-    """What each rank is told where the last one has fewer labels, none, fewer tokens, or a hook
-    inside a layer; then a step that all can take.
+    """What each rank is told where the last one has fewer labels, none, or fewer tokens; then a
+    step that all can take.
     """
     ours, said = tiny.patched(tiny.llama(num_hidden_layers=1, head_dim=8)), []
     mine = {
@@ -288,17 +288,12 @@ def uneven(ranks: Ranks) -> list[str]:
         {"labels": mine["labels"][:, 2:]},
         {"labels": None},
         {n: x[:, 2:] for n, x in mine.items()},
-        {},
     )
     for change in wrong if ranks.size == 2 else wrong[:1]:
-        if not change and ranks.rank == ranks.size - 1:
-            hook = ours.model.layers[0].mlp.register_forward_hook(lambda *_: None)
         try:
             ours(**{**mine, **(change if ranks.rank == ranks.size - 1 else {})}, use_cache=False)
         except ValueError as error:
             said.append(str(error))
-    if ranks.size == 2 and ranks.rank == 1:
-        hook.remove()
     ours(**mine, use_cache=False).loss.backward()
     return said
 
