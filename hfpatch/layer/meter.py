@@ -206,19 +206,14 @@ class Meter:
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
         return next(found, None), False
 
-    def plan(
-        self, first: Policy, settings: Checkpointing, able: Layers, rows: int, grows: bool = True
-    ) -> Policy:
-        """The policy of the step that begins. first: of one of which nothing is known; grows:
-        whether layers may keep more."""
+    def plan(self, first: Policy, settings: Checkpointing, able: Layers, rows: int) -> Policy:
+        """The policy of the step that begins. first: of one of which nothing is known."""
         step = self.step
         call, own = self._call_of(step.key)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
         step.policy, step.gate_up = first, able.gate_up
-        if not grows:
-            settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
         if call is not None:
             step.share = min(UNSURE, SURE + self.gaps / self.card) if own and call.sure else UNSURE
             room = step.limit - step.base.allocated - step.share * self.card - self.spare
@@ -226,7 +221,8 @@ class Meter:
             found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
             step.policy, step.plan, step.need = found.policy, found.untiled, found.need
             step.working = found.tiled - call.gradients
-            step.ahead = grows * COPIES * (able.wide + able.gate_up) * rows
+            if settings.aim != "least":
+                step.ahead = COPIES * (able.wide + able.gate_up) * rows
             step.told, step.planned = list(call.kinds), step.base.allocated + found.top
         return step.policy
 
