@@ -35,7 +35,7 @@ class Forward:
 
     Attributes:
         room: bytes that the sources of copies may take while the current layer runs.
-        open: (kind, bytes that stood) of an untiled layer that runs now.
+        open: (index, kind, bytes that stood) of an untiled layer that runs now.
         kept: bytes that untiled layers kept.
         clocks: events as it began and ended.
         ends: the counters as it ended.
@@ -281,7 +281,7 @@ class Meter:
         if (left < 0 or not self.kinds[kind].known) and not step.firm:
             step.plan[index] = False
             return False
-        step.forward.open = (kind, solid)
+        step.forward.open = (index, kind, solid)
         step.ran[index] = True
         step.forward.room = (
             0 if self.kinds[kind].kept is None else max(0, int(min(step.ahead, left)))
@@ -293,10 +293,12 @@ class Meter:
         step = self.step
         if step.forward.open is None:
             return
-        name, before = step.forward.open
+        index, name, before = step.forward.open
         step.forward.open = None
         kept = max(0, solid - before)
-        self.kinds[name].kept = kept / step.rows
+        # the first one keeps its input, which later ones share with the layer before
+        if self.kinds[name].kept is None or any(step.ran[:index]):
+            self.kinds[name].kept = kept / step.rows
         step.forward.kept += kept
 
     def ended(self) -> None:
