@@ -185,15 +185,6 @@ def test_unknown_checkpointing_refused(value):
     refused(tiny.llama(), "checkpointing must be", repr(value), checkpointing=value)
 
 
-def test_a_misspelt_option_names_the_nearest():
-    refused(
-        tiny.llama(),
-        "apply() takes rope, ",
-        "got chekpointing. Did you mean checkpointing",
-        chekpointing="off",
-    )
-
-
 def test_unknown_logits_refused():
     refused(tiny.llama(), "logits must be", "'maybe'", logits="maybe")
 

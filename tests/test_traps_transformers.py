@@ -464,39 +464,6 @@ breaks = pytest.mark.filterwarnings(
 )
 
 
-MASKED = pytest.mark.xfail(
-    torch.__version__ < "2.12",
-    reason="in torch 2.11's graphs transformers builds it all the same",
-    strict=True,
-)
-
-
-@breaks
-@pytest.mark.parametrize("way", [pytest.param("off", marks=MASKED), "tiled"])
-def test_compile_never_builds_a_mask(way, monkeypatch):
-    """Under compilation transformers always builds the [T, T] mask: 16 GiB at 128k. Tokens apart
-    from every other size.
-    """
-    tokens = 211
-    stock = tiny.llama()
-    ours = tiny.patched(
-        stock, checkpointing=tiny.WAYS[way] if way == "off" else hfpatch.Checkpointing(tile=64)
-    )
-    seen = []
-
-    def backend(graph, inputs):
-        for node in graph.graph.nodes:
-            value = node.meta.get("example_value")
-            if isinstance(value, torch.Tensor) and list(value.shape[-2:]) == [tokens, tokens]:
-                seen.append((node.name, tuple(value.shape)))
-        return graph.forward
-
-    torch._dynamo.reset()
-    ours.compile(backend=backend, dynamic=False)
-    tiny.assert_as_good(ours, stock, tiny.labelled(1, tokens))
-    assert not seen
-
-
 @breaks
 def test_compile_with_the_tiled_layer():
     stock = tiny.llama()

@@ -18,10 +18,9 @@ from hfpatch.context.current import current, not_exchanged
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
+    SHORTEST_PART,
     refuse_shared_mixers,
-    refuse_short_parts,
     refuse_uneven_rows,
-    require_positions,
     sequence_now,
     whole_rows,
 )
@@ -194,13 +193,10 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     )
 
 
-def share_rows(
-    given: Given, whole_layers: int, refuse_unasked: Callable[[], None], changes: dict
-) -> Given:
+def share_rows(given: Given, refuse_unasked: Callable[[], None], changes: dict) -> Given:
     """The arguments of whole rows, where `given` has this rank's part of each row.
 
     Args:
-        whole_layers: a hash of which layers run untiled on this rank.
         refuse_unasked: raises ValueError for layers without traits.
 
     Raises:
@@ -214,8 +210,13 @@ def share_rows(
         "position_ids": given.positions,
         "attention_mask": given.rows_mask,
     }
-    refuse_uneven_rows(given.sequence, given.tokens, whole_layers, **beside)
-    require_positions(given.positions)
+    refuse_uneven_rows(given.sequence, given.tokens, **beside)
+    if given.positions is None:
+        raise ValueError(
+            "hfpatch: sequences on several ranks need position_ids, got none: each rank would "
+            "count its tokens from 0. Put position_ids = torch.arange(tokens) into every batch "
+            "before it is sharded."
+        )
     mask, positions, idle = whole_rows(
         given.sequence, given.B, given.rows_mask, given.positions, given.idle_BT
     )
@@ -230,7 +231,9 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
     Returns:
         (the arguments without that cache, whether transformers would make a cache).
     """
-    made = given.use_cache if given.cache is None else is_empty(given.cache)
+    made = given.use_cache
+    if given.cache is not None:
+        made = type(given.cache) is DynamicCache and cached_tokens(given.cache) == 0
     unread = bool(given.uncached and given.trains and made)
     if unread:  # the outer model made a cache, or set use_cache because its config does
         changes["use_cache"] = None
@@ -281,7 +284,12 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     if traits.mixers and shared:
         if not (traits.timed and given.tiled):
             refuse_shared_mixers(given.kind)
-        refuse_short_parts(given.T // given.sequence.size)
+        if given.T // given.sequence.size < SHORTEST_PART:
+            raise ValueError(
+                f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
+                f"{given.T // given.sequence.size}. Pad the sequences, or share them between fewer "
+                "ranks."
+            )
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
     batch = Batch(
@@ -338,8 +346,3 @@ def cached_tokens(cache) -> int | None:
         return int(cache.get_seq_length())
     except ValueError:
         return None
-
-
-def is_empty(cache) -> bool:
-    """Whether this is a plain KV cache without tokens."""
-    return type(cache) is DynamicCache and cached_tokens(cache) == 0

@@ -9,20 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    hooks_on_all,
     modules_in,
     modules_of,
-    name_attention,
     submodule,
     transforming,
 )
-from hfpatch.context.attention import CAUSAL_NAME
+from hfpatch.context import attention  # noqa: F401 (registers ours)
 from hfpatch.context.classes import KeepsSignature, package_of, replaced_forward
 from hfpatch.context.current import (
     asks_for_hidden_states,
@@ -34,7 +31,6 @@ from hfpatch.context.current import (
 )
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
-    attends_to_all_before,
     refuse_shared_mixers,
     refuse_training_over_a_device_map,
     shared_in_a_graph,
@@ -108,7 +104,8 @@ class OurAttention(KeepsSignature):
         layers = list_of_layers(self) or ()
         hooked = {self, *modules_of(self).values()} - {None}
         for module in layers:
-            layer = module if isinstance(module, UntiledLayer) else _wrapped(module)
+            # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
+            layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
             hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
         if (
             kwargs.get("pixel_values") is not None
@@ -154,11 +151,10 @@ class OurAttention(KeepsSignature):
             return self._hfpatch_stock(kwargs)
 
     def _hfpatch_traced(self, kwargs):
-        """The forward under torch.compile, where transformers always builds a [T, T] mask.
+        """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
 
         Tiled layers are autograd functions that run nested graphs, so a stack with them runs
-        outside the compiled graph. Plain causal rows need no mask, so the config names an attention
-        without a mask for them.
+        outside the compiled graph.
         """
         config, runtime = self.config, self._hfpatch_runtime
         if self.training and torch.is_grad_enabled():
@@ -172,24 +168,7 @@ class OurAttention(KeepsSignature):
             return _outside(self, kwargs)
         if kwargs.get("use_cache") is None:
             kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        plain = not kwargs["use_cache"] and attention_of(config) == "sdpa"
-        for name in ("attention_mask", "position_ids", *CACHE_NAMES, "cu_seq_lens_q", "is_causal"):
-            plain = plain and kwargs.get(name) is None
-        if not plain or not _full_attention(config):
-            return self._hfpatch_stock(kwargs)
-        name_attention(config, CAUSAL_NAME)
-        try:
-            return self._hfpatch_stock(kwargs)
-        finally:
-            name_attention(config, "sdpa")
-
-    def _hfpatch_whole_layers(self) -> int:
-        """A hash of which layers run untiled in training; 0 outside training."""
-        if self._hfpatch_runtime is None or not (self.training and torch.is_grad_enabled()):
-            return 0
-        layers = [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
-        whole = [i for i, layer in enumerate(layers) if look(layer).reason]
-        return hash((bool(hooks_on_all()), *whole))
+        return self._hfpatch_stock(kwargs)
 
     def _hfpatch_declined(self, kwargs):
         with having(declined=True):
@@ -205,8 +184,7 @@ class OurAttention(KeepsSignature):
             asked = kwargs.get("output_router_logits")
             if getattr(self.config, "output_router_logits", False) if asked is None else asked:
                 raise not_exchanged("a balancing loss of experts (output_router_logits)")
-            whole = self._hfpatch_whole_layers()
-            given = share_rows(given, whole, self._hfpatch_refuse_unasked, changes)
+            given = share_rows(given, self._hfpatch_refuse_unasked, changes)
         decision = decide(given, self._hfpatch_traits, cached, changes)
         kwargs.update(decision.changes)
         if decision.warning is not None:
@@ -230,11 +208,6 @@ class OurAttention(KeepsSignature):
                 refuse_shared_mixers(type(layer), why)
 
 
-def _wrapped(module: nn.Module) -> UntiledLayer | None:
-    """The hfpatch layer inside an engine's wrapper (FSDP1, torch's checkpoint wrapper), or None."""
-    return next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
-
-
 def _says_not_causal(layers, kwargs: dict) -> bool:
     """Whether the caller, or a module that calls attention, says is_causal=False.
 
@@ -249,16 +222,6 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     if said and not any(answer is None or answer for answer in said):
         kwargs["is_causal"] = False
     return any(answer is not None and not answer for answer in (kwargs.get("is_causal"), *said))
-
-
-def _full_attention(config) -> bool:
-    """Whether, by the config, attention is causal and no layer has a window or chunks, drops scores
-    or returns its probabilities."""
-    names = ("output_attentions", "attention_dropout")
-    plain = not any(getattr(config, name, None) for name in names) and getattr(
-        config, "is_causal", True
-    )
-    return plain and attends_to_all_before(config)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))

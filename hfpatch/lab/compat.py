@@ -19,6 +19,11 @@ def int8_product(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b)
 
 
+def holders(x: Tensor) -> tuple[int, int]:
+    """The reference counts of this tensor and of its storage in C++."""
+    return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
 def schema_of(op):
     """An operator's schema."""
     return op._schema

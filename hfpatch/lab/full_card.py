@@ -8,9 +8,9 @@ from torch import nn
 
 import hfpatch
 from hfpatch.budget.free import gpu_free, host_free
-from hfpatch.budget.hardware import GPUS, Gpu
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
+from hfpatch.lab.hardware import GPUS, Gpu
 from hfpatch.lab.made import made
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.shallow import Values, model_of

@@ -4,13 +4,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from hfpatch.budget.hardware import Gpu
 from hfpatch.lab import checks, full_card
-from hfpatch.lab.device import copy_rate, host_rates, matmul_rate, one_line, tree_hash
+from hfpatch.lab.device import copy_rate, host_rates, matmul_rate, one_line
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.profile.timeline import versions
 
 FORMAT = 1  # of the row
@@ -106,13 +105,10 @@ def _device(device: torch.device) -> dict:
 
 
 def _versions() -> dict:
-    """Versions that the figures depend on. "code" is git's hash of the package's folder."""
+    """Versions that the figures depend on."""
     found = versions(("torch", "triton", "transformers")) | {"cuda": torch.version.cuda}
     if torch.version.cuda:
         found["cudnn"] = torch.backends.cudnn.version()
-    package = Path(__file__).parents[1]
-    # Configs lie beside the package in a checkout, inside it in a wheel.
-    found["code"] = tree_hash(package, without=("ds_configs", "fsdp_configs"))[:12]
     return {name: value for name, value in found.items() if value is not None}
 
 

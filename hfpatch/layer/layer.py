@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 
 from hfpatch.compat import (
     collected_now,
-    collecting,
     freed_with,
     gathered_with,
     hooks_put_off,
@@ -36,7 +35,6 @@ from hfpatch.layer.residual_streams import Streams, by_rows, joined, split, stre
 from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
-from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
 from hfpatch.layer.why_whole import OTHER_MIXER
@@ -210,10 +208,8 @@ class TiledLayer(UntiledLayer):
         runtime, lists, units = self._hfpatch_runtime, collected_now(), r.condition.units
         records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
         records = records if lists else None
-        own = r.kwargs if r.shared is None else of_its_own(r.kwargs, self._read(r))
-        parts = parts_of(
-            self, r.x, r.args, own, r.batch, r.condition, records=records,
-        )  # fmt: skip
+        own = of_its_own(r.kwargs)
+        parts = parts_of(self, r.x, r.args, own, r.batch, r.condition, records=records)
         x = gathered_with(units, r.x) if units else r.x
         put_off = values_for_now(hooks_put_off(units)) if units else nullcontext()
         try:
@@ -227,24 +223,6 @@ class TiledLayer(UntiledLayer):
         y = freed_with(units, y) if units else y
         y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
         return parts.hand_on(y, extras, lists, r.shared)
-
-    def _read(self, r: Request) -> tuple:
-        """The keys that this layer reads from earlier layers. The first call finds them by running
-        one token."""
-        if r.condition.read is None:
-            arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
-            parts = Traced(self, arguments, self._hfpatch_traits, self._hfpatch_configs, r.batch)
-            device = r.x.device
-            rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
-            with (
-                rng,
-                torch.no_grad(),
-                collecting({}),
-                self._hfpatch_runtime.weights.forward(self, device),
-            ):
-                parts.pre(r.x[:, :1], 0, 1)
-            r.condition.read = parts.read
-        return r.condition.read
 
     def _whole(self, r: Request):
         """A function that runs the layer whole on given hidden states. Mixers take packed documents

@@ -128,14 +128,6 @@ class StreamedWeights:
             "Leave frozen_weights out, or call it under torch.no_grad()."
         )
 
-    def _refuse_no_base(self, kind: str) -> None:
-        if torch.is_grad_enabled() and not self.host_bytes:
-            raise ValueError(
-                'hfpatch: Checkpointing(frozen_weights="host") needs frozen weights, and every '
-                f"parameter of {kind} is trained. Freeze the base (get_peft_model does), or leave "
-                "frozen_weights out."
-            )
-
     # -- bringing them to the device ---------------------------------------------------------------
     @contextmanager
     def forward(self, layer: nn.Module, device: torch.device):
@@ -171,8 +163,6 @@ class StreamedWeights:
     def _on_device(self, index: int, then: int | None, prefetched: int | None = None):
         packed = self.packed.get(index)  # None after undo()
         if packed is None or not packed.nbytes:
-            if packed is not None:
-                self._refuse_no_base(packed.kind)
             yield
             return
         if self.ring.stream != self.transfers.device.current():

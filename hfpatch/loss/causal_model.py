@@ -33,7 +33,6 @@ from hfpatch.context.classes import (
     home_of,
     is_mixed,
     package_of,
-    whose,
 )
 from hfpatch.context.current import asks_for_hidden_states, current, having
 from hfpatch.loss.head import why_whole_logits
@@ -134,12 +133,7 @@ class FusedCausalLM(KeepsSignature):
 
     def __setattr__(self, name, value):
         head = TrlHead.of(value) if name == "forward" else None
-        if head is None:
-            if name == "forward" and whose(value).startswith("trl."):
-                self._tell(
-                    "TRL's own head runs: this TRL is not 1.16 and sets it otherwise. "
-                    "fused_lm_head=True is not hfpatch's."
-                )
+        if head is None:  # also TRL's own, where this TRL is not 1.16
             return super().__setattr__(name, value)
         # This class's forward returns the same fields as TRL's. The trainer's reference model is
         # patched too: equal weights must give equal log-probabilities.
@@ -302,4 +296,3 @@ def _answered(out):
     if not isinstance(out, dict) or not any(isinstance(x, Logits) for x in out.values()):
         return out
     return type(out)(**{n: value(x) for n, x in out.items()})
-

@@ -9,8 +9,8 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
-from hfpatch.budget.hardware import CONTEXT_BYTES, GPUS, GiB
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS, GiB
 from hfpatch.planner.answer import make_run
 from hfpatch.planner.evaluate import evaluate
 

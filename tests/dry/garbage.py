@@ -1,10 +1,11 @@
 """Answers for the few places where a program asks the device for values, which are garbage there.
 
 Only copies of up to 1 MiB and small fills are really made on the dry device. Kernels compute
-nothing, so a comparison on it answers whatever its memory held. Three places of hfpatch act on such
+nothing, so a comparison on it answers whatever its memory held. Four places of hfpatch act on such
 answers; here they get true ones, from the values that were copied to the device.
 """
 
+import functools
 import sys
 
 import torch
@@ -49,6 +50,19 @@ def documents_are_true() -> None:
     documents._marks = marks
 
 
+def labels_are_counted() -> None:
+    """The loss runs over as many tokens as the batch has labels. Of garbage it would run over none."""
+    from hfpatch import ops
+
+    def counted(op, hidden, weight, labels, *, num_valid=None, **options):
+        if num_valid is not None:
+            num_valid = int((on_host(labels) != options.get("ignore_index", -100)).sum())
+        return op(hidden, weight, labels, num_valid=num_valid, **options)
+
+    for name in ("linear_cross_entropy", "linear_log_prob"):
+        setattr(ops, name, functools.partial(counted, getattr(ops, name)))
+
+
 def masks_are_full() -> None:
     """A boolean mask on the device selects everything: the number of its elements is known then."""
     get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
@@ -71,4 +85,5 @@ def masks_are_full() -> None:
 def answer_truly() -> None:
     kernels_agree()
     documents_are_true()
+    labels_are_counted()
     masks_are_full()

@@ -93,14 +93,14 @@ class Noted:
 
     def stepped(self, model):
         (meter,) = model.model._hfpatch_runtime.meters.values()
-        self.ran.append((plan_of(meter.step.policy), list(meter.step.ran)))
+        self.ran.append((plan_of(meter.step.plan.policy), list(meter.step.ran)))
 
     def report(self) -> dict:
         return {"own": [*map(plan_of, self.own)], "ran": self.ran, "asked": self.asked}
 
 
 def plan_of(policy) -> list:
-    return [policy.plain, policy.tile, list(policy.keep), policy.again]
+    return [policy.plain, policy.tile, policy.again]
 
 
 def row(tokens: int) -> dict:

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from hfpatch.budget.hardware import GPUS
-from hfpatch.budget.policy import KEEPABLE, Policy
+from hfpatch.budget.policy import Policy
 from hfpatch.lab import clock as lab
+from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
 
@@ -18,9 +18,9 @@ from hfpatch.lab.simulate.implementations import build, prepare
 CONFIG = preset_config("llama-3.1-8b") | {"num_hidden_layers": 4, "vocab_size": 1000}
 TOKENS = 8192
 WAYS = {
-    "one tile": Policy("host", tile=TOKENS, keep=KEEPABLE),
-    "tiles": Policy("host", tile=2048, keep=KEEPABLE, wide=True),
-    "one tile, plain": Policy("host", tile=TOKENS, keep=KEEPABLE, plain=2),
+    "one tile": Policy("host", tile=TOKENS, again=0),
+    "tiles": Policy("host", tile=2048, again=0, wide=True),
+    "one tile, plain": Policy("host", tile=TOKENS, again=0, plain=2),
 }
 
 

@@ -1,6 +1,6 @@
 """The peak and what is alive at it, from allocations written by hand."""
 
-from hfpatch.lab.profile.advice import best_change, focus, sentences
+from hfpatch.lab.profile.advice import focus, sentences
 from hfpatch.lab.profile.timeline import (
     CATEGORIES,
     Allocation,
@@ -58,33 +58,9 @@ def test_peak_and_split():
     assert run.memory["host_peak_bytes"] == 3 * MIB, "host memory is no part of the device's peak"
 
 
-def test_relief_is_the_peak_of_what_remains():
-    """Without the loss the highest moment is 1.5: 10 + 2 + 4; without checkpoints 0.8: 10 + 5."""
-    run = a_run()
-    assert run.relief["loss"] == 16 * MIB
-    assert run.relief["checkpoints"] == 15 * MIB
-    assert run.relief["working set"] == 17 * MIB
-    assert run.relief["step"] == 10 * MIB
-
-
-def test_change_is_bounded_by_the_next_peak():
-    run = a_run(impl="hfpatch")
-    text, saved = best_change(run)
-    assert saved == MIB and "the loss holds" in text, (
-        "checkpoints wait in host memory already; half the loss is hidden behind 16 MiB"
-    )
-    run.memory.clear()
-    text, saved = best_change(run)
-    assert saved == 2 * MIB and 'offload="host"' in text, "checkpoints save 2 MiB, the loss one"
-    text, saved = best_change(a_run(impl="hf"))
-    assert saved == 7 * MIB and "hfpatch.apply(model)" in text and "logits" in text
-
-
-def test_three_sentences_name_peak_holder_and_change():
+def test_two_sentences_name_peak_and_holder():
     runs = [a_run(), a_run(impl="hfpatch", scale=0)]
     assert focus(runs).impl == "hfpatch"
-    first, second, third = sentences([a_run(impl="hf")])
-    assert (
-        "17.0 MiB" in first and "lm_head" in second and "10.0 MiB" in second and "7.00 MiB" in third
-    )
+    first, second = sentences([a_run(impl="hf")])
+    assert "17.0 MiB" in first and "lm_head" in second and "10.0 MiB" in second
     assert "1.7 times" in sentences(runs)[0]

@@ -92,7 +92,7 @@ def test_what_is_kept_changes_no_bit(prepare):
     assert largest_difference(*trained) < BUDGET
 
 
-def test_what_cannot_be_kept_is_said_and_computed_again(capsys):
+def test_what_cannot_be_kept_is_computed_again():
     """Asked for by hand, but another MLP's forward may read what would be left out."""
     plain, model = tiny_llama(), tiny_llama()
     for m, keep in ((plain, ()), (model, KEEPABLE)):
@@ -105,12 +105,6 @@ def test_what_cannot_be_kept_is_said_and_computed_again(capsys):
         for m in (plain, model):
             m(tokens(), labels=tokens()).loss.backward()
     assert same(gradients(plain), gradients(model))
-    assert (
-        capsys.readouterr().err.count(
-            "hfpatch: LlamaDecoderLayers compute gate and up again: keeping them"
-        )
-        == 1
-    )
 
 
 # The common block with and without experts, blocks of other kinds: what budget/shape.py promises of

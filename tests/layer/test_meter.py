@@ -44,7 +44,7 @@ class Run:
         ids = ids[:, :rows]
         self.model(input_ids=ids, labels=ids).loss.backward()
         (self.meter,) = self.model.model._hfpatch_runtime.meters.values()
-        self.policies.append(self.meter.step.policy)
+        self.policies.append(self.meter.step.plan.policy)
         self.peaks.append(self.meter.gauge.read().peak)
 
     def run(self, work, rows: int) -> list:
@@ -83,7 +83,7 @@ def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
             clear(run)
 
     run = Run(monkeypatch, 80.0, checkpointing="least")
-    assert {(p.tile, p.plain, p.keep) for p in run.run(work, 4096)} == {(1024, 0, ())}
+    assert {(p.tile, p.plain, p.again) for p in run.run(work, 4096)} == {(1024, 0, None)}
 
 
 @pytest.mark.parametrize("settings", [{"tile": 512, "plain": 2}, {"tile": 512, "plain": 0}])
@@ -149,7 +149,7 @@ def test_after_memory_ran_out_less_is_kept(monkeypatch, capfd):
     for kind in meter.kinds.values():
         kind.kept = 1.5 * GiB / 74
     step(model)
-    kept = meter.step.policy.plain
+    kept = meter.step.plan.policy.plain
     assert kept == 3
     Told.counters = Counters(ooms=1)
     capfd.readouterr()
@@ -157,7 +157,9 @@ def test_after_memory_ran_out_less_is_kept(monkeypatch, capfd):
     step(model)
     assert meter.spare >= 0.1 * meter.card
     said = capfd.readouterr().err
-    assert 0 < meter.step.policy.plain < kept and "memory ran out; 2 x 37 tokens:" in said, said
+    assert 0 < meter.step.plan.policy.plain < kept and "memory ran out; 2 x 37 tokens:" in said, (
+        said
+    )
     before = meter.spare
     step(model)
     assert meter.spare == before and capfd.readouterr().err == ""
@@ -184,7 +186,7 @@ def test_a_retry_of_the_allocator_in_a_step_leaves_more_free(monkeypatch):
 
 def test_the_smallest_step_that_ran_out_has_smaller_tiles(monkeypatch):
     model, meter = told_steps(monkeypatch, 1, free=0)
-    assert meter.step.policy.tile == 8192
+    assert meter.step.plan.policy.tile == 8192
 
     def runs_out(*_):
         Told.counters = Counters(ooms=Told.counters.ooms + 1)
@@ -195,7 +197,7 @@ def test_the_smallest_step_that_ran_out_has_smaller_tiles(monkeypatch):
         step(model)
     hook.remove()
     step(model)
-    assert meter.step.policy.tile == 4096
+    assert meter.step.plan.policy.tile == 4096
 
 
 def test_counters_are_never_reset(monkeypatch):

@@ -40,11 +40,11 @@ NAMES = ["gemma4_text", pytest.param("gemma3n_text", marks=OF_GEMMA_3N)]
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
 TILES = hfpatch.Checkpointing(offload="host", tile=16)
 POLICIES = [
-    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, keep=("gate_up",)),
-    Policy("gpu", keep=("gate_up",)),
-    Policy("host", tile=14, keep=("gate_up",)), Policy("host", tile=16, save_attention=False),
+    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, again=0),
+    Policy("gpu", again=0),
+    Policy("host", tile=14, again=0), Policy("host", tile=16, save_attention=False),
     Policy("host", 3, False, tile=14),
-    Policy("host", 2, False, tile=4096), Policy("host", tile=16, again=5),
+    Policy("host", 2, False, tile=4096), Policy("host", tile=16, again=4),
     Policy("host", tile=14, plain=2), Policy("host", tile=14, plain=5),
 ]  # fmt: skip
 

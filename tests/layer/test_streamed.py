@@ -342,13 +342,8 @@ def unfreeze(model):
     model.base_model.model.model.layers[0].input_layernorm.weight.requires_grad_(True)
 
 
-def train_all(model):
-    model.requires_grad_(True)
-
-
 @pytest.mark.parametrize("change, says", [
     (whole_layers, "needs layers that run tiled"), (unfreeze, "must stay frozen"),
-    (train_all, "needs frozen weights"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(change, says):
     model = patched(adapted(tiny.llama()))

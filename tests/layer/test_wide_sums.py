@@ -9,7 +9,6 @@ from torch import nn
 
 import hfpatch
 from hfpatch.layer import weight_gradients as weights
-from hfpatch.ops import _wide_sums
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
@@ -53,26 +52,3 @@ def test_gradients_add_up_in_their_matmuls(tile, monkeypatch):
         assert len(added) == (able and tile < 64) * len(linears) * 64 // tile
     assert sum(added) == (tile < 64) * len(linears)  # the first of each is no sum yet
     assert errors[1] <= errors[0] and hooked.count(True) == hooked.count(False) >= 64 // tile
-
-
-def test_a_device_is_tried_before_it_is_trusted(monkeypatch):
-    """The CPU has no such matmul; one that rounds in between is not taken for one."""
-    device, tried = torch.device("cpu"), _wide_sums.exact_there.__wrapped__
-    assert tried(device, torch.bfloat16) is False
-    monkeypatch.setattr(_wide_sums, "into", in_float32)
-    assert tried(device, torch.bfloat16) is True
-
-    def rounds(out, a, b, first):
-        out.copy_((a @ b).float() if first else out + (a @ b).float())
-
-    monkeypatch.setattr(_wide_sums, "into", rounds)
-    assert tried(device, torch.bfloat16) is False
-    assert not _wide_sums.sums_in_matmul(torch.zeros(2, 2), torch.bfloat16)
-
-    def full(out, a, b, first):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(_wide_sums, "into", full)
-    # nothing is known of it: not for the life of the process either
-    with pytest.raises(torch.OutOfMemoryError):
-        tried(device, torch.bfloat16)

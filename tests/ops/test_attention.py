@@ -357,62 +357,6 @@ def test_a_kernel_is_compared_before_it_is_trusted(factor, reason, card, monkeyp
     assert said == "" if reason is None else f"uses flash, not cudnn: {reason}" in said
 
 
-# (B, T, H, K, E) -> parts: 128k of Llama in one; on the bound and above it; one KV head for all
-# queries, heads of 256; a batch.
-@pytest.mark.parametrize("shape, parts", [
-    ((1, 131_072, 32, 8, 128), 1), ((1, 524_287, 32, 8, 128), 1), ((1, 524_288, 32, 8, 128), 2),
-    ((1, 524_288, 32, 8, 64), 2),
-    ((1, 262_144, 32, 8, 256), 2), ((4, 131_072, 32, 8, 128), 2), ((1, 1 << 22, 32, 8, 128), 16),
-    ((1, 524_288, 32, 1, 128), 2), ((1, 1 << 20, 12, 3, 256), 3), ((1, 1 << 26, 8, 8, 128), 8),
-])  # fmt: skip
-def test_a_backward_of_2_to_the_31_goes_by_parts(shape, parts, monkeypatch):
-    """Whatever the policy: of all heads at once, or of one group. On meta tensors, through the call
-    that every path makes.
-    """
-    B, T, H, K, E = shape
-    assert A.parts_of_heads(*shape) == parts
-    seen = []
-
-    def backward(dout, q, k, v, out, lse, state, scale):
-        seen.append((q, k, lse))
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-    monkeypatch.setitem(R.BACKENDS, "flash", (None, backward))
-    q, k, v, dout = (
-        torch.empty(B, T, h, E, dtype=torch.bfloat16, device="meta") for h in (H, K, K, H)
-    )
-    lse = torch.empty(B, H, T, device="meta")
-    grads = A.attention_backward(dout, q, k, v, q, lse, (), scale=1.0, backend="flash")
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and len(seen) == parts
-    for q, k, lse in seen:
-        assert q.numel() < 2**31 and B * T * q.shape[1] < 524_288 * 32 or q.shape[1] == 1
-        assert (
-            q.shape[1] == H // parts
-            and k.shape[1] == max(1, K // parts)
-            and lse.shape[1] == q.shape[1]
-        )
-        assert lse.is_contiguous()
-
-
-@pytest.mark.parametrize("H, K, parts", [(4, 2, 2), (4, 2, 4), (4, 1, 2), (4, 4, 2), (6, 3, 6)])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_parts_of_heads_add_up(H, K, parts, sinks, monkeypatch):
-    q, k, v, dout = inputs(2, 37, H, K, 16, torch.float64)
-    asked = {
-        "scale": 0.25,
-        "sinks_H": torch.randn(H, dtype=torch.float64) if sinks else None,
-        "backend": "cpu",
-    }
-    out, lse, state = A.attention_forward(q, k, v, **asked)
-    whole = A.attention_backward(dout, q, k, v, out, lse, state, **asked)
-    monkeypatch.setattr(A, "MOST_ROWS", 2 * 37 * (H // parts) + 1)
-    assert A.parts_of_heads(2, 37, H, K, 16) == parts
-    for ours, exact in zip(
-        A.attention_backward(dout, q, k, v, out, lse, state, **asked), whole, strict=True
-    ):
-        assert (ours - exact).abs().max() <= 37 * H * 2.0**-52 * exact.abs().max()
-
-
 def test_widened_heads_go_to_fa2():
     """A backend is tried at the head dimension that the layer has: of others it may know none
     (cuDNN's backward: up to 128).

@@ -11,9 +11,9 @@ import torch
 from tiny import LONG
 
 import hfpatch
-from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import Model, Values, model_of
 from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import build
@@ -45,7 +45,7 @@ FAMILIES = {
 }  # fmt: skip
 POLICIES = {
     "host": Policy("host", tile=1024),
-    "keep": Policy("host", tile=1024, keep=("gate_up",), again=3, wide=True),
+    "keep": Policy("host", tile=1024, again=3, wide=True),
     "plain": Policy("host", tile=1024, plain=3, wide=True),
     "gpu": Policy("gpu", tile=2048),
     "segments": Policy("host", tile=1024, every=2, save_attention=False),

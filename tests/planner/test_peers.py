@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import LONG
 
-from hfpatch.budget.hardware import SECONDS_ERROR
+from hfpatch.lab.hardware import SECONDS_ERROR
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/benchmarks/index.md").read_text()

@@ -13,16 +13,16 @@ import torch
 from tiny import LONG, longer
 
 import hfpatch
-from hfpatch.budget.hardware import (
-    DISK_READS,
-    DISK_WRITES,
-    GPUS,
-    PIN_BYTES_PER_SECOND,
-    SECONDS_ERROR,
-)
+from hfpatch.budget.measured import PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, Policy
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import (
+    DISK_READS,
+    DISK_WRITES,
+    GPUS,
+    SECONDS_ERROR,
+)
 from hfpatch.lab.models import config_of
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.shallow import Values, model_of
@@ -108,6 +108,13 @@ def test_suggestions_hold(run):
              "--seq-len": "seq_len", "--checkpointing": "checkpointing"}  # fmt: skip
     for suggestion in found.suggestions:
         flag, value = suggestion["change"].split()[:2]
+        if flag == "--lora-r":
+            changed = run | {
+                "adapters": Adapters(16, "4bit" if "4bit" in suggestion["change"] else "bf16"),
+                "placement": "auto",
+            }
+            assert plan("llama-3.2-1b", **changed).fits, suggestion
+            continue
         if value == "DIR":
             value = "./checkpoints"
         changed = run | {names[flag]: int(value) if value.isdigit() else value}
@@ -129,7 +136,7 @@ def test_longest_sequence_is_the_longest():
 @pytest.mark.parametrize("gpus", longer([1, 2, 8], 8))
 def test_every_placement_answers(gpus):
     for row in PLACEMENTS.values():
-        if row.one if gpus == 1 else row.many:
+        if row.one if gpus == 1 else row.sharded:
             found = plan("llama-160m", seq_len=8192, gpus=gpus, placement=row.name)
             assert found.placement == row.name and found.step_seconds > 0
             assert found.tokens_per_second == pytest.approx(gpus * 8192 / found.step_seconds)

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfpatch
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import Policy
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.shallow import Values, model_of
 from hfpatch.lab.simulate.simulator import simulate

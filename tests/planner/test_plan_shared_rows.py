@@ -8,10 +8,10 @@ from tiny import LONG
 
 import hfpatch
 from hfpatch.budget.first import first_policy
-from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 

@@ -12,8 +12,8 @@ import torch
 
 import hfpatch
 from hfpatch.budget import free as memory
-from hfpatch.budget.hardware import GiB
 from hfpatch.budget.measured import HOST_SHARE, PINNED_MOST
+from hfpatch.lab.hardware import GiB
 from hfpatch.layer import policies as session_module
 from hfpatch.store import device as store_device
 from hfpatch.store.transfers import HostPool

@@ -1,4 +1,4 @@
-"""report.md from a list of Runs: three sentences, then tables."""
+"""report.md from a list of Runs: two sentences, then tables."""
 
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.timeline import CATEGORIES, LASTING, MEANING, Run, generic, size

@@ -6,7 +6,6 @@ every rank).
 
 import contextlib
 import gc
-import os
 import resource
 import time
 from collections.abc import Callable
@@ -173,7 +172,6 @@ def record_run(
         _read(profiler, run, device, before, step.marks, head_name(model))
         if main and options.trace:
             _write_trace(profiler, options, run)
-    _note_load(run, device)
     run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return run
 
@@ -221,15 +219,6 @@ def _profiler(device, options: Options) -> torch.profiler.profile:
     return torch.profiler.profile(
         activities=activities, profile_memory=True, with_stack=options.stacks, record_shapes=False
     )
-
-
-def _note_load(run: Run, device) -> None:
-    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
-    if device.type == "cpu" and load > 1.5 * cpus:
-        run.notes.append(
-            f"The machine was busy (load {load:.1f} on {cpus} CPUs): its seconds say little, its "
-            "bytes hold."
-        )
 
 
 def _read(profiler, run, device, before, marks, head):

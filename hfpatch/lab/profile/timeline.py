@@ -70,9 +70,6 @@ class Run:
     peak_phase: str = ""
     # alive at the peak: {bytes, count, category, module, phase, op, line}
     rows: list = field(default_factory=list)
-    relief: dict = field(
-        default_factory=dict
-    )  # category -> the peak were it empty; "step" -> were all but LASTING empty
     step_seconds: list = field(default_factory=list)  # of the steps that ran without the profiler
     memory: dict = field(default_factory=dict)  # allocator, host and copy figures, by name
     setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
@@ -107,28 +104,18 @@ def generic(module: str) -> str:
 
 
 def measure(run: Run, allocations: list[Allocation]) -> Run:
-    """Fills the run's peak with the blocks alive then, and each category's relief."""
-    index = {name: i for i, name in enumerate(CATEGORIES)}
+    """Fills the run's peak with the blocks alive then."""
     host = [a for a in allocations if a.category == "host"]
     if host:
         run.memory["host_peak_bytes"] = max(
-            itertools.accumulate(nbytes for _, nbytes, _ in _changes(host))
+            itertools.accumulate(nbytes for _, nbytes in _changes(host))
         )
     allocations = [a for a in allocations if a.category != "host"]
-    level = [0] * len(CATEGORIES)
     total = 0
-    without_max, lasting_max = [0] * len(CATEGORIES), 0
-    lasting = [index[name] for name in LASTING]
-    for at, size, category in _changes(allocations):
-        level[index[category]] += size
-        total += size
+    for at, nbytes in _changes(allocations):
+        total += nbytes
         if total > run.peak_bytes:
             run.peak_bytes, run.peak_at = total, at
-        for j, mine in enumerate(level):
-            without_max[j] = max(without_max[j], total - mine)
-        lasting_max = max(lasting_max, sum(level[j] for j in lasting))
-    run.relief = {name: without_max[i] for name, i in index.items()}
-    run.relief["step"] = lasting_max
     run.peak_phase = next(
         (name for name, start, stop in run.phases if start <= run.peak_at <= stop), ""
     )
@@ -140,11 +127,11 @@ def measure(run: Run, allocations: list[Allocation]) -> Run:
 
 
 def _changes(allocations) -> list:
-    """(time, signed bytes, category) of every birth and death. At one instant deaths come first, as
-    in an allocator that reuses a block.
+    """(time, signed bytes) of every birth and death. At one instant deaths come first, as in an
+    allocator that reuses a block.
     """
-    died = [(a.died, -a.bytes, a.category) for a in allocations if a.died is not None]
-    born = [(a.born, a.bytes, a.category) for a in allocations]
+    died = [(a.died, -a.bytes) for a in allocations if a.died is not None]
+    born = [(a.born, a.bytes) for a in allocations]
     return sorted([*died, *born], key=lambda change: change[0])  # stable
 
 

@@ -15,10 +15,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from hfpatch.compat import holders
 from hfpatch.lab.compat import (
     autograd_node,
     fakes_like,
+    holders,
     schema_of,
     sequence_number,
     simulation_parts,

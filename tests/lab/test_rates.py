@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny import LONG
 
-from hfpatch.budget.hardware import GPUS, MATMUL_SHARE, SECONDS_ERROR
+from hfpatch.lab.hardware import GPUS, MATMUL_SHARE, SECONDS_ERROR
 from hfpatch.lab.rates import attention_ramp
 
 FOLDER = Path(__file__).parents[2] / "profiles/rates"
