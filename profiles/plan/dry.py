@@ -28,11 +28,11 @@ def planned(row: dict) -> dict:
     )  # fmt: skip
     found = evaluate(run, "adamw")
     peak = found.gpu_peak_bytes - found.gpu_bytes["slack"]
-    keep = "+".join(found.policy["keep"])
-    tiled = run.shape.num_layers - found.policy["plain"] - found.policy["again"]
+    plain, again = found.policy["plain"], found.policy["again"]
+    gates = 0 if again is None else run.shape.num_layers - plain - again
     return row | {
-        "plan_untiled": found.policy["plain"], "plan_tile": found.policy["tile"],
-        "plan_gate_up": tiled if keep else 0, "plan_gib": f"{peak / GiB:.1f}",
+        "plan_untiled": plain, "plan_tile": found.policy["tile"],
+        "plan_gate_up": gates, "plan_gib": f"{peak / GiB:.1f}",
     }  # fmt: skip
 
 
