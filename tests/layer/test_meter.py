@@ -10,7 +10,7 @@ import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.budget.measured import Kind
+from hfpatch.budget.measured import Kind, Plan
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
@@ -254,8 +254,8 @@ def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
     meter = Meter(gauge, list, 4)
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
-    meter.step.rows, meter.step.told = 1, ["a"] * 4
-    meter.step.plan = [False, True, True, True]
+    meter.step.rows = 1
+    meter.step.plan = Plan(None, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate([0, 0, 108, 208]):
         meter.layer(index, "a", 0)
-    assert meter.step.ran == meter.step.plan == [False, True, True, True]
+    assert meter.step.ran == meter.step.plan.untiled == [False, True, True, True]
