@@ -5,7 +5,6 @@ ranks share rows. `decide` returns a Decision, which the stack applies. No funct
 model or changes the caller's arguments: changes are collected in a dict. B rows, T tokens of a row.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -193,18 +192,14 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     )
 
 
-def share_rows(given: Given, refuse_unasked: Callable[[], None], changes: dict) -> Given:
+def share_rows(given: Given, changes: dict) -> Given:
     """The arguments of whole rows, where `given` has this rank's part of each row.
-
-    Args:
-        refuse_unasked: raises ValueError for layers without traits.
 
     Raises:
         ValueError: the ranks' parts do not fit together.
     """
     if given.cache is not None:
         raise not_exchanged("a KV cache")
-    refuse_unasked()
     beside = {
         "labels": current.labels,
         "position_ids": given.positions,

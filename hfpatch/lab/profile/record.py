@@ -7,19 +7,16 @@ module. The backward calls no module. There the autograd node's sequence number 
 operator of the forward that made the node.
 """
 
-import bisect
 import contextlib
 import threading
 from collections import defaultdict
-from unittest import mock
 
 import torch
 from torch.profiler import record_function
 
 from hfpatch.lab.watch import module_calls
-from hfpatch.store import device
 
-MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"
+MODULE, PHASE = "hfpatch.module ", "hfpatch.phase "
 
 
 def phase(name: str):
@@ -65,58 +62,12 @@ def is_layer(name: str, module) -> bool:
     )
 
 
-@contextlib.contextmanager
-def host_buffers():
-    """A context that collects the runtime's host buffers: yields {data_ptr: bytes}.
-
-    On a GPU this memory is outside of PyTorch's allocators. On a CPU it must not count as the
-    device's.
-    """
-    held: dict = {}
-    real = device.host_empty
-
-    def host_empty(nbytes, *args, **kwargs):
-        with record_function(HOST):
-            buffer = real(nbytes, *args, **kwargs)
-        held[buffer.data_ptr()] = nbytes
-        return buffer
-
-    with mock.patch.object(device, "host_empty", host_empty):
-        yield held
-
-
-class Spans:
-    """Properly nested (start, end, name) of one thread. at(t): the innermost name at t, or None."""
-
-    def __init__(self, spans):
-        edges = []
-        for start, end, name in spans:
-            # At one instant an end comes before a start. Of two starts the longer span is outside.
-            edges.append((start, 1, -end, name))
-            edges.append((end, 0, 0, name))
-        edges.sort(key=lambda e: e[:3])
-        self.times, self.names, stack = [], [], []
-        for at, opens, _, name in edges:
-            if opens:
-                stack.append(name)
-            elif name in stack:
-                del stack[len(stack) - 1 - stack[::-1].index(name)]
-            self.times.append(at)
-            self.names.append(stack[-1] if stack else None)
-
-    def at(self, t):
-        i = bisect.bisect_right(self.times, t) - 1
-        return self.names[i] if i >= 0 else None
-
-
 class Events:
-    """The profiler's tree, flattened: allocations in order of time, and operators and markers by
-    thread.
-    """
+    """The profiler's tree, flattened: allocations in order of time, and operators by thread."""
 
     def __init__(self, profiler: torch.profiler.profile):
-        self.allocations, self.ops, self.marks = [], defaultdict(list), defaultdict(list)
-        self.phases, self.host = [], []
+        self.allocations, self.ops, self.phases = [], defaultdict(list), []
+        self.first_call: dict[str, int] = {}  # of each module
         stack = list(profiler.profiler.kineto_results.experimental_event_tree())
         while stack:
             node = stack.pop()
@@ -126,31 +77,19 @@ class Events:
                 self.allocations.append(node)
             elif kind == "TorchOp":
                 start = node.start_time_ns
+                when = start, start + node.duration_time_ns, node.start_tid
                 if node.name.startswith(MODULE):
-                    self.marks[node.start_tid].append(
-                        (start, start + node.duration_time_ns, node.name[len(MODULE) :])
-                    )
+                    name = node.name[len(MODULE) :]
+                    self.first_call[name] = min(start, self.first_call.get(name, start))
                 elif node.name.startswith(PHASE):
-                    self.phases.append(
-                        (
-                            node.name[len(PHASE) :],
-                            start,
-                            start + node.duration_time_ns,
-                            node.start_tid,
-                        )
-                    )
-                elif node.name == HOST:
-                    self.host.append((start, start + node.duration_time_ns))
+                    self.phases.append((node.name[len(PHASE) :], *when))
                 elif node.name.startswith("Optimizer.step#"):
-                    self.phases.append(
-                        ("torch optimizer", start, start + node.duration_time_ns, node.start_tid)
-                    )
+                    self.phases.append(("torch optimizer", *when))
                 elif fields.sequence_number >= 0 and not is_backward(node):
                     self.ops[node.start_tid, fields.sequence_number].append(node)
         self.allocations.sort(key=lambda n: n.start_time_ns)
         for found in self.ops.values():
             found.sort(key=lambda n: n.start_time_ns)
-        self.spans = {tid: Spans(marks) for tid, marks in self.marks.items()}
         # torch marks Optimizer.step itself, inside an engine's backward too. Our mark, if there is
         # one, is around the same step.
         ours = [p for p in self.phases if p[0] == "optimizer"]
@@ -178,12 +117,6 @@ class Events:
         made = [op for op in found if op.start_time_ns < limit]
         return made[-1] if made else None
 
-    def first_call(self, module: str) -> float:
-        return min(
-            (start for spans in self.marks.values() for start, _, name in spans if name == module),
-            default=0,
-        )
-
     def phase_at(self, t) -> str:
         """The innermost phase at t, "optimizer" for a step inside an engine's backward."""
         name = ""
@@ -192,18 +125,11 @@ class Events:
                 name = what
         return name
 
-    def on_host(self, t) -> bool:
-        return any(start <= t <= end for start, end in self.host)
-
     def module_at(self, node) -> str | None:
         """The module whose forward or backward this event belongs to, None without one."""
-        called = (
-            self.spans[node.start_tid].at(node.start_time_ns)
-            if node.start_tid in self.spans
-            else None
-        )
-        if called is not None:
-            return called
+        for parent in above(node):
+            if parent.typed[0].name == "TorchOp" and parent.name.startswith(MODULE):
+                return parent.name[len(MODULE) :]
         forward = self.forward_of(node)
         return self.module_at(forward) if forward is not None else None
 
