@@ -107,14 +107,6 @@ class OurAttention(KeepsSignature):
             # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
             layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
             hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
-        if (
-            kwargs.get("pixel_values") is not None
-            and "pixel_values" not in self._hfpatch_positional
-        ):
-            raise ValueError(
-                f"hfpatch: a {type(self).__name__} takes text alone, got pixel_values. Leave them "
-                "out, or load the model with its images."
-            )
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
@@ -187,11 +179,11 @@ def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
         given = share_rows(given, changes)
-    decision = decide(given, stack._hfpatch_traits, cached, changes)
-    kwargs.update(decision.changes)
-    if decision.warning is not None:
-        stack._hfpatch_runtime.tell(decision.warning)
-    return decision.batch
+    batch, warning = decide(given, stack._hfpatch_traits, cached, changes)
+    kwargs.update(changes)
+    if warning is not None:
+        stack._hfpatch_runtime.tell(warning)
+    return batch
 
 
 def _refuse_unasked(stack: "OurAttention") -> None:

@@ -7,6 +7,7 @@ module. The backward calls no module. There the autograd node's sequence number 
 operator of the forward that made the node.
 """
 
+import bisect
 import contextlib
 import threading
 from collections import defaultdict
@@ -62,12 +63,37 @@ def is_layer(name: str, module) -> bool:
     )
 
 
+class Spans:
+    """Properly nested (start, end, name) of one thread. at(t): the innermost name at t, or None."""
+
+    def __init__(self, spans):
+        edges = []
+        for start, end, name in spans:
+            # At one instant an end comes before a start. Of two starts the longer span is outside.
+            edges.append((start, 1, -end, name))
+            edges.append((end, 0, 0, name))
+        edges.sort(key=lambda e: e[:3])
+        self.times, self.names, stack = [], [], []
+        for at, opens, _, name in edges:
+            if opens:
+                stack.append(name)
+            elif name in stack:
+                del stack[len(stack) - 1 - stack[::-1].index(name)]
+            self.times.append(at)
+            self.names.append(stack[-1] if stack else None)
+
+    def at(self, t):
+        i = bisect.bisect_right(self.times, t) - 1
+        return self.names[i] if i >= 0 else None
+
+
 class Events:
     """The profiler's tree, flattened: allocations in order of time, and operators by thread."""
 
     def __init__(self, profiler: torch.profiler.profile):
         self.allocations, self.ops, self.phases = [], defaultdict(list), []
         self.first_call: dict[str, int] = {}  # of each module
+        marks = defaultdict(list)
         stack = list(profiler.profiler.kineto_results.experimental_event_tree())
         while stack:
             node = stack.pop()
@@ -81,6 +107,7 @@ class Events:
                 if node.name.startswith(MODULE):
                     name = node.name[len(MODULE) :]
                     self.first_call[name] = min(start, self.first_call.get(name, start))
+                    marks[node.start_tid].append((start, when[1], name))
                 elif node.name.startswith(PHASE):
                     self.phases.append((node.name[len(PHASE) :], *when))
                 elif node.name.startswith("Optimizer.step#"):
@@ -90,6 +117,8 @@ class Events:
         self.allocations.sort(key=lambda n: n.start_time_ns)
         for found in self.ops.values():
             found.sort(key=lambda n: n.start_time_ns)
+        # By time, not by the tree: a marker outlasts the Python frame of the hook that opens it.
+        self.spans = {tid: Spans(found) for tid, found in marks.items()}
         # torch marks Optimizer.step itself, inside an engine's backward too. Our mark, if there is
         # one, is around the same step.
         ours = [p for p in self.phases if p[0] == "optimizer"]
@@ -127,9 +156,10 @@ class Events:
 
     def module_at(self, node) -> str | None:
         """The module whose forward or backward this event belongs to, None without one."""
-        for parent in above(node):
-            if parent.typed[0].name == "TorchOp" and parent.name.startswith(MODULE):
-                return parent.name[len(MODULE) :]
+        spans = self.spans.get(node.start_tid)
+        called = None if spans is None else spans.at(node.start_time_ns)
+        if called is not None:
+            return called
         forward = self.forward_of(node)
         return self.module_at(forward) if forward is not None else None
 
