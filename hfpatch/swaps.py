@@ -142,7 +142,7 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
             runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), len(blocks), turn)
             for block in blocks:
                 swap(block, TowerBlock)
-                block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
+                block._hfpatch_tower = runtime, block is blocks[0]
         report.notes.append(
             f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
             "without a graph where nothing in it is trained."

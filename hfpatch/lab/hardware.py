@@ -37,9 +37,6 @@ DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
 DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
 
 
-FLOAT8_GPUS = ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "mi300x")
-
-
 @dataclass(frozen=True)
 class Gpu:
     """A GPU's memory and rates, in bytes, FLOP/s and bytes/s.
@@ -53,7 +50,6 @@ class Gpu:
     peer: one direction of the links to the machine's other GPUs; 0 if they exchange through the
         host.
     sharing: GPUs that use the machine's disk at once.
-    float8: speedup of the layers' matmuls in float8 (`plan --fp8`); 1.0 without it.
     """
 
     name: str
@@ -68,13 +64,12 @@ class Gpu:
     measured: bool = False
     peer: float = 0.0
     sharing: int = 1
-    float8: float = 1.0
 
     @property
     def matmul_flops(self) -> float:
         """FLOP/s of large matmuls, for plans."""
         share = 1.0 if self.measured else MATMUL_SHARE
-        return share * self.peak_flops * self.float8
+        return share * self.peak_flops
 
     @property
     def memory_rate(self) -> float:

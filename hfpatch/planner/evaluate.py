@@ -25,14 +25,13 @@ from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.steps import Cost, Steps
 from hfpatch.layer.meter import COPIES
 from hfpatch.planner.answer import (
-    FLOAT8,
     PROCESS_BYTES,
     WHOLE,
     Run,
     assembled,
     stays_of,
 )
-from hfpatch.planner.placements import candidates, placement_named
+from hfpatch.planner.placements import PLACEMENTS, candidates
 from hfpatch.planner.result import Plan
 
 NONE = (0, 0)  # a first step's copies let go of their sources as each layer ends
@@ -51,7 +50,7 @@ def _steps(model, sizes, gpu, batch: int) -> Steps:
 
 
 def steps_of(run: Run, placement: str) -> Steps:
-    wide = placement_named(placement).itemsize == 4  # under autocast
+    wide = PLACEMENTS[placement].itemsize == 4  # under autocast
     model = model_of(run.model.config, run.model.adapters, wide) if wide else run.model
     # GPUs of a machine share its disk, and nothing else that a step's own seconds depend on
     gpu = replace(run.rates if run.on_disk else run.gpu, memory_bytes=0)
@@ -73,7 +72,7 @@ class Ladder:
 
     def __init__(self, run: Run, placement: str):
         self.run, self.placement = run, placement
-        self.steps, named = steps_of(run, placement), placement_named(placement)
+        self.steps, named = steps_of(run, placement), PLACEMENTS[placement]
         self.rows, self.width = run.batch * run.seq_len, run.shape.embedding[1]
         settings, change = run.checkpointing, {}
         if settings.every == "auto" and named.sharded:
@@ -93,7 +92,7 @@ class Ladder:
             self.first = self._first(self.settings)
 
     def _sizes(self, rows: int) -> dict:
-        itemsize = placement_named(self.placement).itemsize
+        itemsize = PLACEMENTS[self.placement].itemsize
         return {"rows": rows, "width": self.width, "itemsize": itemsize}
 
     def _free(self) -> int:
@@ -223,7 +222,6 @@ def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
         said += [f"checkpoints wait in files, on {DISK}"] * (policy.offload == "disk")
         if steps_of(run, placement).carried_on(run.seq_len, policy):
             said.append("run on shorter rows and carried on")
-    said += [FLOAT8] * (run.gpu.float8 > 1)
     why = "; ".join(["simulated on few layers", *said])
     return assembled(run, placement, policy, why, cost)
 
@@ -300,15 +298,5 @@ def longest(run: Run, names, progress=None) -> int:
 
 
 def placements(run: Run, asked: str) -> list[str]:
-    """The placements that a plan tries. With float8 only those without an engine, as in
-    `hfpatch train`. ValueError if there is none.
-    """
-    found = candidates(asked, run.gpus, bool(run.shape.adapters))
-    if run.gpu.float8 > 1:
-        found = [name for name in found if not placement_named(name).sharded]
-    if not found:
-        raise ValueError(
-            f"hfpatch: --fp8 is planned without an engine, got --gpus {run.gpus} --placement "
-            f"{asked}. Pass --gpus 1 with --placement auto, or leave --fp8 out."
-        )
-    return found
+    """The placements that a plan tries."""
+    return candidates(asked, run.gpus, bool(run.shape.adapters))

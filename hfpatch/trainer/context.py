@@ -25,10 +25,6 @@ def lengthened(config, limit: int | None, scaling: str | None):
     if limit is None and scaling is None:
         return config
     before = _rope(config)
-    if limit is not None and limit < 1:
-        raise ValueError(
-            f"hfpatch: --max_position_embeddings must be 1 or more, got {limit}. Leave it out."
-        )
     values = config.to_dict()
     if scaling is not None:
         asked = _asked(scaling)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from hfpatch.cli.main import main
@@ -27,6 +28,7 @@ def call(capfd, *arguments):
     return code, said.out, said.err
 
 
+@pytest.mark.long
 def test_stock_runs_where_liger_cannot(capfd, tmp_path):
     """One real run through its own process; Liger has no CPU path, says so in one line, and the
     rest goes on.
@@ -107,38 +109,7 @@ def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
         Options(model="llama-tiny", device="cuda").on  # noqa: B018
 
 
-@pytest.mark.long
-def test_under_a_launcher_every_rank_runs(tmp_path):
-    """One report of two ranks; another launch into the same folder adds its run."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    command = [*launch, "-m", "hfpatch", "profile",
-               "--model", "llama-tiny", "--seq-len", "64", "--steps", "1", "--warmup", "0",
-               "--device", "cpu", "--no-stacks", "--no-trace", "--out", str(tmp_path)]  # fmt: skip
-    for impl in ("hf", "hfpatch"):
-        done = subprocess.run([*command, "--impl", impl], env=environment, capture_output=True,
-                              text=True, timeout=240)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert [run["impl"] for run in runs] == ["hf", "hfpatch"]
-    assert all(run["setup"]["engine"] == "multi_cpu, 2 ranks" for run in runs)
-    assert all(run["notes"][-1].startswith("peak by rank: ") for run in runs)
-
-
-def test_a_launch_runs_one_implementation(monkeypatch, capfd, tmp_path):
-    monkeypatch.setenv("RANK", "0")
-    code, _, err = call(capfd, "--model", "llama-tiny", "--out", tmp_path)
-    assert code == 2 and "hfpatch: a launch runs one --impl and one --seq-len" in err
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", tiny.longer(["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"], "SIGKILL"))
 def test_the_worker_ends_with_its_parent(name, tmp_path, request):
     """It holds the memory of a step, on a GPU too."""
     parent = subprocess.Popen(

@@ -125,7 +125,7 @@ class Runs:
         (folder / "zero.json").write_text(json.dumps(config))
         self.folder = folder
         self.share = [
-            "--engine",
+            "--placement",
             folder / "zero.json" if engine == "zero3" else engine,
             "--sp_size",
             2,

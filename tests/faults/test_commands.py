@@ -118,13 +118,9 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "plan --model @/experts.json": "num_local_experts",
         "check @/rope.json": "does not (KeyError: 'nope')",
         "check @/other.json": "model_type must be one of transformers', got 'theirs'",
-        "check nobody/nothing": "nothing is downloaded here",
+        "check nobody/nothing": "its config.json could not be fetched",
         "profile --model llama-tiny --seq-len 64 --steps 0": "--steps must be 1 or more",
         "profile --model llama-tiny --seq-len 64 --warmup -1": "--warmup must be 0 or more",
-        "env @/bad.yaml": "must be YAML",
-        "env @/cut.json": "cut.json must be JSON",
-        "env @/list.json": "got a list",
-        "env @/file/x": "there is no config file",
         f"{plan} --checkpointing gpu --checkpointing host": "names offload twice, got 'gpu' and 'host'",
     }.items():
         assert words in said(main(line.replace("@", str(tmp_path)).split()), (2,)), line
@@ -158,7 +154,7 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"cache_dir": tmp_path / "file"}, "a file is where a folder must be"),
         (
             {"checkpointing": tmp_path / "file"},
-            "Name a directory, which is made if it does not exist",
+            "a directory written as a path",
         ),
         ({"checkpointing": tmp_path / "file" / "below"}, "file, which is no folder"),
         ({"checkpointing": "somewhere"}, "checkpointing must be"),
@@ -180,23 +176,6 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         assert code == 2 and len(sentences) == 1 and words in sentences[0], (flags, err)
         assert "Traceback" not in err
         assert not (tmp_path / "refused").exists()
-
-
-@pytest.mark.parametrize("values, words", [
-    ({"WORLD_SIZE": "x"}, "WORLD_SIZE in the environment must be 1 or more, got 'x'"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment must be 1 or more, got '0'"),
-    ({"RANK": "-1"}, "RANK in the environment must be 0 or more"),
-    ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "2"},
-     "RANK in the environment must be 0 or more and 1 or less, got '2'"),
-    ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE in the environment must be 1 or more, got ''"),
-    ({"MASTER_PORT": "70000"}, "MASTER_PORT in the environment must be 1 or more and 65535"),
-    ({"HFPATCH_HOST_MEMORY": "²"}, "HFPATCH_HOST_MEMORY must be a number of bytes, got '²'"),
-])  # fmt: skip
-def test_what_stands_in_the_environment_is_checked(values, words, run_train, monkeypatch):  # noqa: F811
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    code, _, err, folder = run_train(packing=False)
-    assert code == 2 and words in err and "Traceback" not in err and not folder.exists()
 
 
 def test_a_process_without_a_rank_waits_for_nobody(monkeypatch):
@@ -348,10 +327,3 @@ def test_debug_shows_the_traceback_and_a_bug_its_own(capsys):
             guarded(broken, [])
     # TrainingArguments has a --debug with a word of its own.
     assert guarded(lambda argv: len(argv), ["--debug", "underflow_overflow"]) == 2
-
-
-def test_secrets_of_a_config_are_not_shown(tmp_path, capsys):
-    (tmp_path / "run.yaml").write_text("hub_token: hf_secretsecret\nseed: 3\n")
-    assert main(["env", str(tmp_path / "run.yaml"), "--json"]) == 0
-    out = capsys.readouterr().out
-    assert "hf_secret" not in out and '"seed": 3' in out

@@ -1,7 +1,6 @@
 """What a model says to a part of each row that it cannot share with other ranks."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -13,7 +12,6 @@ from hfpatch.context.ranks import sharded
 from hfpatch.decoder import batch as batches
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.loss import causal_model as loss
-from hfpatch.trainer import shared_rows
 
 
 def given(**more) -> dict:
@@ -76,35 +74,3 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
         tiny.patched(tiny.llama(num_hidden_layers=1))(
             **given(shift_labels=given()["labels"], labels=None)
         )
-
-
-@pytest.mark.parametrize("other, forwards", [(1, [(2, 6)]), (0, [(2, 6)] * 2)])
-def test_ranks_of_every_group_run_as_many_forwards(other, forwards, monkeypatch):
-    """For each an engine gathers weights over all of them: one that runs one forward less would
-    leave the others waiting. other: whether the rows of a rank of another group are all the same.
-    """
-    model, seen = tiny.patched(tiny.llama(num_hidden_layers=1), logits=False).eval(), []
-    monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
-    monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
-    monkeypatch.setattr(shared_rows, "least_of", lambda _, mine: [min(other, *mine)])
-    model.model.layers[0].register_forward_pre_hook(
-        lambda _, args: seen.append(tuple(args[0].shape[:2]))
-    )
-    batch = {"input_ids": tiny.ids(2, 12), "labels": tiny.ids(2, 12)}
-    shared_rows.evaluation_loss(model, batch, LoneRank(2), torch.device("cpu"))
-    assert seen == forwards
-
-
-@pytest.mark.parametrize("labelled", [True, False])
-def test_labels_on_some_ranks_alone_are_refused_on_all(labelled, monkeypatch):
-    """In evaluation by Trainer: those with labels would wait for the others, whose forward asks for
-    no loss.
-    """
-    monkeypatch.setattr("hfpatch.parallel.shards.of_hosts", lambda group: None)
-    monkeypatch.setattr("hfpatch.parallel.shards.dist", SimpleNamespace(
-        ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_,
-        **__: x.copy_(x.new_zeros(3))))  # fmt: skip
-    with pytest.raises(
-        ValueError, match="^hfpatch: in evaluation all ranks that share a sequence must have labels"
-    ):
-        shared_rows.labelled_alike(labelled, labelled)

@@ -92,13 +92,11 @@ def test_stock_does_not_fit_and_is_told_what_would():
 
 # Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by
 #     placement.
+@LONG
 @pytest.mark.parametrize("run", [
-    pytest.param({"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 131072}, marks=LONG),
+    {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 131072},
     {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 262144, "placement": "gpu8bit"},
-    pytest.param(
-        {"gpu": "rtx4090", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 8},
-        marks=LONG,
-    ),
+    {"gpu": "rtx4090", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 8},
 ])  # fmt: skip
 def test_suggestions_hold(run):
     found = plan("llama-3.2-1b", **run)
@@ -108,6 +106,13 @@ def test_suggestions_hold(run):
              "--seq-len": "seq_len", "--checkpointing": "checkpointing"}  # fmt: skip
     for suggestion in found.suggestions:
         flag, value = suggestion["change"].split()[:2]
+        if flag == "--lora-r":
+            changed = run | {
+                "adapters": Adapters(16, "4bit" if "4bit" in suggestion["change"] else "bf16"),
+                "placement": "auto",
+            }
+            assert plan("llama-3.2-1b", **changed).fits, suggestion
+            continue
         if value == "DIR":
             value = "./checkpoints"
         changed = run | {names[flag]: int(value) if value.isdigit() else value}
@@ -116,6 +121,7 @@ def test_suggestions_hold(run):
         assert plan("llama-3.2-1b", **changed).fits, suggestion
 
 
+@LONG
 def test_longest_sequence_is_the_longest():
     """To a thirtieth."""
     same = {"gpu": "l40s", "host_ram": "256GiB", "placement": "gpu8bit"}
@@ -129,12 +135,13 @@ def test_longest_sequence_is_the_longest():
 @pytest.mark.parametrize("gpus", longer([1, 2, 8], 8))
 def test_every_placement_answers(gpus):
     for row in PLACEMENTS.values():
-        if row.one if gpus == 1 else row.many:
+        if row.one if gpus == 1 else row.sharded:
             found = plan("llama-160m", seq_len=8192, gpus=gpus, placement=row.name)
             assert found.placement == row.name and found.step_seconds > 0
             assert found.tokens_per_second == pytest.approx(gpus * 8192 / found.step_seconds)
 
 
+@LONG
 def test_every_gpu_answers():
     for name in GPUS:
         found = plan("llama-160m", seq_len=4096, gpu=name)

@@ -18,7 +18,6 @@ from hfpatch.trainer.callback import (
 )
 from hfpatch.trainer.footprint import against
 from hfpatch.trainer.model_flops import Work
-from hfpatch.trainer.sequence import refuse_unshared_batches
 
 COLUMNS = {"tokens_per_second", "mfu", "step_seconds", "peak_host_gib"}
 
@@ -47,11 +46,26 @@ def test_a_plan_is_compared_with_the_second_step(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_a_sequence_beyond_the_models_positions_is_said_once(tmp_path, capsys):
+    """Of packed rows only if a document is longer."""
+    said = "the model has 8 positions and the sequence 16 tokens."
+    model = tiny.llama(max_position_embeddings=8)
+    make_trainer(tmp_path, Callback(), model=model).train()
+    assert capsys.readouterr().err.count(said) == 1
+    trainer = make_trainer(tmp_path, Callback(), model=model)
+    packed = torch.arange(8).repeat(2)
+    trainer.train_dataset = [row | {"position_ids": packed} for row in trainer.train_dataset]
+    trainer.train()
+    assert "positions" not in capsys.readouterr().err
+
+
 def test_columns_in_each_log_line_and_in_tensorboard(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
     # as a GPU has one
     monkeypatch.setattr("hfpatch.trainer.callback.peak_flops", lambda *device_and_dtype: 1e10)
-    trainer = make_trainer(tmp_path, Callback(), report_to=["tensorboard"])
+    callback = Callback()
+    trainer = make_trainer(tmp_path, callback, report_to=["tensorboard"])
+    callback.attach(trainer)
     trainer.train()
     lines = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(lines) == 3 and all(COLUMNS <= entry.keys() for entry in lines)
@@ -207,7 +221,7 @@ def readme_snippet() -> str:
     return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
 
 
-@pytest.mark.parametrize("optimizer", ["readme", "stock"])
+@pytest.mark.parametrize("optimizer", tiny.longer(["readme", "stock"], "readme"))
 def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
     """README's own lines move bf16 weights as far as fp32 weights move; with Trainer's default most
     of it is lost.
@@ -238,24 +252,6 @@ def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
 
 
 SHARED = SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
-
-
-@pytest.mark.parametrize("name, module, refused", [
-    ("DPOTrainer", "trl.trainer.dpo_trainer", True), ("SFTTrainer", "trl.trainer.sft_trainer",
-                                                      False), ("Mine", "script", False),
-])  # fmt: skip
-def test_trainers_that_compare_rows_share_none(name, module, refused):
-    """Of TRL's only SFT deals its batches out whole: DPO and KTO end in an error of shapes, or a
-    sentence that leads astray.
-    """
-    kind = type("Mine", (type(name, (), {"__module__": module}),), {"__module__": "script"})
-    if not refused:
-        return refuse_unshared_batches(kind())
-    with pytest.raises(
-        ValueError,
-        match="^hfpatch: where ranks share sequences the trainer must be TRL's SFTTrainer, got a Mine",
-    ):
-        refuse_unshared_batches(kind())
 
 
 def counted_of_shared_rows(parallelism_config) -> tuple[float, Work]:
