@@ -84,7 +84,7 @@ def assert_patched(folder: Path, ranks: int, err: str) -> None:
     "name, variables",
     [
         pytest.param("swift", {}, marks=tiny.LONG),
-        ("axolotl", {}),
+        pytest.param("axolotl", {}, marks=tiny.LONG),
         pytest.param("llamafactory-cli", {"FORCE_TORCHRUN": 1}, marks=tiny.LONG),
     ],
 )
