@@ -332,7 +332,13 @@ def _saying(kind: type, names: tuple[str, ...]) -> type:
         found = kind.get(self, name, default)
         return _noticed(name, found) if name in names else found
 
-    return type(kind.__name__, (kind,), {n: field(n) for n in names} | {"get": get})
+    def item(self, key):
+        if key in names and key not in self:
+            _say_unread(key)
+        return kind.__getitem__(self, key)
+
+    fields = {n: field(n) for n in names}
+    return type(kind.__name__, (kind,), {**fields, "get": get, "__getitem__": item})
 
 
 def _noticed(name: str, value):

@@ -22,7 +22,7 @@ def steps_of(args, rows, share: int) -> int:
 
 
 def check(args, steps: int, say) -> None:
-    """Says where warm-up or decay is longer than the run.
+    """Says where the warm-up or a later phase is longer than the run.
 
     Raises:
         ValueError: the schedule cannot be built or read, a rate is negative or not finite, or the
@@ -44,9 +44,13 @@ def check(args, steps: int, say) -> None:
         )
     if warmup >= steps:
         say(f"hfpatch: the warm-up of {warmup} steps is as long as the run of {steps} or longer.")
-    decay = (args.lr_scheduler_kwargs or {}).get("num_decay_steps") or 0
-    if decay > steps - warmup:
-        say(f"hfpatch: the decay of {decay} steps is longer than the {steps - warmup} it has.")
+    settings = args.lr_scheduler_kwargs or {}
+    phases = ("num_stable_steps", "num_decay_steps")
+    later = sum(settings.get(phase) or 0 for phase in phases)
+    if later > steps - warmup:
+        say(
+            f"hfpatch: the schedule has {later} steps after its warm-up, and the run {steps - warmup}."
+        )
 
 
 def _rates(args, steps: int, warmup: int) -> dict[int, float]:

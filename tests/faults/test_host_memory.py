@@ -173,6 +173,16 @@ def test_no_copy_crosses_two_registrations(monkeypatch):
         del loans
 
 
+def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
+    monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
+    device = Pinning()
+    pool = HostPool(device)
+    pool.reserve({1088: 2, 320: 1})
+    loans = [pool.take(n) for n in (1088, 320, 1088)]
+    assert [loan.thing.bytes.numel() for loan in loans] == [1088, 320, 1088]
+    assert [nbytes for call, _, nbytes in device.calls if call == "pin"] == [320]
+
+
 def test_a_forked_process_leaves_the_devices_memory_alone(tmp_path):
     device = Pinning()
     pool = HostPool(device)

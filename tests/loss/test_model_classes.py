@@ -537,6 +537,10 @@ def test_unread_logits_say_so_and_the_report_has_a_line(capsys):
     causal_model._say_unread.cache_clear()
     assert out.get("loss") is not None and not capsys.readouterr().err
     assert out.get("logits") is None and "logits=True" in capsys.readouterr().err
+    causal_model._say_unread.cache_clear()
+    with pytest.raises(KeyError):  # transformers' own where a field is None
+        out["logits"]
+    assert "logits=True" in capsys.readouterr().err and out["loss"] is out.loss is out[0]
     # Engines look at every field, and in bfloat16 build outputs again.
     causal_model._say_unread.cache_clear()
     exec("out.logits", {"out": out, "__name__": "torch.distributed.fsdp"})

@@ -185,12 +185,15 @@ def test_a_warm_up_longer_than_the_run_is_said(run_train):
     assert code == 0 and "the warm-up of 10 steps is as long as the run of 2 or longer" in out, err
 
 
-def test_a_decay_longer_than_the_run_is_said(run_train):
+@pytest.mark.parametrize(
+    "phases", ['"num_decay_steps": 10', '"num_stable_steps": 9, "num_decay_steps": 1']
+)
+def test_a_schedule_longer_than_the_run_is_said(run_train, phases):
     code, out, err, _ = run_train(
         max_steps=4, warmup_steps=1, lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs='{"num_decay_steps": 10}',
+        lr_scheduler_kwargs=f"{{{phases}}}",
     )  # fmt: skip
-    assert code == 0 and "the decay of 10 steps is longer than the 3 it has" in out, err
+    assert code == 0 and "has 10 steps after its warm-up, and the run 3" in out, err
 
 
 def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
