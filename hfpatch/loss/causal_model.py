@@ -8,6 +8,7 @@ hooks around that call gather the weight.
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
 from functools import cache, partial
 
 import torch
@@ -324,30 +325,26 @@ def _saying(kind: type, names: tuple[str, ...]) -> type:
 
     def field(name):
         def read(self):
-            return _noticed(name, vars(self).get(name))
+            value = vars(self).get(name)
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            # Engines look at every field (FSDP2's hooks do).
+            if value is None and caller.partition(".")[0] not in _ENGINES:
+                _say_unread(name)
+            return value
 
         return property(read, lambda self, value: vars(self).update({name: value}))
-
-    def get(self, name, default=None):
-        found = kind.get(self, name, default)
-        return _noticed(name, found) if name in names else found
 
     def item(self, key):
         if key in names and key not in self:
             _say_unread(key)
         return kind.__getitem__(self, key)
 
-    fields = {n: field(n) for n in names}
-    return type(kind.__name__, (kind,), {**fields, "get": get, "__getitem__": item})
-
-
-def _noticed(name: str, value):
-    """The value of a field. Says so if it is None and the caller's caller is no engine, which looks
-    at every field (FSDP2's hooks do)."""
-    caller = sys._getframe(2).f_globals.get("__name__", "")
-    if value is None and caller.partition(".")[0] not in _ENGINES:
-        _say_unread(name)
-    return value
+    # Mapping's get calls __getitem__, a dict's does not.
+    return type(
+        kind.__name__,
+        (kind,),
+        {"__getitem__": item, "get": Mapping.get, **{n: field(n) for n in names}},
+    )
 
 
 @cache

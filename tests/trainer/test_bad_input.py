@@ -185,6 +185,7 @@ def test_a_warm_up_longer_than_the_run_is_said(run_train):
     assert code == 0 and "the warm-up of 10 steps is as long as the run of 2 or longer" in out, err
 
 
+@pytest.mark.filterwarnings("ignore:Both num_training_steps")  # transformers' own
 @pytest.mark.parametrize(
     "phases", ['"num_decay_steps": 10', '"num_stable_steps": 9, "num_decay_steps": 1']
 )
