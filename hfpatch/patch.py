@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch import notes, swaps
-from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkpointing
+from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.compat import (
     Turn,
     as_before_fsdp2,
@@ -129,7 +129,6 @@ def _base_config(model: nn.Module):
     return config
 
 
-@names_the_nearest
 def apply(
     model: nn.Module,
     *,
@@ -163,7 +162,7 @@ def apply(
             folder) sets where checkpoints wait; a hfpatch.Checkpointing sets more.
         logits: whether a forward with labels also returns logits, in training and in evaluation.
             "auto": in evaluation up to 2 GiB, counting the copies that the loss makes; in training
-            outputs.logits is None, except for PEFT's CPT, which reads them.
+            outputs.logits is None; code that reads them there (PEFT's CPT) needs True.
 
     Returns:
         A Report of the swapped modules.
@@ -267,7 +266,7 @@ def undo(model: nn.Module) -> None:
         if runtime is not None:
             runtimes.add(runtime)
             gather_as_one(module, False)
-        runtimes |= {vars(module).get("_hfpatch_tower")} - {None}
+        runtimes |= {*vars(module).get("_hfpatch_tower", ())[:1]}
         for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
             del vars(module)[mark]
     for runtime in runtimes:

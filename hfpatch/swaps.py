@@ -32,7 +32,7 @@ from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
 from hfpatch.parts import parts, rotation
-from hfpatch.parts.embedding import FreeEmbedding, FusedEmbedding, ScaledEmbedding
+from hfpatch.parts.embedding import FreeEmbedding
 from hfpatch.report import Report
 
 # option -> (ending of the class names that a part may replace, the function that finds the part)
@@ -102,7 +102,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     if settings == "off" or found.alone:
         skipped.append(("checkpointing", "not asked for" if settings == "off" else found.alone))
         for layer, answer in zip(layers, found.answers):
-            _swap_layer(layer, UntiledLayer, answer, found.kinds, configs)
+            _swap_layer(layer, UntiledLayer, replace(answer, kinds=found.kinds), configs)
         return
     for layer in layers:
         if "forward" in vars(layer):
@@ -118,16 +118,16 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         if isinstance(layer, TiledLayer):  # a layer that runs again later in the same forward
             continue
         layer._hfpatch_index, layer._hfpatch_runtime = index, runtime
-        _swap_layer(layer, TiledLayer, answer, found.kinds, configs)
+        _swap_layer(layer, TiledLayer, replace(answer, kinds=found.kinds), configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
-        fuse(stack.embed_tokens, nn.Embedding, FusedEmbedding)
+        fuse(stack.embed_tokens, nn.Embedding, FreeEmbedding)
         # A family's own embedding scales its output. A plain one remains here if another library
         # replaced its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps
         # its class.
         rest = stack.embed_tokens
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
-            swap(rest, FreeEmbedding if type(rest) is nn.Embedding else ScaledEmbedding)
+            swap(rest, FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     notes.note_layers(decoder, settings, found, report)
 
@@ -142,7 +142,7 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
             runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), len(blocks), turn)
             for block in blocks:
                 swap(block, TowerBlock)
-                block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
+                block._hfpatch_tower = runtime, block is blocks[0]
         report.notes.append(
             f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
             "without a graph where nothing in it is trained."
@@ -167,13 +167,10 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
         )
 
 
-def _swap_layer(
-    layer: nn.Module, part: type, answers: LayerTraits, kinds: frozenset, configs: tuple
-) -> None:
+def _swap_layer(layer: nn.Module, part: type, answers: LayerTraits, configs: tuple) -> None:
     if not is_mixed(layer):
         swap(layer, part)
         layer._hfpatch_configs, layer._hfpatch_traits = configs, answers
-        layer._hfpatch_kinds = kinds
 
 
 def _configs(decoder: Decoder) -> tuple:

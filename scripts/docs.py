@@ -97,7 +97,7 @@ a layer is trusted, a small instance of the model runs stock and patched, forwar
 packed and masked. A layer that differs, or that holds a module which hfpatch does not know, runs
 untiled: correct, with more memory. The report gives the reason.
 
-Ask about your own model, by a hub id whose `config.json` is in the local cache, by a path or by a preset:
+Ask about your own model, by a hub id, a path or a preset:
 
 ```bash
 hfpatch check llama-3.1-8b
@@ -111,22 +111,18 @@ small instance with stock.
 
 {table}
 
-Of models with images (qwen2_5_vl, qwen3_vl, mistral3, llava, gemma3, llama4) the language tower is in
-tiles; see [Images](guides/images.md). Mixers of hybrids (delta nets, Mamba, convolutions) run in tiles
-through time where that is proved, over whole rows otherwise; see [Hybrids](guides/hybrids.md).
-Transformers' Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole
-rows. Zamba2's shared layers run untiled, for attention and Mamba follow each other in one layer.
+Of models with [images](guides/images.md) the language tower is in tiles; mixers of [hybrids](guides/hybrids.md) run in tiles
+through time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole rows.
 
 ## Attention
 
 Whatever `attn_implementation` names (eager, sdpa, flash_attention_2, a kernel of the hub), attention
 runs in cuDNN on H100 and B200 and in FlashAttention-2 on other GPUs. `HFPATCH_ATTENTION=flash`, `cudnn`,
 `fa3` or `efficient` names the kernel (`fa3` needs the package flash_attn_interface). A kernel is compared
-with plain torch once, and where it differs FlashAttention-2 runs. So it does in a process with more than
-four sequence lengths: cuDNN would plan each one anew.
+with plain torch once, and where it differs FlashAttention-2 runs, as in a process with more than four sequence lengths.
 Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
 layers run untiled, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
-torch's memory-efficient kernel. FlashAttention-3 has run on no GPU of ours.
+torch's memory-efficient kernel.
 
 ## Versions
 

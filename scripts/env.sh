@@ -58,7 +58,10 @@ PY
     local stamp="$HFPATCH_VENV/.hfpatch-$1"
     if [ ! -f "$stamp" ] || [ "$HFPATCH_ROOT/setup.cfg" -nt "$stamp" ]; then
         echo "hfpatch: installing hfpatch[$1] and what it needs into $HFPATCH_VENV"
-        python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[$1]" || return 2
+        # One at a time: a build leaves files in this folder.
+        local alone=()
+        command -v flock >/dev/null && alone=(flock "$HFPATCH_ROOT/setup.cfg")
+        "${alone[@]}" python -m pip install -q -c "$HFPATCH_KEEP" -e "$HFPATCH_ROOT[$1]" || return 2
         touch "$stamp"
     fi
 }

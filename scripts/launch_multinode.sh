@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One command on every machine of a run:  bash scripts/launch_multinode.sh [--launcher accelerate|torchrun] script.py [flags]
 #
-#   WORLD_SIZE=4 MACHINE_RANK=0 MASTER_ADDR=10.0.0.1 bash scripts/launch_multinode.sh scripts/train.py run.yaml --engine zero3
+#   WORLD_SIZE=4 MACHINE_RANK=0 MASTER_ADDR=10.0.0.1 bash scripts/launch_multinode.sh scripts/train.py run.yaml --placement zero3
 #
 # Environment, as schedulers set it (PyTorchJob's meaning: WORLD_SIZE counts machines):
 #   WORLD_SIZE     number of machines (default 1)

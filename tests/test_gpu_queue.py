@@ -1,10 +1,8 @@
 """The scripts for a GPU, run untiled on a CPU at tiny size, and what their rows are made of."""
 
-import ast
 import csv
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +15,6 @@ sys.path.insert(0, str(FOLDER))
 
 import common  # noqa: E402
 import nine  # noqa: E402
-import speed  # noqa: E402
-
-from hfpatch.lab.elementwise import OPS, TINY, errors  # noqa: E402
 
 # torchao, peft and deepspeed warn on import of versions that are not ours to change.
 pytestmark = pytest.mark.filterwarnings(
@@ -95,58 +90,6 @@ def test_a_part_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch,
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_parts_after_a_worker_that_died_still_run(tmp_path, monkeypatch):
-    begun = []
-    monkeypatch.setenv("HFPATCH_COMMIT", "abc1234")  # git runs by subprocess.run too
-
-    def dies(command, **_):
-        names = command[command.index("--parts") + 1 :]
-        begun.append(names)
-        rows = rows_in(tmp_path, stamp=False)
-        rows.add(part=names[0], begins=True)
-        return subprocess.CompletedProcess(command, -11 if len(begun) == 1 else 0)
-
-    monkeypatch.setattr(nine.subprocess, "run", dies)
-    nine.main(["--small", "--out", str(tmp_path), "--parts", "machine", "loss", "step_8k"])
-    assert begun == [["machine", "loss", "step_8k"], ["loss", "step_8k"]]
-    assert [r["died"] for r in rows_of(tmp_path / "nine.jsonl") if "died" in r] == ["machine"]
-
-
-def test_time_that_is_over_is_a_row(tmp_path, monkeypatch):
-    rows = rows_in(tmp_path, "--seconds", "5")
-    rows.args.small = False  # from here on as on a GPU
-    nine.work(rows, ["step_131k_32"])
-    assert any("120 needed" in r.get("left_out", "") for r in rows_of(rows.path))
-
-
-def test_copies_that_no_kernel_hides_are_those_in_a_gap():
-    kernels = [(0.0, 2.0), (3.0, 5.0), (5.5, 6.0)]
-    copies = [(1.0, 2.5), (4.0, 4.5)]
-    assert speed.covered(kernels) == pytest.approx(4.5)
-    assert speed.covered(kernels + copies) - speed.covered(kernels) == pytest.approx(0.5)
-    assert speed.kind_of("Memcpy DtoH (Device -> Pinned)") == "copy_host"
-    assert speed.kind_of("nvjet_tst_256x128") == "matmul"
-
-
-def test_model_flops_are_those_of_the_8b_model():
-    """6 FLOPs a matmul weight and token, and causal attention: 2.35e16 less what tiles repeat."""
-    from hfpatch.lab.made import made
-
-    model = made("llama-3.1-8b", {"num_hidden_layers": 2}, "meta", torch.bfloat16)
-    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
-    expected = 6 * (2 * layer + 128256 * 4096) * 8192 + 6 * 2 * 4096 * 8192**2
-    assert speed.model_flops(model, 8192) == expected
-
-
-def test_scripts_need_no_test_package():
-    """pytest runs in kernel_tests.py alone, in a process of its own: a bare machine has none."""
-    for path in (*FOLDER.glob("*.py"), *FOLDER.parents[1].glob("hfpatch/lab/*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-        names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
-        assert "pytest" not in names, path.name
-
-
 def test_a_machine_without_gpu_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
@@ -165,102 +108,7 @@ def test_the_other_scripts_at_small_size(name, arguments, tmp_path):
     assert len(rows) > 1 and not any(r.get("error") or r.get("left_out") for r in rows)
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_errors_pass_a_right_op_and_name_a_wrong_one(name):
-    op = OPS[name]
-    rows, shared, fixed = op.make(37, TINY, torch.bfloat16, torch.device("cpu"), seed=3)
-    ups = [torch.randn_like(o) for o in op.plain(*rows, *shared, *fixed)]
-
-    def wrong(*tensors):
-        return tuple(o * 1.06 for o in op.ours(*tensors))  # an error of some rounding steps of bf16
-
-    def broken(*tensors):
-        return tuple(
-            o.masked_fill(torch.arange(o.numel()).view(o.shape) == 5, float("nan"))
-            for o in op.ours(*tensors)
-        )
-
-    verdicts = []
-    for function in (op.ours, wrong, broken):
-        # Chunks of 16 do not divide 37.
-        found = errors(op, function, rows, shared, fixed, ups, chunk=16)
-        verdicts.append(all(e.within(torch.bfloat16) for e in found.values()))
-    assert verdicts == [True, False, False]
-
-
-def test_errors_in_chunks_are_those_of_the_whole():
-    op = OPS["add_rms_norm"]
-    rows, shared, fixed = op.make(37, TINY, torch.bfloat16, torch.device("cpu"), seed=3)
-    ups = [torch.randn_like(o) for o in op.plain(*rows, *shared, *fixed)]
-    whole, parts = (errors(op, op.ours, rows, shared, fixed, ups, chunk=c) for c in (64, 10))
-    for key in whole:
-        assert whole[key].got == pytest.approx(parts[key].got, rel=1e-9)
-        assert whole[key].relative == pytest.approx(parts[key].relative, rel=1e-9)
-
-
 def test_the_readme_names_every_script():
     text = (FOLDER / "README.md").read_text()
     scripts = {path.name for path in FOLDER.glob("*.*")} - {"README.md"}
     assert not [name for name in scripts if name not in text]
-
-
-@pytest.mark.parametrize("wheel, tree, code", [(40, 30, 1), (30, 20, 0)])
-def test_wheels_that_would_not_travel_are_refused(wheel, tree, code, tmp_path):
-    """MiB of wheels and of the tree, git-ignored files left out: 64 together. Sparse files, and a
-    Python that only makes such a wheel.
-    """
-    script = tmp_path / "scripts" / "gpu" / "wheels.sh"
-    script.parent.mkdir(parents=True)
-    script.write_text((FOLDER / "wheels.sh").read_text())
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    (tmp_path / ".gitignore").write_text(".whl/\nbuild/\n")
-    (tmp_path / "build").mkdir()
-    for name, size in (("new.bin", tree), ("build/ignored.bin", 60)):
-        with open(tmp_path / name, "wb") as file:
-            file.truncate(size << 20)
-    python = tmp_path / "bin" / "python3"
-    python.parent.mkdir()
-    python.write_text(
-        f"#!/bin/sh\nmkdir -p .whl && truncate -s {wheel}M .whl/one-1-py3-none-any.whl\n"
-    )
-    python.chmod(0o755)
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    ran = subprocess.run(["bash", script, "one"], env={**os.environ, "PATH": path},
-                         capture_output=True, text=True)  # fmt: skip
-    assert ran.returncode == code, ran.stdout + ran.stderr
-    assert "must stay below 64" in ran.stdout
-
-
-def test_the_tree_leaves_the_wheels_their_room():
-    """Those that wheels.sh names by itself weigh 13 MiB."""
-    if not (FOLDER.parents[1] / ".git").exists():
-        pytest.skip("a copy without git")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=FOLDER.parents[1], check=True, capture_output=True, text=True,
-    ).stdout  # fmt: skip
-    paths = [FOLDER.parents[1] / name for name in listed.split("\0") if name]
-    assert sum(p.stat().st_size for p in paths if p.is_file()) < 32 << 20
-
-
-def test_a_copy_without_history_says_what_it_is_a_copy_of(tmp_path, monkeypatch):
-    """By the hash that git itself gives the package's folder, whatever Python left in it."""
-    package = tmp_path / "hfpatch"
-    (package / "ops").mkdir(parents=True)
-    (package / "__pycache__").mkdir()
-    for name in ("ops.py", "ops/a.py", "b.py"):
-        (package / name).write_text(f"# {name}\n")
-    (package / "b.py").chmod(0o755)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *words], check=True, capture_output=True)
-    theirs = subprocess.run(
-        [*git, "rev-parse", "HEAD:hfpatch"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    (package / "__pycache__" / "b.pyc").write_text("left by a run")
-    assert common.tree_hash(package) == theirs
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    assert common.commit_of("abc") == "abc" and "=" not in common.commit_of(None)
-    (tmp_path / ".git").rename(tmp_path / "none")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert common.commit_of(None) == f"hfpatch/={theirs[:12]}"

@@ -53,7 +53,14 @@ TRANSFORMERS = (
     "cli",
     "examples",
 )
-STANDARD_LIBRARY_ONLY = ("budget", "report", "trainer.configs", "trainer.locks", "cli.main")
+STANDARD_LIBRARY_ONLY = (
+    "budget",
+    "lab.hardware",
+    "report",
+    "trainer.configs",
+    "trainer.locks",
+    "cli.main",
+)
 
 
 def test_files_stay_short():

@@ -84,69 +84,6 @@ def test_exact_in_float64(way):
     )
 
 
-@pytest.mark.parametrize("way", tiny.WAYS)
-def test_as_good_as_stock_in_float32(way):
-    stock = tiny.llama(num_hidden_layers=3)
-    tiny.assert_as_good(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
-
-
-@pytest.mark.parametrize("way", ["off", "tiled"])
-def test_gradcheck_of_the_whole_model(way, monkeypatch):
-    """Finite differences along random directions of the embeddings and of every parameter."""
-    monkeypatch.setattr(
-        "hfpatch.loss.causal_model.as_stock", lambda loss: loss
-    )  # not rounded to float32 as transformers' is
-    small = {
-        "vocab_size": 7,
-        "hidden_size": 4,
-        "intermediate_size": 6,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    model = tiny.llama(
-        dtype=torch.float64, pad_token_id=None, bos_token_id=1, eos_token_id=2, **small
-    )
-    hfpatch.apply(model, checkpointing="off" if way == "off" else hfpatch.Checkpointing(tile=2))
-    names, values = zip(
-        *((n, p.detach().clone()) for n, p in model.named_parameters() if "embed" not in n)
-    )
-    labels = torch.tensor([[1, 2, 6, -100, 0]])
-    embeds = 0.5 * torch.randn(
-        1, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
-    )
-
-    def loss(embeds, *values):
-        # Parameters proper, not functional_call: the layer's stand-ins take the parameters' places.
-        for name, value in zip(names, values):
-            model.get_parameter(name).data = value.detach()
-        return _Whole.apply(model, labels, names, embeds, *values)
-
-    inputs = [t.requires_grad_() for t in (embeds, *values)]
-    # What a difference of two losses loses to rounding, of a hundred steps each, and to the third
-    # derivative.
-    apart, lost = 1e-6, 100 * torch.finfo(torch.float64).eps * loss(*inputs).item()
-    assert torch.autograd.gradcheck(
-        loss, inputs, eps=apart, atol=lost / apart, rtol=apart, fast_mode=True
-    )
-
-
-class _Whole(torch.autograd.Function):
-    """The model as a function of its parameters, so that gradcheck may perturb each."""
-
-    @staticmethod
-    def forward(ctx, model, labels, names, embeds, *values):
-        with torch.enable_grad():
-            x = embeds.detach().requires_grad_()
-            loss = model(inputs_embeds=x, labels=labels).loss
-            wanted = [x, *(model.get_parameter(n) for n in names)]
-            ctx.grads = torch.autograd.grad(loss, wanted) if any(ctx.needs_input_grad) else None
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx, dloss):
-        return None, None, None, *(g * dloss for g in ctx.grads)
-
-
 def snapshot(model):
     return [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()]
 
@@ -246,15 +183,6 @@ def test_layers_that_peft_hands_its_own_states_refused():
 @pytest.mark.parametrize("value", ["on", 3, {"tile": 8}])
 def test_unknown_checkpointing_refused(value):
     refused(tiny.llama(), "checkpointing must be", repr(value), checkpointing=value)
-
-
-def test_a_misspelt_option_names_the_nearest():
-    refused(
-        tiny.llama(),
-        "apply() takes rope, ",
-        "got chekpointing. Did you mean checkpointing",
-        chekpointing="off",
-    )
 
 
 def test_unknown_logits_refused():
@@ -508,17 +436,3 @@ def test_what_quantises_by_the_range_of_its_input_runs_whole():
     model = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
     assert "rounds several tokens by one scale" in "".join(hfpatch.apply(model).notes)
     assert "by one scale" not in "".join(hfpatch.apply(plain).notes)
-
-
-@pytest.mark.parametrize("checkpointing", ["auto", "off"])
-def test_a_bound_forward_of_a_layer_outlives_undo(checkpointing):
-    """As accelerate's hooks keep one."""
-    model = tiny.llama()
-    ids = tiny.ids()
-    wanted = model(input_ids=ids).logits
-    hfpatch.apply(model, checkpointing=checkpointing)
-    layer = model.model.layers[0]
-    kept = layer.forward
-    hfpatch.undo(model)
-    layer.forward = kept
-    assert torch.equal(model(input_ids=ids).logits, wanted)

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.layer import layer as layer_module
 from hfpatch.loss import causal_model as loss_module
 
 
@@ -132,21 +131,6 @@ def test_label_smoothing_factor(tmp_path):
     same_training(stock, tiny.patched(stock), tmp_path, label_smoothing_factor=0.1)
 
 
-def test_gradient_checkpointing_argument(tmp_path, monkeypatch):
-    """Trainer turns transformers' own on after apply; each layer still runs once forward and is not
-    recomputed whole.
-    """
-    calls, tiled = [], layer_module.tiled_layer
-    monkeypatch.setattr(layer_module, "tiled_layer", lambda *a: (calls.append(1), tiled(*a))[1])
-    stock = tiny.llama()
-    arguments = {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    }
-    same_training(stock, tiny.patched(stock), tmp_path, **arguments)
-    assert len(calls) == 2 * 2
-
-
 def test_columns_are_detected(tmp_path):
     """Trainer drops the dataset's columns that forward's signature lacks."""
     ours = tiny.patched(tiny.llama())
@@ -234,30 +218,6 @@ def test_skip_logits():
     assert ours(**tiny.labelled(), skip_logits=True).logits is None
 
 
-@pytest.mark.parametrize("way", tiny.WAYS)
-def test_a_copy_of_a_layer_in_the_list(way):
-    """Models are made deeper so; the copy brings a config of its own, whose attention is asked by
-    that.
-    """
-    stock = tiny.llama()
-    ours = tiny.patched(stock, checkpointing=tiny.WAYS[way])
-    for model in (stock, ours):
-        model.model.layers.append(copy.deepcopy(model.model.layers[0]))
-        model.config.num_hidden_layers += 1
-    hidden = {
-        **tiny.labelled(),
-        "attention_mask": torch.ones(2, tiny.TOKENS, dtype=torch.long),
-        "use_cache": False,
-    }
-    hidden["attention_mask"][1, -5:] = 0
-    tiny.assert_as_good(ours, stock, hidden)
-    with torch.no_grad():
-        got, plain, true = (
-            m.eval()(tiny.ids(), use_cache=False).logits for m in (ours, stock, tiny.exact(stock))
-        )
-    tiny.numerics.assert_close(got, plain, true)
-
-
 # --- autocast -------------------------------------------------------------------------------------
 
 
@@ -307,12 +267,6 @@ def test_autocast_leaves_float64_as_it_is(way):
         tiny.assert_equal_in_double(
             tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled()
         )
-
-
-@pytest.mark.parametrize("way", ["off", "tiled"])
-def test_bf16_weights(way):
-    stock = tiny.llama(dtype=torch.bfloat16)
-    tiny.assert_as_good(tiny.patched(stock, checkpointing=tiny.WAYS[way]), stock, tiny.labelled())
 
 
 def test_fp32_norms_in_a_bf16_model():
@@ -493,11 +447,3 @@ def test_an_adapter_without_the_head_that_another_has():
 
 
 # --- Liger ----------------------------------------------------------------------------------------
-
-
-def test_callback_refuses_liger(tmp_path):
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to=[], use_liger_kernel=True
-    )
-    with pytest.raises(ValueError, match="^hfpatch: .*use_liger_kernel"):
-        hfpatch.Callback(apply=True).on_init_end(arguments, None, None, model=tiny.llama())

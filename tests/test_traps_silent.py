@@ -168,34 +168,12 @@ def test_whose_loss_runs(how, when, monkeypatch):
     tiny.assert_within(*(tiny.step(model, batch()) for model in (ours, whole, true)))
 
 
-def test_no_label_at_all_is_as_in_stock():
-    stock = tiny.llama()
-    ours = tiny.patched(stock)
-    given = batch()
-    given["labels"] = torch.full_like(given["labels"], -100)
-    for more in ({}, {"num_items_in_batch": 3}):
-        got, wanted = tiny.step(ours, {**given, **more}), tiny.step(stock, {**given, **more})
-        assert got["loss"].isnan() == wanted["loss"].isnan() and bool(got["loss"].isnan()) == (
-            not more
-        )
-        assert all((got[n] == 0).all() for n in got if n != "loss")
-
-
 def test_evaluation_with_labels_keeps_the_cache():
     stock = tiny.llama().eval()
     ours = tiny.patched(stock, logits=False)
     with torch.no_grad():
         got, wanted = (m(**batch()).past_key_values for m in (ours, stock))
     assert got.get_seq_length() == wanted.get_seq_length() == tiny.TOKENS
-
-
-def test_training_logits_when_asked_for():
-    stock = tiny.llama()
-    assert tiny.patched(stock)(**batch()).logits is None
-    ours = tiny.patched(stock, logits=True)
-    tiny.numerics.assert_close(
-        *(m(**batch()).logits.detach() for m in (ours, stock, tiny.exact(stock)))
-    )
 
 
 def test_nothing_says_our_attention_outside_of_a_forward(tmp_path):

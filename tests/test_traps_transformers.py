@@ -6,7 +6,6 @@ import copy
 import io
 import os
 import pickle
-import threading
 import weakref
 
 import pytest
@@ -16,10 +15,6 @@ from families import small_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -87,52 +82,6 @@ def test_a_mixture_of_experts_is_saved_as_the_hub_has_it(tmp_path):
     assert pickle.loads(pickle.dumps(ours)).is_custom_code() is False
 
 
-@pytest.mark.parametrize("place", ["model.layers.1.mlp", "lm_head"])
-def test_two_threads_at_one_model(place):
-    """What one thread's forward sets on modules and configs for itself (attention, stand-ins,
-    labels) is no other's.
-    """
-    torch.manual_seed(0)
-    stock = Gemma2ForCausalLM(scaled_config(Gemma2Config(), 2)).eval()
-    ours, true = tiny.patched(stock), tiny.exact(stock)
-    ids, other = (
-        torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(2)
-    )
-    there, go_on, got = threading.Event(), threading.Event(), {}
-
-    def wait_there(*_):
-        if threading.current_thread() is not threading.main_thread():
-            there.set()
-            go_on.wait(0.2)  # the other forward waits for this one: one turn a model
-
-    @torch.no_grad()
-    def ask(model, ids):
-        past = model(ids[:, :20], use_cache=True).past_key_values
-        step = model(ids[:, 20:21], past_key_values=past).logits
-        return model(ids, labels=ids, skip_logits=True).loss, model(ids).logits, step
-
-    def beside():
-        with torch.no_grad():
-            got["loss"] = ours(ids, labels=ids, skip_logits=True).loss
-
-    ours.get_submodule(place).register_forward_pre_hook(tiny.OfAnEngine(wait_there))
-    thread = threading.Thread(target=beside)
-    thread.start()
-    try:
-        assert there.wait(60)
-        found = ask(ours, other)
-    finally:
-        go_on.set()
-        thread.join()
-    plain, exact = ((*ask(m, other), ask(m, ids)[0]) for m in (stock, true))
-    for three in zip((*found, got["loss"]), plain, exact):
-        tiny.numerics.assert_close(*three)
-    assert (
-        not any("forward" in vars(m) for m in ours.modules())
-        and ours.config._attn_implementation == "eager"
-    )
-
-
 def test_another_default_device():
     """torch.set_default_device("cuda") is for the user's tensors: what is made on the host beside
     them says so.
@@ -159,14 +108,6 @@ def test_from_pretrained_of_the_patched_class_is_stock_weights(tmp_path):
     stock.save_pretrained(tmp_path)
     again = type(tiny.patched(stock)).from_pretrained(tmp_path).train()
     tiny.assert_as_good(again, stock, tiny.labelled())
-
-
-def test_state_dict_round_trip():
-    stock = tiny.llama()
-    ours = tiny.patched(tiny.llama(initializer_range=0.02))
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    tiny.assert_as_good(ours, stock, tiny.labelled())
 
 
 def test_deepcopy_is_patched_and_apart():
@@ -515,87 +456,13 @@ def test_a_chunk_of_a_prompt_may_begin_inside_its_padding():
     tiny.numerics.assert_close(*found)
 
 
-def test_cache_step_by_step_equals_one_pass():
-    stock = tiny.llama().eval()
-    ours = tiny.patched(stock)
-    whole = ours(tiny.ids()).logits
-    cache, parts = None, []
-    for a, b in ((0, 10), (10, 11), (11, 24)):
-        out = ours(tiny.ids()[:, a:b], past_key_values=cache, use_cache=True)
-        cache, parts = out.past_key_values, [*parts, out.logits]
-    tiny.numerics.assert_close(torch.cat(parts, 1), whole, tiny.exact(stock)(tiny.ids()).logits)
-
-
 # --- torch.compile --------------------------------------------------------------------------------
-
-
-def test_compile_fullgraph_logits():
-    stock = tiny.llama().eval()
-    ours = tiny.patched(stock, checkpointing="off")
-    ours.compile(fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        got, plain, true = (m(tiny.ids()).logits for m in (ours, stock, tiny.exact(stock)))
-    tiny.numerics.assert_close(got, plain, true)
 
 
 # Where a graph breaks, Dynamo reads .grad of what comes in.
 breaks = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
-
-
-MASKED = pytest.mark.xfail(
-    torch.__version__ < "2.12",
-    reason="in torch 2.11's graphs transformers builds it all the same",
-    strict=True,
-)
-
-
-@breaks
-@pytest.mark.parametrize("way", [pytest.param("off", marks=MASKED), "tiled"])
-def test_compile_never_builds_a_mask(way, monkeypatch):
-    """Under compilation transformers always builds the [T, T] mask: 16 GiB at 128k. Tokens apart
-    from every other size.
-    """
-    tokens = 211
-    stock = tiny.llama()
-    ours = tiny.patched(
-        stock, checkpointing=tiny.WAYS[way] if way == "off" else hfpatch.Checkpointing(tile=64)
-    )
-    seen = []
-
-    def backend(graph, inputs):
-        for node in graph.graph.nodes:
-            value = node.meta.get("example_value")
-            if isinstance(value, torch.Tensor) and list(value.shape[-2:]) == [tokens, tokens]:
-                seen.append((node.name, tuple(value.shape)))
-        return graph.forward
-
-    torch._dynamo.reset()
-    ours.compile(backend=backend, dynamic=False)
-    tiny.assert_as_good(ours, stock, tiny.labelled(1, tokens))
-    assert not seen
-
-
-@breaks
-def test_compile_with_labels():
-    """checkpointing="off": the layers are one graph, from the ops' fakes; the loss runs outside of
-    graphs.
-    """
-    stock = tiny.llama()
-    ours = tiny.patched(stock, checkpointing="off")
-    attention = []
-
-    def backend(graph, inputs):
-        attention.append(
-            sum("scaled_dot_product" in str(node.target) for node in graph.graph.nodes)
-        )
-        return graph.forward
-
-    torch._dynamo.reset()
-    ours.compile(backend=backend)
-    tiny.assert_as_good(ours, stock, tiny.labelled())
-    assert [n for n in attention if n] == [len(ours.model.layers)]
 
 
 @breaks
@@ -622,32 +489,6 @@ def test_compile_of_logits_that_are_scaled_or_capped(family):
 
 
 # --- other architectures --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offload", ["gpu", "host"])
-def test_layers_of_another_kind_are_checkpointed_whole(offload):
-    """Bloom's attention is no function of transformers': whole, inputs offloaded, said in the
-    report, gradients as stock's.
-    """
-    config = scaled_config(BloomConfig(), 3)
-    torch.manual_seed(0)
-    stock = BloomForCausalLM(config).train()
-    ours = copy.deepcopy(stock)
-    settings = hfpatch.Checkpointing(offload=offload)
-    report = hfpatch.apply(ours, checkpointing=settings, rms_norm=False, mlp=False, rope=False)
-    assert report.count("checkpointing") == 3 and "run untiled" in str(report)
-    buffer = io.BytesIO()
-    torch.save(ours, buffer)
-    buffer.seek(0)
-    again = torch.load(buffer, weights_only=False)
-    assert [k.__name__ for k in tiny.classes(again)] == [k.__name__ for k in tiny.classes(stock)]
-    runs = []
-    ours.transformer.h[1].input_layernorm.register_forward_hook(lambda *_: runs.append(1))
-    ids = torch.randint(1, config.vocab_size, (2, tiny.TOKENS))
-    tiny.assert_as_good(ours, stock, {"input_ids": ids, "labels": ids, "use_cache": False})
-    assert len(runs) == 2, "run again in backward"
-    hfpatch.undo(ours)
-    assert tiny.classes(ours) == tiny.classes(stock)
 
 
 def test_compiled_evaluation_takes_masks_positions_labels_and_any_length():

@@ -26,9 +26,6 @@ from hfpatch.attention.blocks import blocks_backward, blocks_forward
 from hfpatch.attention.pattern import CAUSAL, Documents, Pattern
 from hfpatch.compat import aten
 
-MOST_ELEMENTS, MOST_ROWS = 1 << 31, 32 * 524_288  # of q in one backward
-
-
 # [B, T, heads, E] to [B, heads, T, E], or back.
 _turned = methodcaller("transpose", 1, 2)
 
@@ -232,44 +229,6 @@ def attention_forward(
     return out, lse, state
 
 
-def parts_of_heads(B: int, T: int, H: int, K: int, E: int) -> int:
-    """The number of equal parts of the query heads that a backward runs one after another.
-
-    Each part has fewer than 2^31 elements and fewer rows than 32 heads of 524,288: some versions of
-    FA2 compute offsets into their dq in 32 bits, and cuDNN may too.
-    """
-    for parts in range(1, H):
-        even = H % parts == 0 and (K % parts == 0 or parts % K == 0)
-        if even and B * T * H * E < parts * MOST_ELEMENTS and B * T * H < parts * MOST_ROWS:
-            return parts
-    return H
-
-
-def _backward_by_parts(parts: int, dout, q, k, v, out, lse, state, sinks_H, asked: dict) -> tuple:
-    """attention_backward for one part of the query heads after another. Parts that share a KV head
-    are summed into its gradients.
-    """
-    H, K = q.shape[2], k.shape[2]
-    wide = torch.promote_types(k.dtype, torch.float32)
-    dq, (dk, dv), dsinks = (
-        torch.empty_like(q),
-        (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v)),
-        [],
-    )
-    for a in range(0, H, H // parts):
-        b = a + H // parts
-        hs, ks = slice(a, b), slice(a * K // H, -(-b * K // H))
-        lse_part = (lse[hs] if lse.dim() == 2 else lse[:, hs]).contiguous()
-        dq[:, :, hs], dk_part, dv_part, *more = attention_backward(
-            dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs], lse_part, state,
-            sinks_H=None if sinks_H is None else sinks_H[hs], **asked,
-        )  # fmt: skip
-        dk[:, :, ks] += dk_part
-        dv[:, :, ks] += dv_part
-        dsinks += more
-    return dq, dk.to(k.dtype), dv.to(v.dtype), *([torch.cat(dsinks)] if dsinks else [])
-
-
 def attention_backward(
     dout_BTHE, q, k, v, out, lse, state, *, scale: float, pattern: Pattern = CAUSAL,
     sinks_H: Tensor | None = None,
@@ -281,10 +240,6 @@ def attention_backward(
     out and lse include the sinks, so p = exp(score - lse) is exact in the ordinary backward.
     """
     chosen = _chosen(q, v, pattern, backend)
-    parts = 1 if chosen == "blocks" else parts_of_heads(*q.shape[:3], k.shape[2], q.shape[3])
-    if parts > 1:
-        asked = {"scale": scale, "pattern": pattern, "backend": backend}
-        return _backward_by_parts(parts, dout_BTHE, q, k, v, out, lse, state, sinks_H, asked)
     B, T = q.shape[:2]
     if pattern.blind_BT is not None:
         dout_BTHE = dout_BTHE.masked_fill(pattern.blind_BT[:, :, None, None], 0)

@@ -20,6 +20,9 @@ from hfpatch.attention.backends import packed
 from hfpatch.budget.cuts import heads_per_group
 
 ALL = slice(None)
+# Of a group's q: some versions of FA2 compute offsets into their dq, of 128 columns or more, in 32
+# bits, and cuDNN may too.
+MOST_ELEMENTS = 1 << 31
 
 
 @dataclass
@@ -54,17 +57,14 @@ class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
 
-    wide: all heads form one group. (ExchangedAttention returns an output a round: `join`.)
+    wide: all heads form one group, below MOST_ELEMENTS. (ExchangedAttention returns an output a
+    round: `join`.)
     """
 
     wide: bool = False
     heads: list[Heads] = field(default_factory=list)
     states: list = field(default_factory=list)
     mixers: list = field(default_factory=list)
-
-    def counts(self) -> list[int]:
-        """The number of groups of each call, and 1 for each mixer."""
-        return [len(heads.groups) for heads in self.heads] + [1] * len(self.mixers)
 
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] of a tile, from the outputs of `forward`."""
@@ -89,8 +89,14 @@ class Attention:
         for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             B, T, H, _ = q.shape
             groups = groups_of(B, T, H, k.shape[2])
-            if self.wide:
+            elements = B * T * H * max(q.shape[3], 128)
+            if self.wide and elements < MOST_ELEMENTS:
                 groups = [(slice(0, H), slice(0, k.shape[2]))]
+            if elements // len(groups) >= MOST_ELEMENTS:
+                raise ValueError(
+                    f"hfpatch: the queries of a KV head must have fewer than 2^31 elements, got "
+                    f"{elements // len(groups):,}. Share each row between GPUs."
+                )
             heads = Heads(ask, groups, pick(q))
             self.heads.append(heads)
             several = len(groups) > 1
@@ -171,30 +177,6 @@ class Attention:
         for i, mixer in enumerate(self.mixers, 3 * n):
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
-
-    def room(self, like: Tensor, tokens: int, groups: int) -> "Tensor | ByGroups":
-        """Memory for the gradient of one call's out. like: a tile of it."""
-        if groups > 1:
-            return ByGroups(like, tokens, groups)
-        return like.new_empty(like.shape[0], tokens, *like.shape[2:])
-
-
-class ByGroups:
-    """A tensor [B, T, H, E], written by tiles of tokens and read by groups of heads.
-
-    Each group is contiguous, so kernels take it without a copy.
-    """
-
-    def __init__(self, like: Tensor, tokens: int, groups: int):
-        B, _, H, E = like.shape
-        self.width = H // groups
-        self.parts = like.new_empty(groups, B, tokens, self.width, E)
-
-    def __setitem__(self, where, x: Tensor) -> None:
-        self.parts[:, :, where[1]] = x.unflatten(2, (-1, self.width)).movedim(2, 0)
-
-    def __getitem__(self, where) -> Tensor:
-        return self.parts[where[2].start // self.width]
 
 
 def _heads_of(lse: Tensor, hs: slice) -> Tensor:

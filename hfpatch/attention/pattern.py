@@ -21,6 +21,13 @@ class Documents:
     def longest(self) -> int:
         return max(b - a for a, b in zip(self.bounds, self.bounds[1:]))
 
+    def numbers(self, B: int, T: int) -> Tensor:
+        """[B, T]: the number of each token's document."""
+        # cu_seqlens, not bounds: a copy from the host would make the host wait.
+        ends = self.cu_seqlens[1:].long()
+        tokens = torch.arange(B * T, device=ends.device)
+        return torch.bucketize(tokens, ends, right=True).view(B, T)
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -51,12 +58,8 @@ class Pattern:
         if self.window is not None:
             allowed = allowed & (k > q[:, None] - self.window)
         if self.documents is not None:
-            # cu_seqlens, not bounds: a copy from the host would make the host wait.
-            ends = self.documents.cu_seqlens[1:].long()
-            document_BT = torch.bucketize(
-                torch.arange(B * T, device=device), ends, right=True
-            ).view(B, T)
-            allowed = allowed & (document_BT[:, q][:, :, None] == document_BT[:, k][:, None])
+            of_BT = self.documents.numbers(B, T)
+            allowed = allowed & (of_BT[:, q][:, :, None] == of_BT[:, k][:, None])
         return allowed[:, None]
 
 

@@ -6,26 +6,31 @@ from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import (
     LOSS_WORKSPACE,
     TILES,
-    TIME_TILE_LEAST,
     Checkpointing,
     Policy,
     auto_tile,
-    time_tile,
 )
 
 GiB = 1 << 30
 # Bytes per token and hidden channel that a tile's backward takes at most: dense layers take 60 to
 # 100, adapters in float32 included.
 TILE_BYTES = 128
+# The same of a mixer that runs in tiles through time: half of what Granite 4 takes in plain code.
+# Kernels take far less.
+MIXER_BYTES = 256
+LEAST_MIXER_TILE = 2048  # a multiple of every known mixer's chunk
 # [tokens, width] tensors that a layer's backward takes, and again as many where attention's runs all
 # heads at once.
 TENSORS = 6
 
 
-def first_tile(rows: int, width: int, card: int | None) -> int:
-    """Tokens per tile, by the length, the model's width and the card's memory alone."""
+def first_tile(rows: int, width: int, card: int | None, token: int = TILE_BYTES) -> int:
+    """Tokens per tile, by the length, the model's width and the card's memory alone.
+
+    token: bytes per token and hidden channel.
+    """
     tile = auto_tile(rows)
-    while card is not None and tile > TILES[0] and tile * width * TILE_BYTES > card // 8:
+    while card is not None and tile > TILES[0] and tile * width * token > card // 8:
         tile //= 2
     return tile
 
@@ -45,7 +50,6 @@ def first_policy(
     layers: int = 1,
     whole: bool = False,
     chains: bool = False,
-    sums: int = 0,
     card: int | None = None,
     free: int | None = None,
     host: int | None = None,
@@ -56,8 +60,7 @@ def first_policy(
     Args:
         rows: tokens of the batch; width: of hidden states.
         layers: how many; whole: they run untiled.
-        chains: some have no attention, and may run through time themselves.
-        sums: bytes of one layer's gradients in float32.
+        chains: some mix tokens by something else than attention, in tiles through time.
         card: bytes of the device, free: its free ones; None if unknown.
         host: free bytes of the host, None if unknown.
 
@@ -81,26 +84,19 @@ def first_policy(
             save = False
         if needs(save) > room and not chains:
             raise ValueError(_host_too_small(needs(True), room, layers, one))
-    short = tier == "host" and room is not None and needs(save) > room
-    least, tile, in_time, memory = settings.aim == "least", settings.tile, 0, card and card // 4
-    if tile == "auto" and least:
-        tile = TIME_TILE_LEAST if chains else least_tile(rows)
+    tile = settings.tile
+    if tile == "auto" and settings.aim == "least":
+        tile = LEAST_MIXER_TILE if chains else least_tile(rows)
     elif tile == "auto":
-        tile = first_tile(rows, width, card)
-        in_time = TIME_TILE_LEAST if short else time_tile(auto_tile(rows), width, memory)
-        in_time *= chains
-    # A layer that runs through time itself saves two [rows, width] of 2 bytes, and has all its sums
-    # at once.
-    chain = int(short or card is None or 4 * rows * width > sums)
+        tile = first_tile(rows, width, card, MIXER_BYTES if chains else TILE_BYTES)
+    gates = settings.keep not in ("auto", ()) and every == 1 and not whole
     return Policy(
         offload=tier,
         every=every,
         save_attention=save,
         tile=tile,
-        time_tile=in_time,
         plain=0 if settings.plain == "auto" else settings.plain,
-        chain=chain if chains and not whole and settings.every == "auto" else 0,
-        keep=() if whole or every > 1 or settings.keep == "auto" else tuple(settings.keep),
+        again=0 if gates else None,
         wide=wide,
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
     )

@@ -153,19 +153,7 @@ def _own(parameter):
     return part if part is not None else parameter if local is None else local()
 
 
-def to_come(parameters, *, states: int = 0, device=None) -> int:
-    """Bytes that a step will allocate for gradients and optimizer states that do not exist yet.
-
-    Args:
-        parameters: torch parameters; frozen ones count nothing.
-        states: tensors of a parameter's size and dtype that the optimizer will make for it (two for
-            Adam); 0 if they exist already or never will.
-        device: counts parameters on this device only; None counts all.
-    """
-    own = [(p, _own(p)) for p in parameters if p.requires_grad]
-    sizes = [
-        (t.numel() * t.element_size(), p.grad is None)
-        for p, t in own
-        if device is None or t.device == device
-    ]
-    return sum(nbytes * (states + fresh) for nbytes, fresh in sizes)
+def to_come(parameters, device) -> int:
+    """Bytes on a device that a step will allocate for gradients that do not exist yet."""
+    own = [_own(p) for p in parameters if p.requires_grad and p.grad is None]
+    return sum(t.numel() * t.element_size() for t in own if t.device == device)

@@ -4,7 +4,6 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping
 
 
 def environment_number(name: str, default: int, least: int = 0, most: int | None = None) -> int:
@@ -21,68 +20,6 @@ def environment_number(name: str, default: int, least: int = 0, most: int | None
             "Correct or unset it."
         )
     return number
-
-
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "head_dim",
-         "vocab_size")  # fmt: skip
-
-
-# The ranges of a config's numbers, if the config has them.
-_NUMBERS = {
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop",
-                     "embd_pdrop"), (0, [1])),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
-                    (0, None)),
-    "rope_theta": ([0], None), "factor": ([0], None), "sliding_window": (0, None),
-}  # fmt: skip
-_ROPE = ("rope_parameters", "rope_scaling")  # one dict, or a dict for each kind of layer
-
-
-def check_sizes(read) -> None:
-    """Raises ValueError for a size of a config that is no whole number above 0, for query heads
-    that do not divide evenly over KV heads, and for numbers of a norm, a dropout, a window or RoPE
-    out of range.
-
-    read: name -> value, None for a missing one.
-    """
-    for name in SIZES:
-        value = read(name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ValueError(
-                f"hfpatch: {name} must be a whole number of at least 1, got {value!r}. Check the "
-                "config."
-            )
-        # a plan of such a model would add up for hours
-        if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):
-            raise ValueError(f"hfpatch: {name} is {value}, which no model has. Check the config.")
-    heads, kv_heads = read("num_attention_heads"), read("num_key_value_heads")
-    if heads and kv_heads and heads % kv_heads:
-        raise ValueError(
-            f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
-            f"and {kv_heads}. Check the config."
-        )
-    _check_numbers(read)
-
-
-def _check_numbers(read) -> None:
-    for name, (least, most) in _NUMBERS.items():
-        value = read(name)
-        if value is None:
-            continue
-        number = (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        if not number or beyond(value, least, 1) or beyond(value, most, -1):
-            raise ValueError(
-                f"hfpatch: {name} must be {range_words(least, most)}, got {value!r}. Check the "
-                "config."
-            )
-    for rope in filter(lambda x: isinstance(x, Mapping), map(read, _ROPE)):
-        for values in (rope, *(v for v in rope.values() if isinstance(v, Mapping))):
-            _check_numbers(values.get)
 
 
 def beyond(number, end, sign: int) -> bool:
@@ -112,6 +49,17 @@ def parse_length(text) -> int:
             "a number."
         )
     return int(digits) * factor
+
+
+def beyond_positions(tokens: int, positions: int | None) -> str:
+    """What to do about a sequence longer than the model's positions; "" for another."""
+    if positions is None or tokens <= positions:
+        return ""
+    scaling = f'{{"rope_type": "yarn", "factor": {math.ceil(tokens / positions)}.0, ...}}'
+    return (
+        f"the model has {positions:,} positions and the sequence {tokens:,} tokens. Load it with "
+        f"rope_parameters={scaling} (guide: A longer context), or shorten the sequence."
+    )
 
 
 def parse_word(text: str):

@@ -11,7 +11,6 @@ length showed serves every other. Standard library only.
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field, replace
 
-from hfpatch.budget.hardware import PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing, Policy
 
 # Part of the card that stays free until a step with untiled layers was measured, and after it.
@@ -21,6 +20,8 @@ UNTRIED = 1.3
 # Part of the free host memory for checkpoints; the process, the data loader and page tables need
 # the rest.
 HOST_SHARE = 0.9
+# Registering host memory with the driver, page faults included, bytes/s of one process. Assumed.
+PIN_BYTES_PER_SECOND = 3 << 30
 # Most pinned bytes for checkpoints that only save time: as many as a minute of the first step pins.
 PINNED_MOST = 60 * PIN_BYTES_PER_SECOND
 
@@ -148,15 +149,24 @@ def tile_bytes(call: Call, kinds: dict, tile: int, gate_up: int) -> float:
 
 @dataclass
 class Plan:
-    """A step's policy, which of its layers run untiled, the most bytes in the backward of a tiled
-    layer, those that the step needs beside what untiled ones keep, and the most that it takes,
-    above those as it begins."""
+    """The plan of a step.
+
+    Attributes:
+        kinds: the kind of each layer, as the plan knows them.
+        untiled: whether each layer runs untiled.
+        working: the most bytes in the backward of a tiled layer, without gradients.
+        need: bytes beside those that untiled layers keep.
+        top: the most bytes, above those as the step begins; 0 if nothing was measured.
+        firm: ranks run it alike, whatever is free as a layer begins.
+    """
 
     policy: Policy
-    untiled: list
-    tiled: float
+    kinds: list = field(default_factory=list)
+    untiled: list = field(default_factory=list)
+    working: float = 0.0
     need: float = 0.0
     top: float = 0.0
+    firm: bool = False
 
 
 def climb(
@@ -178,6 +188,8 @@ def climb(
         room: bytes that the step may add to the device at its highest.
         tile_most: tokens of the largest tile.
     """
+    if settings.aim == "least":  # its tiles stay as they are
+        settings = replace(settings, tile=first.tile, plain=0, keep=())
     policy, rest = first, call.gradients + call.tiled.most(rows)
     takes = lambda tile, gate_up: rest + tile_bytes(call, kinds, min(tile, rows), gate_up)  # noqa: E731
     while settings.tile == "auto" and policy.tile < min(rows, tile_most):
@@ -186,15 +198,15 @@ def climb(
         policy = replace(policy, tile=2 * policy.tile)
     gates = settings.keep == "auto" and able.gate_up and policy.offload == "host"
     gates = gates and policy.every == 1 and takes(policy.tile, able.gate_up) <= room
-    tiled = takes(policy.tile, gates and able.gate_up)
-    plan = Plan(policy, [False] * len(call.kinds), tiled, top=tiled)
+    top = takes(policy.tile, gates and able.gate_up)
+    plan = Plan(policy, list(call.kinds), [False] * len(call.kinds), top - call.gradients, top=top)
     if settings.plain == "auto":
         _spend(plan, call, kinds, rows, room)
         plan.policy = policy = replace(policy, plain=sum(plan.untiled))
     left = sum(kind is not None for kind in call.kinds) - policy.plain
     count = min(left, in_time(call, able, rows, left)) if gates else 0
     if count > 0:
-        plan.policy = replace(policy, keep=("gate_up",), again=left - count)
+        plan.policy = replace(policy, again=left - count)
     return plan
 
 
@@ -212,7 +224,7 @@ def _spend(plan: Plan, call: Call, kinds: dict, rows: int, room: float) -> None:
             continue
         tried.add(name)
         cost, steps = kind.cost * rows, max(walk, kind.walk * rows)
-        need = max(loss, after + max(steps, plan.tiled - call.gradients if mixed else 0))
+        need = max(loss, after + max(steps, plan.working if mixed else 0))
         top = max(stands + kept + cost + need, call.gradients + cost + steps)
         if top > room:
             break

@@ -1,20 +1,15 @@
 """What layers keep for backward: the user's `Checkpointing`, and the `Policy` derived from it."""
 
-import difflib
-import functools
-import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import TypeVar, cast
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 from hfpatch.budget.limits import did_you_mean, parse_word
 
-# What a layer may keep beside x, out and lse: q, k, v; the residual after attention; gate and up.
+# What a layer may keep beside x, out and lse.
 KEEPABLE = ("gate_up",)
 PLACES = ("auto", "gpu", "host")
-_MEANT = {"cpu": ["host"], "cuda": ["gpu"], "disk": []}  # words of other libraries
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
@@ -22,10 +17,6 @@ TILES = (1024, 2048, 4096, 8192, 16384)
 RING_SLOTS = 3  # fetched tiles on the device: one in use, one ready, one on its way
 # layers whose frozen weights fit on the device at once, if frozen weights wait on the host
 WEIGHT_SLOTS = 2
-TIME_TILE_LEAST = 2048  # a multiple of every known mixer's chunk (64; of Mamba 2 up to 256)
-# Bytes per token and hidden channel that a mixer's backward holds. The most among the simulated
-# families is 450, Granite 4 in plain code; kernels take far less.
-MIXER_BYTES = 512
 LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
 
 
@@ -41,21 +32,8 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
             raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}.{end}")
 
 
-Named = TypeVar("Named", bound=Callable)
-
-
-def names_the_nearest(function: Named) -> Named:
-    """Wraps the function: an unknown keyword raises ValueError with the nearest known one."""
-    parameters = inspect.signature(function).parameters
-    options = [name for name, one in parameters.items() if one.kind == one.KEYWORD_ONLY]
-    name = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*given, **named):
-        refuse_unknown((n for n in named if n not in parameters), options, f"{name}()")
-        return function(*given, **named)
-
-    return cast(Named, checked)
+def _is_number(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,61 +80,30 @@ class Checkpointing:
         # Python does not expand "~", nor does a shell in a file or behind a `=`
         if isinstance(self.offload, (str, os.PathLike)) and str(self.offload).startswith("~"):
             object.__setattr__(self, "offload", os.path.expanduser(self.offload))
-        self._check_offload()
-        self._check_numbers()
-        self._check_names()
+        place = self.offload
+        path = isinstance(place, (str, os.PathLike)) and os.sep in str(place)
+        if place not in PLACES and (not path or os.path.isfile(place)):
+            raise _not_checkpointing(place)
+        self._check()
         if self.keep != "auto":
             object.__setattr__(self, "keep", tuple(self.keep))  # a list has no hash
 
-    def _check_offload(self) -> None:
-        place, fix = self.offload, None
-        if not isinstance(place, (str, os.PathLike)) or not str(place):
-            got, fix = repr(place), 'Pass "host" for pinned memory'
-        elif place in PLACES or os.path.isdir(place):
-            return
-        elif os.path.exists(place) and os.sep in str(place):
-            got = f"the file {str(place)!r}"
-            fix = "Name a directory, which is made if it does not exist"
-        elif os.sep not in str(place):
-            meant = _MEANT.get(place, difflib.get_close_matches(place, (*PLACES, "least"), 1))
-            fix = f"Did you mean {meant[0]}? " if meant else ""
-            got, fix = repr(str(place)), f'{fix}A directory is written as a path, "./{place}"'
-        if fix:
-            raise ValueError(
-                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, got {got}. {fix}.'
-            )
-
-    def _check_numbers(self) -> None:
-        for name, wanted in (
-            ("every", "a positive number of layers"), ("tile", "a positive number of tokens"),
-            ("plain", "a number of layers"),
-        ):  # fmt: skip
-            value, least = getattr(self, name), 0 if name == "plain" else 1
-            if value != "auto" and (
-                not isinstance(value, int) or isinstance(value, bool) or value < least
-            ):
+    def _check(self) -> None:
+        listed = isinstance(self.keep, (tuple, list))
+        names = listed and all(name in KEEPABLE for name in self.keep)
+        for name, fits, wanted in (
+            ("every", _is_number(self.every, 1), "a positive number of layers"),
+            ("tile", _is_number(self.tile, 1), "a positive number of tokens"),
+            ("plain", _is_number(self.plain, 0), "a number of layers"),
+            ("save_attention", isinstance(self.save_attention, bool), "True or False"),
+            ("keep", names, f"a tuple of {', '.join(KEEPABLE)}"),
+            ("frozen_weights", self.frozen_weights in WEIGHTS, "gpu or host"),
+        ):
+            value = getattr(self, name)
+            if not fits and value != "auto":
                 raise ValueError(
                     f'hfpatch: {name} must be "auto" or {wanted}, got {value!r}. Leave it "auto".'
                 )
-        if self.save_attention != "auto" and not isinstance(self.save_attention, bool):
-            raise ValueError(
-                'hfpatch: save_attention must be "auto", True or False, got '
-                f'{self.save_attention!r}. Leave it "auto".'
-            )
-
-    def _check_names(self) -> None:
-        keep = self.keep
-        listed = isinstance(keep, (tuple, list)) and all(name in KEEPABLE for name in keep)
-        if keep != "auto" and not listed:
-            raise ValueError(
-                f'hfpatch: keep must be "auto" or a tuple of {", ".join(KEEPABLE)}, got {keep!r}. '
-                'Leave it "auto".'
-            )
-        if self.frozen_weights not in WEIGHTS:
-            raise ValueError(
-                f"hfpatch: frozen_weights must be one of {', '.join(WEIGHTS)}, got "
-                f'{self.frozen_weights!r}. Leave it "auto".'
-            )
         if self.frozen_weights == "host" and self.plain not in ("auto", 0):
             raise ValueError(
                 f'hfpatch: plain must be 0 with frozen_weights="host", got {self.plain}: layers '
@@ -186,8 +133,6 @@ class Checkpointing:
         """The disk tier's folder, or None if checkpoints stay in memory."""
         return None if self.offload in PLACES else os.fspath(self.offload)
 
-
-setattr(Checkpointing, "__init__", names_the_nearest(Checkpointing.__init__))  # noqa: B010
 
 _FIELD = "[a-z_-]+="
 # A comma inside a folder's name, or between names of keep=, separates nothing.
@@ -247,13 +192,7 @@ def _field(word: str) -> tuple[str, object]:
             raise _not_checkpointing(word)
         if word in ("auto", "least"):
             return ("aim", "least") if word == "least" else ("", None)
-        try:
-            return "offload", Checkpointing(offload=word).offload
-        except ValueError as error:  # it names the field; the caller knows this argument
-            said = str(error).replace(
-                'offload must be "auto",', 'checkpointing must be "auto", "least", "off",'
-            )
-            raise ValueError(said) from None
+        return "offload", word
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
     refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
@@ -269,9 +208,8 @@ def _field(word: str) -> tuple[str, object]:
 
 def _not_checkpointing(value) -> ValueError:
     return ValueError(
-        'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host", a directory or a '
-        f'hfpatch.Checkpointing, got {value!r}. Pass hfpatch.Checkpointing(offload="host"), for '
-        "example."
+        'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host" or a directory '
+        f'written as a path ("./name"), got {str(value)!r}. Pass "host" for pinned memory.'
     )
 
 
@@ -286,17 +224,6 @@ def auto_tile(tokens: int) -> int:
     return 4096 if TILE_MOST < tokens <= 4 * TILE_MOST else TILE_MOST
 
 
-def time_tile(tile: int, hidden_size: int, free: int | None) -> int:
-    """Tokens per tile of a mixer that runs in tiles through time: `tile`, halved until its backward
-    fits in the free bytes, but at least TIME_TILE_LEAST.
-
-    A larger tile launches fewer kernels. free: None if unknown, which gives the least.
-    """
-    while tile > TIME_TILE_LEAST and (free is None or tile * hidden_size * MIXER_BYTES > free):
-        tile = max(tile // 2, TIME_TILE_LEAST)
-    return tile
-
-
 @dataclass(frozen=True)
 class Policy:
     """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one
@@ -308,15 +235,11 @@ class Policy:
         save_attention: keep out and lse, so that the attention forward runs once.
         tile: tokens per tile.
         plain: the number of last layers that keep all that autograd saves, and run nothing again.
-        keep: names in KEEPABLE that the other layers keep in addition to x, out and lse.
-        again: how many of the last tiled layers compute again the tensors that others keep for
-            speed: they keep nothing of `keep` or, if that is empty, no attention outputs.
+        again: how many of the last tiled layers compute gate and up again, which the others keep.
+            None: no layer keeps them.
         frozen_weights: the place of frozen weights, "gpu" or "host"; from the host each layer's
             weights come one layer ahead of use.
         wide: attention's backward runs all heads at once: more scratch, fewer waits at its end.
-        time_tile: tokens per tile of mixers that run through time; 0 means `tile`.
-        chain: 1 where layers without attention run through time themselves (layer/timed.py); 0
-            where they run as other layers do.
     """
 
     offload: str = "host"
@@ -324,18 +247,13 @@ class Policy:
     save_attention: bool = True
     tile: int = 8192
     plain: int = 0
-    keep: tuple = ()
-    again: int = 0
+    again: int | None = None
     frozen_weights: str = "gpu"
     wide: bool = False
-    time_tile: int = 0
-    chain: int = 0
 
-    def of_layer(self, index: int, num_layers: int) -> "Policy":
-        """The policy of one tiled layer: a layer that runs `again` keeps less."""
-        less = {"keep": ()} if self.keep else {"save_attention": False}
-        full = index < num_layers - self.plain - self.again
-        return replace(self, again=0, **({} if full else less))
+    def keeps_gates(self, index: int, num_layers: int) -> bool:
+        """Whether the tiled layer of this index keeps gate and up."""
+        return self.again is not None and index < num_layers - self.plain - self.again
 
     @property
     def parks_dx(self) -> bool:
@@ -344,13 +262,7 @@ class Policy:
         """
         return self.offload == "host" and not self.wide
 
-    @property
-    def attends_again(self) -> int:
-        """The number of layers that run attention again although save_attention is set."""
-        return 0 if self.keep else self.again
 
-
-_NAMES = {"gate_up": "gate and up"}
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 
 
@@ -363,11 +275,9 @@ def describe(policy: Policy, num_layers: int | None = None) -> str:
     said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
     if plain != num_layers:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
-        some = f" in all but {policy.again}" if policy.again else ""
-        whole = some * (not policy.keep)
-        kept += ["attention" + whole] if policy.save_attention and policy.every == 1 else []
-        kept += [_NAMES[name] for name in policy.keep]
-        kept[-1] += some * bool(policy.keep)
+        kept += ["attention"] if policy.save_attention and policy.every == 1 else []
+        if policy.again is not None:
+            kept.append("gate and up" + (f" in all but {policy.again}" if policy.again else ""))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"

@@ -17,7 +17,6 @@ class Support:
         fused: the fused parts, of PARTS.
         packed: "isolated", or "refused" if nothing isolates documents.
         notes: the report's sentences.
-        on_gpu: why layers that tile here run untiled on a GPU, or "".
         in_time, in_rows: the number of layers whose mixers run in tiles through time, and of those
             with a mixer that takes whole rows.
     """
@@ -29,16 +28,15 @@ class Support:
     fused: tuple
     packed: str
     notes: tuple = ()
-
-    on_gpu: str = ""
     in_time: int = 0
     in_rows: int = 0
 
     @property
     def verdict(self) -> str:
         whole = "; ".join(self.reasons)
-        said = whole if not self.tiled else f"agrees; whole: {whole}" if whole else "agrees"
-        return f"{said}; planned whole on a GPU: {self.on_gpu}" if self.on_gpu else said
+        if not self.tiled:
+            return whole
+        return f"agrees; untiled: {whole}" if whole else "agrees"
 
 
 def support_of(name: str, config: dict) -> Support:
@@ -69,7 +67,6 @@ def support_of(name: str, config: dict) -> Support:
         fused,
         packed,
         notes,
-        "",
         len(mixing) - in_rows,
         in_rows,
     )
@@ -77,14 +74,14 @@ def support_of(name: str, config: dict) -> Support:
 
 def add_arguments(parser) -> None:
     add = parser.add_argument
-    add("--model", required=True, help="a preset, a config.json, a folder or a cached hub id")
+    add("--model", required=True, help="a preset, a config.json, a folder or a hub id")
     add("--json", action="store_true", help="everything on stdout as JSON")
 
 
 def main(args) -> int:
     from hfpatch.lab.models import config_of
 
-    name, config = config_of(args.model, download=False)
+    name, config = config_of(args.model)
     found = support_of(name, config)
     if args.json:
         print(

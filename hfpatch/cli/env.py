@@ -7,41 +7,30 @@ that a test can check the facts of other machines.
 import importlib.util
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
 import sysconfig
 from dataclasses import asdict
-from pathlib import Path
 
 from hfpatch.budget.free import host_free
-from hfpatch.budget.hardware import GiB
 from hfpatch.cli.env_problems import NO_GPU, problems
 from hfpatch.cli.table import show_table
+from hfpatch.lab.hardware import GiB
 from hfpatch.lab.profile.timeline import size, versions
 from hfpatch.planner.machine import cores, host_limit
-from hfpatch.trainer.locks import left_builds
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl",
             "peft",
             "torchao", "flash-attn", "datasets")  # fmt: skip
-ACCELERATE_CONFIG = "accelerate/default_config.yaml"
-SECRET = re.compile(r"(^|_)(token|api_key|password|secret)$", re.IGNORECASE)
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "files",
-        nargs="*",
-        metavar="FILE",
-        help="accelerate or training configs to look into (YAML, JSON)",
-    )
     parser.add_argument("--json", action="store_true", help="everything on stdout as JSON")
 
 
 def main(args) -> int:
-    facts = gather(args.files)
+    facts = gather()
     found = problems(facts)
     if args.json:
         print(json.dumps(facts | {"problems": [asdict(p) for p in found]}, indent=1))
@@ -50,15 +39,14 @@ def main(args) -> int:
     return 0
 
 
-def gather(files=()) -> dict:
-    """The facts: installed versions, devices, limits, and the values of configs. Sizes in bytes."""
+def gather() -> dict:
+    """The facts: installed versions, devices, limits. Sizes in bytes."""
     facts = {
         "versions": versions(PACKAGES),
         "drivers": _driver(),
         "limits": _limits(),
-        "configs": _configs(files),
+        "builds": _builds(),
     }
-    facts["left_builds"], facts["builds"] = left_builds(), _builds()
     facts |= (
         _torch_facts()
         if facts["versions"]["torch"]
@@ -66,8 +54,7 @@ def gather(files=()) -> dict:
     )
     names = ("TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING",
              "CUDA_VISIBLE_DEVICES",
-             "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-             "FSDP_ACTIVATION_CHECKPOINTING")  # fmt: skip
+             "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
     facts["environment"] = {name: os.environ[name] for name in names if name in os.environ}
     return facts
 
@@ -147,61 +134,6 @@ def _limits() -> dict:
     }
 
 
-def _configs(files) -> dict:
-    """path -> values, for accelerate's default config and for `files`."""
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"
-    )
-    default = Path(home).expanduser() / ACCELERATE_CONFIG
-    found = {}
-    for path in [*([default] if default.is_file() else []), *map(Path, files)]:
-        if not path.is_file():
-            raise ValueError(f"hfpatch: there is no config file {path}. Check the path.")
-        text = path.read_text()
-        if path.suffix == ".json":
-            try:
-                values = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"hfpatch: {path} must be JSON: {error.msg}, line {error.lineno}. Correct the "
-                    "file."
-                ) from error
-        else:
-            try:
-                import yaml
-            except ImportError:
-                raise ValueError(
-                    f"hfpatch: {path} is YAML, and no YAML reader is installed. Run: pip install "
-                    "pyyaml."
-                ) from None
-            try:
-                values = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                reason = " ".join(str(error).split())
-                raise ValueError(
-                    f"hfpatch: {path} must be YAML: {reason}. Correct the file."
-                ) from error
-        if values is not None and not isinstance(values, dict):
-            raise ValueError(
-                f"hfpatch: {path} must hold keys and values, got a {type(values).__name__}. "
-                "Correct the file."
-            )
-        found[str(path)] = _without_secrets(values or {})
-    return found
-
-
-def _without_secrets(values: dict) -> dict:
-    """The config with tokens and keys hidden."""
-    return {
-        key: _without_secrets(value)
-        if isinstance(value, dict)
-        else "***"
-        if SECRET.search(str(key)) and value
-        else value
-        for key, value in values.items()
-    }
-
-
 def show(facts, found) -> None:
     """Prints the facts and the problems: a table on a terminal, plain lines in a pipe."""
     rows = [(name, version) for name, version in facts["versions"].items() if version]
@@ -242,7 +174,6 @@ def show(facts, found) -> None:
         ("CPUs", str(limits["cpus"])),
     ]
     rows += [(name, value) for name, value in facts["environment"].items()]
-    rows += [("config read", path) for path in facts["configs"]]
     show_table(rows)
     print("\nWhat would go wrong:" if found else "\nNothing found that would go wrong.")
     for problem in found:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hfpatch import OLDEST
-from hfpatch.budget.hardware import GiB
+from hfpatch.lab.hardware import GiB
 
 TRUE = ("1", "true", "yes", "on")
 # name -> (first version that works, first that does not): setup.cfg's bounds, and Python's own.
@@ -45,7 +45,6 @@ def problems(facts: dict) -> list[Problem]:
         *_version_problems(facts),
         *_device_problems(facts),
         *_limit_problems(facts),
-        *_config_problems(facts),
     ]
 
 
@@ -144,12 +143,6 @@ def _limit_problems(facts):
             what,
             "start it with more (docker run --memory), or pass hfpatch plan --host-ram that much",
         )
-    for lock in facts.get("left_builds", ()):
-        what = (
-            f"{lock} is the lock of a killed build of a C++ extension: it makes DeepSpeed wait for "
-            "ever."
-        )
-        yield Problem(what, f"rm {lock}")
     if (
         len(gpus) > 1
         and limits["shared_memory_bytes"] is not None
@@ -171,44 +164,6 @@ def _limit_problems(facts):
             "lock its buffers."
         )
         yield Problem(what, "ulimit -l unlimited, or docker run --ulimit memlock=-1")
-
-
-def _config_problems(facts):
-    where = {path: _flat(values) for path, values in facts["configs"].items()}
-    where["the environment"] = facts["environment"]
-    for path, values in where.items():
-        for key, value in values.items():
-            name = key.rpartition(".")[2].lower()
-            if name in ("fsdp_activation_checkpointing", "activation_checkpointing") and _set(
-                value
-            ):
-                what = (
-                    f"{path} turns on FSDP's own activation checkpointing ({key}), which goes "
-                    "around hfpatch's."
-                )
-                yield Problem(
-                    what, f"set {key} to false; hfpatch.apply(model) checkpoints the layers"
-                )
-            if name == "use_liger_kernel" and _set(value):
-                what = f"{path} sets {key}: it would replace what hfpatch replaced."
-                yield Problem(what, f"set {key} to false; hfpatch brings its own kernels")
-            if name == "fsdp_version" and str(value) == "1":
-                yield Problem(
-                    f"{path} asks for FSDP1, which transformers calls deprecated.",
-                    f"set {key} to 2",
-                )
-
-
-def _flat(values: dict, prefix="") -> dict:
-    """Nested dicts to one, 'fsdp_config.fsdp_version' -> 2."""
-    out = {}
-    for key, value in values.items():
-        out |= (
-            _flat(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return out
 
 
 def _set(value) -> bool:

@@ -2,19 +2,18 @@
 
 import json
 import sys
-import threading
 import time
 
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.limits import parse_length
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing
+from hfpatch.cli.quiet import progress
+from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import MODELS, PRESETS
 from hfpatch.planner.limits import flag
-from hfpatch.planner.placements import FLOAT8_RECIPES, PLACEMENTS
+from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
 
-PAUSE = 2.0  # seconds between two lines of progress
-LATE = 3.0  # seconds after which a plan says that it still runs
+PAUSE = 2.0  # seconds between two lengths that a search names
 EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
 example: hfpatch plan llama-3.1-8b --seq-len 128k --gpu a100-80gb --host-ram 256GiB"""
 
@@ -41,30 +40,15 @@ def add_arguments(parser) -> None:
     )  # fmt: skip
     add("--images", type=int, default=0, help="images in each row, whose tower is planned too (0)")
     add("--video-tokens", type=int, default=0, help="visual tokens of each row's videos (0)")
-    add("--host-ram", help="the machine's memory, as 256GiB; taken as enough where it is left out")
+    add("--host-ram", help="the machine's memory, as 256GiB (twice the cards', at least 64GiB)")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
-    add("--fp8", nargs="?", const="rowwise", choices=list(FLOAT8_RECIPES),
-        help="the layers' products in torchao's float8, by rows (rowwise)")  # fmt: skip
     add_adapters(add)
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
     add("--json", action="store_true", help="one JSON object")
 
 
-def _says_that_it_runs() -> threading.Timer:
-    """A line on stderr once a plan takes longer than LATE seconds."""
-
-    def say():
-        words = "running the model's own step on fake tensors, for some seconds more"
-        print(f"hfpatch: {words}.", file=sys.stderr)
-
-    timer = threading.Timer(LATE, say)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-def _progress():
+def _lengths_tried():
     """A function that prints the length that a search tries to stderr, once in PAUSE seconds."""
     said = time.monotonic()
 
@@ -79,16 +63,13 @@ def _progress():
 
 def main(args) -> int:
     """Runs the command; returns its exit code."""
-    timer = _says_that_it_runs()
-    try:
+    with progress("planning: the model's own step runs on fake tensors"):
         found = plan(
             args.model, seq_len=args.seq_len, batch=args.batch, gpu=args.gpu, gpus=args.gpus,
             host_ram=args.host_ram, placement=args.placement, checkpointing=args.checkpointing,
             adapters=adapters_of(args), sp_size=args.sp_size, images=args.images,
-            video_tokens=args.video_tokens, fp8=args.fp8, max_seq_len=args.max_seq_len,
-            progress=_progress(),
+            video_tokens=args.video_tokens, max_seq_len=args.max_seq_len,
+            progress=_lengths_tried(),
         )  # fmt: skip
-    finally:
-        timer.cancel()
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits else 3

@@ -1,16 +1,13 @@
 """`hfpatch profile`: options, progress, and the summary at the end."""
 
 import argparse
-import contextlib
-import os
 import shlex
 import sys
-from pathlib import Path
 
 from hfpatch.cli.flags import add_checkpointing
 from hfpatch.cli.table import show_table
-from hfpatch.lab.profile.options import CHOICES, Options, check_together, words_of
-from hfpatch.lab.profile.run import Profile, profile, read, results, write
+from hfpatch.lab.profile.options import CHOICES, words_of
+from hfpatch.lab.profile.run import profile, results
 from hfpatch.lab.profile.timeline import size
 from hfpatch.planner.limits import parse_lengths
 
@@ -90,8 +87,6 @@ def main(args) -> int:
         else "hfpatch profile"
     )
     lengths, impls = parse_lengths(args.seq_len), args.impl.split(",")
-    if {"ACCELERATE_MIXED_PRECISION", "RANK"} & os.environ.keys():  # by accelerate or torchrun
-        return launched_main(args, lengths, impls, command)
     wanted = {
         "seq_len": lengths,
         "impl": impls,
@@ -101,67 +96,15 @@ def main(args) -> int:
     }
     if args.json:
         done = profile(args.model, **wanted)
-        print(results(done.runs, command=command, notes=done.notes, curves=False))
+        print(results(done.runs, command=command, notes=done.notes))
         return 0
-    with progress_bar(len(lengths) * len(impls)) as progress:
-        done = profile(args.model, progress=progress, **wanted)
-    show(done)
+    show(profile(args.model, progress=progress, **wanted))
     return 0
 
 
-def launched_main(args, lengths: list[int], impls: list[str], command: str) -> int:
-    """One run on every rank. Runs that the folder has already stay in its report."""
-    from accelerate import Accelerator
-
-    from hfpatch.lab.profile.launched import record
-
-    if len(lengths) > 1 or len(impls) > 1 or args.simulate:
-        raise ValueError(
-            "hfpatch: a launch runs one --impl and one --seq-len, and no --simulate. Launch again "
-            "with the same --out for others."
-        )
-    asked = options(args)
-    check_together(impls, asked["checkpointing"], asked["gradient_checkpointing"])
-    accelerator = Accelerator(cpu=args.device == "cpu")
-    asked |= {"model": args.model, "impl": impls[0], "seq_len": lengths[0], "folder": args.out}
-    asked["device"] = accelerator.device.type
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    run = record(accelerator, Options(**asked))
-    if accelerator.is_main_process:
-        earlier = read(folder) if (folder / "results.json").is_file() else []
-        runs = [*(r for r in earlier if r.key != run.key), run]
-        runs.sort(key=lambda r: (r.seq_len, CHOICES["impl"].index(r.impl)))
-        write(folder, runs, command=f"accelerate launch -m {command}")
-        show(Profile(folder, runs, []))
-    accelerator.end_training()
-    return 0
-
-
-@contextlib.contextmanager
-def progress_bar(total: int):
-    """Yields a function to call with each run's progress. A rich bar shows it on a terminal;
-    without rich, or in a pipe, nothing is shown.
-    """
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ImportError:
-        Progress = None
-    if Progress is None or not sys.stderr.isatty():
-        yield lambda impl, seq_len, text: None
-        return
-    seen = set()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-
-        def progress(impl, seq_len, text):
-            seen.add((impl, seq_len))
-            bar.update(
-                task, completed=len(seen) - 1, description=f"{impl}, {seq_len:,} tokens: {text}"
-            )
-
-        yield progress
+def progress(impl: str, seq_len: int, text: str) -> None:
+    """A line on stderr for each part of the work."""
+    print(f"hfpatch: {impl}, {seq_len:,} tokens: {text}", file=sys.stderr)
 
 
 def show(done) -> None:

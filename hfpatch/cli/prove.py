@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from hfpatch.cli.quiet import progress
+
 
 def add_arguments(parser) -> None:
     parser.add_argument(
@@ -28,10 +30,11 @@ def main(args) -> int:
     out.mkdir(parents=True, exist_ok=True)  # first: a wrong path fails before the work
     if small and not args.small:
         _say("no GPU that torch can use is here: small sizes, on the CPU")
-    proof = prove(
-        torch.device("cuda" if cuda else "cpu"), small=small, seconds=args.seconds, say=_say,
-        rates=measure_this if cuda and not small else None,
-    )  # fmt: skip
+    with progress("checking and measuring"):
+        proof = prove(
+            torch.device("cuda" if cuda else "cpu"), small=small, seconds=args.seconds, say=_say,
+            rates=measure_this if cuda and not small else None,
+        )  # fmt: skip
     (out / PAGE).write_text(page(proof), encoding="utf-8")
     (out / ROW).write_text(json.dumps(row(proof), indent=1) + "\n", encoding="utf-8")
     for check in proof.failed:
@@ -39,6 +42,12 @@ def main(args) -> int:
         _say(f"FAILED {where}, {check.share:.3g} of what is allowed")
     passed = len(proof.done) - len(proof.failed)
     print(f"{passed} of {len(proof.done)} comparisons with float64 pass; read {out / PAGE}.")
+    for step in proof.steps:
+        if "error" not in step and "plan_s" in step:
+            print(
+                "planned {plan_peak_gib:.1f} GiB, peak {peak_gib:.1f}; planned {plan_s:.1f} s, took "
+                "{step_s:.1f}".format(**step)
+            )
     if not small:
         print(
             f"{out / ROW} is the row that profiles/prove/README.md asks for: device, versions, "

@@ -1,6 +1,15 @@
-"""Hides other libraries' log lines on their own optional parts from our commands' terminal."""
+"""What a command's terminal shows: no log lines of other libraries on their own optional parts, and
+a line every few seconds while something takes long.
+"""
 
 import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PAUSE = 5.0  # seconds before the first line of progress
 
 # torchao logs extensions built for other Pythons, torch's pytree enums of torchao, bitsandbytes an
 # optional kernel of the hub for its CPU path, DeepSpeed the accelerator that it found.
@@ -21,3 +30,22 @@ def quiet() -> None:
 class _ErrorsAlone(logging.Filter):
     def filter(self, record) -> bool:
         return record.levelno >= logging.ERROR
+
+
+@contextmanager
+def progress(what: str, shown: bool = True) -> Iterator[None]:
+    """Says on stderr what runs, and for how long already: after PAUSE seconds, and ever more rarely."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def say():
+        pause = PAUSE
+        while not ended.wait(pause):
+            print(f"hfpatch: {what}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            pause *= 1.5
+
+    if shown:
+        threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -2,7 +2,7 @@
 
     hfpatch train --model llama-tiny --train_tokenizer 512 --data docs/ --output_dir runs/docs
     hfpatch train config.yaml --learning_rate 1e-5
-    accelerate launch --num_processes 8 -m hfpatch train config.yaml --engine zero3
+    accelerate launch --num_processes 8 -m hfpatch train config.yaml --placement zero3
 
 In a checkout `scripts/train.py` is the same.
 
@@ -21,6 +21,7 @@ from hfpatch.budget.free import expand_segments
 from hfpatch.budget.limits import environment_number
 from hfpatch.cli import train_help
 from hfpatch.cli.failures import guarded
+from hfpatch.cli.quiet import progress
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
 
@@ -48,11 +49,10 @@ def train(argv) -> int:
         print(train_help.text())
         return 0
     argv = ["--help" if word == "--help-all" else word for word in argv]
-    from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
+    from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly
 
-    checks.environment()
     stop = StopCleanly()  # first, because it notes which process launched this one
     model_args, data_args, args = arguments.parse(argv)
     checks.flags(model_args, data_args, args)
@@ -64,23 +64,21 @@ def train(argv) -> int:
             print(line, flush=True)
 
     config = loading.load_config(model_args)
-    loading.expect_attention(model_args, config)
     checks.length(data_args.seq_len, config)
-    if args.deepspeed:
-        checks.sharing(model_args.sp_size, config)
-    tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
+    first = args.process_index == 0
+    with progress("reading and tokenizing the data", first):
+        tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
     if data_args.show_batch:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
-    schedule.check(args, schedule.steps_of(args, data.train, model_args.sp_size), say)
-    planned = footprint.check(config, model_args, data_args, args, say)
+    with progress("planning", first):
+        planned = footprint.check(config, model_args, data_args, args, say)
     record = runs.record(config, model_args, data_args, args, data.fingerprint)
     if checkpoint:
         runs.expect_same(checkpoint, record)
     if args.resume_from_checkpoint:
         none = "no checkpoint was finished before; starting from the first step"
         say(f"hfpatch: {f'resuming from {checkpoint}' if checkpoint else none}.")
-    first = args.process_index == 0
     with locks.alone_in(args.output_dir) if first else contextlib.nullcontext():
         run = _trainer(
             model_args, data_args, args, config, tokenizer, data, record, stop, say, planned
@@ -102,26 +100,19 @@ def _trainer(
 
     model = loading.load_model(model_args, config, args.seed)
     loading.expect_saves(model, say)
-    placed = (
-        placement.trainer_arguments(model, args, model_args.placement)
-        if model_args.placement
-        else {}
-    )
+    placed = placement.trainer_arguments(model, args, model_args.placement)
     # The callback applies hfpatch and logs speed and memory.
-    callbacks = [
-        Callback(
-            apply=arguments.apply_options(model_args),
-            attention_share=data.attention_share,
-            plan=planned,
-        ),
-        stop,
-    ]
+    callback = Callback(
+        apply=arguments.apply_options(model_args), attention_share=data.attention_share,
+        plan=planned,
+    )  # fmt: skip
+    callbacks = [callback, stop]
     if args.early_stopping_patience:
         callbacks.append(
             EarlyStoppingCallback(args.early_stopping_patience, args.early_stopping_delta)
         )
     pad_id, shares = sources.pad_id(config, tokenizer), model_args.sp_size > 1
-    return trainer.Trainer(
+    run = trainer.Trainer(
         model=model,
         args=args,
         data_collator=Collator(pad_id=pad_id, multiple=data_args.pad_multiple, positions=shares),
@@ -133,6 +124,8 @@ def _trainer(
         record=record,
         **placed,
     )
+    callback.attach(run)
+    return run
 
 
 def _fit(run, checkpoint: str | None, stop, say) -> int:

@@ -3,7 +3,7 @@
 import textwrap
 from dataclasses import fields
 
-_MEMORY = "impl checkpointing placement engine sp_size nvme_path dtype fp8 attn_implementation"
+_MEMORY = "impl checkpointing placement sp_size nvme_path dtype fp8 attn_implementation"
 _ADAPTERS = (
     "lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit load_in_8bit "
     "bnb_4bit_quant_type use_bnb_nested_quant"

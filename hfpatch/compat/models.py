@@ -1,9 +1,7 @@
 """Private names of transformers, TRL and PEFT."""
 
 import functools
-import sys
 from contextlib import contextmanager
-from traceback import walk_stack
 
 from torch import nn
 
@@ -195,14 +193,4 @@ def asks_for_input_gradients(hook) -> bool:
     return of in ("transformers", "peft", "trl") and hook.__name__ in (
         "make_inputs_require_grads",
         "make_inputs_require_grad",
-    )
-
-
-def caller_reads_logits() -> bool:
-    """Whether PEFT's CPT called the running forward: it computes its loss from outputs.logits."""
-    callers = walk_stack(sys._getframe(1)) if "peft" in sys.modules else ()
-    return any(
-        frame.f_code.co_name == "_cpt_forward"
-        and frame.f_globals.get("__name__") == "peft.peft_model"
-        for frame, _ in callers
     )

@@ -45,11 +45,6 @@ def closing_checkpoints():
         raise
 
 
-def holders(x: Tensor) -> tuple[int, int]:
-    """The reference counts of this tensor and of its storage in C++."""
-    return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
-
-
 def version(x: Tensor) -> int:
     """The number of in-place writes to x; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
@@ -92,16 +87,6 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 # --- the dispatcher -------------------------------------------------------------------------------
-
-
-def below_autograd() -> tuple:
-    """(context, keys, backends) for an op's autograd registration.
-
-    Inside the context the op may call its implementation directly if the first remaining key is a
-    backend's: then no mode and no subclass intercepts the call.
-    """
-    backends = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA
-    return torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset, backends
 
 
 aten = torch.ops.aten

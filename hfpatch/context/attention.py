@@ -8,7 +8,6 @@ import sys
 
 import torch
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -18,10 +17,6 @@ from hfpatch.context.current import NAME, Asked, current, named, not_exchanged
 from hfpatch.context.masks import ANSWERED, Batch, Mask, describe
 from hfpatch.context.ranks import attends_to_all_before
 from hfpatch.parallel.exchange import ExchangedAttention
-
-# transformers' own sdpa in a compiled graph. No mask function is registered under this name, so no
-# mask is built.
-CAUSAL_NAME = "hfpatch_causal"
 
 
 def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, attention_mask=None,
@@ -211,5 +206,4 @@ def _torchs_own(
 
 ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own
 ALL_ATTENTION_FUNCTIONS.register(str(NAME), attention)  # a graph accepts only str itself as a key
-ALL_ATTENTION_FUNCTIONS.register(CAUSAL_NAME, sdpa_attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(str(NAME), mask)

@@ -28,7 +28,6 @@ class Mixed:
 
     _hfpatch_base: type
     _hfpatch_part: type
-    _hfpatch_code: object  # the base's forward at that time; a later forward is another library's
 
     def __reduce_ex__(self, protocol):
         state = super().__reduce_ex__(protocol)
@@ -41,17 +40,15 @@ class Mixed:
 
 
 def mixed(part: type, base: type) -> type:
-    """The class for modules of class `base`, in its current form, with `part` over it and the
-    classes of `part._hfpatch_beneath` under it.
-    """
+    """The class for modules of class `base`, in its current form, with `part` over it."""
     return _mixed(part, base, base.forward)
 
 
 @cache
 def _mixed(part: type, base: type, forward) -> type:
     made = type(
-        base.__name__, (part, Mixed, base, *getattr(part, "_hfpatch_beneath", ())),
-        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward,
+        base.__name__, (part, Mixed, base),
+        {"_hfpatch_base": base, "_hfpatch_part": part,
          "__module__": base.__module__,
          "__doc__": base.__doc__},
     )  # fmt: skip

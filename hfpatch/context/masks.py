@@ -159,14 +159,14 @@ class Mask:
         pattern, b = self.pattern(), self.batch
         if pattern.plain and self.build is None:
             return None
-        allowed = pattern.allowed(range(b.T), range(b.T), b.B, b.T, b.device)
-        if self.build is None:
-            return allowed
-        theirs = self.build()
-        # A custom closure may show later keys: only documents and hidden keys restrict it.
-        apart = replace(pattern, window=None).allowed(range(b.T), range(b.T), b.B, b.T, b.device)
-        causal = torch.ones(b.T, b.T, dtype=torch.bool, device=b.device).tril()
-        return (apart | ~causal) & theirs if theirs is not None else apart
+        theirs = None if self.build is None else self.build()
+        if theirs is None:
+            return pattern.allowed(range(b.T), range(b.T), b.B, b.T, b.device)
+        if pattern.documents is None:
+            return theirs
+        # A custom closure may show later keys, of its own document alone.
+        of_BT = pattern.documents.numbers(b.B, b.T)
+        return theirs & (of_BT[:, :, None] == of_BT[:, None])[:, None]
 
     @cached_property
     def tensor(self) -> Tensor:

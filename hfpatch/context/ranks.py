@@ -133,66 +133,27 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
     )
 
 
-def refuse_short_parts(t: int) -> None:
-    """Raises ValueError if each rank has so few tokens of a row that a mixer would run its kernels
-    for generation.
-    """
-    if t < SHORTEST_PART:
-        raise ValueError(
-            f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
-            f"{t}: this model mixes tokens by something else than attention too. Pad the "
-            "sequences, or share them between fewer ranks."
-        )
-
-
-def require_positions(position_ids: Tensor | None) -> None:
-    """Raises ValueError without position_ids: each rank would count its own tokens from 0."""
-    if position_ids is None:
-        raise ValueError(
-            "hfpatch: sequences on several ranks need position_ids, got none: each rank would "
-            "count its tokens from 0. Put position_ids = torch.arange(tokens) into every batch "
-            "before it is sharded."
-        )
-
-
-def refuse_uneven_rows(
-    sequence: Sequence, given: Tensor, watched: int, **beside: Tensor | None
-) -> None:
+def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | None) -> None:
     """Raises ValueError on all ranks if their parts of the rows differ in shape, or labels and the
-    like differ from the tokens, or hooks are inside other layers.
-
-    Ranks that continued would wait for the others: a layer with hooks inside runs untiled, and
-    exchanges once more.
+    like differ from the tokens. Ranks that continued would wait for the others.
 
     Args:
         sequence: the ranks that share the rows.
         given: [B, t] or [B, t, D].
-        watched: a number that identifies the layers with hooks inside.
         beside: name -> [B or 1, t], or None.
     """
     B, t = given.shape[:2]
     mine = {"input_ids": (B, t)}
     for name, x in beside.items():
-        mine[name] = (
-            (-1, -1)
-            if x is None
-            else (max(B, len(x)), x.shape[1])
-            if len(x) == 1
-            else tuple(x.shape[:2])
-        )
-    numbers = [*mine.values(), (watched, 0)]
-    found = sequence.all_gather(torch.tensor(numbers, device="cpu"))
+        # One row of positions serves all.
+        mine[name] = (-1, -1) if x is None else (B if len(x) == 1 else len(x), x.shape[1])
+    found = sequence.all_gather(torch.tensor([*mine.values()], device="cpu"))
     ranks = found.tolist() if has_values(found) else []
     words = lambda shapes: ", ".join(  # noqa: E731
         f"{name} {shape}" for name, shape in zip(mine, shapes) if shape[0] >= 0
     )
-    for rank, (*shapes, hooks) in enumerate(ranks):
-        if hooks != ranks[0][-1]:
-            raise ValueError(
-                "hfpatch: all ranks that share a sequence must have hooks in the same layers, and "
-                f"rank {rank} has others than rank 0. Register them on all."
-            )
-        if shapes != ranks[0][:-1] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
+    for rank, shapes in enumerate(ranks):
+        if shapes != ranks[0] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
             raise ValueError(
                 "hfpatch: all ranks that share a sequence must get parts of one shape, with "
                 "labels and position_ids as long as input_ids, and "

@@ -1,12 +1,11 @@
 """Reads the arguments of a stack's forward and decides how the forward runs.
 
 `read_batch` reads this rank's arguments. `share_rows` replaces them by those of whole rows where
-ranks share rows. `decide` returns a Decision, which the stack applies. No function here runs the
+ranks share rows. `decide` says how the forward runs. No function here runs the
 model or changes the caller's arguments: changes are collected in a dict. B rows, T tokens of a row.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,10 +17,9 @@ from hfpatch.context.current import current, not_exchanged
 from hfpatch.context.documents import packs, refuse_packed, shown
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
+    SHORTEST_PART,
     refuse_shared_mixers,
-    refuse_short_parts,
     refuse_uneven_rows,
-    require_positions,
     sequence_now,
     whole_rows,
 )
@@ -130,21 +128,6 @@ class Given:
         return packs(self.B, self.positions, self.seen, None)
 
 
-@dataclass(frozen=True)
-class Decision:
-    """How one forward runs.
-
-    Attributes:
-        batch: the batch for hfpatch's layers; None where transformers' attention runs.
-        changes: keyword arguments of the forward to replace.
-        warning: a line for the user, or None.
-    """
-
-    batch: Batch | None
-    changes: dict = field(default_factory=dict)
-    warning: str | None = None
-
-
 def read_batch(stack, kwargs: dict) -> Given | None:
     """The arguments of a stack's forward; None if its input is not rows of tokens."""
     tokens, config, training = kwargs.get("input_ids"), stack.config, stack.training
@@ -194,28 +177,26 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     )
 
 
-def share_rows(
-    given: Given, whole_layers: int, refuse_unasked: Callable[[], None], changes: dict
-) -> Given:
+def share_rows(given: Given, changes: dict) -> Given:
     """The arguments of whole rows, where `given` has this rank's part of each row.
-
-    Args:
-        whole_layers: a hash of which layers run untiled on this rank.
-        refuse_unasked: raises ValueError for layers without traits.
 
     Raises:
         ValueError: the ranks' parts do not fit together.
     """
     if given.cache is not None:
         raise not_exchanged("a KV cache")
-    refuse_unasked()
     beside = {
         "labels": current.labels,
         "position_ids": given.positions,
         "attention_mask": given.rows_mask,
     }
-    refuse_uneven_rows(given.sequence, given.tokens, whole_layers, **beside)
-    require_positions(given.positions)
+    refuse_uneven_rows(given.sequence, given.tokens, **beside)
+    if given.positions is None:
+        raise ValueError(
+            "hfpatch: sequences on several ranks need position_ids, got none: each rank would "
+            "count its tokens from 0. Put position_ids = torch.arange(tokens) into every batch "
+            "before it is sharded."
+        )
     mask, positions, idle = whole_rows(
         given.sequence, given.B, given.rows_mask, given.positions, given.idle_BT
     )
@@ -230,7 +211,9 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
     Returns:
         (the arguments without that cache, whether transformers would make a cache).
     """
-    made = given.use_cache if given.cache is None else is_empty(given.cache)
+    made = given.use_cache
+    if given.cache is not None:
+        made = type(given.cache) is DynamicCache and cached_tokens(given.cache) == 0
     unread = bool(given.uncached and given.trains and made)
     if unread:  # the outer model made a cache, or set use_cache because its config does
         changes["use_cache"] = None
@@ -250,8 +233,11 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
     return given, cached
 
 
-def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> Decision:
-    """How a forward runs.
+def decide(
+    given: Given, traits: StackTraits, cached: bool, changes: dict
+) -> tuple[Batch | None, str | None]:
+    """How a forward runs: the batch for hfpatch's layers, None where transformers' attention runs;
+    and a line for the user, or None. `changes` gets the arguments to replace.
 
     Raises:
         ValueError: documents of one row would see each other, or a layer would treat a rank's part
@@ -276,12 +262,17 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
             changes["use_cache"] = False
     if given.cache is not None or use_cache:
         _refuse_documents_beside_a_cache(given, traits)
-        return Decision(None, changes)
+        return None, None
     shared = given.sequence is not None
     if traits.mixers and shared:
         if not (traits.timed and given.tiled):
             refuse_shared_mixers(given.kind)
-        refuse_short_parts(given.T // given.sequence.size)
+        if given.T // given.sequence.size < SHORTEST_PART:
+            raise ValueError(
+                f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
+                f"{given.T // given.sequence.size}. Pad the sequences, or share them between fewer "
+                "ranks."
+            )
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
     batch = Batch(
@@ -300,8 +291,8 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     if why is not None:
         if shared:
             raise not_exchanged(why)
-        return _by_transformers(given, traits, why, changes)
-    return Decision(batch, changes)
+        return None, _by_transformers(given, traits, why, changes)
+    return batch, None
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
@@ -317,8 +308,10 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
         )
 
 
-def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> Decision:
-    """The forward with transformers' attention. ValueError where documents would see each other."""
+def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> str | None:
+    """The line for the user of a forward with transformers' attention. ValueError where documents
+    would see each other.
+    """
     if given.rows_mask is not None and given.packed:
         # Given a mask, transformers does not look for documents.
         changes["attention_mask"] = None
@@ -328,7 +321,7 @@ def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict)
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
     line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."
     # The report tells of a stack that cannot have hfpatch's attention.
-    return Decision(None, changes, line if traits.ours and given.tiled and given.trains else None)
+    return line if traits.ours and given.tiled and given.trains else None
 
 
 def cached_tokens(cache) -> int | None:
@@ -338,8 +331,3 @@ def cached_tokens(cache) -> int | None:
         return int(cache.get_seq_length())
     except ValueError:
         return None
-
-
-def is_empty(cache) -> bool:
-    """Whether this is a plain KV cache without tokens."""
-    return type(cache) is DynamicCache and cached_tokens(cache) == 0

@@ -9,20 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    hooks_on_all,
     modules_in,
     modules_of,
-    name_attention,
     submodule,
     transforming,
 )
-from hfpatch.context.attention import CAUSAL_NAME
+from hfpatch.context import attention  # noqa: F401 (registers ours)
 from hfpatch.context.classes import KeepsSignature, package_of, replaced_forward
 from hfpatch.context.current import (
     asks_for_hidden_states,
@@ -34,7 +31,6 @@ from hfpatch.context.current import (
 )
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
-    attends_to_all_before,
     refuse_shared_mixers,
     refuse_training_over_a_device_map,
     shared_in_a_graph,
@@ -97,7 +93,7 @@ class OurAttention(KeepsSignature):
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
         if torch.compiler.is_compiling():
-            return self._hfpatch_traced(kwargs)
+            return _run_compiled(self, kwargs)
         if current.causal:
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
@@ -108,16 +104,9 @@ class OurAttention(KeepsSignature):
         layers = list_of_layers(self) or ()
         hooked = {self, *modules_of(self).values()} - {None}
         for module in layers:
-            layer = module if isinstance(module, UntiledLayer) else _wrapped(module)
+            # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
+            layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
             hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
-        if (
-            kwargs.get("pixel_values") is not None
-            and "pixel_values" not in self._hfpatch_positional
-        ):
-            raise ValueError(
-                f"hfpatch: a {type(self).__name__} takes text alone, got pixel_values. Leave them "
-                "out, or load the model with its images."
-            )
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
@@ -127,8 +116,8 @@ class OurAttention(KeepsSignature):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
             if given is not None and given.sequence is not None:
                 raise not_exchanged("a model with a device map or offloaded weights")
-            return self._hfpatch_declined(kwargs)
-        batch = None if given is None else self._hfpatch_batch(given, kwargs)
+            return _run_stock(self, kwargs)
+        batch = None if given is None else _batch_of(self, given, kwargs)
         if runtime is not None and runtime.exchange is not None:
             # Ranks that send tokens to each other's experts must run equal numbers of tiles.
             sizes = (0, 0) if batch is None else (batch.B, batch.T)
@@ -138,101 +127,80 @@ class OurAttention(KeepsSignature):
         elif batch is not None:
             batch.packed = packed_row(given, self._hfpatch_traits, layers, batch)
         if batch is None:
-            return self._hfpatch_declined(kwargs)
-        return self._hfpatch_ours(batch, kwargs)
-
-    def _hfpatch_ours(self, batch: Batch, kwargs):
-        if kwargs.get("attention_mask") is None:
-            # Without a mask, transformers looks for documents itself, which waits for the device.
-            # `batch` has the documents already.
-            kwargs["attention_mask"] = torch.ones(
-                batch.B, batch.t, dtype=torch.bool, device=batch.device
-            )
-        if self._hfpatch_runtime is not None:
-            self._hfpatch_runtime.begin(batch.device)
-        with our_attention(self._hfpatch_configs, batch):
-            return self._hfpatch_stock(kwargs)
-
-    def _hfpatch_traced(self, kwargs):
-        """The forward under torch.compile, where transformers always builds a [T, T] mask.
-
-        Tiled layers are autograd functions that run nested graphs, so a stack with them runs
-        outside the compiled graph. Plain causal rows need no mask, so the config names an attention
-        without a mask for them.
-        """
-        config, runtime = self.config, self._hfpatch_runtime
-        if self.training and torch.is_grad_enabled():
-            packed = kwargs.get("attention_mask") is not None
-            packed = packed and kwargs.get("position_ids") is not None
-            if packed or runtime is not None:
-                return _outside(self, kwargs)
-        if runtime is not None and runtime.weights.on:
-            return _outside(self, kwargs)
-        if shared_in_a_graph(attention_of(config), self.training):
-            return _outside(self, kwargs)
-        if kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        plain = not kwargs["use_cache"] and attention_of(config) == "sdpa"
-        for name in ("attention_mask", "position_ids", *CACHE_NAMES, "cu_seq_lens_q", "is_causal"):
-            plain = plain and kwargs.get(name) is None
-        if not plain or not _full_attention(config):
-            return self._hfpatch_stock(kwargs)
-        name_attention(config, CAUSAL_NAME)
-        try:
-            return self._hfpatch_stock(kwargs)
-        finally:
-            name_attention(config, "sdpa")
-
-    def _hfpatch_whole_layers(self) -> int:
-        """A hash of which layers run untiled in training; 0 outside training."""
-        if self._hfpatch_runtime is None or not (self.training and torch.is_grad_enabled()):
-            return 0
-        layers = [m for m in list_of_layers(self) or () if isinstance(m, UntiledLayer)]
-        whole = [i for i, layer in enumerate(layers) if look(layer).reason]
-        return hash((bool(hooks_on_all()), *whole))
-
-    def _hfpatch_declined(self, kwargs):
-        with having(declined=True):
-            return self._hfpatch_stock(kwargs)
-
-    def _hfpatch_batch(self, given: Given, kwargs) -> Batch | None:
-        """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
-        with the changes that `decide` returns.
-        """
-        changes = {}
-        given, cached = without_unread_cache(given, changes)
-        if given.sequence is not None:
-            asked = kwargs.get("output_router_logits")
-            if getattr(self.config, "output_router_logits", False) if asked is None else asked:
-                raise not_exchanged("a balancing loss of experts (output_router_logits)")
-            whole = self._hfpatch_whole_layers()
-            given = share_rows(given, whole, self._hfpatch_refuse_unasked, changes)
-        decision = decide(given, self._hfpatch_traits, cached, changes)
-        kwargs.update(decision.changes)
-        if decision.warning is not None:
-            self._hfpatch_runtime.tell(decision.warning)
-        return decision.batch
-
-    def _hfpatch_refuse_unasked(self) -> None:
-        """ValueError for layers without traits (replaced since apply(), or with another forward):
-        they may mix tokens outside attention."""
-        layers = list_of_layers(self)
-        if layers is None:
-            refuse_shared_mixers(type(self), "its layers changed after apply()")
-        for layer in layers:
-            why = replaced_forward(layer)
-            if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
-                why = why or (package_of(layer) != "torch" and "put in after apply()")
-            elif compiled_by_itself(layer):
-                known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
-                why = why or (not known and "it is compiled by itself")
-            if why:
-                refuse_shared_mixers(type(layer), why)
+            return _run_stock(self, kwargs)
+        return _run_ours(self, batch, kwargs)
 
 
-def _wrapped(module: nn.Module) -> UntiledLayer | None:
-    """The hfpatch layer inside an engine's wrapper (FSDP1, torch's checkpoint wrapper), or None."""
-    return next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
+def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
+    if kwargs.get("attention_mask") is None:
+        # Without a mask, transformers looks for documents itself, which waits for the device.
+        # `batch` has the documents already.
+        kwargs["attention_mask"] = torch.ones(
+            batch.B, batch.t, dtype=torch.bool, device=batch.device
+        )
+    if stack._hfpatch_runtime is not None:
+        stack._hfpatch_runtime.begin(batch.device)
+    with our_attention(stack._hfpatch_configs, batch):
+        return stack._hfpatch_stock(kwargs)
+
+
+def _run_compiled(stack: "OurAttention", kwargs):
+    """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
+
+    Tiled layers are autograd functions that run nested graphs, so a stack with them runs
+    outside the compiled graph.
+    """
+    runtime = stack._hfpatch_runtime
+    tiled = runtime is not None
+    # Beside a mask transformers does not look for packed documents.
+    masked = kwargs.get("attention_mask") is not None
+    outside = tiled and runtime.weights.on
+    if stack.training and torch.is_grad_enabled():
+        outside = outside or tiled or masked and kwargs.get("position_ids") is not None
+    if outside or shared_in_a_graph(attention_of(stack.config), stack.training):
+        return _outside(stack, kwargs)
+    return stack._hfpatch_stock(kwargs)
+
+
+def _run_stock(stack: "OurAttention", kwargs):
+    with having(declined=True):
+        return stack._hfpatch_stock(kwargs)
+
+
+def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
+    """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
+    with the changes that `decide` returns.
+    """
+    changes = {}
+    given, cached = without_unread_cache(given, changes)
+    if given.sequence is not None:
+        asked = kwargs.get("output_router_logits")
+        if getattr(stack.config, "output_router_logits", False) if asked is None else asked:
+            raise not_exchanged("a balancing loss of experts (output_router_logits)")
+        _refuse_unasked(stack)
+        given = share_rows(given, changes)
+    batch, warning = decide(given, stack._hfpatch_traits, cached, changes)
+    kwargs.update(changes)
+    if warning is not None:
+        stack._hfpatch_runtime.tell(warning)
+    return batch
+
+
+def _refuse_unasked(stack: "OurAttention") -> None:
+    """ValueError for layers without traits (replaced since apply(), or with another forward):
+    they may mix tokens outside attention."""
+    layers = list_of_layers(stack)
+    if layers is None:
+        refuse_shared_mixers(type(stack), "its layers changed after apply()")
+    for layer in layers:
+        why = replaced_forward(layer)
+        if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
+            why = why or (package_of(layer) != "torch" and "put in after apply()")
+        elif compiled_by_itself(layer):
+            known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
+            why = why or (not known and "it is compiled by itself")
+        if why:
+            refuse_shared_mixers(type(layer), why)
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:
@@ -249,16 +217,6 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     if said and not any(answer is None or answer for answer in said):
         kwargs["is_causal"] = False
     return any(answer is not None and not answer for answer in (kwargs.get("is_causal"), *said))
-
-
-def _full_attention(config) -> bool:
-    """Whether, by the config, attention is causal and no layer has a window or chunks, drops scores
-    or returns its probabilities."""
-    names = ("output_attentions", "attention_dropout")
-    plain = not any(getattr(config, name, None) for name in names) and getattr(
-        config, "is_causal", True
-    )
-    return plain and attends_to_all_before(config)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))

@@ -4,7 +4,7 @@ whose streams are clocks.
     simulation, device, follower = run_on_clock(model, gpu, policy, batch=1, seq_len=131072)
 
 Nothing is computed, and no GPU is needed. Each operation takes seconds of its stream: FLOPs and
-bytes over the rates of budget/hardware.py. A copy takes its bytes over the link, a launch some of
+bytes over the rates of lab/hardware.py. A copy takes its bytes over the link, a launch some of
 the host's time. Events order the streams as CUDA's do: a copy is exposed if compute waits for it.
 
 The clock models one GPU that holds weights, gradients and optimizer states. If ranks share rows, it
@@ -23,9 +23,9 @@ from unittest import mock
 
 import torch
 
-from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.policy import Policy
 from hfpatch.lab.drive import Drive, pieces
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
 from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower

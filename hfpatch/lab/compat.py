@@ -1,7 +1,5 @@
 """Private names of torch and of engines that the lab alone needs (hfpatch/compat/ has the core's)."""
 
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -21,30 +19,14 @@ def int8_product(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b)
 
 
+def holders(x: Tensor) -> tuple[int, int]:
+    """The reference counts of this tensor and of its storage in C++."""
+    return x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
 def schema_of(op):
     """An operator's schema."""
     return op._schema
-
-
-@contextmanager
-def shapes_of_out_dtype():
-    """A context in which fake tensors support addmm with out_dtype into a given tensor.
-
-    torch 2.11 decomposes it with the dtype in beta's place.
-    """
-    from torch._decomp import meta_table
-    from torch._subclasses.fake_impls import op_implementations_dict as fakes
-
-    op = torch.ops.aten.addmm.dtype_out
-    if op in meta_table or op in fakes:
-        yield
-        return
-    # An entry in the first table prevents the decomposition; the second table gives the result.
-    meta_table[op], fakes[op] = None, lambda mode, func, *args, out, **kwargs: out
-    try:
-        yield
-    finally:
-        del meta_table[op], fakes[op]
 
 
 def simulation_parts():
@@ -57,6 +39,24 @@ def simulation_parts():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return FakeTensorMode, FakeTensor, in_kernel_invocation_manager, TorchDispatchMode
+
+
+def fakes_like(fake: Tensor):
+    """A function from meta tensors to fake tensors of `fake`'s mode and device.
+
+    FakeTensor's constructor checks its arguments for as long as the rest of an operation takes.
+    """
+    attributes, kind, device = vars(fake), type(fake), fake.fake_device
+
+    def made(elem: Tensor) -> Tensor:
+        out = Tensor._make_subclass(
+            kind, elem, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(out)
+        vars(out).update(attributes)
+        return out
+
+    return made
 
 
 def keep_busy(cycles: int) -> None:

@@ -1,13 +1,10 @@
 """Helpers of measurements: wait for the device, free memory, time a call, measure limits."""
 
 import gc
-import hashlib
 import math
-import os
 import statistics
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -36,26 +33,6 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
         :200
     ]
-
-
-def tree_hash(folder: Path, without: tuple = ()) -> str:
-    """git's hash of a folder with these contents. `git rev-parse COMMIT:hfpatch` gives that of a
-    commit, so the hash finds the commit of a copy. without: names left out at the top."""
-    entries = []
-    for path in folder.iterdir():
-        if path.name in (*without, "__pycache__"):
-            continue
-        if path.is_dir():
-            entries.append((path.name + "/", b"40000", bytes.fromhex(tree_hash(path))))
-        elif path.is_file():
-            data, mode = path.read_bytes(), b"100755" if os.access(path, os.X_OK) else b"100644"
-            entries.append(
-                (path.name, mode, hashlib.sha1(b"blob %d\0" % len(data) + data).digest())
-            )
-    tree = b"".join(
-        mode + b" " + name.rstrip("/").encode() + b"\0" + sha for name, mode, sha in sorted(entries)
-    )
-    return hashlib.sha1(b"tree %d\0" % len(tree) + tree).hexdigest()
 
 
 @contextmanager
@@ -139,22 +116,6 @@ def timed(
         each.append(clock)
     gaps = [clock.gaps_ms() for clock in each]
     return [statistics.median(stage) for stage in zip(*gaps)]
-
-
-def peak_bytes(call) -> int:
-    """The peak bytes of call() beyond those allocated before it; 0 on a CPU, which counts none."""
-    if not torch.cuda.is_available():
-        call()
-        return 0
-    clean()
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = call()
-    synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del result
-    return peak
 
 
 # --- ceilings -------------------------------------------------------------------------------------

@@ -8,21 +8,20 @@ from torch import nn
 
 import hfpatch
 from hfpatch.budget.free import gpu_free, host_free
-from hfpatch.budget.hardware import GPUS, Gpu
 from hfpatch.budget.policy import Policy, describe
 from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
+from hfpatch.lab.hardware import GPUS, Gpu
 from hfpatch.lab.made import made
 from hfpatch.lab.presets import preset_config
-from hfpatch.lab.recorded import recorded
 from hfpatch.lab.shallow import Values, model_of
 from hfpatch.lab.steps import Steps
-from hfpatch.lab.watch import GiB, pinned_gib, policy_used
+from hfpatch.lab.watch import GiB, pinned_bytes, policy_used
 
 PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
 LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)
 # Shares: of the card's free memory for weights and gradients; of the host's, which others use too.
 WEIGHTS_SHARE, HOST_SHARE = 0.6, 0.7
-STEPS = 5  # of each way: the first (which takes longer, as two), two timed, one recorded
+STEPS = 4  # of each way: the first (which takes longer, as two), and two timed
 WAYS = {"auto": "auto", "host": hfpatch.Checkpointing(offload="host", every=1, plain=0)}
 
 
@@ -128,22 +127,6 @@ def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, unt
         total = torch.cuda.get_device_properties(device).total_memory
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         row |= {"peak_gib": peak / GiB, "reserved_gib": reserved / GiB, "filled": reserved / total}
-        row["pinned_gib"] = pinned_gib(model)
+        row["pinned_gib"] = pinned_bytes(model) / GiB
     if time.monotonic() < until:
         row["step_s"] = min(row["step_s"], timed())
-    if time.monotonic() < until:
-        _record(row, step)
-
-
-def _record(row: dict, step) -> None:
-    """Adds the step's split to the row. A machine may refuse its counters; timed figures stay."""
-    try:
-        found = recorded(step)
-    except Exception as error:
-        row["not_recorded"] = one_line(error)
-        return
-    if found["split_step_s"] == 0:
-        row["not_recorded"] = "the profiler gave no events"
-        return
-    names = ("attention_s", "matmul_s", "other_s", "copies_s")
-    row |= {name: found[name] for name in names} | {"exposed_copies_s": found["copy_wait_s"]}

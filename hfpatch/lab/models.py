@@ -96,10 +96,9 @@ def with_images(values: dict):
         return AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
 
 
-def config_of(model, download: bool = True) -> tuple[str, dict]:
+def config_of(model) -> tuple[str, dict]:
     """(name, config.json as a dict). A folder or file wins over a preset, a preset over the hub.
-
-    download: whether to download a config that the hub's cache lacks. ValueError without a config.
+    ValueError without a config.
     """
     if isinstance(model, dict):
         return model.get("_name_or_path") or model.get("model_type", "model"), model
@@ -127,7 +126,7 @@ def config_of(model, download: bool = True) -> tuple[str, dict]:
         values = preset_config(name)
         return values.get("_name_or_path", find_preset(name)), values
     if name.count("/") == 1 and not path.parent.exists() and not name.endswith(".json"):
-        return name, hub_config(name, download)
+        return name, hub_config(name)
     if name and Path(name).is_dir():
         raise ValueError(
             f"hfpatch: a model's folder must hold a config.json, and {name} has none. Pass another."
@@ -175,9 +174,9 @@ def _numbers(value):
     return {name: _numbers(one) for name, one in value.items()}
 
 
-def hub_config(name: str, download: bool = True) -> dict:
-    """The config.json of a model in the local cache or, with download, on the hub. Otherwise a
-    ValueError says what to fetch.
+def hub_config(name: str) -> dict:
+    """The config.json of a model in the local cache or on the hub. Otherwise a ValueError says what
+    to fetch.
     """
     try:
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -189,11 +188,6 @@ def hub_config(name: str, download: bool = True) -> dict:
         return read_config(Path(hf_hub_download(name, "config.json", local_files_only=True)))
     except (OSError, ValueError):
         pass  # not in the cache
-    if not download:
-        raise ValueError(
-            f"hfpatch: {name!r} is no preset and not in the local cache, and nothing is downloaded "
-            "here. Download its config.json and pass the file."
-        )
     try:
         # This fails at once, a download would retry.
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5)

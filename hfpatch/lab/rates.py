@@ -2,7 +2,7 @@
 Standard library only.
 """
 
-from hfpatch.budget.hardware import ATTENTION_RAMP, Gpu
+from hfpatch.lab.hardware import ATTENTION_RAMP, Gpu
 
 # Rows and columns of the output block that one processor computes at a time, and the part of a
 # block's time for which a launch waits for its last block (list scheduling wastes at most one,

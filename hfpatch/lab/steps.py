@@ -13,11 +13,11 @@ import torch
 
 from hfpatch.attention import heads
 from hfpatch.budget.cuts import heads_per_group
-from hfpatch.budget.hardware import Gpu
 from hfpatch.budget.measured import Layers
 from hfpatch.budget.policy import Policy
 from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.shallow import (
     IMPLEMENTATIONS,
     Model,
@@ -34,7 +34,7 @@ FREE = (None, None)  # the sources of copies have all the room that a run gives 
 LONG = 6  # tiles of a row beyond which a step is carried on from shorter rows
 # Longer rows are carried on from rows of at least three tiles, because in backward the first tile
 # finds no sums of gradients and the last tile no states, and of at least LEAST tokens.
-LEAST = 16384  # tokens: below, the embedding's backward and the loss go other ways
+LEAST = 12288  # tokens: below, the embedding's backward and the loss go other ways
 SQUARE = 0.02  # growth is quadratic if a tile adds more than the tile before by above this share
 
 
@@ -188,7 +188,7 @@ class Steps:
         n, period = self.model.depths(policy.every)
         while self.carried_on(tokens, policy):
             tokens //= 2
-        policy = replace(policy, keep=(), again=0)
+        policy = replace(policy, again=None)
         self._ran(tokens, None, ahead, policy, min(self.model.layers, n + period), period or n)
 
     def _deep(self, tokens: int, policy, width, ahead, deep: bool) -> Cost:
@@ -206,10 +206,9 @@ class Steps:
             return self._cost_of(run(policy, n, 0), [(partial(run, policy), n, 0, L - n, period)])
         streams = policy.frozen_weights == "host"
         fewer, period = self.model.depths(policy.every, 4 if streams else 2)
-        full = replace(policy, plain=0, again=0)
-        less = policy.of_layer(L, L)
-        less = replace(less, plain=0)
-        plain, again = min(policy.plain, L), policy.again
+        less = replace(policy, plain=0, again=None)
+        full = less if policy.again is None else replace(less, again=0)
+        plain, again = min(policy.plain, L), policy.again or 0
         few = (plain - 1) % period + 1 if plain and period else plain
         n = L
         if period:
@@ -219,7 +218,8 @@ class Steps:
         base = run(full, n, few)
         if not deep and policy.offload != "gpu":
             found = self._cost_of(base, [])
-            return replace(found, passed=found.passed * L / n)
+            host = found.host * L // max(1, n - few)  # at most
+            return replace(found, host=host, passed=found.passed * L / n)
         if n == L and again:
             base = run(replace(full, again=again), n, few)
         grow = []

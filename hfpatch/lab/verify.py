@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import is_shard
-from hfpatch.decoder.find import find_decoder, list_of_layers
+from hfpatch.decoder.find import find_decoder
 from hfpatch.lab.budget import allowed_error
 from hfpatch.lab.compat import local_part
-from hfpatch.lab.device import clean, is_out_of_memory
 from hfpatch.patch import apply, undo
 
 FEW = 16  # gradients with fewer elements are not judged
@@ -32,7 +31,6 @@ class Verified:
         distance, limit: its distance, patched against stock, and the allowed one.
         noise: its distance between two stock runs that round differently.
         gradients: the number of gradients compared.
-        layers, of_layers: the decoder layers that ran, and those of the model.
         dtype: the coarsest dtype that the model computes in.
     """
 
@@ -43,8 +41,6 @@ class Verified:
     noise: float
     limit: float
     gradients: int
-    layers: int
-    of_layers: int
     dtype: str
 
     @property
@@ -53,14 +49,11 @@ class Verified:
 
     def __str__(self) -> str:
         verdict = "agrees with" if self.ok else "DIFFERS from"
-        some = self.layers < self.of_layers
-        first = f"the first {self.layers} of {self.of_layers} layers, as all did not fit"
-        layers = first if some else "all layers"
         return (
             f"hfpatch: the patched model {verdict} stock: loss {self.loss:.6g} against "
             f"{self.stock_loss:.6g}; of {self.gradients} gradients and the loss the worst, "
             f"{self.worst}, is {self.distance:.2g} of its size away, where rounding alone moves it "
-            f"by {self.noise:.2g} and {self.limit:.2g} is allowed ({self.dtype}, {layers})."
+            f"by {self.noise:.2g} and {self.limit:.2g} is allowed ({self.dtype})."
         )
 
 
@@ -79,8 +72,7 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
     The runs use copies of the modules that share the model's parameters. The model keeps its
     weights, .grad, training flag, random state and patch. Copies run in training mode without
     dropout. A patched model is compared under its own settings (under apply's defaults if it was
-    patched with loss=False). If a step does not fit the memory, fewer layers run, and the result
-    says how many.
+    patched with loss=False).
 
     Args:
         model: a causal language model of transformers, stock or patched, plain or wrapped by PEFT;
@@ -93,35 +85,24 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
         A `Verified`: print it, or read its `ok`.
 
     Raises:
-        ValueError: the model or batch cannot be compared, or not even one layer fits the memory.
+        ValueError: the model or batch cannot be compared.
 
     >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
     """
-    decoder = _decoder(model)
+    _expect_decoder(model)
     batch = _batch(model, batch)
-    total = layers = len(decoder.layers)
-    while True:
-        found = _try(model, batch, layers)
-        if found is not None:
-            return Verified(**found, layers=layers, of_layers=total)
-        clean()
-        if layers == 1:
-            why = "a step of one layer must fit the memory, and does not"
-            raise ValueError(f"hfpatch: {why}. Pass fewer or shorter rows.")
-        layers //= 2
+    return _compared(model, batch)
 
 
-def _decoder(model: nn.Module):
+def _expect_decoder(model: nn.Module) -> None:
     if any(is_shard(p) or local_part(p) is not p for p in model.parameters()):
         why = "parameters must be whole, and some are sharded"
         raise ValueError(f"hfpatch: {why}. Call verify() before an engine wraps the model.")
-    decoder = find_decoder(model)
-    if decoder is None:
+    if find_decoder(model) is None:
         raise ValueError(
             "hfpatch: the model must have a list of decoder layers, and none was found in "
             f"{type(model).__name__}. Pass a causal language model of transformers."
         )
-    return decoder
 
 
 def _batch(model: nn.Module, batch: Mapping) -> dict:
@@ -143,18 +124,8 @@ def _batch(model: nn.Module, batch: Mapping) -> dict:
     return {"use_cache": False, **batch}
 
 
-def _try(model: nn.Module, batch: dict, layers: int) -> dict | None:
-    """The fields of Verified from three runs; None if memory ran out."""
-    try:
-        return _compared(model, batch, layers)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return None  # outside of the handler: the traceback's frames hold tensors
-
-
-def _compared(model: nn.Module, batch: dict, layers: int) -> dict:
-    with _copied(model, layers) as stock:
+def _compared(model: nn.Module, batch: dict) -> Verified:
+    with _copied(model) as stock:
         wanted = _step(stock, batch)
         # On the host: the device holds the gradients of one step at a time.
         wanted = {name: g.cpu() for name, g in wanted.items()}
@@ -163,7 +134,7 @@ def _compared(model: nn.Module, batch: dict, layers: int) -> dict:
     rounding.expect_layers(find_decoder(stock))
     noise = {name: _distance(noisy[name], g) for name, g in wanted.items()}
     del noisy, stock
-    with _copied(model, layers, patched=True) as ours:
+    with _copied(model, patched=True) as ours:
         got = _step(ours, batch)
     apart = {n: _distance(got[n], g) if n in got else math.inf for n, g in wanted.items()}
     middle = statistics.median(noise.values())
@@ -173,16 +144,16 @@ def _compared(model: nn.Module, batch: dict, layers: int) -> dict:
         lost = max(noise[name], middle)
         limits[name] = lost + allowed_error(lost, rounding.step)
     worst = max(apart, key=lambda name: _share(apart[name], limits[name]))
-    return {
-        "loss": got["loss"].item(),
-        "stock_loss": wanted["loss"].item(),
-        "worst": worst,
-        "distance": apart[worst],
-        "noise": noise[worst],
-        "limit": limits[worst],
-        "gradients": len(wanted) - 1,
-        "dtype": rounding.dtype,
-    }
+    return Verified(
+        loss=got["loss"].item(),
+        stock_loss=wanted["loss"].item(),
+        worst=worst,
+        distance=apart[worst],
+        noise=noise[worst],
+        limit=limits[worst],
+        gradients=len(wanted) - 1,
+        dtype=rounding.dtype,
+    )
 
 
 def _share(distance: float, limit: float) -> float:
@@ -190,10 +161,8 @@ def _share(distance: float, limit: float) -> float:
 
 
 @contextmanager
-def _copied(model: nn.Module, layers: int, patched: bool = False):
-    """A context with a copy of the modules, without dropout, that shares the model's parameters.
-
-    layers: the number of its first layers that the copy keeps."""
+def _copied(model: nn.Module, patched: bool = False):
+    """A context with a copy of the modules, without dropout, that shares the model's parameters."""
     try:
         made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except TypeError as error:  # a lock, a file, a generator among its attributes
@@ -203,7 +172,6 @@ def _copied(model: nn.Module, layers: int, patched: bool = False):
         raise ValueError(why) from error
     asked = next((s.keywords for m in made.modules() if (s := vars(m).get("_hfpatch_beside"))), {})
     undo(made)
-    del list_of_layers(find_decoder(made).stack)[layers:]
     made.train()
     _without_dropout(made)
     try:

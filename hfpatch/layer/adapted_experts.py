@@ -44,7 +44,7 @@ def experts_in(modules: list[nn.Module]) -> tuple[dict, list]:
     return layouts, [(chain, base) for chain, base in chains if base in layouts]
 
 
-def experts_forwards(layouts: dict, chains: list, taken, *, weight_of, adding) -> list:
+def experts_forwards(layouts: dict, chains: list, taken, adding) -> list:
     """(module, forward) pairs of a layer's experts, beside those of `taken`, and of PEFT's
     wrappers.
 
@@ -52,17 +52,17 @@ def experts_forwards(layouts: dict, chains: list, taken, *, weight_of, adding) -
 
     Args:
         layouts, chains: from experts_in.
-        weight_of, adding: see parts.experts.run.
+        adding: see parts.experts.run.
     """
-    found, settings = [], {"weight_of": weight_of, "adding": adding}
+    found = []
     for m, layout in layouts.items():
         if "forward" in vars(m):
             found.append((m, partial(_inside_an_engine, m.config, m.forward)))
         elif m not in taken:
-            found.append((m, partial(experts.run, m, layout=layout, **settings)))
+            found.append((m, partial(experts.run, m, layout=layout, adding=adding)))
     for chain, base in chains:
         if "forward" not in vars(base):
-            found.append((chain[0], partial(_forward, chain, base, weight_of)))
+            found.append((chain[0], partial(_forward, chain, base)))
     return found
 
 
@@ -74,9 +74,9 @@ def _inside_an_engine(config, forward, *args) -> Tensor:
         return forward(*args)
 
 
-def _forward(chain: list, base: nn.Module, weight_of, x: Tensor, *args, **kwargs) -> Tensor:
+def _forward(chain: list, base: nn.Module, x: Tensor, *args, **kwargs) -> Tensor:
     """Replaces the forward of the outermost wrapper, chain[0]."""
-    weights = None if kwargs else experts.weights_of(base, weight_of)
+    weights = None if kwargs else experts.weights_of(base)
     factors = None if weights is None else _factors(chain, weights[0].dtype)
     if factors is None:
         return type(chain[0]).forward(chain[0], x, *args, **kwargs)

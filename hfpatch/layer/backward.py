@@ -23,8 +23,8 @@ Tensors in memory, besides those that the forward kept (kept.py), in the order A
     D     by tiles    added to     -         dq, dk, dv            -            -
 
 x is fetched in A, B and D (kept.PASSES). Attention outputs in the store fill whole buffers, tile by
-tile, in A. dx uses dy's memory if nothing else refers to it (privacy.py). Short of memory, it waits
-on the host during C (Policy.parks_dx).
+tile, in A. dx has memory of its own: autograd, a hook or a caller may hold dy.
+Short of memory, dx waits on the host during C (Policy.parks_dx).
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class Backward:
     douts: list | None = None
     dsinks: list | None = None
 
-    def run(self, dy: Tensor, private: bool, next_call) -> Tensor | None:
+    def run(self, dy: Tensor, next_call) -> Tensor | None:
         """Runs the phases. Returns dx or None. next_call: the call whose backward is next; its
         first tiles are prefetched.
         """
@@ -74,9 +74,9 @@ class Backward:
         if len(call.bounds) == 1:
             self.one_tile(dy)
         elif call.outs or not call.mixes:
-            self.outs_kept(dy, private)
+            self.outs_kept(dy)
         else:
-            self.outs_again(dy, private)
+            self.outs_again(dy)
         return self.dx
 
     # -- the orders --------------------------------------------------------------------------------
@@ -111,32 +111,30 @@ class Backward:
                 self.dx = dx if self.dx is None else self.dx.add_(dx)
         next(held, None)  # frees its slot
 
-    def outs_kept(self, dy: Tensor, private: bool) -> None:
-        self.after_backward(dy, private)
+    def outs_kept(self, dy: Tensor) -> None:
+        self.after_backward(dy)
         if self.call.mixes:
             self.before_again()
             self.attend_backward(self.call.whole_outs(None), self.qkv)
             self.before_backward()
 
-    def outs_again(self, dy: Tensor, private: bool) -> None:
+    def outs_again(self, dy: Tensor) -> None:
         self.before_again()
         self.outs, self.lses = self.call.attend(self.qkv, again=True)
         self.call.queue.transfers.settle()
-        self.after_backward(dy, private)
+        self.after_backward(dy)
         self.attend_backward(self.call.whole_outs(self.outs), self.qkv)
         self.before_backward()
 
     def _tiles(self):
         """(index, x, outs, gate and up) of each tile of the next pass."""
-        return self.call.parts.phase(self.call.tiles(next(self.passes)))
+        return self.call.tiles(next(self.passes))
 
     # -- A -----------------------------------------------------------------------------------------
-    def after_backward(self, dy: Tensor, private: bool) -> None:
+    def after_backward(self, dy: Tensor) -> None:
         call, need_x = self.call, self.need_x
         parts = call.parts
-        dx = None
-        if need_x:
-            dx = dy if private else torch.empty_like(dy, memory_format=torch.contiguous_format)
+        dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))
         for index, x_t, out_t, gates in self._tiles():
             a, b = call.bounds[index]
@@ -148,23 +146,17 @@ class Backward:
             if need_x:
                 dx[:, a:b] = dx_t
             if self.douts is None:
-                self.douts = self._whole_douts(douts_t)
+                tokens = call.bounds[-1][1]
+                self.douts = [d.new_empty(d.shape[0], tokens, *d.shape[2:]) for d in douts_t]
             for dout, dout_t in zip(self.douts, douts_t):
                 dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
         if need_x and call.mixes and call.policy.parks_dx:
             self.parked = [call.queue.transfers.save(dx)]
             call.queue.transfers.settle()
-            # dx may be dy, which frames of autograd and of callers still hold: this frees its memory.
-            dx.data = dx.new_empty(0)
+            dx = None
         self.dx = dx
         self.weights.round()
-
-    def _whole_douts(self, douts: list[Tensor]) -> list:
-        call = self.call
-        tokens = call.bounds[-1][1]
-        rows = zip(douts, call.attention.counts())
-        return [call.attention.room(d, tokens, n) for d, n in rows]
 
     # -- B -----------------------------------------------------------------------------------------
     def before_again(self) -> None:
@@ -202,7 +194,6 @@ class Backward:
         call = self.call
         parts = call.parts
         for saved in self.parked:
-            # A tensor of its own, not a view: the layer before may overwrite it.
             self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
             call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         grads = list(map(call.cut, self.qkv))

@@ -75,7 +75,7 @@ class LayerCall(Kept):
     def before(self, tiles) -> list[Tensor]:
         """q, k, v of whole rows, from an iterable of (index, x tile), without a graph."""
         whole = None
-        for index, x_t in self.parts.phase(tiles):
+        for index, x_t in tiles:
             a, b = self.bounds[index]
             parts = self.parts.before(x_t, a, b)
             if len(self.bounds) == 1:
@@ -94,7 +94,7 @@ class LayerCall(Kept):
         """
         x_tiles, out_tiles = self.cut(x_BTD), list(map(self.cut, outs))
         whole = None
-        for a, b in self.parts.phase(self.bounds):
+        for a, b in self.bounds:
             noted: list | None = [] if noting else None
             outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
@@ -167,12 +167,12 @@ class LayerCall(Kept):
         self.x = self.on_device(x)
         transfers.settle()
 
-    def backward(self, dy_BTD: Tensor, dextras: tuple, private: bool, need_x: bool, retain: bool):
+    def backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, retain: bool):
         """(dx or None, gradients of the wanted arguments and of the trained tensors). Only a tile
         has a graph.
 
         dextras: gradients of the recorded tensors, then of keys and values that later layers took;
-        private: dy may be overwritten; retain: the graph stays for another pass.
+        retain: the graph stays for another pass.
         """
         queue, parts = self.queue, self.parts
         queue.begin()
@@ -196,7 +196,7 @@ class LayerCall(Kept):
             parts.again(weights, len(self.bounds) > 1) as darguments,
         ):
             recorded, left = dextras[:n], dextras[n:]
-            dx = Backward(self, need_x, weights, recorded, left).run(dy_BTD, private, before)
+            dx = Backward(self, need_x, weights, recorded, left).run(dy_BTD, before)
             weights.round()
         if not retain:
             self.release()

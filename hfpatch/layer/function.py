@@ -1,26 +1,21 @@
 """A tiled layer in autograd's graph: one node, with the forward and backward of layer/call.py."""
 
-import sys
 import weakref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import autocast_dtype, holders, is_fake, keeps_graph, version
-from hfpatch.layer.arguments import Arguments
+from hfpatch.compat import is_fake, keeps_graph, version
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.graph_bytes import measured
 from hfpatch.layer.parts import spares_gates
-from hfpatch.layer.privacy import is_private
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
 from hfpatch.parallel.exchange import ExchangedAttention
-from hfpatch.parts.quantised import holds_packed
 
 
 class LayerFunction(torch.autograd.Function):
@@ -53,38 +48,9 @@ class LayerFunction(torch.autograd.Function):
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
                 "the first of two."
             )
-        # on a line of its own, as in _Probe: an argument list holds a reference too
-        held = sys.getrefcount(dy), *holders(dy)
-        private = is_private(dy, held, call.runtime.private.get(type(dy), ()))
         with call.runtime.turn, measured(call.step, call.layer):
-            dx, grads = call.backward(dy, dextras, private, ctx.needs_input_grad[1], keeps_graph())
+            dx, grads = call.backward(dy, dextras, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads
-
-
-def parts_of(
-    layer: nn.Module,
-    x: Tensor,
-    args,
-    kwargs: dict,
-    batch,
-    condition,
-    *,
-    records: tuple[str, ...] | None = (),
-) -> Traced:
-    """One call of a layer.
-
-    Args:
-        x: hidden states [B, T, D]; args, kwargs: the layer's other arguments.
-        batch: context.masks.Batch; condition: layer.condition.Condition.
-        records: keys of tensors that transformers records inside; None if it records nothing.
-    """
-    return Traced(
-        layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
-        layer._hfpatch_configs, batch,
-        records=records, condition=condition, rng={} if condition.draws else None,
-        dequantized=DequantizedWeights() if any(map(holds_packed, condition.experts[0])) else None,
-        autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
-    )  # fmt: skip
 
 
 def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tensor]:
@@ -94,12 +60,10 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
     needed.
     """
     layer = parts.layer
-    if policy.again:
-        policy = policy.of_layer(layer._hfpatch_index, runtime.n_layers)
     then = ForwardState(layer, [layer, *parts.condition.snapshot.inside], parts.condition)
     tensors = [*parts.wanted, *then.wanted]
     timed = None
-    if policy.chain and parts.traits.carries is not None:
+    if parts.traits.carries is not None and not then.gathered:
         timed = in_time(parts, policy, runtime, x)
     sequence = parts.batch.sequence
     attention = Attention(policy.wide) if sequence is None else ExchangedAttention(sequence)
@@ -112,13 +76,8 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
         call.queue = runtime.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
-    if policy.keep:
+    if policy.keeps_gates(layer._hfpatch_index, runtime.n_layers):
         call.keeps_gates = policy.every == 1 and spares_gates(layer, parts.traits, x.device.type)
-        if not call.keeps_gates and runtime.checkpointing.keep != "auto":
-            runtime.tell(
-                f"{type(layer).__name__}s compute gate and up again: keeping them spares nothing "
-                "(adapters, autocast, or another MLP)."
-            )
     meter = runtime.meters.get(x.device)
     call.step = meter and meter.step
     runtime.link(call, x)

@@ -201,34 +201,16 @@ class Kept:
 
     def whole_outs(self, outs):
         """A function that returns group g's whole attention output, for g in order. Each is freed
-        after use, or fetched one ahead.
+        after use.
 
         outs: the outputs, if they were recomputed.
         """
-        kept = self.outs
-        if outs is None and self.out_buffers is not None:
-            outs = self.out_buffers
-        if outs is not None:
+        outs = self.out_buffers if outs is None else outs
+        if outs is None:  # they never left the device
+            return lambda g: self.outs[g].tensor()
 
-            def take(g):
-                out, outs[g] = outs[g], None
-                return out
+        def take(g):
+            out, outs[g] = outs[g], None
+            return out
 
-            return take
-        if kept[0].resident:
-            return lambda g: kept[g].tensor()
-        return one_ahead(lambda g: self.ticket(kept[g : g + 1]), len(kept))
-
-
-def one_ahead(fetch, count: int):
-    """A function that returns the i-th ticket's tensor, for i from 0 on, while the next is in
-    flight.
-    """
-    tickets = {0: fetch(0)}
-
-    def take(i):
-        if i + 1 < count:
-            tickets[i + 1] = fetch(i + 1)
-        return tickets.pop(i).wait()[0]
-
-    return take
+        return take

@@ -20,7 +20,7 @@ import weakref
 from dataclasses import asdict, dataclass, field, replace
 
 from hfpatch.budget.free import to_come
-from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, climb, tile_bytes
+from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, Plan, climb, tile_bytes
 from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing, Policy
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.gauge import Counters, Gauge
@@ -35,7 +35,7 @@ class Forward:
 
     Attributes:
         room: bytes that the sources of copies may take while the current layer runs.
-        open: (kind, bytes that stood) of an untiled layer that runs now.
+        open: (index, kind, bytes that stood) of an untiled layer that runs now.
         kept: bytes that untiled layers kept.
         clocks: events as it began and ended.
         ends: the counters as it ended.
@@ -77,14 +77,12 @@ class Step:
 
     Attributes:
         key: of its Call. base: the counters as it began. rows: tokens of its batch.
-        plan: which layers run untiled, by the kinds `told`; share: of the card that stays free.
-        need: bytes beside what these keep. coming: of gradients that do not exist yet.
+        plan: budget.measured.Plan; ran: which layers ran untiled; kinds: of the layers that ran.
+        share: of the card that stays free. coming: bytes of gradients that do not exist yet.
         gate_up: bytes per token that go to the host where they are kept.
-        working: the most bytes of a tiled layer. ahead: that the sources of copies may take at
-            most.
+        ahead: bytes that the sources of copies may take at most.
         last: the last counters read. over: its backward needs no more memory.
         whole: its layers cannot be tiled.
-        firm: ranks run the plan alike, whatever is free as a layer begins.
     """
 
     meter: "Meter"
@@ -93,23 +91,23 @@ class Step:
     last: Counters
     limit: int
     rows: int = 0
-    policy: Policy | None = None
-    plan: list = field(default_factory=list)
+    plan: Plan | None = None
     ran: list = field(default_factory=list)
     kinds: list = field(default_factory=list)
-    need: float = 0.0
     share: float = UNSURE
     coming: int = 0
-    planned: float = 0.0
     gate_up: int = 0
-    working: float = 0.0
     ahead: int = 0
-    told: list = field(default_factory=list)
     over: bool = False
     whole: bool = False
-    firm: bool = False
     forward: Forward = field(default_factory=Forward)
     backward: Backward = field(default_factory=Backward)
+
+    @property
+    def planned(self) -> float:
+        """The most bytes that the step is planned to take, 0 if nothing was measured."""
+        top = 0.0 if self.plan is None else self.plan.top
+        return top and self.base.allocated + top
 
     @property
     def first(self) -> int | None:
@@ -151,12 +149,11 @@ class Meter:
         self.step = None  # a step whose graph is gone is not in `steps` from here on
         parameters = list(self.parameters() or ())
         self.trained = sum(p.numel() for p in parameters if p.requires_grad)
-        coming = to_come(parameters, device=self.gauge.device)
+        coming = to_come(parameters, self.gauge.device)
         dtype, waiting = autocast_dtype(self.gauge.device.type), sum(not s.over for s in self.steps)
         key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
         self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
         self.step.kinds = [None] * self.n_layers
-        self.step.plan = [False] * self.n_layers
         self.step.ran = [False] * self.n_layers
 
     def _close(self, step: Step, now: Counters) -> None:
@@ -186,8 +183,8 @@ class Meter:
             less = max(UNSURE * self.card, kept / 2)
             reached = step.planned if kept else step.limit
             self.spare = max(self.spare, int(step.limit - step.share * self.card - reached + less))
-            if not kept and step.policy is not None:
-                self.tile_most = max(TILES[0], step.policy.tile // 2)
+            if not kept and step.plan is not None:
+                self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
         else:
             self.spare = max(self.spare, int(SURE * self.card))
         self.why = "memory ran out" if ran_out else "memory was short"
@@ -206,34 +203,29 @@ class Meter:
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
         return next(found, None), False
 
-    def plan(
-        self, first: Policy, settings: Checkpointing, able: Layers, rows: int, grows: bool = True
-    ) -> Policy:
-        """The policy of the step that begins. first: of one of which nothing is known; grows:
-        whether layers may keep more."""
+    def plan(self, first: Policy, settings: Checkpointing, able: Layers, rows: int) -> Policy:
+        """The policy of the step that begins. first: of one of which nothing is known."""
         step = self.step
         call, own = self._call_of(step.key)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
-        step.policy, step.gate_up = first, able.gate_up
-        if not grows:
-            settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
+        step.plan, step.gate_up = Plan(first, untiled=[False] * self.n_layers), able.gate_up
         if call is not None:
             step.share = min(UNSURE, SURE + self.gaps / self.card) if own and call.sure else UNSURE
             room = step.limit - step.base.allocated - step.share * self.card - self.spare
             room -= 0 if own else step.coming
-            found = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
-            step.policy, step.plan, step.need = found.policy, found.untiled, found.need
-            step.working = found.tiled - call.gradients
-            step.ahead = grows * COPIES * (able.wide + able.gate_up) * rows
-            step.told, step.planned = list(call.kinds), step.base.allocated + found.top
-        return step.policy
+            step.plan = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
+            if settings.aim != "least":
+                step.ahead = COPIES * (able.wide + able.gate_up) * rows
+        return step.plan.policy
 
     def firm(self, policy: Policy) -> None:
         """The step runs as other ranks do, whatever is allocated as its layers begin."""
-        self.step.policy, self.step.firm = policy, True
-        self.step.plan = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
+        plan = self.step.plan = self.step.plan or Plan(policy)
+        plan.policy = policy
+        plan.firm = True
+        plan.untiled = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
 
     def free(self) -> int:
         """Bytes of the device that a first step may take, beside its gradients and an optimizer's
@@ -253,7 +245,7 @@ class Meter:
 
     def words(self) -> str:
         """What the planned step takes, for the line of a policy."""
-        if not any(self.step.plan) or self.step.planned > self.step.limit:
+        if not any(self.step.plan.untiled) or self.step.planned > self.step.limit:
             return ""
         return (
             f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB of the device"
@@ -266,30 +258,32 @@ class Meter:
         waiting: bytes of the sources of copies, which are freed when their memory is needed.
         """
         step, now = self.step, self._read()
-        solid = now.allocated - waiting
+        plan, solid = step.plan, now.allocated - waiting
         self._ends(solid)
         limit = step.limit - step.share * self.card - self.spare
         # More than `ahead` where the step's peak, which comes later, leaves room for it.
-        most = max(step.ahead, step.planned - solid - step.working)
-        step.forward.room = max(0, int(min(most, limit - solid - step.working)))
+        most = max(step.ahead, step.planned - solid - plan.working)
+        step.forward.room = max(0, int(min(most, limit - solid - plan.working)))
         if not step.forward.clocks:
             step.forward.clocks.append(self.gauge.clock())
         step.kinds[index], step.last = kind, now
         if kind is not None:
             self.kinds.setdefault(kind, Kind())
-        if kind is None or not step.plan[index]:
+        if kind is None or not plan.untiled[index]:
             return False
-        later = (n for n, plan in zip(step.told[index + 1 :], step.plan[index + 1 :]) if plan)
+        later = (n for n, untiled in list(zip(plan.kinds, plan.untiled))[index + 1 :] if untiled)
         costs = self.kinds[kind].cost + sum(self.kinds[name].cost for name in later)
-        left = limit - solid - costs * step.rows - step.need
-        if (left < 0 or not self.kinds[kind].known) and not step.firm:
-            step.plan[index] = False
+        kept = solid + costs * step.rows
+        left = limit - kept - plan.need
+        if (left < 0 or not self.kinds[kind].known) and not plan.firm:
+            plan.untiled[index] = False
             return False
-        step.forward.open = (kind, solid)
+        step.forward.open = (index, kind, solid)
         step.ran[index] = True
-        step.forward.room = (
-            0 if self.kinds[kind].kept is None else max(0, int(min(step.ahead, left)))
-        )
+        # Sources of copies do not raise the peak that was announced.
+        most = step.planned - kept if step.planned else left
+        room = max(0, int(min(step.ahead, left, most)))
+        step.forward.room = 0 if self.kinds[kind].kept is None else room
         return True
 
     def _ends(self, solid: int) -> None:
@@ -297,10 +291,12 @@ class Meter:
         step = self.step
         if step.forward.open is None:
             return
-        name, before = step.forward.open
+        index, name, before = step.forward.open
         step.forward.open = None
         kept = max(0, solid - before)
-        self.kinds[name].kept = kept / step.rows
+        # the first one keeps its input, which later ones share with the layer before
+        if self.kinds[name].kept is None or any(step.ran[:index]):
+            self.kinds[name].kept = kept / step.rows
         step.forward.kept += kept
 
     def ended(self) -> None:
@@ -360,10 +356,11 @@ class Meter:
 
     def _tiled(self, step: Step, now: Counters | None) -> None:
         """The backward of the first layer has ended; now: the counters, None if it was not seen."""
-        call, base, policy = self.calls.get(step.key), step.base.allocated, step.policy
+        call, base = self.calls.get(step.key), step.base.allocated
         step.over = step.backward.closed = True
-        if call is None or policy is None:
+        if call is None:
             return
+        policy = step.plan.policy
         if now is not None:
             call.gradients = max(0, now.allocated - base)
         if not step.backward.exact:
@@ -373,7 +370,7 @@ class Meter:
                 step.backward.top = step.last.peak
             else:  # scratch of kernels was not sampled
                 step.backward.top += (step.backward.top - base) // 4
-        gates = step.gate_up if "gate_up" in policy.keep else 0
+        gates = 0 if policy.again is None else step.gate_up
         tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
         call.tiled.put(step.rows, max(0, step.backward.top - base - call.gradients - tile))
 

@@ -80,7 +80,6 @@ class Policies:
         self.spare = 0
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
-        self._last_index = 0  # of the layer that last requested a policy
 
     @property
     def transfers(self) -> Transfers | None:
@@ -99,9 +98,7 @@ class Policies:
         return self.meters[device]
 
     def begin(self, device: torch.device) -> None:
-        """Called by the stack before its layers' forward, or by the first layer if a user calls
-        layers directly.
-        """
+        """Called by the stack before its layers' forward, or by a layer that a user calls before."""
         for queue in self.queues.values():
             queue.begin()
         meter, self.spare = self.meter_of(device), 0
@@ -117,11 +114,10 @@ class Policies:
         (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
         hold what the settings demand.
         """
-        device, index, training = x_BTD.device, layer._hfpatch_index, torch.is_grad_enabled()
-        begins = self._begun or index <= self._last_index
-        if begins and not self._begun or device not in self.meters:
+        device, training = x_BTD.device, torch.is_grad_enabled()
+        if device not in self.meters:
             self.begin(device)
-        self._begun, self._last_index, self.sequence = False, index, sequence
+        begins, self._begun, self.sequence = self._begun, False, sequence
         meter, B, T = self.meters[device], *x_BTD.shape[:2]
         # Close lengths have one first policy, chosen for the longest of them.
         longest = T if meter is None else rounded(T)
@@ -201,31 +197,22 @@ class Policies:
         # independent of one rank's free memory
         if self.exchange is not None and settings.tile == "auto":
             settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
-        trained = self._trained(meter)
         free = self._least(group, [meter and meter.free(), self._host_free()])
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
-            chains=self._mixes(layer), sums=4 * trained // self.n_layers,
+            chains=self._mixes(layer),
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
-        frozen = settings.frozen_weights == "auto" and trained and frozen_tables(layer)
+        short = free[0] is not None and step_bytes(policy, **sizes) > free[0]
         alone = not (whole or is_sharded(layer)) and group is None and self.sequence is None
-        needs = step_bytes(policy, **sizes)
-        if frozen and alone and not self.weights.on and free[0] is not None and needs > free[0]:
+        asked = settings.frozen_weights == "auto" and not self.weights.on
+        if short and alone and asked and meter.trained and frozen_tables(layer):
             self.weights.on = True
             self.policies.clear()  # those of other lengths may let layers keep everything
             self.weights_to_host(self.owner(), x.device)
             return self._resolve(layer, T, x, whole, group)
         return policy
-
-    def _trained(self, meter: Meter | None) -> int:
-        """How many numbers train."""
-        if meter is not None:
-            return meter.trained
-        owner = self.owner()
-        found = [] if owner is None else all_parameters(owner)
-        return sum(p.numel() for p in found if p.requires_grad)
 
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
@@ -245,16 +232,15 @@ class Policies:
     def _grown(self, meter: Meter, key, first: Policy, layer, x: Tensor, begins: bool) -> Policy:
         """The policy of the step that begins, by what earlier ones have shown; then the step's."""
         step, whole, (B, T) = meter.step, key[4], x.shape[:2]
-        if begins or step.policy is None or step.whole != whole:
+        if begins or step.plan is None or step.whole != whole:
             settings = self._settings(x, layer)
-            grows = settings.aim != "least"
             traits, itemsize = layer._hfpatch_traits, x.element_size()
             columns = 0 if whole else gate_up_columns(layer, traits, x.device.type)
             queue = self.queues[x.device, first.offload].transfers
             able = Layers(
                 columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.speed.now()
             )
-            policy, step.whole = meter.plan(first, settings, able, B * T, grows), whole
+            policy, step.whole = meter.plan(first, settings, able, B * T), whole
             group = None if whole else tensor_parallel_group(layer)
             if self.sequence is not None or group is not None:
                 policy = self._agreed(meter, key, policy, group)
@@ -281,14 +267,12 @@ class Policies:
         if steps & (steps - 1) == 0:
             # Layers that keep gate and up, where that is chosen and not the user's own setting.
             chosen = self.checkpointing.keep == "auto"
-            gates = self.n_layers - own.plain - own.again if chosen and own.keep else 0
+            gates = 0 if own.again is None else self.n_layers - own.plain - own.again
             plain, tile, gates = self._least(group, [own.plain, own.tile, gates])
-            agreed = dataclasses.replace(own, plain=plain, tile=tile)
-            if chosen:
-                # `again` without `keep` would run attention again, on some ranks alone.
-                again = self.n_layers - plain - gates if gates else 0
-                keep = ("gate_up",) if gates else ()
-                agreed = dataclasses.replace(agreed, keep=keep, again=again)
+            again = self.n_layers - plain - gates if gates else None
+            agreed = dataclasses.replace(
+                own, plain=plain, tile=tile, again=again if chosen else own.again
+            )
         self.agreed[key] = steps, agreed
         meter.firm(agreed)
         return agreed
@@ -347,7 +331,7 @@ class Policies:
         """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
         be pinned.
         """
-        if policy.offload != "host" or policy.chain:  # layers save tensors of several sizes
+        if policy.offload != "host" or self._mixes(layer):  # they save tensors of several sizes
             return
         pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
         if free is not None and free < SCARCE_HOST:
@@ -361,7 +345,7 @@ class Policies:
             return max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)
 
         heads, head = named("num_attention_heads"), layer._hfpatch_condition.head_dim
-        saved = (layers - policy.attends_again) * policy.save_attention
+        saved = layers * policy.save_attention
         one = rows * x.shape[-1] * x.element_size()
         sizes = Counter({one // ranks: layers})
         bounds = tile_bounds(len(x), T, policy.tile)
@@ -369,7 +353,7 @@ class Policies:
         sizes[one] += policy.parks_dx and len(bounds) > 1
         sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
         sizes[rows * heads * max(4, computed)] += saved
-        if meter is not None and meter.step is not None and "gate_up" in policy.keep:
+        if meter is not None and meter.step is not None and policy.again is not None:
             for a, b in bounds:
                 sizes[x.shape[0] * (b - a) * meter.step.gate_up // 2] += 2 * (layers - policy.again)
         most = self._host_free()

@@ -1,25 +1,30 @@
-"""The state that a model's tiled layers share: policies (policies.py), the order of calls
-(chain.py), frozen weights on the host, and the lines already printed.
+"""The state that a model's tiled layers share: policies (policies.py), the order of calls, frozen
+weights on the host, and the lines already printed.
+
+A backward follows the order of calls from its end: the previous call, and when to prefetch its
+checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
+its layers one by one.
 """
 
 import copy
 import weakref
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import Turn, not_for_deepspeed
+from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.compat import Turn, gradient_is_watched, not_for_deepspeed, same_memory, version
 from hfpatch.layer import policies
-from hfpatch.layer.chain import Chain
+from hfpatch.layer.call import LayerCall
 from hfpatch.layer.policies import Policies
 from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
 from hfpatch.layer.traits import layers_in
 from hfpatch.report import say
 
 
-class LayerRuntime(Policies, Chain):
+class LayerRuntime(Policies):
     """One per patched model. A copy or a pickle starts with the same settings and nothing in
     flight.
 
@@ -28,6 +33,8 @@ class LayerRuntime(Policies, Chain):
         tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
         turn: the model's lock.
+        last_call: weak references to the last call and to its output, and how often that was
+            written to; last_held: to the last input that layer/whole.py kept and its layer's output.
     """
 
     def __init__(
@@ -37,11 +44,12 @@ class LayerRuntime(Policies, Chain):
         turn: Turn | None = None,
     ):
         Policies.__init__(self, checkpointing, n_layers)
-        Chain.__init__(self)
         self.warned: set[str] = set()
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
+        self.last_call = (lambda: None, lambda: None, 0)
+        self.last_held = None
 
     def __deepcopy__(self, memo):
         made = LayerRuntime(self.checkpointing, self.n_layers, copy.deepcopy(self.turn, memo))
@@ -65,6 +73,44 @@ class LayerRuntime(Policies, Chain):
             if report is not None:
                 report.notes.append(line)
 
+    # -- the order of calls ------------------------------------------------------------------------
+    def link(self, call: LayerCall, x: Tensor) -> None:
+        """Links a call to the previous one if x is the output of that. every > 1 forms its segments
+        here.
+        """
+        call.queue = self.queues[x.device, call.policy.offload]
+        before = self._before(x)
+        if before is not None:
+            call.previous = weakref.ref(before)
+            # a segment makes no gradient of the hidden states inside it
+            watched = call.policy.every > 1 and (x.is_leaf or gradient_is_watched(x))
+            # A segment ends where the policy changes: another one keeps its input elsewhere.
+            alike = before.policy == call.policy
+            if not watched and alike and len(before.segment) + 1 < call.policy.every:
+                call.segment = (*before.segment, before)
+
+    def _before(self, x: Tensor) -> LayerCall | None:
+        """The last call, if x is its output as it left it."""
+        # a view of the output if the hidden states are residual streams
+        last, output, count = self.last_call
+        y = output() if version(x) == count else None
+        as_given = (
+            y is x
+            or y is not None
+            and y.stride() == x.stride()
+            and y.shape == x.shape
+            and same_memory(y, x)
+        )
+        return last() if as_given else None
+
+    def ran_plain(self, layer: nn.Module, policy: Policy, x: Tensor, y) -> None:
+        """Called after a layer that keeps everything, with its output y."""
+        y = y if isinstance(y, Tensor) else y[0]
+        meter = self.meters.get(x.device)
+        if meter is not None and meter.step is not None and y.requires_grad:
+            y.register_hook(partial(_measure, meter.step, layer._hfpatch_index))
+
+    # -- frozen weights ----------------------------------------------------------------------------
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
         """Moves the frozen weights of all layers in `owner` to host memory, if they are not there
         yet.
@@ -115,6 +161,11 @@ class LayerRuntime(Policies, Chain):
         self.said.clear()
         self.agreed.clear()
         self.meters.clear()
+
+
+def _measure(step, index: int, _grad: Tensor) -> None:
+    """Tensor hook: the backward of an untiled layer begins."""
+    step.meter.untiled(step, index)
 
 
 class Waiting:

@@ -1,8 +1,8 @@
 """Keys and values that a layer computes for later ones (Gemma 3n, Gemma 4), in the dict that
 transformers passes from layer to layer.
 
-A tile gets a dict of its own. Entries that the layer reads are cut along tokens like its other
-arguments, and get their gradient. Entries that it writes are keys and values of its own attention;
+A tile gets a dict of its own. Its entries (Gemma 4 has two) are cut along tokens like the layer's
+other arguments, and get their gradient. Entries that it writes are keys and values of its own attention;
 a tiled layer returns them whole, as outputs.
 """
 
@@ -17,18 +17,12 @@ NAME = "shared_kv_states"  # transformers' name of the argument
 
 
 class SharedKeys(UserDict):
-    """The dict of one run of a layer: key -> (k, v), [B, K, T, E]. read: keys that were read;
-    written: entries that were written.
-    """
+    """The dict of one run of a layer: key -> (k, v), [B, K, T, E]. written: entries that it wrote."""
 
     def __init__(self, entries=()):
-        self.read, self.written = {}, {}
+        self.written = {}
         super().__init__(entries)
         self.written.clear()
-
-    def __getitem__(self, key):
-        self.read[key] = None
-        return super().__getitem__(key)
 
     def __setitem__(self, key, value):
         self.written[key] = value
@@ -61,16 +55,10 @@ def hands_on_keys(layer: nn.Module) -> bool:
     return NAME in inspect.signature(MADE_FROM[type(layer)].forward).parameters
 
 
-def of_its_own(kwargs: dict, keys=None) -> dict:
-    """Keyword arguments with a copy of the model's dict for this call, limited to `keys` if
-    given.
-    """
+def of_its_own(kwargs: dict) -> dict:
+    """Keyword arguments with a copy of the model's dict for this call."""
     given = kwargs.get(NAME)
-    if given is None:
-        return kwargs
-    return kwargs | {
-        NAME: SharedKeys({k: pair for k, pair in given.items() if keys is None or k in keys})
-    }
+    return kwargs if given is None else kwargs | {NAME: SharedKeys(given)}
 
 
 def left_by(written: dict, calls: list) -> dict:

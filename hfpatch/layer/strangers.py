@@ -8,7 +8,6 @@ rows of their own in why_whole.py). A layer that runs untiled calls its modules 
 checkpointing does.
 """
 
-import copy
 from pathlib import PurePath
 
 import torch
@@ -35,9 +34,7 @@ def token_wise(kind: type[nn.Module]) -> type[nn.Module]:
 
     A tile is a part of each row, so the forward must not look at other tokens, at a token's place
     in its input, or at the number of tokens. It runs again in backward, once per tile, so it must
-    not count its calls or keep its inputs. Declare the class before `apply`. A copy of the module
-    is tried on a few tokens if the width of its weight fits; it is not tiled if its result for all
-    together differs from that for each alone.
+    not count its calls or keep its inputs. Nothing checks that. Declare the class before `apply`.
 
     Args:
         kind: the class itself; derived classes need their own declaration.
@@ -68,28 +65,6 @@ def is_token_wise(kind: type) -> bool:
     return kind in _DECLARED
 
 
-def _mixes(module: nn.Module) -> bool:
-    """Whether a declared module's result for tokens together differs from that for each alone;
-    False if it cannot be tried.
-    """
-    weight = next(
-        (p for p in module.parameters() if p.dim() and p.is_floating_point() and not p.is_meta),
-        None,
-    )
-    if weight is None:
-        return False
-    try:
-        with (
-            torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []),
-            torch.no_grad(),
-        ):
-            run, x = copy.deepcopy(module).eval(), torch.randn(1, 4, weight.shape[-1]).to(weight)
-            together, alone = run(x), torch.cat([run(x[:, i : i + 1]) for i in range(4)], 1)
-    except Exception:  # of another width, sharded, on two devices
-        return False
-    return bool((together - alone).norm() > torch.finfo(weight.dtype).eps ** 0.5 * alone.norm())
-
-
 def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
     """The name of a module in a layer that nobody knows, and why; None if there is none.
 
@@ -108,10 +83,6 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
         if _own_forward(module):
             return f"{name}: {replaced_forward(module)}"
         if kind in _DECLARED:
-            if _mixes(module):
-                return (
-                    f"{name}: a {kind.__qualname__}, which is declared token-wise and mixes tokens"
-                )
             continue
         if not in_adapter and as_made and (is_quantised(module) or _projects(module, kind)):
             continue

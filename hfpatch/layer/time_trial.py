@@ -165,7 +165,7 @@ def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
 
 def _go_in_time(call, name: str, argument: str, mixer, x: Tensor, transfers) -> None:
     sequence = call.parts.batch.sequence
-    place = argument, call.policy.time_tile or call.policy.tile, transfers, call.parts.rng
+    place = argument, call.policy.tile, transfers, call.parts.rng
     time = TimeTiles(*place) if sequence is None else RankTiles(sequence, *place)
     why = None
     if time.cuts(mixer, x.shape[1]):

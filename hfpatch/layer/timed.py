@@ -2,7 +2,7 @@
 
 Such a layer is itself a mixer (mixers.py): a tile needs only its own tokens and the last states of
 the tile before. So only its input and output have whole rows. The store keeps its input and the
-first states of its tiles. Backward runs the tiles in reverse, and a tile's gradient overwrites dy.
+first states of its tiles. Backward runs the tiles in reverse.
 """
 
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class TimedCall(LayerCall):
     def prefetch(self) -> None:
         """Does nothing: backward prefetches its tiles itself."""
 
-    def backward(self, dy_BTD: Tensor, dextras: tuple, private: bool, need_x: bool, retain: bool):
+    def backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, retain: bool):
         before = None if self.previous is None else self.previous()
         following = None if before is None else before.layer
         self.queue.begin()
@@ -99,14 +99,14 @@ class TimedCall(LayerCall):
         weights = WeightGradients(self.then, several)
         self.mixer.weights = [weights]
         self.mixer.unread = True
-        dx = dy_BTD if private else dy_BTD.contiguous().clone()
+        dx = torch.empty_like(dy_BTD, memory_format=torch.contiguous_format) if need_x else None
         with (
             self.runtime.weights.again(self.layer, following),
             self._autocast(),
             weights,
             self.parts.again(weights, several),
         ):
-            self.time.backward(self.mixer, None, dx, dx if need_x else None)
+            self.time.backward(self.mixer, None, dy_BTD, dx)
             weights.round()
         if before is not None:
             before.prefetch()
@@ -135,13 +135,12 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
 def in_time(parts, policy: Policy, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
     layer, carries = parts.layer, parts.traits.carries
-    chosen = carries is not None and policy.chain > 0 and policy.every == 1
-    if not chosen or parts.records is not None or parts.wanted or runtime.shards:
+    if policy.every > 1 or parts.records is not None or parts.wanted or runtime.shards:
         return None
     if layer._hfpatch_streams is not None or parts.batch.sequence is not None:
         return None
     mixer = LayerAsMixer.of(parts)
-    tile = policy.time_tile or policy.tile
+    tile = policy.tile
     time = mixer.time = SavedTiles(carries, tile, rng=parts.rng)
     B, T = x.shape[:2]
     short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B

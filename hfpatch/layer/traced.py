@@ -16,7 +16,6 @@ from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, ou
 from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
-from hfpatch.layer.dequantized import DequantizedWeights
 from hfpatch.layer.graph_bytes import tile_graph
 from hfpatch.layer.mixers import Mixer, standing_in
 from hfpatch.layer.parts import gates_of
@@ -58,9 +57,6 @@ class Traced:
     condition: object = None
     # generator states, by phase and tile; None if nothing in the layer draws random numbers
     rng: dict | None = None
-    # dense weights of a phase, if the policy has them
-    dequantized: DequantizedWeights | None = None
-    read: tuple = ()  # keys of earlier layers' entries that the last `pre` read
     # entries for later layers: key -> indices of k and v in the result of `pre`
     left: dict = field(default_factory=dict)
     # keys and values that the current run reads, and those that it writes for later layers
@@ -70,15 +66,11 @@ class Traced:
     adding: object = None
     autocast: tuple = (None, True)  # its dtype in forward, and whether it cached casts
 
-    phase = staticmethod(iter)  # the tiles of one pass; weights are dequantized once over them
-
     def __post_init__(self):
         given = self.arguments
         self.is_block = self.traits.block and takes_by_name(given.args, given.kwargs)
         # the arguments besides the hidden states that need a gradient
         self.wanted = [] if self.is_block else given.wanted()
-        if self.dequantized is not None:
-            self.phase = self.dequantized.phase
         if self.is_block:
             known = self.condition
             found = Block(self.layer) if known is None or known.block is None else known.block
@@ -130,7 +122,7 @@ class Traced:
             raise note.not_stopped()
         self.asked = [c.call() for c in note.calls]
         if self.shared is not None:
-            self.read, self.left = tuple(self.shared.read), left_by(self.shared.written, note.calls)
+            self.left = left_by(self.shared.written, note.calls)
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
         if note.mixed:
             named = [
@@ -150,19 +142,17 @@ class Traced:
         adding = self.adding if again else None
         key = names, adding
         if key not in self.found:
-            written, known = self.dequantized, self.condition
-            weight_of = getattr if written is None else written.weight_of
-            how = {"weight_of": weight_of, "adding": adding, "filled": self.rng is not None}
+            known = self.condition
             # found once while the layer has the same modules and tensors
             can_skip = {} if known is None else known.can_skip
             if names and names not in can_skip:
                 can_skip[names] = able(self.layer, names)
-            found = idle(can_skip[names], device, **how) if names else []
+            filled = self.rng is not None
+            found = idle(can_skip[names], device, adding=adding, filled=filled) if names else []
             found += add_up(self.layer, found, device, adding) if adding else []
             layouts, chains = known.experts if known else experts_in(modules_in(self.layer))
             if layouts:
-                settings = {"weight_of": weight_of, "adding": adding}
-                found += experts_forwards(layouts, chains, dict(found), **settings)
+                found += experts_forwards(layouts, chains, dict(found), adding)
             self.found[key] = rows = []
             for module, forward in found:
                 rows.append((module.__dict__, "forward", forward))

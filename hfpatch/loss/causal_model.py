@@ -8,19 +8,16 @@ hooks around that call gather the weight.
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.utils import ModelOutput
 
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
     MADE_FROM,
     cache_name,
-    caller_reads_logits,
     context_parallel,
     hooks_on_all,
     modules_in,
@@ -36,28 +33,21 @@ from hfpatch.context.classes import (
     home_of,
     is_mixed,
     package_of,
-    whose,
 )
 from hfpatch.context.current import asks_for_hidden_states, current, having
 from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
-from hfpatch.report import say
 from hfpatch.store.device import on_host
 
 _WHOLE = (
     "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
     "transformers' own loss, and a forward that only hands the logits to it."
 )
-_UNREAD = (
-    "outputs.{} is None, as the loss was computed without logits; "
-    "hfpatch.apply(model, logits=True) returns them."
-)
 _NOT_ITS_LOSS = (
     "context parallelism needs the model's own loss, got compute_loss_func or label smoothing, "
     "whose labels end with each GPU's part. Leave it out, or set cp_size=1."
 )
-_ENGINES = ("accelerate", "deepspeed", "torch", "transformers")
 # In evaluation, logits="auto" returns logits with the loss where all copies of them together stay
 # below this.
 EVAL_LOGITS_BYTES = 2 << 30
@@ -143,12 +133,7 @@ class FusedCausalLM(KeepsSignature):
 
     def __setattr__(self, name, value):
         head = TrlHead.of(value) if name == "forward" else None
-        if head is None:
-            if name == "forward" and whose(value).startswith("trl."):
-                self._tell(
-                    "TRL's own head runs: this TRL is not 1.16 and sets it otherwise. "
-                    "fused_lm_head=True is not hfpatch's."
-                )
+        if head is None:  # also TRL's own, where this TRL is not 1.16
             return super().__setattr__(name, value)
         # This class's forward returns the same fields as TRL's. The trainer's reference model is
         # patched too: equal weights must give equal log-probabilities.
@@ -282,9 +267,6 @@ class FusedCausalLM(KeepsSignature):
             return True
         if self._hfpatch_logits != "auto":
             return not self._hfpatch_logits
-        traced = torch.compiler.is_compiling()
-        if kwargs.get("inputs_embeds") is not None and not traced and caller_reads_logits():
-            return False
         # In evaluation small logits are returned.
         columns = self.config.get_text_config().vocab_size
         return self.training or labels.numel() * columns * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
@@ -311,42 +293,6 @@ def _answered(out):
     value = lambda x: x.computed if isinstance(x, Logits) else x  # noqa: E731
     if type(out) is tuple:
         return tuple(map(value, out))
-    missing = isinstance(out, dict) and tuple(n for n, x in out.items() if isinstance(x, Logits))
-    if not missing:
+    if not isinstance(out, dict) or not any(isinstance(x, Logits) for x in out.values()):
         return out
-    kind = _saying(type(out), missing) if isinstance(out, ModelOutput) else type(out)
-    return kind(**{n: value(x) for n, x in out.items()})
-
-
-@cache
-def _saying(kind: type, names: tuple[str, ...]) -> type:
-    """The class of outputs that says so, once, when code reads one of these fields and it is
-    None."""
-
-    def field(name):
-        def read(self):
-            value = vars(self).get(name)
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            # Engines look at every field (FSDP2's hooks do).
-            if value is None and caller.partition(".")[0] not in _ENGINES:
-                _say_unread(name)
-            return value
-
-        return property(read, lambda self, value: vars(self).update({name: value}))
-
-    def item(self, key):
-        if key in names and key not in self:
-            _say_unread(key)
-        return kind.__getitem__(self, key)
-
-    # Mapping's get calls __getitem__, a dict's does not.
-    return type(
-        kind.__name__,
-        (kind,),
-        {"__getitem__": item, "get": Mapping.get, **{n: field(n) for n in names}},
-    )
-
-
-@cache
-def _say_unread(name: str) -> None:
-    say(_UNREAD.format(name))
+    return type(out)(**{n: value(x) for n, x in out.items()})

@@ -133,10 +133,6 @@ def _scaled(z: Logits, factor, step):
     return z.but(lambda z: step(z, factor), **{name: step(getattr(z, name), factor)})
 
 
-def _capped(z: Logits):
-    return z.but(torch.tanh, outer=1.0) if z.outer is None else None
-
-
 def _indexed(z: Logits, index):
     """A choice of tokens, of the vocabulary's first words, or of both."""
     index = index if isinstance(index, tuple) else (index,)
@@ -169,7 +165,7 @@ def _indexed(z: Logits, index):
 _RECORDED = {
     "mul": (2, partial(_scaled, step=operator.mul)),
     "div": (2, partial(_scaled, step=operator.truediv)),
-    "tanh": (1, _capped),
+    "tanh": (1, lambda z: z.but(torch.tanh, outer=1.0) if z.outer is None else None),
     "float": (1, lambda z: z.but(Tensor.float, dtype=torch.float32)),
     "contiguous": (1, lambda z: z),
     "__getitem__": (2, _indexed),

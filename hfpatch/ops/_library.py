@@ -12,8 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hfpatch.compat import below_autograd
-
 LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -65,8 +63,7 @@ def define(
         impl: the implementation for every device.
         fake: returns empty outputs with the right shapes, dtypes and strides.
         backward: backward(ctx, *grads) -> a gradient per argument, as
-            torch.library.register_autograd takes it. ctx.needs_input_grad has one more entry at the
-            end.
+            torch.library.register_autograd takes it.
         setup_context: setup_context(ctx, inputs, output), as for register_autograd.
 
     Returns:
@@ -79,46 +76,10 @@ def define(
     op = getattr(torch.ops.hfpatch, name).default
     IMPLEMENTATIONS[op] = impl
     if backward is not None:
-        LIBRARY.impl(
-            name, _autograd_impl(op, impl, backward, setup_context), "Autograd", with_keyset=True
+        torch.library.register_autograd(
+            f"hfpatch::{name}", backward, setup_context=setup_context, lib=LIBRARY
         )
     return op
-
-
-def _autograd_impl(op, impl, backward, setup_context):
-    """torch.library.register_autograd for positional arguments, in half the time per call."""
-    below, keys, backends = below_autograd()
-
-    def run(keyset, args):
-        keyset &= keys
-        with below():
-            return (
-                impl(*args)
-                if keyset.highestPriorityTypeId() in backends
-                else op.redispatch(keyset, *args)
-            )
-
-    def forward(ctx, *args):
-        *args, keyset = args
-        output = run(keyset, args)
-        if setup_context is not None:
-            setup_context(ctx, args, output)
-        return output
-
-    members = {
-        "forward": staticmethod(forward),
-        "backward": staticmethod(lambda ctx, *g: (*backward(ctx, *g), None)),
-    }
-    apply = type(op.name().replace("::", "_"), (torch.autograd.Function,), members).apply
-
-    def autograd_impl(keyset, *args):
-        if torch.is_grad_enabled():
-            for a in args:
-                if isinstance(a, Tensor) and a.requires_grad:
-                    return apply(*args, keyset)
-        return run(keyset, args)
-
-    return autograd_impl
 
 
 def no_second_derivative(name: str, file: str = "") -> Callable:

@@ -103,10 +103,6 @@ def _dtypes(dtype, weight, cast):
 # The ops, their backward op and the fakes. A gradient that is not needed is an empty tensor.
 
 
-def _rms_norm(x, weight, eps, offset, cast):
-    return _fwd(x, None, weight, eps, offset, cast)[:2]
-
-
 def _fwd(x, residual, weight, eps, offset, cast):
     """(y, rstd, x + residual). Without a residual the third is unread."""
     if use_kernel(x, weight, residual) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
@@ -195,7 +191,7 @@ def _add_backward(ctx, dy, _, dsum):
 RMS_NORM = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor "
     "rstd)",
-    _rms_norm,
+    lambda x, weight, *how: _fwd(x, None, weight, *how)[:2],
     _rms_norm_fake,
     backward=_backward,
     setup_context=_setup_context,

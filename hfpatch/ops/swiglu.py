@@ -77,10 +77,6 @@ def _swiglu(gate, up, activation):
     return swiglu_ref(gate, up, activation=activation).contiguous()
 
 
-def _swiglu_fake(gate, up, activation):
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-
-
 def _swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
     if use_kernel(dy, gate, up) and gate.numel():
         from hfpatch.kernels import swiglu as kernels
@@ -92,17 +88,14 @@ def _swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
     return dgate, up.new_empty(0) if dup is None else dup.contiguous()
 
 
-def _swiglu_bwd_fake(dy, gate, up, activation, need_dgate, need_dup):
-    return gate.new_empty(gate.shape if need_dgate else 0), up.new_empty(
-        up.shape if need_dup else 0
-    )
-
-
 SWIGLU_BACK = define(
     "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation, bool need_dgate, bool need_dup) "
     "-> (Tensor dgate, Tensor dup)",
     _swiglu_bwd,
-    _swiglu_bwd_fake,
+    lambda dy, gate, up, activation, need_dgate, need_dup: (
+        gate.new_empty(gate.shape if need_dgate else 0),
+        up.new_empty(up.shape if need_dup else 0),
+    ),
     backward=no_second_derivative("swiglu"),
 )
 
@@ -121,7 +114,9 @@ def _backward(ctx, dy):
 SWIGLU = define(
     "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
     _swiglu,
-    _swiglu_fake,
+    lambda gate, up, activation: gate.new_empty(
+        gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)
+    ),
     backward=_backward,
     setup_context=_setup_context,
 )

@@ -5,7 +5,7 @@ Of P ranks, rank p has chunk p of every row (`zigzag`: chunks p and 2P-1-p of 2P
 context parallelism) and all heads of those tokens. Attention needs whole rows of few heads: rank p
 owns query heads [pH/P, (p+1)H/P) and their KV heads. Attention runs in rounds of a few query heads:
 an all-to-all gathers whole rows, the kernel runs, a second all-to-all returns the result. The next
-round's exchange overlaps the kernel if memory holds both. The layer keeps only its own tokens,
+round's exchange overlaps the kernel. The layer keeps only its own tokens,
 except lse, which the kernel needs whole and which is never sent. Ranks that share a KV head each
 compute a part of its dk and dv, summed in float32. The ranks must divide the
 heads evenly.
@@ -137,17 +137,12 @@ class ExchangedAttention(Attention):
     rank's tokens.
     """
 
-    def __init__(self, sequence: Sequence, ahead: bool = True):
+    def __init__(self, sequence: Sequence):
         super().__init__()
-        self.sequence, self.ahead = sequence, ahead
+        self.sequence = sequence
         self.rounds: list[Rounds] = []  # of each call
 
     # -- exchange of heads -------------------------------------------------------------------------
-    def _to_heads(self, x_PBtwE: Tensor) -> _Coming:
-        """Sends heads [P, B, t, w, E] of this rank's tokens to their owners; receives whole rows
-        [B, T, w, E] of the heads that this rank owns."""
-        return _Coming(self.sequence, x_PBtwE.contiguous(), self.sequence.in_order)
-
     def _to_tokens(self, x_BTwE: Tensor) -> _Coming:
         """Sends whole rows of this rank's heads; receives all ranks' heads of this rank's tokens,
         [P, B, t, w, E]."""
@@ -167,13 +162,11 @@ class ExchangedAttention(Attention):
         return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
 
     def _ahead(self, n_rounds: int, send):
-        """Yields (r, the received tensors) of every round. Sends the next round first if memory
-        holds it.
-        """
+        """Yields (r, the received tensors) of every round. Sends the next round first."""
         coming = None
         for r in range(n_rounds):
             got = [c.wait() for c in coming or send(r)]
-            coming = send(r + 1) if self.ahead and r + 1 < n_rounds else None
+            coming = send(r + 1) if r + 1 < n_rounds else None
             yield r, got
             del got
 
@@ -188,21 +181,18 @@ class ExchangedAttention(Attention):
             mine.append(out(r).unflatten(2, (self.sequence.size, -1)).movedim(2, 0))
         if rounds.new_keys(r):
             mine += [self._keys(x, rounds, r) for x in keys]
-        return [self._to_heads(x) for x in mine]
+        # Whole rows [B, T, w, E] of the heads that this rank owns come back.
+        return [_Coming(self.sequence, x.contiguous(), self.sequence.in_order) for x in mine]
 
     # -- the layer's side --------------------------------------------------------------------------
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from its rounds' [B, t, P*w, E]."""
-        joined, outs, P = [], list(outs), self.sequence.size
-        for n in self.counts():
-            mine, outs = outs[:n], outs[n:]
-            out = (
-                mine[0]
-                if n == 1
-                else torch.stack([o.unflatten(2, (P, -1)) for o in mine], 3).flatten(2, 4)
-            )
-            joined.append(out)
-        return joined + outs
+        joined, rest = [], list(outs)
+        for rounds in self.rounds:
+            mine, rest = rest[: rounds.count], rest[rounds.count :]
+            by_rank = [o.unflatten(2, (self.sequence.size, -1)) for o in mine]
+            joined.append(torch.stack(by_rank, 3).flatten(2, 4) if len(mine) > 1 else mine[0])
+        return joined + rest
 
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor]
@@ -268,17 +258,13 @@ class ExchangedAttention(Attention):
                     self._put(back, dq_whole, rounds, r - 1)
                 back = self._to_tokens(dq)
                 del dq
-                if not self.ahead:  # memory is short: frees this before the next round
-                    self._put(back, dq_whole, rounds, r)
-                    back = None
                 sums = _added(sums, [dk, dv], rounds.of_keys > 2)
                 del dk, dv
                 if rounds.last_keys(r):
                     for whole, grad, like in zip((dk_whole, dv_whole), sums, keys):
                         self._put_keys(self._to_tokens(grad.to(like.dtype)), whole, rounds, r)
                     sums = grad = None
-            if back is not None:
-                self._put(back, dq_whole, rounds, rounds.count - 1)
+            self._put(back, dq_whole, rounds, rounds.count - 1)
             first += rounds.count
         if self.mixers:
             self.mixed_backward(parts, douts, into)
@@ -295,10 +281,6 @@ class ExchangedAttention(Attention):
             whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
         else:
             self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
-
-    def room(self, like: Tensor, tokens: int, groups: int) -> Tensor:
-        """One whole tensor, not by groups: a round takes heads of every rank."""
-        return super().room(like, tokens, 1)
 
 
 def _after(outs, first: int, r: int) -> Tensor:

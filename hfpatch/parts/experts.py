@@ -69,7 +69,7 @@ def layouts_in(modules) -> dict[nn.Module, Layout]:
     return {m: layout for m in modules if (layout := layout_of(m)) is not None}
 
 
-def weights_of(module: nn.Module, weight_of=getattr) -> tuple[Tensor, Tensor] | None:
+def weights_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """W1 and W2 in a call of these experts; None where they run as their config names them.
 
     Engines gather weights for the call, and the config may name another function than before, so
@@ -78,7 +78,7 @@ def weights_of(module: nn.Module, weight_of=getattr) -> tuple[Tensor, Tensor] | 
     # A config that was copied within a forward names ours.
     if named_experts(module.config) not in (OUR_EXPERTS, *STANDARD_EXPERTS):
         return None
-    pair = weight_of(module, "gate_up_proj"), weight_of(module, "down_proj")
+    pair = module.gate_up_proj, module.down_proj
     for w in pair:
         plain = w.__class__ in (Tensor, nn.Parameter) or is_fake(w)  # no DTensor, none of torchao's
         if not plain or w.dim() != 3 or w.dtype not in (*KERNEL_DTYPES, torch.float64):
@@ -89,7 +89,7 @@ def weights_of(module: nn.Module, weight_of=getattr) -> tuple[Tensor, Tensor] | 
 def run(
     module: nn.Module,
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
-    *, layout: Layout | None = None, value: float | None = None, adding=None, weight_of=getattr,
+    *, layout: Layout | None = None, value: float | None = None, adding=None,
     weights=None, **adapters,
 ) -> Tensor:  # fmt: skip
     """The experts' forward.
@@ -100,14 +100,13 @@ def run(
         layout: from layout_of; None where transformers calls.
         value: see ops.experts.
         adding: see WeightGradients.adding.
-        weight_of: (module, name) -> a weight, dequantised where it is quantised.
         weights: from weights_of, if the caller has them.
         adapters: first and second, see ops.experts.
     """
     if layout is None and not hooks_on_all():
         layout = layout_of(module)
     if layout is not None and weights is None:
-        weights = weights_of(module, weight_of)
+        weights = weights_of(module)
     if weights is None:
         return experts_as_named(module, hidden_states, top_k_index, top_k_weights)
     w1, w2 = weights

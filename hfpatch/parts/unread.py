@@ -171,7 +171,6 @@ def idle(
     value: float = 0.0,
     adding=None,
     filled=False,
-    weight_of=getattr,
 ) -> list:
     """Replacement forwards that skip the matmul.
 
@@ -182,7 +181,6 @@ def idle(
         adding: see add_up.
         filled: return contiguous tensors. Dropout on a GPU draws by memory layout, so the layout
             must be the usual one. Bases of adapters are excluded: their values enter a sum.
-        weight_of: (experts, name) -> a weight, dequantised where it is quantised.
 
     Returns:
         (module, forward) pairs for `forwards_for_now`.
@@ -196,8 +194,7 @@ def idle(
             fill = filled and not of_adapter
             run = partial(_valueless_forward, module, dense, value, adding, fill)
         else:
-            settings = {"value": value, "adding": adding, "weight_of": weight_of}
-            run = partial(experts.run, module, layout=layout, **settings)
+            run = partial(experts.run, module, layout=layout, value=value, adding=adding)
         found.append((module, run))
     return found
 

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from hfpatch.budget.hardware import (
-    FLOAT8_GPUS,
+from hfpatch.budget.measured import HOST_SHARE, PIN_BYTES_PER_SECOND
+from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
+from hfpatch.lab.hardware import (
     HOST_BYTES_PER_SECOND,
-    PIN_BYTES_PER_SECOND,
     GiB,
     Gpu,
 )
-from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
 from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
 from hfpatch.lab.shallow import (
     STOCK,
@@ -25,9 +23,7 @@ from hfpatch.lab.steps import Cost
 from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.machine import card
 from hfpatch.planner.placements import (
-    FLOAT8_RECIPES,
     Resident,
-    float8_bytes,
     resident,
 )
 from hfpatch.planner.result import Plan
@@ -163,41 +159,11 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
 
 
 def stays_of(run: Run, placement: str, policy) -> Resident:
-    """placements.resident, with the bytes of the image tower and of casts to float8."""
+    """placements.resident, with the bytes of the image tower."""
     stays = resident(placement, run.shape, run.gpus, policy)
     if run.tower is not None:
         stays = run.tower.resident(stays, run.shape.parameters, bool(run.shape.adapters))
-    if run.gpu.float8 == 1:
-        return stays
-    more = float8_bytes(run.shape, run.batch * run.seq_len)
-    return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
-
-
-def with_float8(run: Run, recipe: str) -> Run:
-    """The run with its layers' matmuls in float8 by this recipe. ValueError if that is not
-    possible."""
-    if recipe not in FLOAT8_RECIPES:
-        raise ValueError(
-            f"hfpatch: --fp8 must be {' or '.join(FLOAT8_RECIPES)}, got {recipe!r}. Pass one of "
-            "them."
-        )
-    if run.shape.adapters:
-        raise ValueError(
-            "hfpatch: --fp8 is planned for all weights only, and adapters are asked for. Leave it "
-            "out."
-        )
-    if not run.gpu.measured and run.gpu.name not in FLOAT8_GPUS:
-        raise ValueError(
-            f"hfpatch: --fp8 needs a GPU that multiplies in float8, got {run.gpu.name}. Pass one "
-            f"of {', '.join(FLOAT8_GPUS)}."
-        )
-    return replace(run, gpu=replace(run.gpu, float8=FLOAT8_RECIPES[recipe]))
-
-
-FLOAT8 = (
-    "float8 products at the rate of torchtitan's published steps, which were compiled; not measured "
-    "here"
-)
+    return stays
 
 
 def settings_of(checkpointing) -> Checkpointing | str:

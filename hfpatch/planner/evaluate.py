@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.hardware import DISK, SECONDS_ERROR
 from hfpatch.budget.measured import (
     HOST_SHARE,
     SURE,
@@ -20,19 +19,19 @@ from hfpatch.budget.measured import (
     rounded,
 )
 from hfpatch.budget.policy import Policy
+from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
 from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.steps import Cost, Steps
 from hfpatch.layer.meter import COPIES
 from hfpatch.planner.answer import (
-    FLOAT8,
     PROCESS_BYTES,
     WHOLE,
     Run,
     assembled,
     stays_of,
 )
-from hfpatch.planner.placements import candidates, placement_named
+from hfpatch.planner.placements import PLACEMENTS, candidates
 from hfpatch.planner.result import Plan
 
 NONE = (0, 0)  # a first step's copies let go of their sources as each layer ends
@@ -51,7 +50,7 @@ def _steps(model, sizes, gpu, batch: int) -> Steps:
 
 
 def steps_of(run: Run, placement: str) -> Steps:
-    wide = placement_named(placement).itemsize == 4  # under autocast
+    wide = PLACEMENTS[placement].itemsize == 4  # under autocast
     model = model_of(run.model.config, run.model.adapters, wide) if wide else run.model
     # GPUs of a machine share its disk, and nothing else that a step's own seconds depend on
     gpu = replace(run.rates if run.on_disk else run.gpu, memory_bytes=0)
@@ -73,7 +72,7 @@ class Ladder:
 
     def __init__(self, run: Run, placement: str):
         self.run, self.placement = run, placement
-        self.steps, named = steps_of(run, placement), placement_named(placement)
+        self.steps, named = steps_of(run, placement), PLACEMENTS[placement]
         self.rows, self.width = run.batch * run.seq_len, run.shape.embedding[1]
         settings, change = run.checkpointing, {}
         if settings.every == "auto" and named.sharded:
@@ -93,7 +92,7 @@ class Ladder:
             self.first = self._first(self.settings)
 
     def _sizes(self, rows: int) -> dict:
-        itemsize = placement_named(self.placement).itemsize
+        itemsize = PLACEMENTS[self.placement].itemsize
         return {"rows": rows, "width": self.width, "itemsize": itemsize}
 
     def _free(self) -> int:
@@ -127,7 +126,6 @@ class Ladder:
         asked = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
             "chains": shape.carries_states and run.ranks == 1,
-            "sums": 4 * shape.trained_parameters // shape.num_layers,
             "card": run.gpu.memory_bytes, "free": self._first_free(),
         }  # fmt: skip
         try:
@@ -138,9 +136,8 @@ class Ladder:
     def plan(self, way: str) -> Plan:
         """As evaluate."""
         run, policy, sure, ahead = self.run, self.first, False, NONE
-        grows = way == SETTLED and self.settings.aim == "fastest"
         cost, call = self.steps.cost(run.seq_len, policy, ahead, False), Call()
-        for _ in range(STEPS if grows and cost.kinds else 0):
+        for _ in range(STEPS if way == SETTLED and cost.kinds else 0):
             self._note(call, cost)
             found = self._next(call, cost, sure)
             if any(found.untiled) and self._unknown(call):
@@ -152,8 +149,10 @@ class Ladder:
             if settled == (policy, sure, ahead):
                 break
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
-        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE or run.host is not None)
-        return _said(run, self.placement, policy, cost)
+        cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
+        found = _said(run, self.placement, policy, cost)
+        short = run.host is not None and found.host_peak_bytes > found.host_usable_bytes
+        return self.plan(FIRST) if short and way == GLANCE else found
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
@@ -190,14 +189,16 @@ class Ladder:
         """Bytes per token that the sources of copies may take while tiled layers run and while
         untiled ones do, as layer/meter.py has them; None where they need not wait for memory."""
         room = self._room(any(found.untiled))
-        tiled = room - (found.tiled - call.gradients) - call.stands.most(self.rows)
+        if self.settings.aim == "least":  # no more than its backward takes
+            room = min(room, found.top)
+        tiled = room - found.working - call.stands.most(self.rows)
         enough = COPIES * (cost.able.wide + cost.able.gate_up)
 
         def each(spare: float) -> int | None:
             most = max(0, int(spare / self.rows))
             return None if most >= enough else most // 8192 * 8192
 
-        return each(tiled), each(room - found.top)
+        return each(tiled), each(min(room - found.top, found.need))
 
 
 def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
@@ -217,7 +218,6 @@ def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
         said += [f"checkpoints wait in files, on {DISK}"] * (policy.offload == "disk")
         if steps_of(run, placement).carried_on(run.seq_len, policy):
             said.append("run on shorter rows and carried on")
-    said += [FLOAT8] * (run.gpu.float8 > 1)
     why = "; ".join(["simulated on few layers", *said])
     return assembled(run, placement, policy, why, cost)
 
@@ -294,15 +294,5 @@ def longest(run: Run, names, progress=None) -> int:
 
 
 def placements(run: Run, asked: str) -> list[str]:
-    """The placements that a plan tries. With float8 only those without an engine, as in
-    `hfpatch train`. ValueError if there is none.
-    """
-    found = candidates(asked, run.gpus, bool(run.shape.adapters))
-    if run.gpu.float8 > 1:
-        found = [name for name in found if not placement_named(name).sharded]
-    if not found:
-        raise ValueError(
-            f"hfpatch: --fp8 is planned without an engine, got --gpus {run.gpus} --placement "
-            f"{asked}. Pass --gpus 1 with --placement auto, or leave --fp8 out."
-        )
-    return found
+    """The placements that a plan tries."""
+    return candidates(asked, run.gpus, bool(run.shape.adapters))

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from hfpatch.budget.hardware import Gpu
+from hfpatch.lab.hardware import Gpu
 from hfpatch.planner.machine import gpu_limit
 
 

@@ -1,8 +1,5 @@
-"""Where weights, gradients and optimizer states live: their bytes on a GPU, on the host and over
-the link each step.
-
-The names are those of `--placement` (one GPU) and of the engine configurations (several). Standard
-library only.
+"""Where weights, gradients and optimizer states live: the values of `--placement`, and their bytes
+on a GPU, on the host and over the link each step. Standard library only.
 """
 
 from dataclasses import dataclass
@@ -18,75 +15,66 @@ class Placement:
     """A value of `--placement`. PLACEMENTS has them in the order in which auto tries them.
 
     Attributes:
-        many, one: possible on several GPUs, on one GPU.
+        config: the engine's config in ds_configs or fsdp_configs; "" without an engine.
+        one: possible on one GPU. Engines run on several.
         auto: False if only the name selects it.
         itemsize: bytes of a number of the weights. All activations count with it, though autocast
             makes some of them narrower.
+        bf16: bf16 weights are the only copy.
         own: torch's AdamW steps on the GPU, in the dtype of the weights.
+        fused: the optimizer steps inside backward.
     """
 
     name: str
-    many: bool
-    one: bool
     summary: str
+    config: str = ""
+    one: bool = True
     auto: bool = True
     itemsize: int = 2
+    bf16: bool = False
     own: bool = False
+    fused: bool = False
 
     @property
     def sharded(self) -> bool:
         """Whether an engine gathers the weights layer by layer."""
-        return self.many
+        return bool(self.config)
 
 
-PLACEMENTS = {
-    p.name: p
-    for p in (
-        Placement("fsdp2", True, False, "fp32 shards, gradients and Adam states on the GPUs"),
-        Placement("zero3", True, False, "ZeRO-3: bf16 and fp32 shards and Adam states on the GPUs"),
-        Placement(
-            "zero3-offload", True, True, "fp32 master weights and Adam states in host memory"
-        ),
-        Placement(
-            "fsdp2-offload", True, False, "fp32 shards, gradients and Adam states in host memory"
-        ),
-        Placement(
-            "gpu8bit",
-            False,
-            True,
-            "bf16 weights rounded at random, 8-bit Adam states, all on the GPU",
-        ),
-        Placement(
-            "gpu8bit-fused",
-            False,
-            True,
-            "gpu8bit stepping inside backward: one layer's gradients at a time",
-        ),
-        # In bf16 small updates are rounded away (trainer/callback.py), so auto tries neither.
-        Placement(
-            "adamw-fp32",
-            False,
-            True,
-            "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU",
-            auto=False,
-            itemsize=4,
-            own=True,
-        ),
-        Placement(
-            "adamw",
-            False,
-            True,
-            "torch's AdamW on bf16 weights, bf16 states, all on the GPU",
-            auto=False,
-            own=True,
-        ),
-    )
-}
-
-
-def placement_named(name: str) -> Placement:
-    """The Placement of that name."""
-    return PLACEMENTS[name]
+_TABLE = (
+    Placement(
+        "fsdp2", "fp32 shards, gradients and Adam states on the GPUs", "fsdp2", one=False
+    ),
+    Placement(
+        "zero3", "ZeRO-3: bf16 and fp32 shards and Adam states on the GPUs", "zero3", one=False
+    ),
+    Placement(
+        "zero3-offload", "fp32 master weights and Adam states in host memory", "zero3_cpu_offload"
+    ),
+    Placement(
+        "fsdp2-offload", "fp32 shards, gradients and Adam states in host memory",
+        "fsdp2_cpu_offload", one=False,
+    ),
+    # Rounding to nearest loses each update below half a bf16 step (2^-9 of the weight); rounding
+    # at random keeps it on average, so bf16 may be the only copy.
+    Placement(
+        "gpu8bit", "bf16 weights rounded at random, 8-bit Adam states, all on the GPU", bf16=True
+    ),
+    Placement(
+        "gpu8bit-fused", "gpu8bit stepping inside backward: one layer's gradients at a time",
+        bf16=True, fused=True,
+    ),
+    # In bf16 small updates are rounded away (trainer/callback.py), so auto tries neither.
+    Placement(
+        "adamw-fp32", "torch's AdamW on fp32 weights under bf16 autocast, all on the GPU",
+        auto=False, itemsize=4, own=True,
+    ),
+    Placement(
+        "adamw", "torch's AdamW on bf16 weights, bf16 states, all on the GPU",
+        auto=False, bf16=True, own=True,
+    ),
+)  # fmt: skip
+PLACEMENTS = {p.name: p for p in _TABLE}
 
 
 # The placements for adapters: each GPU has a whole copy of the frozen base.
@@ -94,9 +82,9 @@ ADAPTED = ("gpu8bit", "adamw")
 
 
 def placement_of_engine(name: str) -> str:
-    """The placement of a config in ds_configs or fsdp_configs: zero3-offload is
-    zero3_cpu_offload's."""
-    return name.replace("_cpu", "").replace("_", "-")
+    """The placement of an engine's config: zero3-offload is zero3_cpu_offload's. Another name is
+    returned as it is."""
+    return next((p.name for p in _TABLE if p.config == name), name)
 
 
 def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
@@ -105,7 +93,7 @@ def candidates(name: str, gpus: int, adapters: bool = False) -> list[str]:
     Raises:
         ValueError: the name is unknown, or impossible with this number of GPUs or with adapters.
     """
-    possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.many)]
+    possible = [p.name for p in PLACEMENTS.values() if (p.one if gpus == 1 else p.sharded)]
     possible = list(ADAPTED) if adapters else possible
     if name == "auto":
         return [n for n in possible if PLACEMENTS[n].auto]
@@ -171,7 +159,7 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
         return Resident(2 * P, None, 2 * P + 8 * P // 256)
     if name == "gpu8bit-fused":
         return Resident(2 * P, 2 * largest, 2 * P + 8 * P // 256)
-    own = placement_named(name)
+    own = PLACEMENTS[name]
     if own.own:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak. A tiled layer drops its copies.
@@ -202,28 +190,3 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
         host_optimizer=28 * P,
         gathers=gathers,
     )
-
-
-# torchao's recipes that scale by rows, and the speedup of the layers' matmuls. Of torchtitan's
-# Llama-3-8B on eight H100, 8,192 tokens, compiled, 8,532 against 6,667 tokens/s (its table of
-# December 2024). That is the whole step. Matmuls alone gain more, and torchao's casts without
-# torch.compile take some of it back: not measured. With "gw_hp" the weight gradients, a third of
-# the matmuls, stay in bf16.
-FLOAT8_RECIPES = {
-    "rowwise": 8532 / 6667,
-    "rowwise_with_gw_hp": 3 / (1 + 2 * 6667 / 8532),
-}
-# The most tokens of a tile for which float8's casts are counted.
-CAST_TOKENS = 8192
-
-
-def float8_bytes(shape, tokens: int) -> int:
-    """The extra GPU bytes of torchao's float8 over bf16, at the peak of one Linear that is not
-    compiled: the casts pass through float32 twice, and both operands exist in float8.
-
-    tokens: of all rows of a batch. At most CAST_TOKENS count.
-    """
-    tokens = min(tokens, CAST_TOKENS)
-    sizes = [size for size, _ in shape.matrices]
-    largest = max(max(n * m, tokens * n, tokens * m) for n, m in sizes)
-    return 8 * largest + max(n * m + tokens * max(n, m) for n, m in sizes)

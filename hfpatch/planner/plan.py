@@ -6,7 +6,6 @@ changes.
 
 from dataclasses import replace
 
-from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.planner.remembered import recall, remember
@@ -27,20 +26,11 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
         )
 
 
-def resolved(model, *, seq_len: int, fp8: str | None = None, **asked):
-    """The Run of plan()'s arguments."""
-    from hfpatch.planner.answer import make_run, with_float8
-
-    run = make_run(model, seq_len=seq_len, **asked)
-    return with_float8(run, fp8) if fp8 else run
-
-
-@names_the_nearest
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
-    adapters: Adapters | None = None, progress=None, fp8: str | None = None, images: int = 0,
+    adapters: Adapters | None = None, progress=None, images: int = 0,
     video_tokens: int = 0,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
@@ -52,7 +42,8 @@ def plan(
     Args:
         model: a preset, config.json, folder, hub id, config or model.
         gpu: a row of hardware.py, a Gpu, or "this", which measures this machine's.
-        host_ram: the machine's memory, "256GiB" or bytes; None for enough.
+        host_ram: the machine's memory, "256GiB" or bytes; None assumes twice the cards', at least
+            64 GiB.
         placement: "auto", or a row of placements.py.
         checkpointing: "auto", "least", "off", "gpu", "host", a directory, a Checkpointing, or
             "stock" and "stock-checkpointing" for transformers alone.
@@ -60,7 +51,6 @@ def plan(
         max_seq_len: also search the longest sequence.
         adapters: LoRA over a frozen base (lab/adapters.py).
         progress: called with each length that the search tries.
-        fp8: a recipe of FLOAT8_RECIPES.
         images, video_tokens: in each row. The image tower is then planned too: trained with all
             weights, frozen with adapters.
 
@@ -82,31 +72,37 @@ def plan(
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
         "video_tokens": video_tokens, "adapters": adapters,
     }  # fmt: skip
-    key = asked | {"seq_len": seq_len, "placement": placement, "max": max_seq_len, "fp8": fp8}
+    key = asked | {"seq_len": seq_len, "placement": placement, "max": max_seq_len}
     key["model"] = config_of(model)
     if gpu != "this" and (known := recall(key)):
         return Plan(**known)
-    found = _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked)
+    found = _planned(model, seq_len, placement, max_seq_len, progress, asked)
     if gpu != "this":
         remember(key, found.to_dict())
     return found
 
 
-def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Plan:
-    from hfpatch.planner.answer import settings_of
+def _planned(model, seq_len, placement, max_seq_len, progress, asked) -> Plan:
+    from hfpatch.planner.answer import make_run, settings_of
     from hfpatch.planner.evaluate import FIRST, best, faster, longest, placements
+    from hfpatch.planner.machine import common_host
     from hfpatch.planner.suggestions import suggestions
 
     asked |= {"checkpointing": settings_of(asked["checkpointing"])}
     if getattr(asked["checkpointing"], "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(asked["adapters"], asked["sp_size"])
-    run = resolved(model, seq_len=seq_len, fp8=fp8, **asked)
+    run = make_run(model, seq_len=seq_len, **asked)
+    assumed = run.host is None
+    if assumed:
+        run = replace(run, host=common_host(run.gpu, run.gpus))
     names = placements(run, placement)
     found = best(run, names)
     if found.fits:
         found = replace(found, faster=faster(run, found, names))
     else:
         found = replace(found, suggestions=suggestions(run, found, placement))
+    positions = run.model.config.get("max_position_embeddings")
+    found = replace(found, host_assumed=assumed, positions=positions)
     if max_seq_len:
         tokens = longest(run, names, progress)
         there = replace(run, seq_len=max(1, -(-tokens // run.ranks)))

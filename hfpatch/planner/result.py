@@ -14,6 +14,8 @@ class Plan:
         adapters: the adapters trained over a frozen base; None if all weights are trained.
         sp_size: GPUs that share each sequence.
         visual_tokens: the tokens of seq_len that are images or videos.
+        host_assumed: no memory of the machine was given, so a common machine's is assumed.
+        positions: of the model, None if unknown.
         faster: {"placement", "step_seconds"} of a later placement that fits and is faster by more
             than the plan's error.
     """
@@ -48,6 +50,8 @@ class Plan:
     sp_size: int = 1
     num_layers: int | None = None
     visual_tokens: int = 0
+    host_assumed: bool = False
+    positions: int | None = None
     faster: dict = field(default_factory=dict)
 
     def to_dict(self) -> dict:

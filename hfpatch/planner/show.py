@@ -1,8 +1,12 @@
 """A plan as text. Standard library only."""
 
-from hfpatch.budget.hardware import SECONDS_ERROR, GiB
+import math
+
+from hfpatch.budget.limits import beyond_positions
+from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Policy, describe
-from hfpatch.planner.placements import placement_named
+from hfpatch.lab.hardware import SECONDS_ERROR, GiB
+from hfpatch.planner.placements import PLACEMENTS
 
 # Names of the parts of GPU memory in the lines of a plan.
 NAMES = {"slack": "slack (lost between blocks)"}
@@ -41,23 +45,34 @@ def text(plan) -> str:
     lines = _answer(plan)
     if plan.first_step:
         lines.insert(-3, _first_step(plan))
+    if longer := beyond_positions(plan.seq_len, plan.positions):
+        lines.append(f"positions       {longer}")
     if plan.faster:
         name, seconds = plan.faster["placement"], plan.faster["step_seconds"]
         lines.append(
             f"faster          {seconds:.1f} s ({span(seconds)}) with --placement {name}: "
-            f"{placement_named(name).summary}"
+            f"{PLACEMENTS[name].summary}"
         )
     if plan.max_seq_len is not None:
-        host = gib(plan.max_seq_len_host_bytes)
-        lines.append(f"longest         {plan.max_seq_len:,} tokens fit, host {host}")
+        needed = _machine(plan.max_seq_len_host_bytes)
+        lines.append(f"longest         {plan.max_seq_len:,} tokens fit, with {needed} GiB of RAM")
     if not plan.fits:
         lines += ["", _what_would_fit(plan)]
     return "\n".join(lines)
 
 
+def _machine(used: int) -> int:
+    """GiB of a machine's memory of which a run may use these bytes."""
+    return math.ceil(round(used / HOST_SHARE / GiB, 3))
+
+
 def _answer(plan) -> list[str]:
     """Whether it fits, bytes, seconds, and why the policy is what it is."""
-    verdict = "fits" if plan.fits else "does NOT fit"
+    needed = _machine(plan.host_peak_bytes)
+    verdict = f"fits, with {needed} GiB of RAM" if plan.fits else "does NOT fit"
+    of = gib(plan.host_usable_bytes)
+    if plan.host_assumed:
+        of += f", of {_machine(plan.host_usable_bytes)} GiB assumed (yours: --host-ram)"
     times = "" if plan.gpus == 1 else f"{plan.gpus} x "
     lora = plan.adapters
     trained = "" if lora is None else f", LoRA r={lora['rank']} over a {lora['base']} base"
@@ -77,7 +92,7 @@ def _answer(plan) -> list[str]:
             ("GPU memory", ""),
         ),
         f"  the peak is at {plan.moment}",
-        f"host memory     {gib(plan.host_peak_bytes)} of {gib(plan.host_usable_bytes)}",
+        f"host memory     {gib(plan.host_peak_bytes)} of {of}",
         f"step            {plan.step_seconds:.1f} s ({span(plan.step_seconds)}): "
         + ", ".join(
             f"{name.replace('_', ' ')} {s:.1f}" for name, s in plan.seconds.items() if s >= 0.05

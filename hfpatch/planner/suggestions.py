@@ -2,24 +2,30 @@
 
 from dataclasses import replace
 
-from hfpatch.budget.hardware import GPUS, GiB
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.budget.sequence import why_not_shared_out
+from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import model_of
 from hfpatch.planner.answer import (
     WHOLE,
     Run,
 )
-from hfpatch.planner.evaluate import FIRST, GLANCE, SETTLED, best, longest, placements, possible
+from hfpatch.planner.evaluate import FIRST, SETTLED, best, longest, placements, possible
+from hfpatch.planner.placements import ADAPTED
 from hfpatch.planner.result import Plan
 
 
 def suggestions(run: Run, plan: Plan, asked: str) -> list:
-    """The single changes that make the run fit, each with its cost. The quickest step comes
-    first."""
+    """The single changes that make the run fit, each with its cost. The quickest step comes first,
+    of equally quick ones the one with less memory."""
     offers, names = Offers(plan), placements(run, asked)
     _of_settings(run, names, plan.placement, offers)
+    if not run.shape.adapters and run.ranks == 1:
+        freed = "" if asked in ("auto", *ADAPTED) else " --placement auto"
+        if not _of_adapters(f"--lora-r 16{freed}", Adapters(16), run, offers):
+            _of_adapters(f"--lora-r 16 --base 4bit{freed}", Adapters(16, "4bit"), run, offers)
     _of_more_gpus(run, names, offers)
     _of_a_larger_gpu(run, names, offers)
     if run.host is not None:
@@ -28,7 +34,11 @@ def suggestions(run: Run, plan: Plan, asked: str) -> list:
     if length:
         offers.add(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
                    f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
-    return sorted(offers.found, key=lambda s: s["step_seconds"])
+    return sorted(offers.found, key=_seconds_and_bytes)
+
+
+def _seconds_and_bytes(offer: dict) -> tuple:
+    return round(offer["step_seconds"], 1), offer["gpu_peak_bytes"] + offer["host_peak_bytes"]
 
 
 class Offers:
@@ -57,8 +67,7 @@ class Offers:
 def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
     lora = run.shape.adapters
     if lora and lora.base != "4bit":
-        made = model_of(run.model.config, replace(lora, base="4bit"))
-        offers.add("--base 4bit", replace(run, model=made, shape=made.sizes), names)
+        _of_adapters("--base 4bit", replace(lora, base="4bit"), run, offers)
     for name in placements(run, "auto"):
         if name != placement and name not in names:
             offers.add(f"--placement {name}", run, [name])
@@ -76,9 +85,13 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
         )
 
 
+def _of_adapters(change: str, adapters: Adapters, run: Run, offers: Offers) -> bool:
+    made = model_of(run.model.config, adapters)
+    changed = replace(run, model=made, shape=made.sizes)
+    return offers.add(change, changed, placements(changed, "auto"))
+
+
 def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
-    if run.gpu.float8 > 1:  # several GPUs need an engine, which float8 excludes
-        return
     for gpus in (2, 4, 8):
         wider = replace(run, gpus=gpus)
         if gpus > run.gpus and offers.add(
@@ -110,7 +123,7 @@ def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
 
 
 def _of_more_host_memory(run: Run, names: list, offers: Offers) -> None:
-    roomy = best(replace(run, host=None), names, GLANCE)
+    roomy = best(replace(run, host=None), names, FIRST)
     if roomy.fits:
         more = -(-int(roomy.host_peak_bytes / HOST_SHARE) // GiB)
         larger = replace(run, host=more * GiB)

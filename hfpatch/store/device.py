@@ -7,7 +7,7 @@ streams. tests/dry/test_order.py sees every synchronisation.
 import mmap
 import os
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
 import torch
@@ -46,25 +46,6 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # registering touches fewer pages
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class Threads(ThreadPoolExecutor):
-    """A thread pool that runs jobs in the calling thread once Python shuts down: another thread may
-    still be training then.
-    """
-
-    def submit(self, function, *args) -> Future:
-        try:
-            return super().submit(function, *args)
-        except RuntimeError as error:
-            if "cannot schedule" not in str(error):  # otherwise the job was never queued
-                raise
-        done = Future()
-        try:
-            done.set_result(function(*args))
-        except Exception as error:
-            done.set_exception(error)
-        return done
 
 
 class Device:
@@ -129,7 +110,7 @@ class Device:
 
     def threads(self, count: int, name: str):
         """A thread pool for file I/O."""
-        return Threads(count, name)
+        return ThreadPoolExecutor(count, name)
 
 
 class CudaDevice(Device):
@@ -194,7 +175,7 @@ class CudaDevice(Device):
     def threads(self, count: int, name: str):
         # A new thread's current device is the first one: waiting for an event would make a context
         # there.
-        return Threads(count, name, torch.cuda.set_device, (self.device,))
+        return ThreadPoolExecutor(count, name, torch.cuda.set_device, (self.device,))
 
     def to_host(self, values: Tensor) -> Tensor:
         host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)

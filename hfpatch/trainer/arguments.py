@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.planner.limits import flag, suggestion
-from hfpatch.trainer import config_file, configs
+from hfpatch.trainer import config_file, configs, placement
 from hfpatch.trainer.flags import (
     CLASSES,
     COMPANIONS,
@@ -22,7 +22,6 @@ from hfpatch.trainer.flags import (
     ModelArguments,
     TrainArguments,
 )
-from hfpatch.trainer.placement import single_process_environment
 
 
 def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
@@ -65,8 +64,8 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
                 "out."
             )
     model, data = (_make(cls, values) for cls in (ModelArguments, DataArguments))
-    model = _place(model, values, explicit)
-    config = _use_engine(values, explicit)
+    flags = {name: values[name] for name in explicit if name in values}
+    model, config = _place(model, values, flags)
     if model.sp_size > 1:
         data = _share_rows(model, data, values, config)
     with refusals((ArithmeticError, AttributeError, LookupError, TypeError, ValueError)):
@@ -128,33 +127,40 @@ def _make(cls, values: dict):
     return cls(**{f.name: values[f.name] for f in fields(cls) if f.init and f.name in values})
 
 
-def _place(model: ModelArguments, values: dict, explicit: set[str]) -> ModelArguments:
-    """Replaces --placement by the TrainingArguments it stands for.
+def _place(model: ModelArguments, values: dict, flags: dict):
+    """Replaces --placement (or --deepspeed FILE) by the TrainingArguments it stands for.
 
-    "auto" becomes the first placement that fits. Raises ValueError.
+    flags: those that the user set. Returns the model's arguments with the placement that "auto"
+    chose, and the engine's config, None without an engine. Raises ValueError.
     """
-    if not model.placement:
-        return model
-    if model.engine:
-        raise ValueError("hfpatch: --placement and --engine cannot be combined. Keep one.")
-    from hfpatch.trainer import placement
-
     name = model.placement
+    if isinstance(values["deepspeed"], str):
+        if name:
+            raise ValueError(
+                "hfpatch: --placement and --deepspeed cannot be combined. Keep --placement."
+            )
+        name, values["deepspeed"] = values["deepspeed"], None
     if name == "auto":
         # Gradients and moments of adapters are small; the base decides, and no placement moves it.
-        name = "gpu8bit" if model.lora_r else _fitting(model, values, explicit)
-    values.update(
-        placement.training_arguments(
-            name, flags={key: values[key] for key in explicit if key in values}
+        name = "gpu8bit" if model.lora_r else _fitting(model, values, flags)
+    config = name and placement.engine_of(name, nvme_path=values["nvme_path"])
+    if values["nvme_path"] and not config:
+        raise ValueError(
+            "hfpatch: --nvme_path works with --placement zero3_nvme_offload only. Add it."
         )
-    )
-    bf16 = placement.get(name).bf16_weights and model.dtype == "auto"
-    return replace(model, placement=name, dtype="bfloat16" if bf16 else model.dtype)
+    if config:
+        if name == "zero3-offload":
+            values["bf16"] = True
+        values.update(configs.training_arguments(config, flags=flags))
+        placement.single_process_environment()
+    elif name:
+        values.update(placement.training_arguments(name, flags=flags))
+    bf16 = placement.is_bf16_alone(name) and model.dtype == "auto"
+    return replace(model, placement=name, dtype="bfloat16" if bf16 else model.dtype), config
 
 
-def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
+def _fitting(model: ModelArguments, values: dict, flags: dict) -> str:
     from hfpatch.budget.free import gpu_free, host_free
-    from hfpatch.trainer import placement
     from hfpatch.trainer.loading import load_config
 
     gpu = gpu_free()
@@ -164,11 +170,10 @@ def _fitting(model: ModelArguments, values: dict, explicit: set[str]) -> str:
         )
     # A fused step in backward has neither accumulation nor a global norm, so a flag for one of
     # them excludes it.
-    fused = not ({"max_grad_norm", "gradient_accumulation_steps"} & explicit)
-    sizes = {"seq_len": values["seq_len"], "batch": values["per_device_train_batch_size"]}
+    fused = not ({"max_grad_norm", "gradient_accumulation_steps"} & flags.keys())
     return placement.fitting(
-        load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused, fp8=model.fp8,
-        **sizes,
+        load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused,
+        seq_len=values["seq_len"], batch=values["per_device_train_batch_size"],
     )  # fmt: skip
 
 
@@ -194,34 +199,6 @@ def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config
     # Each rank of FSDP2's context parallelism takes two chunks.
     chunks = model.sp_size if engine == "deepspeed" else 2 * model.sp_size
     return replace(data, pad_multiple=math.lcm(data.pad_multiple, chunks))
-
-
-def _use_engine(values: dict, explicit: set[str]):
-    """Replaces --engine (or --deepspeed FILE) by TrainingArguments, checked against the flags.
-
-    Returns the engine's config, None without an engine. Raises ValueError.
-    """
-    name = values["engine"]
-    if isinstance(values["fsdp_config"], str) and values["fsdp_config"].endswith(".json"):
-        configs.load(values["fsdp_config"])
-    if isinstance(values["deepspeed"], str):
-        if name:
-            raise ValueError("hfpatch: --engine and --deepspeed cannot be combined. Keep --engine.")
-        name, values["deepspeed"] = values["deepspeed"], None
-    if not name:
-        if values["nvme_path"]:
-            raise ValueError(
-                "hfpatch: --nvme_path works with --engine zero3_nvme_offload only. Add it."
-            )
-        return None
-    config = configs.load(name, nvme_path=values["nvme_path"])
-    values.update(
-        configs.training_arguments(
-            config, flags={key: values[key] for key in explicit if key in values}
-        )
-    )
-    single_process_environment()
-    return config
 
 
 def checkpointing_of(model: ModelArguments) -> Checkpointing | str:

@@ -8,17 +8,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from traceback import walk_stack
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_callback import CallbackHandler
 
-from hfpatch.budget.hardware import GiB, gpu_named
+from hfpatch.budget.limits import beyond_positions
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.lab.device import matmul_rate
+from hfpatch.lab.hardware import GiB, gpu_named
 from hfpatch.report import say
 from hfpatch.trainer import memory
 from hfpatch.trainer.footprint import against
@@ -39,9 +37,9 @@ class Callback(TrainerCallback):
         peak_gpu_gib, peak_gpu_reserved_gib: allocated memory, and memory that the allocator holds.
         peak_host_gib: the process's largest resident set.
 
-    Warns once if 16-bit weights are the only copy and the optimizer rounds them to the nearest. If
-    ranks share rows: evaluation shares them too, runs under DeepSpeed's Ulysses resume inside an
-    epoch, and accelerate does not refuse layers that passed the probe.
+    Warns once if 16-bit weights are the only copy and the optimizer rounds them to the nearest, and
+    if a sequence is longer than the model's positions. `attach` gives it the Trainer, for what no
+    callback sees; `hfpatch run` and `hfpatch train` do so.
 
     Args:
         apply: call `hfpatch.apply` on the model when the Trainer is made, before an engine wraps
@@ -70,27 +68,39 @@ class Callback(TrainerCallback):
         self.report = None  # of apply
         self._applied = lambda: None
         self._hook = None
-        self._warned, self._last, self._unwrap = False, None, lambda: None
+        self._trainer = lambda: None
+        self._warned = False
+        self._last = None
+        self._longest = 0
+        self._positions = None
         self._tokens, self._flops, self._steps = 0, 0.0, 0
 
+    def attach(self, trainer) -> None:
+        """Gives the callback its Trainer, once both are made.
+
+        TensorBoard, W&B and other reporters then get the columns. An out-of-memory error says what
+        to change, and the next start keeps less. Where ranks share rows, runs under DeepSpeed's
+        Ulysses take rows of any length and resume inside an epoch, and accelerate does not refuse
+        layers that passed the probe.
+        """
+        self._trainer = weakref.ref(trainer)
+        step = trainer.training_step
+
+        def training_step(*positional, **named):
+            try:
+                return step(*positional, **named)
+            except Exception as error:
+                if memory.is_out_of_memory(error) and self._last:
+                    memory.explain(trainer.model, trainer.args, self._last, error)
+                raise
+
+        trainer.training_step = training_step
+        if _parallelism(trainer.args) is not None:
+            from hfpatch.trainer.sequence import share_rows
+
+            share_rows(trainer)
+
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        self._go_first()
-        if _parallelism(args) is not None:
-            from transformers import Trainer
-
-            from hfpatch.trainer.sequence import (
-                evaluate_together,
-                refuse_unshared_batches,
-                share_rows,
-            )
-
-            trainer = _caller(Trainer)
-            if trainer is not None:
-                if _sharing(args) > 1:
-                    refuse_unshared_batches(trainer)
-                share_rows(trainer)
-                if type(trainer).prediction_step is Trainer.prediction_step:
-                    evaluate_together(trainer)
         if self.apply and model is not None:
             if args.use_liger_kernel:
                 raise ValueError(
@@ -108,7 +118,11 @@ class Callback(TrainerCallback):
                 print(self.report, file=sys.stderr)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._go_first()
+        trainer = self._trainer()
+        if trainer is not None:
+            # Trainer puts reporters before a user's callbacks. A loop runs over the old list.
+            handler = trainer.callback_handler
+            handler.callbacks = [self, *(c for c in handler.callbacks if c is not self)]
         # FSDP1 and compile wrap the model. model_init makes another one, which it may have patched.
         known = (module is self._applied() or is_mixed(module) for module in model.modules())
         if self.apply and not any(known):
@@ -119,10 +133,11 @@ class Callback(TrainerCallback):
             )
         sizes = vars(_parallelism(args) or object).get
         self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
-        known = _with_config(model)
-        self._shape = (
-            Work.of(known) if hasattr(getattr(known, "config", None), "model_type") else None
-        )
+        inner = _with_config(model)
+        config = getattr(inner, "config", None)
+        self._shape = Work.of(inner) if hasattr(config, "model_type") else None
+        if self._shape is not None:
+            self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         optimizer = kwargs.get("optimizer")
         while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
             optimizer = optimizer.optimizer
@@ -140,30 +155,10 @@ class Callback(TrainerCallback):
         self._trained = _trained_share(model)
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._explain_memory(args, model)
+        if memory.runtimes(model):
+            memory.begin(model, args)
         self._ends: list | None = []
         self._start(state)
-
-    def _explain_memory(self, args, model):
-        """Wraps training_step: an out-of-memory error is explained, and kept for the next start."""
-        from transformers import Trainer
-
-        trainer = _caller(Trainer)
-        if trainer is None or not memory.runtimes(model):
-            return
-        memory.begin(model, args)
-        step = trainer.training_step
-
-        def training_step(*positional, **named):
-            try:
-                return step(*positional, **named)
-            except Exception as error:
-                if memory.is_out_of_memory(error) and self._last:
-                    memory.explain(model, args, self._last, error)
-                raise
-
-        trainer.training_step = training_step
-        self._unwrap = partial(vars(trainer).pop, "training_step", None)
 
     def _count(self, model, positional, named):
         if not model.training or not torch.is_grad_enabled():  # DPO's reference is no training
@@ -173,10 +168,24 @@ class Callback(TrainerCallback):
         ids = named.get("input_ids", positional[0] if positional else named.get("inputs_embeds"))
         if ids is not None:  # shapes alone: nothing waits for the device
             B, T = self._last = ids.shape[:2]
+            if T > self._longest:
+                self._longest = T
+                self._say_positions(named.get("position_ids"), T)
             self._tokens += B * T
             if self._shape:
                 asked = self._sharing, self.attention_share, self._trained
                 self._flops += self._shape.flops(B, T, *asked)
+
+    def _say_positions(self, position_ids, tokens: int) -> None:
+        """A line if the sequence is longer than the model's positions, for the longest so far."""
+        if self._positions is None or tokens <= self._positions:
+            return
+        if position_ids is not None:  # of packed documents, which may be shorter
+            tokens = int(position_ids.max()) + 1
+        longer = beyond_positions(tokens, self._positions)
+        if longer:
+            self._positions = None  # once a run
+            say(longer)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.plan is None or self._ends is None or args.process_index:
@@ -216,7 +225,6 @@ class Callback(TrainerCallback):
             memory.write(model, args, folder)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._unwrap()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -224,18 +232,6 @@ class Callback(TrainerCallback):
     def _start(self, state):
         self._since, self._tokens, self._flops = time.perf_counter(), 0, 0.0
         self._steps = state.global_step
-
-    def _go_first(self):
-        """Moves this callback before the reporters, so that TensorBoard and W&B get its columns.
-
-        Trainer puts reporters before a user's callbacks. Only the frame that calls us holds the
-        list of callbacks. If it is not found, only the progress bar and the log history get the
-        columns.
-        """
-        handler = _caller(CallbackHandler)
-        if handler is not None:
-            # A new list, because a loop runs over the old one.
-            handler.callbacks = [self] + [c for c in handler.callbacks if c is not self]
 
 
 def _with_config(model):
@@ -257,12 +253,6 @@ def _sharing(args) -> int:
     """The number of ranks that share a row."""
     sizes = vars(_parallelism(args) or object).get
     return max(sizes("sp_size") or 1, sizes("cp_size") or 1)
-
-
-def _caller(kind: type):
-    """The nearest object of that class among the callers' `self`, or None."""
-    owners = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe(1)))
-    return next((owner for owner in owners if isinstance(owner, kind)), None)
 
 
 def memory_columns(device) -> dict:

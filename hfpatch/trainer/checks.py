@@ -7,24 +7,11 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.budget.free import host_free
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.planner.limits import check_ranges
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
-
-
-def environment() -> None:
-    """Checks the variables that a launcher sets, or a user in its place. Raises ValueError."""
-    ranks = environment_number("WORLD_SIZE", 1, 1)
-    # Without LOCAL_RANK this process is alone: schedulers set WORLD_SIZE for machines.
-    launched = environment_number("LOCAL_RANK", -1, -1) >= 0
-    environment_number("RANK", 0, 0, ranks - 1 if launched else None)
-    environment_number("LOCAL_WORLD_SIZE", 1, 1)
-    environment_number("MASTER_PORT", 29500, 1, 65535)
-    host_free()  # HFPATCH_HOST_MEMORY, which the first step would ask for
 
 
 def _offload_folder(model) -> None:
@@ -181,6 +168,11 @@ def _implementation_rules(model, args):
         ),
     )
     yield (
+        model.attn_implementation == "flash_attention_2" and _missing("flash_attn"),
+        "--attn_implementation flash_attention_2 needs flash-attn. Leave it out: hfpatch brings its "
+        "own attention.",
+    )
+    yield (
         not ours and asked not in ("off", Checkpointing()),
         f"--checkpointing works with --impl hfpatch only, got {model.impl}. Leave it out.",
     )
@@ -266,20 +258,6 @@ def length(seq_len: int, config) -> None:
         )
 
 
-def sharing(sp_size: int, config) -> None:
-    """Raises ValueError for heads that DeepSpeed cannot share evenly over the ranks of a row."""
-    config = config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    reason = heads and why_not_shared_out(
-        heads, getattr(config, "num_key_value_heads", None) or heads, sp_size
-    )
-    if reason:
-        raise ValueError(
-            f"hfpatch: --sp_size {sp_size} does not work with DeepSpeed's Ulysses: {reason}. Pass "
-            "another size, or --engine fsdp2."
-        )
-
-
 def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
     """Raises ValueError if accelerate does not run the engine of the flags and of the checkpoint.
 
@@ -306,6 +284,6 @@ def engine_is_on(args, accelerator, checkpoint: str | None = None) -> None:
         here, there = ("under", "without") if kind == "FSDP" else ("without", "under")
         raise ValueError(
             f"hfpatch: {checkpoint} was saved {there} FSDP, and this run of {args.world_size} "
-            f"processes is {here} it. Launch as many with the same --engine, or start a new run "
+            f"processes is {here} it. Launch as many with the same --placement, or start a new run "
             "with --model set to what `accelerate merge-weights` makes of it."
         )

@@ -4,24 +4,10 @@ So choices, types and ranges are the flags' own.
 """
 
 import json
-import re
 import sys
-
-import yaml
 
 from hfpatch.budget.limits import did_you_mean
 from hfpatch.trainer import run_file
-
-
-class _Typed(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-5 for a string, as inside `lr_scheduler_kwargs: {min_lr: 1e-5}`."""
-
-
-_Typed.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
 
 
 def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
@@ -41,20 +27,7 @@ def flags(name: str, actions: dict, dicts: set[str]) -> dict[str, list[str]]:
             f"{name!r}. Write -- before a flag."
         )
     file = run_file.find(name)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-        written, typed = yaml.load(text, yaml.BaseLoader), yaml.load(text, _Typed)
-    except OSError as error:
-        raise ValueError(
-            f"hfpatch: the config file {file} cannot be read ({error.strerror}). Check the path."
-        ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"hfpatch: {file} must be YAML or JSON: {reason}. Correct the file."
-        ) from error
-    if not isinstance(written, dict):
-        raise ValueError(f"hfpatch: {file} must hold keys and values. Correct the file.")
+    written, typed = run_file.read(file)
     words = {}
     for name_, value in written.items():
         key = name_.replace("-", "_")

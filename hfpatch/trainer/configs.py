@@ -1,37 +1,14 @@
-"""Reads ds_configs/ and fsdp_configs/ before any model is loaded.
-
-DeepSpeed never looks at a top-level key that it does not know, so a misplaced one (`overlap_comm`
-outside of `zero_optimization`) does nothing. Its own models of sections refuse the rest.
+"""Reads ds_configs/ and fsdp_configs/ before any model is loaded. DeepSpeed's own model checks its
+section of ZeRO.
 """
 
-import difflib
 import importlib.metadata
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-# Names that DeepSpeed reads at its top level, and in two sections that it has no model of.
-TOP = """
-    activation_checkpointing amp autotuning bfloat16 checkpoint comet comms_logger
-    communication_data_type compile compression_training csv_monitor curriculum_learning
-    data_efficiency dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc
-    dump_state eigenvalue elasticity expert_parallel flops_profiler gradient_accumulation_steps
-    gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
-    hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula optimizer
-    pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
-    seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print
-    tensor_parallel tensorboard timers torch_autocast train_batch_size
-    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
-    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer zero_optimization bf16 fp16 aio data_types
-""".split()
-_FSDP_BOTH = """
-    version auto_wrap_policy transformer_layer_cls_to_wrap min_num_params cpu_offload
-    cpu_ram_efficient_loading activation_checkpointing state_dict_type reshard_after_forward
-""".split()
-_FSDP1_ALONE = """
-    forward_prefetch backward_prefetch use_orig_params sync_module_states limit_all_gathers
-""".split()
+from hfpatch.budget.limits import did_you_mean
+from hfpatch.planner.placements import PLACEMENTS
 
 
 @dataclass(frozen=True)
@@ -64,8 +41,9 @@ def find(name_or_path: str) -> Path:
             return folder / f"{name_or_path}.json"
     known = sorted({p.stem for folder in folders for p in folder.glob("*.json")})
     raise ValueError(
-        f"hfpatch: there is no engine config {name_or_path!r}. Give a JSON file or one of "
-        f"{', '.join(known)}."
+        f"hfpatch: there is no placement {name_or_path!r}."
+        f"{did_you_mean(name_or_path, [*PLACEMENTS, *known])} Give a JSON file or one of "
+        f"{', '.join(dict.fromkeys(['auto', *PLACEMENTS, *known]))}."
     )
 
 
@@ -83,12 +61,6 @@ def load(name_or_path: str, *, nvme_path: str | None = None) -> EngineConfig:
             "launch --config_file`."
         ) from error
     engine = "fsdp" if {"version", "fsdp_version"} & {*values} else "deepspeed"
-    known = TOP if engine == "deepspeed" else [*_FSDP_BOTH, *_FSDP1_ALONE]
-    for key in values:
-        if key.removeprefix("fsdp_") not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
-            raise ValueError(f'hfpatch: {path} has an unknown key "{key}". {hint}')
     if engine == "deepspeed":
         zero = values.get("zero_optimization", {})
         for name in ("offload_param", "offload_optimizer"):

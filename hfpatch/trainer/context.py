@@ -7,8 +7,6 @@ import json
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hfpatch.budget.limits import check_sizes
-
 _FROM_ORIGINAL = ("yarn", "llama3", "longrope")  # types that reckon from the length before
 
 
@@ -27,10 +25,6 @@ def lengthened(config, limit: int | None, scaling: str | None):
     if limit is None and scaling is None:
         return config
     before = _rope(config)
-    if limit is not None and limit < 1:
-        raise ValueError(
-            f"hfpatch: --max_position_embeddings must be 1 or more, got {limit}. Leave it out."
-        )
     values = config.to_dict()
     if scaling is not None:
         asked = _asked(scaling)
@@ -97,7 +91,6 @@ def _asked(scaling: str) -> dict:
             f"hfpatch: --rope_scaling needs a rope_type, got {scaling!r}: transformers would not "
             "scale. Add it."
         )
-    check_sizes({"rope_parameters": {n: v for n, v in asked.items() if not isinstance(v, str)}}.get)
     asked["rope_type"] = asked.pop("type", asked.get("rope_type", "default"))
     if asked["rope_type"] == "dynamic":
         raise ValueError(

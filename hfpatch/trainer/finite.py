@@ -1,10 +1,8 @@
-"""Ends a run whose loss or weights are no longer finite, and keeps what was saved before.
+"""Ends a run whose loss is no longer finite, and keeps what was saved before.
 
 Stock leaves such losses out of the mean that it logs (`logging_nan_inf_filter`): the log says 0,
 and the run saves NaN.
 """
-
-import sys
 
 import torch
 from transformers import Trainer as StockTrainer
@@ -16,8 +14,7 @@ from hfpatch.trainer.stop import highest
 class FiniteTrainer(StockTrainer):
     """transformers' Trainer that stops after args.nan_steps steps in a row without a finite loss.
 
-    All ranks stop at once. It saves no weights that are not finite; with nan_steps 0 it saves them
-    and says so. Raises ValueError.
+    All ranks stop at once. Raises ValueError.
     """
 
     def __init__(self, *args, **kwargs):
@@ -29,27 +26,6 @@ class FiniteTrainer(StockTrainer):
         loss = super().training_step(*args, **kwargs)
         self._losses.note(loss.detach())
         return loss
-
-    def save_model(self, *args, **kwargs):
-        # Here rather than in _save, where one rank alone would know, and where stock catches
-        # ValueError under ZeRO-3.
-        name = next(
-            (n for n, p in self.model.named_parameters() if p.requires_grad and not _finite(p)), ""
-        )
-        if any(highest(self.args, bool(name))):
-            found = f"{name or 'a weight of another rank'} holds nan or infinity"
-            if self.args.nan_steps:
-                raise ValueError(
-                    f"hfpatch: the weights to save at step {self.state.global_step} must be "
-                    f"finite, and {found}. Lower --learning_rate and go on from an earlier "
-                    "checkpoint (--nan_steps 0 saves them all the same)."
-                )
-            print(
-                f"hfpatch: saving at step {self.state.global_step} although {found}.",
-                file=sys.stderr,
-                flush=True,
-            )
-        return super().save_model(*args, **kwargs)
 
 
 class StopAtNaN(TrainerCallback):
@@ -75,13 +51,3 @@ class StopAtNaN(TrainerCallback):
                 "--learning_rate, look at the data with --show_batch, and go on from an earlier "
                 "checkpoint (--nan_steps 0 trains on)."
             )
-
-
-def _finite(parameter) -> bool:
-    """Whether this rank's part of a parameter (all of it, or its shard) is finite."""
-    part = getattr(parameter, "ds_tensor", parameter).detach()
-    part = part.to_local() if hasattr(part, "to_local") else part
-    if part.numel() == 0 or not part.is_floating_point():
-        return True
-    # aminmax carries nan along and allocates nothing of the weight's size.
-    return bool(torch.isfinite(torch.stack(part.aminmax())).all())

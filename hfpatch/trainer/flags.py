@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from hfpatch.budget.limits import parse_length
 from hfpatch.budget.policy import CHECKPOINTING
 from hfpatch.lab.presets import PRESETS
-from hfpatch.planner.placements import FLOAT8_RECIPES
+from hfpatch.planner.placements import PLACEMENTS
 
 # Our flags -> their other spellings, which are TRL's.
 SPELLINGS = {
@@ -18,6 +18,7 @@ SPELLINGS = {
     "text_field": ["dataset_text_field"],
     "chat_template": ["chat_template_path"],
     "pad_multiple": ["pad_to_multiple_of"],
+    "placement": ["engine"],
 }
 
 
@@ -65,15 +66,13 @@ class ModelArguments:
     )
     placement: str | None = _flag(
         None,
-        "Full fine-tuning on one GPU without host optimizer states: auto, gpu8bit, "
-        "gpu8bit-fused, zero3-offload.",
+        f"Where weights and optimizer states live: auto, {', '.join(PLACEMENTS)}, or the JSON file "
+        "of an engine.",
+        also="placement",
     )
-    engine: str | None = _flag(
-        None, "A file or a name from ds_configs/ or fsdp_configs/, such as zero3_cpu_offload."
-    )
-    sp_size: int = _flag(1, "With --engine zero3 or fsdp2: GPUs that share each sequence.")
+    sp_size: int = _flag(1, "With --placement zero3 or fsdp2: GPUs that share each sequence.")
     nvme_path: str | None = _flag(
-        None, "With --engine zero3_nvme_offload: a folder on a local disk."
+        None, "With --placement zero3_nvme_offload: a folder on a local disk."
     )
     dtype: str = _flag("auto", "Type of the weights; auto: the checkpoint's, float32 for a preset.",
                        choices=["auto", "float32", "bfloat16"])  # fmt: skip
@@ -81,7 +80,7 @@ class ModelArguments:
         None,
         "The layers' products in torchao's float8, scaled by rows; emulated where a device has "
         "none.",
-        choices=list(FLOAT8_RECIPES),
+        choices=["rowwise", "rowwise_with_gw_hp"],
         nargs="?",
         const="rowwise",
     )

@@ -16,7 +16,7 @@ _MULTIPLE = 16  # of a product's width, in hardware
 def convert(model: nn.Module, recipe: str) -> nn.Module:
     """Replaces the decoder layers' Linears by torchao's. Returns the same model.
 
-    recipe: one of planner.placements.FLOAT8_RECIPES. They scale each token by itself, so layers
+    recipe: one that scales each token by itself (flags.py), so layers
     stay in tiles. A CPU, or a GPU before compute capability 8.9, emulates the products: the same
     numbers, slower. Raises ValueError if no layer has a Linear of a width that float8 takes.
     """

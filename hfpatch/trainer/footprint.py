@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.budget.hardware import GiB, Gpu, gpu_named
+from hfpatch.lab.hardware import GiB, Gpu, gpu_named
 from hfpatch.planner.machine import card, gpu_limit, host_limit
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import Adapters, plan
@@ -15,14 +15,11 @@ def check(config, model, data, args, say):
     """Says in three lines what is planned, and returns the plan; None where there is none. ValueError
     for a run that does not fit.
 
-    Without a GPU there are no times to plan: weights, gradients and moments must fit the machine.
-    Nothing is said of Liger, nor of an engine's config that plans do not know.
+    Nothing is said without a GPU, of Liger, nor of an engine's config that plans do not know.
     """
     gpu = this_gpu(args)
-    if model.impl == "liger":
+    if gpu is None or model.impl == "liger":
         return None
-    if gpu is None:
-        return None if args.deepspeed or args.fsdp else _expect_states(config, model, args)
     placement = placement_of(config, model, args)
     if placement not in ("auto", *PLACEMENTS):
         return None
@@ -32,7 +29,7 @@ def check(config, model, data, args, say):
             config, seq_len=data.seq_len, batch=args.per_device_train_batch_size, gpu=gpu,
             gpus=args.world_size, host_ram=host_limit(), placement=placement, sp_size=model.sp_size,
             checkpointing=checkpointing_of(model) if model.impl == "hfpatch" else stock,
-            adapters=adapters_of(model), fp8=model.fp8,
+            adapters=adapters_of(model),
         )  # fmt: skip
     except Exception as error:  # a plan runs the family's own code, which may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -72,10 +69,8 @@ def this_gpu(args) -> Gpu | None:
 
 def placement_of(config, model, args) -> str:
     """The planner's name for where this run's weights and optimizer states are."""
-    if model.engine:
-        return placement_of_engine(model.engine)
     if model.placement or model.lora_r:
-        return model.placement or "auto"
+        return placement_of_engine(model.placement or "auto")
     if args.deepspeed or args.fsdp:
         return "unknown"
     if "8bit" in args.optim:
@@ -91,18 +86,3 @@ def dtype_of(config, model) -> torch.dtype:
 def adapters_of(model) -> Adapters | None:
     base = "4bit" if model.load_in_4bit else "8bit" if model.load_in_8bit else "bf16"
     return Adapters.of(model.lora_r, base, model.lora_target_modules) if model.lora_r else None
-
-
-def _expect_states(config, model, args) -> None:
-    """ValueError where weights, gradients and Adam's moments exceed this machine's memory."""
-    from hfpatch.lab.simulate.implementations import build
-
-    number = sum(p.numel() for p in build(config.to_dict()).parameters())
-    numbers = 1 if model.lora_r else 4 if "adamw_torch" in args.optim else 2
-    needed, have = number * numbers * dtype_of(config, model).itemsize, host_limit()
-    if have is not None and needed > have:
-        raise ValueError(
-            f"hfpatch: weights, gradients and optimizer states of {number / 1e9:.2f}B parameters "
-            f"must fit this machine's {have / GiB:.1f} GiB, and take {needed / GiB:.1f}. Take a "
-            "smaller model, --lora_r, or a GPU (see hfpatch plan)."
-        )

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from hfpatch.budget.limits import check_sizes
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.simulate.implementations import check_sizes
 from hfpatch.trainer import context, placement
 
 
@@ -90,23 +90,6 @@ def _overrides(text: str | None) -> dict:
             "Check it."
         )
     return values
-
-
-def expect_attention(model, config) -> None:
-    """Builds the model without memory. ValueError if transformers refuses --attn_implementation."""
-    if model.attn_implementation in ("sdpa", "eager"):  # need no package
-        return
-    options = {"trust_remote_code": True} if model.trust_remote_code else {}
-    try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(
-                config, attn_implementation=model.attn_implementation, **options
-            )
-    except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"hfpatch: --attn_implementation {model.attn_implementation} does not work here: "
-            f"{_first(error)}. Leave it out: hfpatch brings its own attention."
-        ) from error
 
 
 def load_model(model, config, seed: int):
@@ -218,13 +201,10 @@ def with_lora(made, model):
             f"hfpatch: no adapters on {', '.join(names)}: {_first(error)}. Give "
             "--lora_target_modules names of layers with spaces between."
         ) from error
-    for parameter in made.parameters():
-        if (
-            parameter.requires_grad
-            and model.placement
-            and placement.get(model.placement).bf16_weights
-        ):
-            parameter.data = parameter.data.to(torch.bfloat16)
+    if placement.is_bf16_alone(model.placement):
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
     return made
 
 

@@ -1,8 +1,7 @@
-"""A lock on a run's folder, and the locks that killed builds of torch's extensions left."""
+"""A lock on a run's folder."""
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,23 +39,3 @@ def alone_in(folder: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.rmdir()  # a run that was refused leaves no empty folder
         os.close(held)
-
-
-BUILD_SECONDS = 600  # no file of an operator takes longer to compile
-
-
-def left_builds() -> list[str]:
-    """Locks that killed builds of torch's C++ extensions (DeepSpeed's operators) left. A process
-    that needs such an extension waits for ever.
-    """
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{home}/torch_extensions").expanduser()
-    found = []
-    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
-        try:
-            latest = max(file.stat().st_mtime for file in lock.parent.iterdir())
-        except (OSError, ValueError):  # it vanished, so a build is running
-            continue
-        if time.time() - latest > BUILD_SECONDS:
-            found.append(str(lock))
-    return found

@@ -1,5 +1,6 @@
 """Run files: YAML with the names of `hfpatch train`, which `plan` and `profile` read too."""
 
+import re
 from pathlib import Path
 
 from hfpatch.budget.limits import did_you_mean
@@ -11,7 +12,7 @@ MACHINE = ("gpu", "gpus", "host_ram")  # keys for the plan alone
 FLAGS = {
     "model": "--model", "seq_len": "--seq-len", "seq_length": "--seq-len",
     "max_length": "--seq-len", "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
-    "placement": "--placement", "engine": "--placement", "fp8": "--fp8",
+    "placement": "--placement", "engine": "--placement",
     "checkpointing": "--checkpointing", "lora_r": "--lora-r",
     "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
     "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",
@@ -33,6 +34,41 @@ def find(name: str) -> Path:
     return path if path.exists() else ready.get(name, path)
 
 
+def _loader():
+    """YAML's safe loader, which takes 1e-5 for a number: YAML 1.1 takes it for a string, as inside
+    `lr_scheduler_kwargs: {min_lr: 1e-5}`."""
+    import yaml  # transformers brings it; a plan without a file needs none
+
+    class Typed(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    Typed.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return Typed
+
+
+def read(path: Path) -> tuple[dict, dict]:
+    """The file's values, as they are written and as YAML takes them. ValueError for a file that
+    holds none."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        written, typed = yaml.load(text, yaml.BaseLoader), yaml.load(text, _loader())
+    except OSError as error:
+        raise ValueError(
+            f"hfpatch: the file {path} cannot be read ({error.strerror}). Check the path."
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"hfpatch: {path} must be YAML or JSON: {reason}. Correct the file."
+        ) from error
+    if not isinstance(written, dict):
+        raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")
+    return written, typed
+
+
 def words(name: str, known) -> list[str]:
     """The file as words of a command line.
 
@@ -43,16 +79,8 @@ def words(name: str, known) -> list[str]:
     Raises:
         ValueError: the file cannot be read, or a key is misspelt.
     """
-    import yaml  # transformers brings it; a plan without a file needs none
-
     path = find(name)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8-sig"), yaml.BaseLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"hfpatch: {path} must be YAML: {reason}. Correct the file.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")
+    values, _ = read(path)
     found = []
     for key, value in values.items():
         key = key.replace("-", "_")
@@ -61,7 +89,7 @@ def words(name: str, known) -> list[str]:
             raise ValueError(f"hfpatch: {path} has an unknown key {key!r}.{near}")
         if FLAGS.get(key) not in known or key in BITS and value.lower() not in ("true", "yes"):
             continue
-        if key == "engine":
+        if FLAGS[key] == "--placement":
             value = placement_of_engine(value)
         given = [BITS[key]] if key in BITS else value if isinstance(value, list) else [value]
         joined = [",".join(given)] if key == "lora_target_modules" else given

@@ -1,19 +1,10 @@
-"""A run's folder: which checkpoint a run goes on from, and whether it is the same run.
-
-A checkpoint is written in `_saving/` and renamed when it is whole, whatever kills the run meanwhile.
-"""
+"""A run's folder: which checkpoint a run goes on from, and whether it is the same run."""
 
 import json
-import os
-import shutil
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from huggingface_hub import save_torch_state_dict
-
-RUN_FILE = "hfpatch_run.json"  # what a resume must match
-STATE_FILE, SAVING = "trainer_state.json", "_saving"
+RUN_FILE = "run.json"  # what a resume must match
+STATE_FILE = "trainer_state.json"
 _MODEL = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
           "rope_parameters")  # fmt: skip
 _DATA = ("seq_len", "packing", "long_rows", "validation_split", "streaming")
@@ -23,7 +14,7 @@ _ARGS = ("seed", "data_seed", "learning_rate", "optim", "weight_decay", "adam_be
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints, newest first. Trainer writes the state last."""
+    """The whole checkpoints, newest first: Trainer writes the state last."""
     found = [p.parent for p in folder.glob(f"checkpoint-*/{STATE_FILE}")]
     return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]), reverse=True)
 
@@ -51,7 +42,7 @@ def begin(folder: str, resume) -> str | None:
                 "path."
             )
         return str(resume)
-    if not found and not (path / SAVING).is_dir():  # not killed in its first checkpoint
+    if not found and not any(path.glob("checkpoint-*")):  # not killed in its first checkpoint
         raise ValueError(
             f"hfpatch: there is no whole checkpoint in {folder} to resume from. Check --output_dir."
         )
@@ -82,47 +73,16 @@ def expect_same(checkpoint: str, now: dict) -> None:
         )
 
 
-class WholeCheckpoints:
-    """A mixin of Trainer: saves into SAVING, and gives the folder its name at the end."""
+class RunCheckpoints:
+    """A mixin of Trainer: writes `record` into each checkpoint."""
 
     record: dict = {}
-    _saving = False
-
-    def _get_output_dir(self, trial):
-        folder = super()._get_output_dir(trial)
-        return os.path.join(folder, SAVING) if self._saving else folder
 
     def _save_checkpoint(self, model, trial, *args, **kwargs):
-        folder = Path(super()._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        made, target = folder / SAVING / name, folder / name
-        with self._alone_in(folder / SAVING):
-            super()._save_checkpoint(model, trial, *args, **kwargs)
-            best = self.state.best_model_checkpoint
-            if best and Path(best).parent.name == SAVING:
-                self.state.best_model_checkpoint = str(target)
-            if self.args.should_save:
-                (made / RUN_FILE).write_text(json.dumps(self.record))
-                self.state.save_to_json(str(made / STATE_FILE))
-            self._barrier()
-            # The first process, then the first one of a machine with a disk of its own.
-            for turn in (self.args.process_index == 0, self.args.local_process_index == 0):
-                if turn and made.is_dir():
-                    shutil.rmtree(target, ignore_errors=True)
-                    os.rename(made, target)
-                self._barrier()
+        super()._save_checkpoint(model, trial, *args, **kwargs)
         if self.args.should_save:
-            from transformers.trainer_utils import rotate_checkpoints
-
-            rotate_checkpoints(
-                output_dir=str(folder), save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True,
-            )  # fmt: skip
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(target))
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        """Waits until the folder has its name."""
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            (folder / RUN_FILE).write_text(json.dumps(self.record))
 
     def save_model(self, output_dir=None, _internal_call=False):
         """As Trainer's, which saves nothing where FSDP's state_dict_type is sharded. Checkpoints
@@ -131,30 +91,3 @@ class WholeCheckpoints:
         kind = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.state_dict_type
         if not _internal_call and "SHARDED" in str(kind):
             self._save(output_dir, self.accelerator.get_state_dict(self.model))
-
-    def _save(self, output_dir=None, state_dict=None):
-        """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
-        try:
-            super()._save(output_dir, state_dict)
-        except Exception:
-            weights = self.model.state_dict() if state_dict is None else state_dict
-            if self.args.should_save and weights:
-                save_torch_state_dict(weights, output_dir or self.args.output_dir)
-            raise
-
-    @contextmanager
-    def _alone_in(self, staging: Path):
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-        self._barrier()
-        self._saving = True
-        try:
-            yield
-        finally:  # after an error too: a full disk gets its room back
-            self._saving = False
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-
-    def _barrier(self) -> None:
-        if self.args.world_size > 1:
-            torch.distributed.barrier()

@@ -1,9 +1,8 @@
-"""Ranks that share each row (`--sp_size`): engine settings, parts of rows, and evaluation."""
+"""Ranks that share each row (`--sp_size`): engine settings, and parts of rows."""
 
 from contextlib import ExitStack, contextmanager
 
 import accelerate
-import torch.distributed as dist
 
 from hfpatch.budget.limits import environment_number
 from hfpatch.context.ranks import sequence_of, summed_gradients
@@ -11,13 +10,7 @@ from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
-from hfpatch.trainer.shared_rows import (
-    evaluation_loss,
-    labelled_alike,
-    of_all_ranks,
-    part_of,
-    shares_rows,
-)
+from hfpatch.trainer.shared_rows import of_all_ranks, part_of, shares_rows
 
 
 def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
@@ -35,7 +28,7 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
     world = environment_number("WORLD_SIZE", 1, 1)
     if engine is None:
         raise ValueError(
-            "hfpatch: --sp_size needs an engine that shards the model. Add --engine zero3 or fsdp2."
+            "hfpatch: --sp_size needs an engine that shards the model. Add --placement zero3 or fsdp2."
         )
     if world % size:
         raise ValueError(
@@ -43,7 +36,7 @@ def parallelism(engine: str | None, values: dict, *, size: int, attention: str):
         )
     if engine == "fsdp":
         if values.get("version", 1) != 2:
-            raise ValueError("hfpatch: --sp_size needs FSDP2, got FSDP1. Use --engine fsdp2.")
+            raise ValueError("hfpatch: --sp_size needs FSDP2, got FSDP1. Use --placement fsdp2.")
         return accelerate.ParallelismConfig(cp_size=size, dp_shard_size=world // size)
     summed_gradients(values, size)
     if not hasattr(accelerate.utils, "DeepSpeedSequenceParallelConfig"):
@@ -165,42 +158,3 @@ def share_rows(trainer) -> None:
             return prepare(*given, **known)
 
     accelerator.prepare = prepare_told
-
-
-def refuse_unshared_batches(trainer) -> None:
-    """Raises ValueError for TRL's trainers other than SFT.
-
-    They compare rows, and only some tensors of their batches are split over the ranks.
-    """
-    names = {kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")}
-    if names and "SFTTrainer" not in names:
-        raise ValueError(
-            "hfpatch: where ranks share sequences the trainer must be TRL's SFTTrainer, got a "
-            f"{type(trainer).__name__}: neither engine deals out its batches whole. Train it with "
-            "sp_size=1 and cp_size=1."
-        )
-
-
-def evaluate_together(trainer) -> None:
-    """Computes the evaluation loss of a stock Trainer over all tokens of rows that ranks share.
-
-    Without it each rank would have whole rows of its own under Ulysses, and under context
-    parallelism the first rank's part alone would be logged.
-    """
-    stock = trainer.prediction_step
-
-    def prediction_step(model, inputs, prediction_loss_only, ignore_keys=None):
-        accelerator, sequence = trainer.accelerator, None
-        if prediction_loss_only and shares_rows(trainer.model):
-            sequence = sequence_under(accelerator)
-        labelled, device = "labels" in inputs, trainer.args.device
-        if sequence is not None and labelled_alike(labelled, labelled):
-            return evaluation_loss(model, inputs, sequence, device), None, None
-        loss, *others = stock(model, inputs, prediction_loss_only, ignore_keys)
-        if loss is not None and accelerator.parallelism_config.cp_enabled:
-            group = accelerator.torch_device_mesh["cp"].get_group()
-            dist.all_reduce(loss, group=group)
-            loss /= dist.get_world_size(group)
-        return loss, *others
-
-    trainer.prediction_step = prediction_step

@@ -1,21 +1,16 @@
-"""Rows that ranks share: each rank's part of a batch, and evaluation of every rank's rows by all
-ranks together.
+"""Rows that ranks share: each rank's part of a batch.
 
-In evaluation accelerate turns Ulysses off, and TRL turns context parallelism off. Each rank would
-then compute whole rows, which need more memory than the parts in training. Under context
-parallelism transformers' Trainer evaluates parts, and each rank gets the loss of its part.
-
-B batch, T tokens of whole rows, t of this rank.
+B batch, T tokens of whole rows.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hfpatch.context.ranks import SHORTEST_PART, sharded
+from hfpatch.context.ranks import SHORTEST_PART
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.parallel.exchange import Sequence
-from hfpatch.parallel.shards import least_of, of_hosts
+from hfpatch.parallel.shards import of_hosts
 
 IGNORE = -100
 
@@ -55,79 +50,6 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
     own = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in batch.items()}
     dist.all_gather_object(found, own, group=of_hosts(sequence.group))
     return found
-
-
-def _in_turn(sequence: Sequence, batch: dict, device, run):
-    """run(part, count) for this rank's rows. All ranks compute the rows of each rank in turn.
-
-    count: the number of labels in the rows that run() computes.
-    """
-    batches, mine = of_all_ranks(sequence, batch), None
-    # Context parallelism gives all its ranks the same rows: one forward is enough. Engines gather
-    # weights over other groups too, so all groups must run the same number of forwards.
-    if least_of(None, [int(all(_same(one, batches[0]) for one in batches))])[0]:
-        batches = batches[:1]
-    for rank, whole in enumerate(batches):
-        part = {
-            n: x.to(device) if isinstance(x, Tensor) else x
-            for n, x in part_of(sequence, whole).items()
-        }
-        count, items = (
-            (whole["labels"][:, 1:] != IGNORE).sum().to(device),
-            part.get("num_items_in_batch"),
-        )
-        # Each rank divides by its share, and _mean averages over the ranks: the experts' balancing
-        # loss in the same sum is equal on all ranks.
-        share = (
-            count.clamp_min(1) if items is None else torch.as_tensor(items, device=device)
-        ) / sequence.size
-        part |= {"labels": part["shift_labels"], "num_items_in_batch": share, "use_cache": False}
-        with torch.no_grad(), sharded(sequence):
-            found = run(part, count)
-        if rank == sequence.rank or len(batches) == 1:
-            mine = found
-    return mine
-
-
-def _same(a: dict, b: dict) -> bool:
-    both = ((x, b.get(n)) for n, x in a.items())
-    return all(
-        isinstance(y, Tensor) and torch.equal(x, y) if isinstance(x, Tensor) else x == y
-        for x, y in both
-    )
-
-
-def _mean(sequence: Sequence, x: Tensor) -> Tensor:
-    x = x.detach().clone()
-    dist.all_reduce(x, group=sequence.group)
-    return x / sequence.size
-
-
-def evaluation_loss(model, inputs: dict, sequence: Sequence, device) -> Tensor:
-    """The loss of this rank's rows: the mean over their labels (nan if they have none), or the sum
-    divided by num_items_in_batch."""
-
-    def run(part: dict, count: Tensor) -> Tensor:
-        loss = _mean(sequence, model(**{**part, "skip_logits": True, "return_dict": True}).loss)
-        return loss if "num_items_in_batch" in inputs else torch.where(count > 0, loss, torch.nan)
-
-    return _in_turn(sequence, inputs, device, run)
-
-
-def labelled_alike(able: bool, labelled: bool) -> bool:
-    """Whether all ranks are able.
-
-    Raises:
-        ValueError: on all ranks, if only some have labels: these would wait for the others.
-    """
-    able, having, lacking = least_of(None, [int(able), int(labelled), int(not labelled)])
-    if not having and not lacking:
-        raise ValueError(
-            "hfpatch: in evaluation all ranks that share a sequence must have labels, and some "
-            f"have none. Give every sequence labels ({IGNORE} where a token is not to be "
-            "predicted)."
-        )
-    return bool(able)
 
 
 def shares_rows(model) -> bool:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import torch
@@ -19,25 +18,10 @@ class StopCleanly(TrainerCallback):
 
     def __init__(self):
         self.time_limit, self.signal, self.late = 0.0, 0, False
-        self._heard, self._before, self._began = 0, {}, 0.0
+        self._heard = 0
+        self._before = {}
+        self._began = 0.0
         self._launcher = launcher()
-        self._begun = threading.Event()
-        if self._launcher:
-            threading.Thread(target=self._until_training, daemon=True).start()
-
-    def _until_training(self):
-        """Ends the process if its launcher ends before the first step.
-
-        torch.distributed would wait half an hour for the other ranks.
-        """
-        while not self._begun.wait(1.0):
-            if self._orphaned:
-                os.write(
-                    2,
-                    b"hfpatch: the launcher ended before training began. Launch "
-                    b"again, nothing is lost.\n",
-                )
-                os._exit(1)
 
     @property
     def _orphaned(self) -> bool:
@@ -53,7 +37,6 @@ class StopCleanly(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._began = time.monotonic()
-        self._begun.set()
 
         def note(number, frame):
             self._heard = number
@@ -73,7 +56,7 @@ class StopCleanly(TrainerCallback):
                 signal.signal(number, note)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._orphaned:
+        if self._orphaned:  # accelerate's launcher of one process leaves it behind
             self._heard = self._heard or signal.SIGTERM
         late = bool(self.time_limit) and time.monotonic() - self._began > self.time_limit
         # A signal reaches the ranks at different steps.

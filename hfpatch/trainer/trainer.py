@@ -1,24 +1,22 @@
-"""The Trainer of `hfpatch train`: exact evaluation, a stop at NaN, whole checkpoints."""
+"""The Trainer of `hfpatch train`: exact evaluation, and a stop at NaN."""
 
 import math
 
 import torch
 from transformers import TrainerCallback
-from transformers.trainer_utils import TrainOutput
 
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.positions import PositionTrainer
-from hfpatch.trainer.runs import WholeCheckpoints
+from hfpatch.trainer.runs import RunCheckpoints
 from hfpatch.trainer.sequence import sequence_under, share_rows
-from hfpatch.trainer.shared_rows import IGNORE, evaluation_loss, labelled_alike, shares_rows
+from hfpatch.trainer.shared_rows import IGNORE
 
 
-class Trainer(WholeCheckpoints, PositionTrainer):
+class Trainer(RunCheckpoints, PositionTrainer):
     """transformers' Trainer; args is a TrainArguments.
 
     The evaluation loss is the mean over tokens (stock: over batches), with perplexity and, for
-    plain text, nats per byte. A checkpoint is whole or not there. A resumed run that has had its
-    steps takes no other.
+    plain text, nats per byte.
 
     bytes_per_token: of plain text, 0.0 for other data. record: what a resume must match, written
     into each checkpoint.
@@ -29,7 +27,7 @@ class Trainer(WholeCheckpoints, PositionTrainer):
         self._eval_sum = None
         with refusals():
             super().__init__(*args, **kwargs)
-        self.add_callback(_NoStepMore)
+        self.add_callback(_OwnSteps)
 
     def create_scheduler(self, *args, **kwargs):
         with refusals():
@@ -92,12 +90,7 @@ class Trainer(WholeCheckpoints, PositionTrainer):
         )
         ranks = self._parts()
         share = self.accelerator.gather(count).sum() / ranks if labelled and ranks > 1 else None
-        sequence = self._sequence()
-        shared = sequence is not None and shares_rows(self.model)
-        if shared and labelled_alike(labelled, labelled):
-            result = evaluation_loss(model, inputs, sequence, self.args.device), None, None
-        else:
-            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if labelled and result[0] is not None:
             # Stock gives nan without labels.
             loss = torch.where(count > 0, result[0], 0.0).to(self._eval_sum)
@@ -136,28 +129,9 @@ class Trainer(WholeCheckpoints, PositionTrainer):
                 output.metrics[f"{metric_key_prefix}_nats_per_byte"] = loss / self.bytes_per_token
         return output
 
-    def train(self, *args, **kwargs):
-        try:
-            return super().train(*args, **kwargs)
-        except _Finished:
-            if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-                self._load_best_model()
-            self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-            self.is_in_train = False
-            return TrainOutput(self.state.global_step, 0.0, {"train_runtime": 0.0})
 
-
-class _Finished(Exception):
-    """The resumed run has had all of its steps."""
-
-
-class _NoStepMore(TrainerCallback):
-    """Stops before the first step if a checkpoint has all steps; stock would take one more."""
+class _OwnSteps(TrainerCallback):
+    """The state of a checkpoint holds the saving and logging steps of the flags before."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # The state of a checkpoint holds the saving and logging steps of the flags before.
         state.compute_steps(args, state.max_steps)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps:
-            raise _Finished

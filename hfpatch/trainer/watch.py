@@ -25,15 +25,13 @@ def _patch_trainer(cls) -> None:
 
     @functools.wraps(init)
     def patched_init(self, *args, **kwargs):
-        # TRL passes callbacks by keyword; a script may pass them by position (the ninth).
-        position = list(inspect.signature(init).parameters).index("callbacks") - 1
-        if len(args) > position:
-            callbacks = _with_ours(args[position], args[0])
-            args = (*args[:position], callbacks, *args[position + 1 :])
-        else:
-            model = args[0] if args else kwargs.get("model")
-            kwargs["callbacks"] = _with_ours(kwargs.get("callbacks"), model)
-        init(self, *args, **kwargs)
+        given = inspect.signature(init).bind_partial(self, *args, **kwargs)
+        named = given.arguments
+        named["callbacks"] = _with_ours(named.get("callbacks"), named.get("model"))
+        init(*given.args, **given.kwargs)
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "attach"):
+                callback.attach(self)
 
     @functools.wraps(train)
     def patched_train(self, *args, **kwargs):

@@ -7,7 +7,6 @@ Counted are operations that PyTorch dispatches in a step of a small model of eac
 tensors; not views, empty tensors and questions (of a device, of a dtype), which launch nothing; a
 fused one counts once, as it launches one kernel on a GPU. Loops over chunks run as they are. A tile
 is what one more of them adds to a row, of 16,384 tokens and of 32,768.
-chain: 1 where layers without attention run through time themselves.
 """
 
 import contextlib
@@ -30,7 +29,6 @@ from scripts.families import family_config
 
 TILE = 8192
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}
-CHAINS = 0, 1
 
 
 NONE = "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"
@@ -72,17 +70,15 @@ def small(family: str):
 
 def main(families) -> None:
     table = csv.writer(sys.stdout)
-    table.writerow(["family", "what", "chain", "tokens", "forward", "backward"])
+    table.writerow(["family", "what", "tokens", "forward", "backward"])
     for family in families:
         row = launches(prepare(small(family), "hf-ckpt"), TILE)
-        table.writerow([family, "a row, transformers' checkpointing", "", TILE, *row])
-        for chain in CHAINS:
-            ours, policy = prepare(small(family), "hfpatch"), Policy("gpu", tile=TILE, chain=chain)
-            for tokens in (2 * TILE, 4 * TILE):
-                few, many = (launches(ours, n, policy) for n in (tokens - TILE, tokens))
-                more = (b - a for a, b in zip(few, many))
-                table.writerow([family, "a tile", chain, tokens, *more])
-                sys.stdout.flush()
+        table.writerow([family, "a row, transformers' checkpointing", TILE, *row])
+        ours, policy = prepare(small(family), "hfpatch"), Policy("gpu", tile=TILE)
+        for tokens in (2 * TILE, 4 * TILE):
+            few, many = (launches(ours, n, policy) for n in (tokens - TILE, tokens))
+            table.writerow([family, "a tile", tokens, *(b - a for a, b in zip(few, many))])
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import csv
 import sys
 from dataclasses import replace
 
-from hfpatch.budget.hardware import GPUS
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS
 from hfpatch.planner.plan import plan
 
 GiB = 1 << 30
@@ -30,7 +30,7 @@ def main() -> None:
     for card, host, alone in asks:
         settings = Checkpointing(save_attention=False) if alone else Checkpointing()
         run = {"gpu": CARDS[card], "adapters": Adapters(16, "4bit"), "checkpointing": settings}
-        run["host_ram"] = None if host is None else host * GiB
+        run["host_ram"] = (1 << 14 if host is None else host) * GiB
         tokens = plan("llama-3.1-8b", seq_len=8192, max_seq_len=True, **run).max_seq_len
         found = plan("llama-3.1-8b", seq_len=tokens, **run)
         peak, taken = (f"{n / GiB:.1f}" for n in (found.gpu_peak_bytes, found.host_peak_bytes))

@@ -1,6 +1,5 @@
 """The simulated rows of hybrids.csv: families' default configs, full fine-tuning of a few layers, what
-"least" makes of them, before layers without attention ran as chains and since; and those of
-families.csv, with mixers over whole rows and through time.
+"least" makes of them; and those of families.csv, with mixers over whole rows and through time.
 
     python -W ignore profiles/plan/hybrids.py > profiles/plan/hybrids.csv
     python -W ignore profiles/plan/hybrids.py families > profiles/plan/families.csv
@@ -11,7 +10,6 @@ The last says what one of eight GPUs takes that share each row.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +18,6 @@ import torch
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.decoder import verdict
-from hfpatch.decoder.find import find_decoder
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 
@@ -29,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # for scripts
 from scripts.families import family_config
 
 LAYERS = {"qwen3_5_text": 4, "nemotron_h": 4, "granitemoehybrid": 4, "lfm2": 3}
-LENGTHS = {8192: ("before", "least"), 32768: ("before", "least"), 131072: ("least",)}
+LENGTHS = 8192, 32768, 131072
 # layers that hold one of each kind
 FAMILIES = LAYERS | {
     "qwen3_next": 4, "qwen3_5_moe_text": 4, "olmo_hybrid": 4, "falcon_h1": 2, "bamba": 2, "mamba2": 2,
@@ -49,17 +46,11 @@ def stock(family: str):
 
 
 def row(family: str, tokens: int, word: str, ranks: int = 1) -> str:
-    """word: "least", or "before", which is least without chains and without heads on the host, or
-    "whole": mixers over whole rows.
-    """
+    """word: "least", or "whole": mixers over whole rows."""
     model, config = stock(family)
     settings = Checkpointing(offload="host", aim="least")
-    body = sum(p.numel() for layer in find_decoder(model).layers for p in layer.parameters())
-    sums = 4 * body // len(find_decoder(model).layers)
     sizes = {"rows": tokens // ranks, "width": config["hidden_size"]}
-    policy = first_policy(settings, **sizes, chains=True, sums=sums)
-    if word == "before":
-        policy = replace(policy, chain=0)
+    policy = first_policy(settings, **sizes, chains=True)
     if word == "whole":
         verdict._verdict.cache_clear()
         with mock.patch.object(verdict, "ask_in_time", lambda stack, layer, traits: traits):
@@ -81,7 +72,7 @@ def main(asked: list[str]) -> None:
     if asked:
         rows = [(family, 32768, word) for family in FAMILIES for word in ("whole", "least")]
     else:
-        rows = [(f, n, w) for f in LAYERS for n, words in LENGTHS.items() for w in words]
+        rows = [(f, n, "least") for f in LAYERS for n in LENGTHS]
     for one in rows:
         print(row(*one), flush=True)
 

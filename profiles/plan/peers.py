@@ -74,7 +74,7 @@ def seconds(row: dict, gpu: str) -> float | None:
     """A peer's planned step, by its counts; None where it does not fit. Copies of ON_COMPUTE are
     waited for, others hide behind the work as hfpatch's do. Python takes no time.
     """
-    from hfpatch.budget.hardware import gpu_row
+    from hfpatch.lab.hardware import gpu_row
     from hfpatch.lab.models import text_config_of
     from hfpatch.lab.rates import attention_ramp
     from hfpatch.lab.shallow import Values, model_of

@@ -9,8 +9,8 @@ import csv
 from pathlib import Path
 from statistics import median
 
-from hfpatch.budget.hardware import GiB
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GiB
 from hfpatch.planner.answer import make_run
 from hfpatch.planner.evaluate import evaluate
 from hfpatch.planner.show import policy_text

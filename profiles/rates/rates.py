@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from hfpatch.budget.hardware import GPUS, MATMUL_SHARE, Gpu
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS, MATMUL_SHARE, Gpu
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.shallow import STOCK, STOCK_CHECKPOINTING, UNTILED
 from hfpatch.lab.steps import Cost, Steps

@@ -32,7 +32,7 @@ def count(implementation: str, layers: int, policy) -> dict:
 def row(implementation: str, tile: str, kept: str) -> None:
     from hfpatch.budget.policy import Policy
 
-    policy = Policy("gpu", tile=int(tile), keep=tuple(kept.split())) if int(tile) else None
+    policy = Policy("gpu", tile=int(tile), again=0 if kept else None) if int(tile) else None
     one, two = (count(implementation, layers, policy) for layers in (1, 2))
     unit = TOKENS * 4096 * 2
     print(*(f"{(two[phase] - one[phase]) / unit:.1f}" for phase in ("forward", "backward")))

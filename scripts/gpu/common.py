@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))  # a clone that was not installed
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-from hfpatch.lab.device import clean, is_out_of_memory, one_line, tree_hash  # noqa: E402, F401
+from hfpatch.lab.device import clean, is_out_of_memory, one_line  # noqa: E402, F401
 
 GiB = 1 << 30
 PACKAGES = "torch triton transformers accelerate peft trl torchao liger-kernel".split()
@@ -55,7 +55,7 @@ def parse(made: argparse.ArgumentParser, argv) -> argparse.Namespace:
 
 
 def commit_of(given: str | None) -> str:
-    """This commit's short hash, "+" where the tree has changes; of a copy, hfpatch/'s hash."""
+    """This commit's short hash, "+" where the tree has changes; "unknown" of a copy."""
     if given:
         return given
     git = ["git", "-C", str(ROOT)]
@@ -65,7 +65,7 @@ def commit_of(given: str | None) -> str:
         command = [*git, "status", "--porcelain", "-uno"]
         changed = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return f"hfpatch/={tree_hash(ROOT / 'hfpatch')[:12]}"
+        return "unknown"
     return found + ("+" if changed else "")
 
 

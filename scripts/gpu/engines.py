@@ -24,8 +24,8 @@ import common
 from hfpatch.trainer import tokenizer
 
 ENGINES = {
-    "zero3_cpu_offload": "--engine zero3_cpu_offload --dtype float32 --bf16 True",
-    "fsdp2_cpu_offload": "--engine fsdp2_cpu_offload --dtype float32 --bf16 True",
+    "zero3_cpu_offload": "--placement zero3_cpu_offload --dtype float32 --bf16 True",
+    "fsdp2_cpu_offload": "--placement fsdp2_cpu_offload --dtype float32 --bf16 True",
     "gpu8bit": "--placement gpu8bit",
 }
 FLAGS = (

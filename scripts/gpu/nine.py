@@ -106,6 +106,7 @@ def main(argv=None) -> int:
     args = common.parse(parser, argv)
     groups = {"first": list(FIRST), "second": list(SECOND)}
     names = [name for word in args.parts for name in groups.get(word, [word])]
+    names.sort(key=lambda name: name.startswith("liger"))  # a stable sort: the others keep theirs
     if args.worker:
         work(common.Rows(args, "nine", stamp=False), names)
         return 0

@@ -2,18 +2,7 @@
 
 import pytest
 
-from hfpatch.budget.cuts import attended
 from hfpatch.budget.sequence import rounds_of
-
-
-def test_a_window_is_counted_pair_by_pair():
-    def pairs(tokens, window):
-        return sum(min(i + 1, window or tokens) for i in range(tokens))
-
-    for tokens, window in ((64, 0), (64, 16), (64, 64), (64, 100), (1000, 1)):
-        # Half the diagonal is left out, as kernels' published rates do.
-        seen = min(window or tokens, tokens)
-        assert attended(tokens, window) == pairs(tokens, window) - seen / 2
 
 
 @pytest.mark.parametrize(

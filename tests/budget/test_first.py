@@ -9,8 +9,8 @@ GiB = 1 << 30
 
 
 def first(rows=131072, settings=None, **sizes):
-    """Of Qwen3.5-9B: the input of each layer is 1 GiB, its gradients in float32 0.8 GiB."""
-    given = {"width": 4096, "layers": 32, "sums": 870 << 20, "card": 80 * GiB} | sizes
+    """Of Qwen3.5-9B: the input of each layer is 1 GiB."""
+    given = {"width": 4096, "layers": 32, "card": 80 * GiB} | sizes
     return first_policy(Checkpointing(**settings or {}), rows=rows, **given)
 
 
@@ -18,7 +18,7 @@ def test_inputs_and_attention_go_to_the_host_in_tiles_by_length_width_and_card()
     for free in (None, GiB, 70 * GiB):
         found = first(free=free)
         assert (found.offload, found.every, found.save_attention) == ("host", 1, True)
-        assert (found.tile, found.plain, found.keep, found.chain) == (8192, 0, (), 0)
+        assert (found.tile, found.plain, found.again) == (8192, 0, None)
     tiles = [first_tile(rows, 4096, 80 * GiB) for rows in (512, 8192, 8193, 32768, 32769)]
     assert tiles == [8192, 8192, 4096, 4096, 8192]
     assert first_tile(131072, 8192, 24 * GiB) == 2048  # a 70B model
@@ -49,19 +49,9 @@ def test_heads_go_at_once_where_twelve_tensors_have_room():
     assert not first(free=None).wide and not first(settings={"aim": "least"}, free=70 * GiB).wide
 
 
-def test_layers_without_attention_go_through_time_where_that_saves_more_than_their_sums():
-    """A quarter of the card holds the mixers' tile."""
-    assert first(chains=True, card=None).chain == 1
-    small = first(chains=True, card=8 * GiB)
-    assert (small.chain, small.time_tile) == (1, 2048)
-    large = first(chains=True)
-    assert (large.chain, large.time_tile) == (1, 8192)
-    # in small tiles, where the host has no room for all inputs
-    short = first(chains=True, card=320 * GiB, host=16 * GiB)
-    assert (short.chain, short.time_tile) == (1, 2048)
-    # a short row: all sums of a layer at once are more than what that spares
-    assert first(2048, chains=True, card=8 * GiB).chain == 0
-    assert first(chains=True, settings={"every": 1}).chain == 0
+def test_mixers_take_a_tile_that_an_eighth_of_the_card_holds():
+    assert first(chains=True).tile == 8192 and first(chains=True, card=24 * GiB).tile == 2048
+    assert first(card=24 * GiB).tile == 4096
 
 
 @pytest.mark.parametrize("rows, tile", [(1000, 1024), (32768, 1024), (65536, 2048), (131072, 4096)])
@@ -71,5 +61,4 @@ def test_the_least_is_a_small_tile(rows, tile):
 
 
 def test_the_least_of_layers_that_mix_along_time():
-    least = first(settings={"aim": "least"}, chains=True)
-    assert (least.tile, least.time_tile, least.chain) == (2048, 0, 1)
+    assert first(settings={"aim": "least"}, chains=True).tile == 2048

@@ -16,25 +16,10 @@ from hfpatch.budget.policy import (
     Checkpointing,
     auto_tile,
     parse_checkpointing,
-    time_tile,
 )
 from hfpatch.planner.machine import gpu_limit, host_limit
 
 GiB = 2**30
-
-
-@pytest.mark.parametrize("fields, word", [
-    ({"offload": ""}, "offload"), ({"offload": "nowhere"}, "offload"), ({"offload": 3}, "offload"),
-    ({"every": 0}, "every"), ({"every": True}, "every"), ({"every": "two"}, "every"),
-    ({"every": 1.5}, "every"),
-    ({"tile": -1}, "tile"), ({"tile": "big"}, "tile"), ({"save_attention": "yes"},
-                                                        "save_attention"),
-    ({"save_attention": 1}, "save_attention"), ({"plain": -1}, "plain"), ({"plain": True}, "plain"),
-    ({"keep": "qkv"}, "keep"), ({"keep": ("gate",)}, "keep"), ({"aim": "slow"}, "aim"),
-])  # fmt: skip
-def test_settings_refuse_in_one_sentence(fields, word):
-    with pytest.raises(ValueError, match=f"^hfpatch: {word} must be .*, got [^\n]*$"):
-        Checkpointing(**fields)
 
 
 def test_settings_take_a_directory(tmp_path):
@@ -43,23 +28,6 @@ def test_settings_take_a_directory(tmp_path):
     assert Checkpointing(offload="host").directory is None
     # In Python, in a file and behind a `=` no shell has written the user's folder out.
     assert Checkpointing(offload="~/fast").directory == os.path.expanduser("~/fast")
-
-
-# One token more than 16 to 128 tiles hold, a few less, a batch, the parts that ranks share: the
-#     last tile is no crumb.
-@pytest.mark.parametrize(
-    "batch, tokens",
-    [(1, 131_073), (1, 131_071), (1, 57_345), (3, 43_691), (2, 16_385), (1, 8193), (1, 1025)],
-)
-@pytest.mark.parametrize("tile", [1024, 2048, 4096, 8192, 16384])
-def test_one_token_more_makes_no_tile_of_one_token(batch, tokens, tile):
-    bounds = tile_bounds(batch, tokens, tile)
-    *others, last = [b - a for a, b in bounds]
-    assert [0, *(b for _, b in bounds)] == [*(a for a, _ in bounds), tokens]
-    assert len(bounds) == -(-tokens // (tile // batch))
-    assert all(n == others[0] and n * batch <= tile for n in others) and (
-        not others or others[0] / 2 <= last <= others[0]
-    )
 
 
 def test_tiles_come_in_whole_rows_of_matmuls():
@@ -99,12 +67,6 @@ def machine(tmp_path, *, total=64, available=48, cgroup="0::/box", files=()):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     return str(tmp_path)
-
-
-def test_no_cgroup_is_the_machine(tmp_path):
-    root = machine(tmp_path)
-    assert host_limit(root) == 64 * GiB
-    assert memory.host_free(root=root) == 48 * GiB
 
 
 # v2: a limit at the leaf, one at a parent, none ("max"), and page cache that counts as free.
@@ -148,19 +110,14 @@ def test_what_a_first_step_will_take_is_counted():
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     model[0].requires_grad_(False)
-    own = 4 * 72
-    assert memory.to_come(model.parameters()) == own
-    assert memory.to_come(model.parameters(), states=2) == 3 * own
-    model(torch.ones(1, 8)).sum().backward()
-    assert memory.to_come(model.parameters(), states=2) == 2 * own
-    assert (
-        memory.to_come(model.parameters())
-        == memory.to_come(model.parameters(), device=torch.device("meta"))
-        == 0
-    )
+    host, meta = torch.device("cpu"), torch.device("meta")
+    assert memory.to_come(model.parameters(), host) == 4 * 72
+    assert memory.to_come(model.parameters(), meta) == 0
     # a shard, as ZeRO-3 holds it on the host or the device
     model[1].weight.ds_tensor = torch.empty(3, device="meta")
-    assert memory.to_come(model.parameters(), states=2, device=torch.device("meta")) == 2 * 4 * 3
+    assert memory.to_come(model.parameters(), meta) == 4 * 3
+    model(torch.ones(1, 8)).sum().backward()
+    assert memory.to_come(model.parameters(), host) == 0
 
 
 def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatch):
@@ -192,10 +149,9 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
     + [("aim", w) for w in ("slowest", 1, None)],
 )  # fmt: skip
 def test_a_field_out_of_range_is_refused_by_name(field, wrong):
-    with pytest.raises(
-        ValueError,
-        match=f"^hfpatch: {field} must be [^\n]*, got [^\n]*{re.escape(repr(wrong))}[^\n]*[.]$",
-    ):
+    name = "checkpointing" if field == "offload" else field
+    said = f"^hfpatch: {name} must be [^\n]*, got [^\n]*{re.escape(str(wrong))}[^\n]*[.]$"
+    with pytest.raises(ValueError, match=said):
         Checkpointing(**{field: wrong})
 
 
@@ -230,26 +186,9 @@ def test_what_checkpointing_does_not_mean_is_one_sentence(value):
 
 
 def test_a_misspelt_field_names_the_nearest():
-    for ask in (lambda: Checkpointing(offlod="host"), lambda: parse_checkpointing("offlod=host")):
-        with pytest.raises(
-            ValueError,
-            match=r"^hfpatch: .* takes offload, every, .*, got offlod. Did you mean offload\?$",
-        ):
-            ask()
+    with pytest.raises(
+        ValueError,
+        match=r"^hfpatch: .* takes offload, every, .*, got offlod. Did you mean offload\?$",
+    ):
+        parse_checkpointing("offlod=host")
     assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)
-
-
-@pytest.mark.parametrize("word, meant", [("lest", "least"), ("cpu", "host"), ("hots", "host")])
-def test_a_misspelt_place_names_the_nearest(word, meant):
-    with pytest.raises(ValueError, match=f"got '{word}'. Did you mean {meant}\\?"):
-        parse_checkpointing(word)
-
-
-def test_mixers_take_the_largest_tile_that_fits():
-    """Down to the least, which nothing free makes smaller."""
-    MiB = 1 << 20
-    assert time_tile(8192, 4096, 16384 * MiB) == 8192
-    assert time_tile(8192, 4096, 16384 * MiB - 1) == 4096
-    assert {time_tile(8192, 4096, free) for free in (0, MiB, None)} == {2048}
-    assert time_tile(64, 4096, None) == 64  # never more than the layer's own
-    assert time_tile(3000, 4096, 0) == 2048

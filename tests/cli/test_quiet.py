@@ -3,11 +3,13 @@
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 
+from hfpatch.cli import quiet
 from hfpatch.cli.main import main
-from hfpatch.cli.quiet import FOREIGN
+from hfpatch.cli.quiet import FOREIGN, progress
 
 
 @pytest.fixture
@@ -33,6 +35,17 @@ def test_warnings_of_others_are_not_shown_and_errors_are(name, as_before):
     logging.getLogger(name).error("it failed")
     logging.getLogger(name).removeHandler(handler)
     assert said == ["it failed"]
+
+
+def test_what_takes_long_is_said_until_it_ends(monkeypatch, capsys):
+    monkeypatch.setattr(quiet, "PAUSE", 0.05)
+    with progress("counting"):
+        time.sleep(0.3)
+    said = capsys.readouterr().err
+    assert said.startswith("hfpatch: counting, 0 s\n") and 2 <= said.count("counting") <= 4
+    with progress("counting", shown=False):
+        time.sleep(0.15)
+    assert not capsys.readouterr().err
 
 
 def test_torchaos_import_says_nothing_in_a_command():

@@ -1,13 +1,11 @@
 """`decide` as a table: what a forward over these arguments runs, without a model."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
 
-from hfpatch.decoder.batch import Given, StackTraits, decide, without_unread_cache
+from hfpatch.decoder.batch import Given, StackTraits, decide
 
 B, T = 2, 8
 TOKENS = torch.zeros(B, T, dtype=torch.long)
@@ -26,8 +24,9 @@ def given(**arguments) -> Given:
     return Given(**(made | training | arguments))
 
 
-def of(arguments: Given, traits: StackTraits, cached=True):
-    return decide(arguments, traits, cached, {})
+def of(arguments: Given, traits: StackTraits):
+    changes = {}
+    return *decide(arguments, traits, True, changes), changes
 
 
 # (what differs from a plain training batch, what differs in the stack, the arguments that change,
@@ -98,17 +97,17 @@ REFUSED = {
 @pytest.mark.parametrize("name", OURS)
 def test_our_attention_runs(name):
     arguments, traits, changes, warning = OURS[name]
-    found = of(given(**arguments), StackTraits(**traits))
-    assert found.batch is not None and (found.batch.B, found.batch.T) == (B, T)
-    assert found.changes == changes and found.warning is warning
+    batch, line, changed = of(given(**arguments), StackTraits(**traits))
+    assert batch is not None and (batch.B, batch.T) == (B, T)
+    assert changed == changes and line is warning
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_transformers_attention_runs(name):
     arguments, traits, warning = THEIRS[name]
-    found = of(given(**arguments), StackTraits(**traits))
-    assert found.batch is None
-    assert warning in found.warning if warning else found.warning is None
+    batch, line, _ = of(given(**arguments), StackTraits(**traits))
+    assert batch is None
+    assert warning in line if warning else line is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -116,43 +115,3 @@ def test_a_forward_is_refused(name):
     arguments, traits, words = REFUSED[name]
     with pytest.raises(ValueError, match=words):
         of(given(**arguments), StackTraits(**traits))
-
-
-@pytest.mark.parametrize("reruns", [False, True])
-def test_documents_of_a_stack_without_our_attention_stay_isolated(reruns):
-    """transformers looks for documents only where no mask came."""
-    arguments = given(positions=TWO, rows_mask=VISIBLE, tiled=False, reruns=reruns)
-    found = of(arguments, StackTraits(ours=reruns))
-    assert found.batch is None and found.changes["attention_mask"] is None
-
-
-def test_offsets_are_of_this_rank_alone():
-    """Beside shared rows they would count its tokens; the positions say the same of whole rows."""
-    offsets = torch.tensor([0, 3, T])
-    alone = of(given(B=1, offsets=offsets), StackTraits())
-    assert alone.batch.said[2] is offsets
-
-
-@pytest.mark.parametrize("cache", [None, DynamicCache()], ids=["asked for", "made"])
-def test_a_cache_that_nobody_reads_is_taken_away(cache):
-    """Of a model around this one, in training, whose caller asked for none."""
-    changes = {}
-    arguments = given(
-        uncached=True, use_cache=True if cache is None else None, cache=cache,
-        cache_name=None if cache is None else "past_key_values",
-    )  # fmt: skip
-    found, cached = without_unread_cache(arguments, changes)
-    assert cached and found.cache is None and found.use_cache is None
-    wanted = {"use_cache": None} | ({} if cache is None else {"past_key_values": None})
-    assert changes == wanted
-    kept, _ = without_unread_cache(replace(arguments, trains=False), {})
-    assert kept.cache is cache  # evaluation may read it
-
-
-def test_a_longer_mask_is_cut_to_the_tokens():
-    """As transformers does where it makes a cache."""
-    arguments = given(mask=torch.ones(B, T + 3), own=True)
-    changes = {}
-    found, _ = without_unread_cache(arguments, changes)
-    assert found.rows_mask.shape == (B, T) and not found.own
-    assert changes["attention_mask"] is found.rows_mask

@@ -201,18 +201,6 @@ def test_rotary_scalings_count_padding(kind, side, rows, monkeypatch):  # noqa: 
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("positions", ["none", "one row", "by the mask"])
-def test_positions(side, positions, rows):  # noqa: F811
-    batch = padded(real=SIDES[side])
-    if positions == "one row":
-        batch["position_ids"] = torch.arange(5, 29)[None]
-    elif positions == "by the mask":
-        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    assert_steps_agree(pair(), batch)
-    assert len(rows) == 1
-
-
-@pytest.mark.parametrize("side", SIDES)
 def test_embeddings_of_the_callers_own(side, rows):  # noqa: F811
     models, batch = pair(), padded(real=SIDES[side])
     ids = batch.pop("input_ids")
@@ -267,20 +255,3 @@ def test_soft_prompts(side, rows, monkeypatch):  # noqa: F811
         (tiny.patched(stock).double(), tiny.exact(stock)), padded(real=SIDES[side], T=24)
     )
     assert len(rows) == (side == "right")
-
-
-@pytest.mark.parametrize("B", [1, 2])
-def test_documents_before_padding(B, rows):  # noqa: F811
-    """Two documents a row, then padding: those of three rows alone, in transformers."""
-    batch = padded(real=((0, 20), (0, 17))[:B])
-    batch["position_ids"] = torch.arange(24).repeat(B, 1) % 12
-    batch["labels"][:, 12] = -100
-    alone = {
-        name: batch[name].new_full((2 * B, 12), -100 if name == "labels" else 0)
-        for name in ("input_ids", "attention_mask", "labels")
-    }
-    for name, x in alone.items():
-        x[:B], x[B:] = batch[name][:, :12], batch[name][:, 12:]
-    ours, stock = pair()
-    tiny.assert_same_in_double(tiny.step(ours, batch), tiny.step(stock, alone))
-    assert len(rows) == 1

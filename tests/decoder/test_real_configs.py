@@ -3,6 +3,7 @@ small instance, and its layers are tiled.
 """
 
 import pytest
+import tiny
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -146,7 +147,13 @@ REAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REAL)
+SHORT = (
+    "Llama-3.1-8B", "Qwen3-8B", "Qwen3-30B-A3B", "Qwen3.5-9B", "gemma-3-4b", "gpt-oss-20b",
+    "DeepSeek-V3", "Phi-3.5-mini", "Mistral-Nemo",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiny.longer(list(REAL), *SHORT))
 def test_real_sizes_build_a_small_instance_and_are_tiled(name):
     kind, config = REAL[name]
     if kind not in CONFIG_MAPPING:

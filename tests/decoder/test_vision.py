@@ -3,7 +3,6 @@ blocks of the image's are checkpointed, the rest is transformers' own.
 """
 
 import copy
-import weakref
 
 import pytest
 import tiny
@@ -11,14 +10,12 @@ import torch
 import transformers
 from test_families import assert_close, step
 from test_mixers import lengths
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.small_instance import scaled_config
-from hfpatch.layer.tower import find_towers
 
 IMAGE = 60
 TOWER = {
@@ -246,114 +243,7 @@ def test_a_tower_keeps_the_inputs_of_its_blocks():
     assert kept["embeddings want gradients", False] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava", "gemma3"])
-def test_inputs_of_blocks_and_of_whole_layers_leave_the_device(name):
-    """Nothing but a copy waits for backward. Gemma 3's text layers run untiled beside an image; norms
-    behind Qwen3-VL's blocks keep what comes out of the first one."""
-    model, batch = small(name)
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host"))
-    stack, given = find_decoder(model).stack, []
-    ((blocks,),) = find_towers(model, stack).values()
-    for layer in (*blocks, *stack.layers):
-        layer.register_forward_pre_hook(lambda m, args: given.append(weakref.ref(args[0])))
-    out = model(**batch)
-    assert len(given) == len(blocks) + len(stack.layers)
-    assert sum(x() is not None for x in given) <= (name == "qwen3_vl")
-    out.loss.backward()
-
-
-class Copies(TorchDispatchMode):
-    """Counts copies."""
-
-    made = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.made += func is torch.ops.aten.copy_.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_blocks_input_is_one_copy_each_way():
-    """Patches [N, D] have no rows: a copy for each of them would be thousands."""
-    model, batch = small("qwen3_vl")
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host"))
-    with Copies() as once:
-        model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
-    batch["pixel_values"] = batch["pixel_values"].repeat(8, 1)
-    batch["image_grid_thw"] = torch.tensor([[1, 16, 8]])
-    with Copies() as copies:
-        out = model.model.visual(batch["pixel_values"], grid_thw=batch["image_grid_thw"])
-        out.pooler_output.sum().backward()
-    assert copies.made <= 2 * once.made + 8, "no more for more patches"
-
-
 def test_a_model_without_a_tower_has_none():
-    """Images for it get a sentence; transformers drops them in silence."""
     ours = tiny.llama()
     report = hfpatch.apply(ours)
     assert not any("blocks of" in note for note in report.notes)
-    with pytest.raises(
-        ValueError, match=r"^hfpatch: a .* takes text alone, got pixel_values. .*\.$"
-    ):
-        ours(**tiny.labelled(), pixel_values=torch.zeros(2, 3, 16, 16))
-    ours(**tiny.labelled(), pixel_values=None)
-
-
-def pictures(name: str, rows: list[dict]) -> dict:
-    """A batch of rows with a made picture each, as the family's own preprocessing has it."""
-    if name == "qwen3_vl":
-        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as processing
-
-        process = processing.Qwen2VLImageProcessorPil(
-            patch_size=4, merge_size=2, min_pixels=256, max_pixels=256
-        )
-        kinds = "mm_token_type_ids"
-    else:
-        from transformers.models.gemma3 import image_processing_pil_gemma3 as processing
-
-        process = processing.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-        kinds = "token_type_ids"
-    seen = process(images=[row["picture"] for row in rows], return_tensors="pt")
-    seen.pop("num_crops", None)
-    n_image = MODELS[name][1]
-    ids = torch.stack([torch.tensor(row["ids"]) for row in rows])
-    ids[:, 5], ids[:, 6 : 6 + n_image] = 62, IMAGE
-    labels = ids.clone()
-    labels[:, : 6 + n_image] = -100
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-    return batch | dict(seen) | {kinds: (ids == IMAGE).long()}
-
-
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
-@tiny.not_before_transformers((5, 24), "has image processors without torchvision elsewhere")
-def test_made_pictures_through_trainer(name, tmp_path):
-    image = pytest.importorskip("PIL.Image")
-    generator = torch.Generator().manual_seed(0)
-    rows = [
-        {
-            "picture": image.fromarray(
-                torch.randint(0, 255, (20 + i, 20 + i, 3), generator=generator).byte().numpy()
-            ),
-            "ids": torch.randint(1, 50, (40,), generator=generator).tolist(),
-        }
-        for i in range(4)
-    ]
-    stock, _ = small(name)
-    runs = []
-    for patched in (True, False):
-        model = copy.deepcopy(stock)
-        if patched:
-            hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True,
-            report_to=[], optim="sgd", learning_rate=1e-2, logging_steps=1, save_strategy="no",
-            remove_unused_columns=False, disable_tqdm=True, dataloader_pin_memory=False, seed=3,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, lambda rows: pictures(name, rows), rows)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        runs.append((losses, {n: p.detach() for n, p in model.named_parameters()}))
-    (ours, weights), (theirs, plain) = runs
-    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
-    moved = {n: p - stock.get_parameter(n) for n, p in plain.items()}
-    assert any("vis" in n and step.abs().max() > 0 for n, step in moved.items())
-    assert_close({n: p - stock.get_parameter(n) for n, p in weights.items()}, moved)

@@ -1,25 +1,27 @@
 """Answers for the few places where a program asks the device for values, which are garbage there.
 
 Only copies of up to 1 MiB and small fills are really made on the dry device. Kernels compute
-nothing, so a comparison on it answers whatever its memory held. Three places of hfpatch act on such
+nothing, so a comparison on it answers whatever its memory held. Four places of hfpatch act on such
 answers; here they get true ones, from the values that were copied to the device.
 """
 
+import functools
 import sys
 
 import torch
 
-TRIAL = "attention/trial.py"
+TRIALS = "attention/trial.py", "ops/_wide_sums.py"
 
 
 def kernels_agree() -> None:
-    """Trials of attention kernels find that their numbers agree, and the kernels are used."""
+    """Trials of attention kernels and of sums in products find that their numbers agree, and they are
+    used."""
     real = torch.Tensor.__bool__
 
     def answer(self):
         value = real(self)
         asked_by = sys._getframe(1).f_code.co_filename
-        return True if self.is_cuda and asked_by.endswith(TRIAL) else value
+        return True if self.is_cuda and asked_by.endswith(TRIALS) else value
 
     torch.Tensor.__bool__ = answer
 
@@ -48,6 +50,19 @@ def documents_are_true() -> None:
     documents._marks = marks
 
 
+def labels_are_counted() -> None:
+    """The loss runs over as many tokens as the batch has labels. Of garbage it would run over none."""
+    from hfpatch import ops
+
+    def counted(op, hidden, weight, labels, *, num_valid=None, **options):
+        if num_valid is not None:
+            num_valid = int((on_host(labels) != options.get("ignore_index", -100)).sum())
+        return op(hidden, weight, labels, num_valid=num_valid, **options)
+
+    for name in ("linear_cross_entropy", "linear_log_prob"):
+        setattr(ops, name, functools.partial(counted, getattr(ops, name)))
+
+
 def masks_are_full() -> None:
     """A boolean mask on the device selects everything: the number of its elements is known then."""
     get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
@@ -70,4 +85,5 @@ def masks_are_full() -> None:
 def answer_truly() -> None:
     kernels_agree()
     documents_are_true()
+    labels_are_counted()
     masks_are_full()

@@ -33,10 +33,14 @@ class Case:
         adapters: "" for none; "lora", "lora qv", "lora dropout", "lora float32" (as PEFT makes
             them) or "lora experts".
         four_bits: stand-ins for bitsandbytes' linear layers, where it is not installed.
+        float8: the layers' products as `hfpatch train --fp8` has them.
+        fsdp2: each layer and the model are sharded over one rank.
+        card: GiB of the device that the process may take from the first step on.
         optimizer: "", "adamw" or "adamw8bit".
         micro_steps: forward and backward passes of a step, which keep .grad.
         keep_gradients: .grad also stays between steps.
         batch: "", "packed" or "padded".
+        tracked: torch's MemTracker follows the last step too.
         before: actions of ACTIONS, with commas, just before each step, which are part of it.
         log: the path of a log of the last step, for order.py; of apply too if it is the only one.
         without_wait: [file's end, line] of a call of hfpatch's Device.wait or synchronize that does
@@ -52,10 +56,14 @@ class Case:
     checkpointing: object = "auto"
     adapters: str = ""
     four_bits: bool = False
+    float8: bool = False
+    fsdp2: bool = False
+    card: float = 0
     optimizer: str = ""
     micro_steps: int = 1
     keep_gradients: bool = False
     batch: str = ""
+    tracked: bool = False
     before: str = ""
     log: str = ""
     without_wait: list = field(default_factory=list)
@@ -111,6 +119,10 @@ def build(case: Case):
     model = model_of(config_of(case), getattr(torch, case.dtype))
     if case.four_bits:
         four_bits(model)
+    if case.float8:
+        from hfpatch.trainer.float8 import convert
+
+        convert(model, "rowwise")
     if case.adapters:
         model = adapted(model, case.adapters)
     return model
@@ -209,6 +221,17 @@ def patch(model, case: Case):
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return None
+
+
+def sharded(model) -> None:
+    """FSDP2 over one rank, whose exchanges do nothing."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    for layer in layers_of(model):
+        fully_shard(layer)
+    fully_shard(model)
 
 
 def optimizer_of(model, case: Case):
@@ -416,6 +439,14 @@ def half_frozen(model, batch: dict, now: bool) -> None:
         parameter.requires_grad_(now)
 
 
+def image(model, batch: dict) -> None:
+    """An image through its tower, alone: where a row holds one is not known on this device."""
+    side = model.config.vision_config.image_size
+    pixels = torch.randn(1, 3, side, side, device="cuda").bfloat16()
+    features = model.get_image_features(pixels).pooler_output
+    sum(x.float().sum() for x in features).backward()
+
+
 def evaluated(model, batch: dict, now: bool) -> None:
     with torch.no_grad():
         model.eval()(**batch, use_cache=False)
@@ -439,6 +470,7 @@ ACTIONS = {
     "hold": from_step(3, held),
     "unfreeze": from_step(3, half_frozen),
     "evaluate": from_step(0, evaluated),
+    "image": image,
 }
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -498,6 +530,11 @@ def run(case: Case):
         stub.log_to(case.log)
     with contextlib.redirect_stderr(said), seen(case.without_wait):
         report = patch(model, case)
+        if case.fsdp2:
+            sharded(model)
+        if case.card:
+            total = torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(case.card * GiB / total)
         yield {
             "parameters": sum(size for size, _ in sizes),
             "trained": sum(size for size, trained in sizes if trained),
@@ -514,6 +551,14 @@ def run(case: Case):
         stub.log_to(None)
 
 
+def tracker(model, batch: dict):
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    found = MemTracker()
+    found.track_external(model, *batch.values())
+    return found
+
+
 def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) -> dict:
     """One step. An out-of-memory error is noted in the row."""
     gc.collect()
@@ -523,7 +568,9 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
     stub.reset()
     stub.mark(f"step {index}")
     row = {"step": index, "shape": list(batch["input_ids"].shape)}
-    with stub.HostWaits() as waits:
+    last = index == len(case.rows) - 1
+    tracking = tracker(model, batch) if case.tracked and last else contextlib.nullcontext()
+    with stub.HostWaits() as waits, tracking:
         try:
             for action in filter(None, case.before.split(", ")):
                 ACTIONS[action](model, batch)
@@ -547,6 +594,9 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         except torch.OutOfMemoryError as error:
             row["error"] = str(error)
     found, after = stub.counts(), torch.cuda.memory_stats()
+    if case.tracked and last:
+        snapshot = tracking.get_tracker_snapshot("peak")
+        row["tracked_peak"] = snapshot[torch.device("cuda:0")]["Total"]
     own = collections.Counter(
         {where: count for where, count in waits.found.items() if "garbage.py" not in where[1]}
     )
@@ -555,6 +605,7 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         "allocated_peak": after["allocated_bytes.all.peak"],
         "allocated_after": after["allocated_bytes.all.current"],
         "reserved_peak": after["reserved_bytes.all.peak"],
+        "gaps": after["inactive_split_bytes.all.peak"],
         "retries": after["num_alloc_retries"] - before["num_alloc_retries"],
         "ooms": after["num_ooms"] - before["num_ooms"],
         "mallocs": found["call"]["cudaMalloc"] + found["call"]["cuMemCreate"],

@@ -1,18 +1,12 @@
-"""TRL's SFT on the dry device: trainers_worker.py FOLDER. The last line of stdout is JSON."""
+"""TRL's trainers on the dry device, under program.py: trainers_worker.py sft|grpo FOLDER."""
 
 import json
 import sys
-import warnings
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+import steps
+import torch
 
-import garbage  # noqa: E402
-import steps  # noqa: E402
-import torch  # noqa: E402
-
-import hfpatch  # noqa: E402
+import hfpatch
 
 GiB = 2**30
 COMMON = {
@@ -57,8 +51,34 @@ def sft(folder: str) -> dict:
     return {"steps": trainer.state.global_step, "peak_gib": torch.cuda.max_memory_allocated() / GiB}
 
 
+def rollout(prompts: list, trainer) -> dict:
+    """Completions of 1,024 tokens. What the model writes itself is garbage, and may be empty."""
+    ids = [[1, 2, 3]] * len(prompts)
+    trainer.model.generate(torch.tensor(ids, device="cuda"), max_new_tokens=8, do_sample=False)
+    completions = [[4] * 1024] * len(prompts)
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def grpo(folder: str) -> dict:
+    """TRL's GRPO."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(
+        folder, max_steps=2, max_completion_length=1024, num_generations=2, bf16=True,
+        **COMMON | {"per_device_train_batch_size": 2},
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=model_of(2, 4096), args=args, processing_class=tokenizer(), rollout_func=rollout,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        train_dataset=Dataset.from_list([{"prompt": "w1 w2 w3"}] * 4),
+        callbacks=[hfpatch.Callback(apply=True)],
+    )  # fmt: skip
+    trainer.train()
+    return {"steps": trainer.state.global_step, "peak_gib": torch.cuda.max_memory_allocated() / GiB}
+
+
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    garbage.answer_truly()
     torch.manual_seed(0)
-    print("\n" + json.dumps(sft(sys.argv[1])))
+    kind, folder = sys.argv[1:]
+    print("\n" + json.dumps({"sft": sft, "grpo": grpo}[kind](folder)))

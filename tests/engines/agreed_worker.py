@@ -14,8 +14,8 @@ import tp_worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import numbers_worker
 import tiny
+import torch
 
 import hfpatch
 from hfpatch.context.ranks import sequence_of, sharded
@@ -93,14 +93,23 @@ class Noted:
 
     def stepped(self, model):
         (meter,) = model.model._hfpatch_runtime.meters.values()
-        self.ran.append((plan_of(meter.step.policy), list(meter.step.ran)))
+        self.ran.append((plan_of(meter.step.plan.policy), list(meter.step.ran)))
 
     def report(self) -> dict:
         return {"own": [*map(plan_of, self.own)], "ran": self.ran, "asked": self.asked}
 
 
 def plan_of(policy) -> list:
-    return [policy.plain, policy.tile, list(policy.keep), policy.again]
+    return [policy.plain, policy.tile, policy.again]
+
+
+def row(tokens: int) -> dict:
+    """A row of two documents."""
+    ids = tiny.ids(1, tokens)
+    positions = torch.cat([torch.arange(9), torch.arange(tokens - 9)])[None]
+    labels = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
+    labels[0, 8] = -100
+    return {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "labels": ids}
 
 
 def rows(group, noted: Noted) -> float:
@@ -110,7 +119,7 @@ def rows(group, noted: Noted) -> float:
     stock, ours, worst = made(), made(), 0.0
     hfpatch.apply(ours)
     for tokens in LENGTHS:
-        whole, t = numbers_worker.row(tokens), tokens // size
+        whole, t = row(tokens), tokens // size
         items = (whole["shift_labels"] != -100).sum()
         stock(**whole, num_items_in_batch=items, use_cache=False).loss.backward()
         mine = {n: x[:, rank * t : (rank + 1) * t].contiguous() for n, x in whole.items()}

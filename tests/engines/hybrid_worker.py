@@ -133,7 +133,7 @@ def made(name: str, dtype=torch.float32):
 
 
 def trained(engine: str, name: str, model, folder: str) -> tuple:
-    """Losses of two steps and of an evaluation, and norms."""
+    """Losses of two steps, and norms."""
     more = (
         {}
         if engine == "one"
@@ -142,12 +142,18 @@ def trained(engine: str, name: str, model, folder: str) -> tuple:
     if engine == "context":
         more |= common.as_if_on_gpus()
         more["fsdp_config"]["transformer_layer_cls_to_wrap"] = [LAYER]  # its class names others
-    called = [hfpatch.Callback()] if engine != "one" else []
-    kinds = TrainingArguments, lambda *args, **known: Trainer(*args, **known, callbacks=called)
+
+    def trainer_of(*args, **known):
+        callback = hfpatch.Callback()
+        trainer = Trainer(*args, **known, callbacks=[callback])
+        if engine != "one":
+            callback.attach(trainer)
+        return trainer
+
+    kinds = TrainingArguments, trainer_of
     given = {"rows": rows(), "kinds": kinds, "max_steps": 2, "save_strategy": "no", **more}
     trainer = common.train(model, Path(folder) / f"{engine}-{name}", batch=1, **given)
-    evaluated = trainer.evaluate(rows()[:2])["eval_loss"]
-    return [*common.losses(trainer), evaluated], common.norms(trainer)
+    return common.losses(trainer), common.norms(trainer)
 
 
 def main(chosen: str, folder: str) -> None:

@@ -7,7 +7,6 @@ to the largest value. Rounds are of one head unless a case says otherwise: so fe
 fit in one.
 """
 
-import dataclasses
 import os
 import sys
 import tempfile
@@ -170,7 +169,7 @@ def reference(stock, given: dict) -> dict:
 
 def case(
     ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
-    again=0, blocks=1, tiled=True, **settings,
+    blocks=1, tiled=True, **settings,
 ) -> float:  # fmt: skip
     base = tiny.llama(
         dtype=torch.float64,
@@ -187,12 +186,7 @@ def case(
     hfpatch.apply(ours, checkpointing=checkpointing)
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
-    resolve = LayerRuntime._resolve
-    chosen = lambda *args: dataclasses.replace(resolve(*args), again=again)  # noqa: E731
-    with (
-        mock.patch.object(LayerRuntime, "_resolve", chosen),
-        mock.patch.object(sequence, "BLOCKS", blocks),
-    ):
+    with mock.patch.object(sequence, "BLOCKS", blocks):
         return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
 
@@ -281,8 +275,8 @@ def refusals(ranks: Ranks) -> list[str]:
 
 
 def uneven(ranks: Ranks) -> list[str]:
-    """What each rank is told where the last one has fewer labels, none, fewer tokens, or a hook
-    inside a layer; then a step that all can take.
+    """What each rank is told where the last one has fewer labels, none, or fewer tokens; then a
+    step that all can take.
     """
     ours, said = tiny.patched(tiny.llama(num_hidden_layers=1, head_dim=8)), []
     mine = {
@@ -294,17 +288,12 @@ def uneven(ranks: Ranks) -> list[str]:
         {"labels": mine["labels"][:, 2:]},
         {"labels": None},
         {n: x[:, 2:] for n, x in mine.items()},
-        {},
     )
     for change in wrong if ranks.size == 2 else wrong[:1]:
-        if not change and ranks.rank == ranks.size - 1:
-            hook = ours.model.layers[0].mlp.register_forward_hook(lambda *_: None)
         try:
             ours(**{**mine, **(change if ranks.rank == ranks.size - 1 else {})}, use_cache=False)
         except ValueError as error:
             said.append(str(error))
-    if ranks.size == 2 and ranks.rank == 1:
-        hook.remove()
     ours(**mine, use_cache=False).loss.backward()
     return said
 
@@ -368,7 +357,7 @@ def main(chosen: str, folder: str) -> None:
         "no label on the last rank": {"kind": "half", "save_attention": False},
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512},
         "layers run untiled": {"tiled": False, "kind": "packed"},
-        "one layer's attention again": {"heads": (8, 4), "again": 1},
+        "attention again": {"heads": (8, 4), "save_attention": False},
     }  # fmt: skip
     if chosen == "all":
         for contract in ("ulysses", "zigzag"):

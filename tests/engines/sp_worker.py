@@ -4,7 +4,6 @@ context parallelism.
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -90,7 +89,12 @@ def main(engine: str, folder: str) -> None:
         extra = {"rows": rows, **(engine_settings or settings()), **shim, **extra}
         return common.train(model, out / where, batch=1, kinds=kinds, **extra)
 
-    called = partial(Trainer, callbacks=[hfpatch.Callback()])
+    def called(*given, **known):
+        callback = hfpatch.Callback()
+        trainer = Trainer(*given, **known, callbacks=[callback])
+        callback.attach(trainer)
+        return trainer
+
     if engine == "neox":
         given = {
             "make": common.make_neox,
@@ -105,11 +109,10 @@ def main(engine: str, folder: str) -> None:
 
     whole = run("whole")
     train_calls, tokens = len(exchanged), sorted(seen)
-    evaluation, eval_calls = [whole.evaluate(rows[:4])["eval_loss"]], [len(exchanged) - train_calls]
     whole.save_model(str(out / "final"))
 
-    # In the middle of an epoch, and evaluated over rows that both ranks share: hfpatch train's
-    # Trainer, and transformers' own with our callback.
+    # In the middle of an epoch: hfpatch train's Trainer, which is evaluated too, and transformers'
+    # own with our callback.
     more = {"resume": str(out / "whole" / "checkpoint-2"), "save_strategy": "no"}
     resumed = [
         run(
@@ -121,10 +124,7 @@ def main(engine: str, folder: str) -> None:
         ),
         run("called", (TrainingArguments, called), **more),
     ]
-    for trainer in resumed:
-        before = len(exchanged)
-        evaluation.append(trainer.evaluate(rows[:4])["eval_loss"])
-        eval_calls.append(len(exchanged) - before)
+    evaluated = resumed[0].evaluate(rows[:4])["eval_loss"]
 
     # With another number of labels in each row, which weigh by token in the Trainer of hfpatch
     # train, and experts. Their config does not say how wide a head is.
@@ -153,7 +153,7 @@ def main(engine: str, folder: str) -> None:
     common.report(
         folder, losses=common.losses(whole), resumed=[common.losses(t) for t in resumed],
         tokens=tokens, refused=refused,
-        norms=common.norms(whole), calls=train_calls, evaluation=evaluation, eval_calls=eval_calls,
+        norms=common.norms(whole), calls=train_calls, evaluation=evaluated,
         uneven=[(common.losses(t), common.norms(t)) for t in uneven],
     )  # fmt: skip
 

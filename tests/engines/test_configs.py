@@ -1,4 +1,4 @@
-"""Every shipped engine config, key by key, against the schema the installed engine itself reads."""
+"""Every shipped engine config, read by the installed engine itself."""
 
 import json
 import os
@@ -15,57 +15,12 @@ FSDP = sorted((ROOT / "fsdp_configs").glob("*.json"))
 YAML = sorted((ROOT / "fsdp_configs").glob("*.yaml"))
 
 
-class Recorder(dict):
-    """A config that notes which keys an engine asks for: the engine's own schema where it has no
-    model of one.
-    """
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.asked = set()
-
-    def get(self, key, default=None):
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __getitem__(self, key):
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key):
-        self.asked.add(key)
-        return super().__contains__(key)
-
-    def setdefault(self, key, default=None):
-        self.asked.add(key)
-        return super().setdefault(key, default)
-
-    def __copy__(self):
-        return self
-
-    def keys(self):
-        return self  # `in config.keys()` is a question too
-
-
 @pytest.fixture(scope="module")
 def deepspeed_config():
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.runtime.config import DeepSpeedConfig
 
     return DeepSpeedConfig
-
-
-@pytest.fixture(scope="module")
-def deepspeed_asks(deepspeed_config):
-    config = Recorder(
-        {"train_micro_batch_size_per_gpu": 1, "aio": Recorder(), "data_types": Recorder()}
-    )
-    deepspeed_config(config)
-    return {
-        "": config.asked,
-        "aio": dict.__getitem__(config, "aio").asked,
-        "data_types": dict.__getitem__(config, "data_types").asked,
-    }
 
 
 def test_all_strategies_are_there():
@@ -79,10 +34,6 @@ def test_all_strategies_are_there():
     assert {p.stem for p in FSDP} == {"fsdp2", "fsdp2_cpu_offload", "fsdp1_full_shard"}
     # Ranks that share rows: Trainer's arguments do not say so, accelerate's launch file does.
     assert {p.stem for p in YAML} == {p.stem for p in FSDP} | {"fsdp2_sequence"}
-
-
-def test_top_level_table_is_what_deepspeed_reads(deepspeed_asks):
-    assert set(configs.TOP) == deepspeed_asks[""]
 
 
 @pytest.mark.parametrize("path", DS, ids=lambda p: p.stem)
@@ -127,27 +78,6 @@ def test_deepspeed_takes_each_file_as_written(path, deepspeed_config):
     assert engine.bfloat16_config.enabled
     for key, value in values.get("aio", {}).items():
         assert engine.aio_config[key] == value
-
-
-def _fsdp_keys_trainer_reads(version, wrap):
-    from transformers import TrainingArguments
-
-    config = Recorder(
-        {"version": version, "auto_wrap_policy": wrap, "activation_checkpointing": False}
-    )
-    if version == 1:
-        config["limit_all_gathers"] = True
-    args = object.__new__(TrainingArguments)
-    args.fsdp, args.fsdp_config, args.gradient_checkpointing = True, config, False
-    args._process_fsdp_args()
-    return {key for key in config.asked if not key.startswith("xla")}
-
-
-@tiny.FSDP_FILES
-def test_fsdp_table_is_what_trainer_reads():
-    wraps = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")
-    read = set().union(*(_fsdp_keys_trainer_reads(v, wrap) for v in (1, 2) for wrap in wraps))
-    assert {*configs._FSDP_BOTH, *configs._FSDP1_ALONE} == read
 
 
 @tiny.FSDP_FILES
@@ -201,15 +131,6 @@ def test_the_yaml_of_shared_sequences_is_fsdp2_and_their_sizes(monkeypatch):
     assert (sizes.cp_size, sizes.total_size) == (8, shared.num_processes)
 
 
-def test_yaml_with_an_unknown_key_is_refused_by_accelerate(tmp_path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    bad = tmp_path / "bad.yaml"
-    bad.write_text(YAML[0].read_text() + "overlap_comm: true\n")
-    with pytest.raises(ValueError, match="overlap_comm"):
-        load_config_from_file(str(bad))
-
-
 def _edited(tmp_path, stem, edit):
     values = json.loads((ROOT / "ds_configs" / f"{stem}.json").read_text())
     edit(values)
@@ -220,7 +141,6 @@ def _edited(tmp_path, stem, edit):
 
 # Each row: what someone once wrote, and the sentence that stops it.
 MISTAKES = [
-    ("overlap_comm at the top", "zero2", lambda c: c.update(overlap_comm=True), "unknown key"),
     ("a word as a boolean", "zero2",
      lambda c: c["zero_optimization"].update(overlap_comm="often"), "zero_optimization.overlap_comm"),
     ("a stage nobody knows", "zero2", lambda c: c["zero_optimization"].update(stage=5), "stage"),
@@ -240,7 +160,7 @@ def test_mistakes_get_one_sentence(name, stem, edit, message, tmp_path):
 
 
 def test_files_that_are_no_config(tmp_path):
-    with pytest.raises(ValueError, match="no engine config 'zero9'.*zero3_cpu_offload"):
+    with pytest.raises(ValueError, match="no placement 'zero9'.*zero3_cpu_offload"):
         configs.load("zero9")
     for text, message in [("{", "must be JSON"), ("{}", "shards nothing")]:
         path = tmp_path / "bad.json"

@@ -1,6 +1,5 @@
 """A trained Llama written as GGUF and read back through transformers' own loader."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -168,15 +167,6 @@ def test_llama3_rope_scaling_is_hfs(tmp_path):
     assert written.min() == 1 and written.max() == 8 and ((written > 1) & (written < 8)).any()
 
 
-def test_linear_rope_scaling_is_metadata(tmp_path):
-    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-    make_folder(tmp_path / "hf", rope_parameters=rope)
-    export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f32")
-    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
-    assert fields["llama.rope.scaling.type"].contents() == "linear"
-    assert fields["llama.rope.scaling.factor"].contents() == 4.0
-
-
 def test_biases_are_written_with_their_rows_in_the_same_order(tmp_path):
     model = make_folder(tmp_path / "hf", attention_bias=True, mlp_bias=True)
     export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f32")
@@ -220,54 +210,3 @@ def test_tokenizer_round_trips(tmp_path, split):
     )
     assert len(fields["tokenizer.ggml.tokens"].contents()) == 320
     assert fields["tokenizer.ggml.token_type"].contents()[301:] == [export_gguf.UNUSED] * 19
-
-
-def test_bad_input_is_one_sentence_and_nothing_is_written(tmp_path, capsys):
-    make_folder(tmp_path / "hf")
-    (tmp_path / "taken.gguf").write_text("mine")
-    (tmp_path / "empty").mkdir()
-    make_folder(
-        tmp_path / "yarn", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
-    )
-    make_folder(tmp_path / "gelu", hidden_act="gelu")
-    make_folder(tmp_path / "small", vocab_size=290)
-    capsys.readouterr()  # progress bars of save_pretrained
-    for source, target, message in [
-        ("hf", "taken.gguf", "exists"),
-        ("empty", "new.gguf", "no config.json"),
-        ("yarn", "new.gguf", "yarn"),
-        ("gelu", "new.gguf", "must be silu"),
-        ("small", "new.gguf", "vocab_size 290"),
-    ]:
-        assert export_gguf.main([str(tmp_path / source), str(tmp_path / target)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("hfpatch: ") and message in said and said.count("\n") == 1
-    assert (tmp_path / "taken.gguf").read_text() == "mine"
-    assert not list(tmp_path.glob("new*"))
-
-
-@pytest.mark.parametrize(
-    "value, kind, words", [(1e6, "f16", "beyond float16"), (float("nan"), "f32", "nan or inf")]
-)
-def test_a_value_that_cannot_be_stored_is_refused(tmp_path, value, kind, words):
-    model = make_folder(tmp_path / "hf")
-    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = value
-    model.save_pretrained(tmp_path / "hf")
-    with pytest.raises(ValueError, match=words):
-        export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind=kind)
-    assert not list(tmp_path.glob("m.gguf*"))
-
-
-def test_a_part_of_somebody_else_stays(tmp_path):
-    make_folder(tmp_path / "hf")
-    (tmp_path / "m.gguf.part").write_text("mine")
-    export_gguf.export(tmp_path / "hf", tmp_path / "m.gguf", kind="f32")
-    assert (tmp_path / "m.gguf.part").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf", "m.gguf.part"]
-
-
-def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path):
-    index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="names '../secret.safetensors', which leads out"):
-        export_gguf._tensor_files(tmp_path)

@@ -38,11 +38,11 @@ def test_every_family_and_kind(ranks, tmp_path):
     check(reports, 4 + 6 * 2 * 3)
 
 
-@pytest.mark.parametrize("engine", ["ulysses", pytest.param("context", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["ulysses", "context"])
 def test_trainers_steps_are_those_of_one_process(engine, tmp_path):
-    """Packed rows of several tiles on each of two ranks: losses, norms, and an evaluation that both
-    ranks share. 1e-4 from float64, or twice what float32 loses in one process.
-    """
+    """Packed rows of several tiles on each of two ranks: losses and norms.
+    1e-4 from float64, or twice what float32 loses in one process."""
     (one,) = launch("hybrid_worker.py", "one", tmp_path / "one", folder=tmp_path / "one")
     for report in torchrun("hybrid_worker.py", engine, folder=tmp_path):
         for found, numbers, exact in zip(report["found"], one["found"], one["exact"], strict=True):

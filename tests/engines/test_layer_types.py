@@ -34,7 +34,8 @@ def test_windows_under_context_parallelism(ranks, tmp_path):
     check(torchrun(*worker, folder=tmp_path, ranks=ranks), WINDOWS)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_mesh_of_two_dimensions_under_ulysses(ranks, tmp_path):
     """On four ranks two pairs, with rows of their own, in each step those of one process. Trainer
     takes the mean over each row there, and then that of the rows.

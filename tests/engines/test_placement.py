@@ -90,30 +90,6 @@ def test_resume_is_bit_equal_with_stochastic_rounding(tmp_path, name):
     assert any(not torch.equal(other[n], whole[n]) for n in whole)
 
 
-def test_stochastic_rounding_keeps_updates_too_small_for_bf16():
-    """A thousand updates of a hundredth of a bf16 step: lost when rounded to nearest, kept on
-    average at random.
-    """
-    from torchao.optim import AdamW8bit
-
-    moved = {}
-    for random in (False, True):
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-        step = 2.0**-8  # the spacing of bf16 just below one
-        optimizer = AdamW8bit(
-            [weight], lr=step / 100, weight_decay=0.0, bf16_stochastic_round=random
-        )
-        for _ in range(100):
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-        moved[random] = (1 - weight.detach().float()).mean().item() / step
-    assert moved[False] == 0
-    # 100 draws of probability 1/100 to move one step: mean 1, deviation of the mean over 4096
-    # weights 1/64
-    assert abs(moved[True] - 1) < 5 / 64
-
-
 @pytest.mark.parametrize(
     "tied,patched", [(False, False), (True, True)], ids=["untied", "tied, patched"]
 )
@@ -172,11 +148,9 @@ def test_gradients_never_exist_together():
 @pytest.mark.parametrize(
     "name,flags,message",
     [
-        ("gpu16bit", {}, "takes auto, zero3-offload"),
         ("gpu8bit-fused", {"max_grad_norm": 1.0}, "no global norm"),
         ("gpu8bit-fused", {"gradient_accumulation_steps": 4}, "updates in every backward"),
         ("gpu8bit", {"deepspeed": "zero3"}, "Keep one"),
-        ("zero3-offload", {"fsdp": True}, "Keep one"),
         ("gpu8bit", {"optim": "adafactor"}, "brings its optimizer"),
     ],
 )
@@ -202,27 +176,26 @@ def test_what_only_the_built_arguments_show_is_refused():
     assert placement.trainer_arguments(make_model(), args, "gpu8bit") == {}
 
 
-def test_zero3_offload_is_the_shipped_config(monkeypatch):
-    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(key, "0")
-    found = placement.training_arguments("zero3-offload")
-    zero = found["deepspeed"]["zero_optimization"]
-    assert found["bf16"] and zero["stage"] == 3
+def test_engines_are_the_shipped_configs():
+    zero = placement.engine_of("zero3-offload").values["zero_optimization"]
+    assert zero["stage"] == 3
     assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
+    assert placement.engine_of("zero3_cpu_offload").values["zero_optimization"] == zero
+    assert placement.engine_of("fsdp2").engine == "fsdp" and placement.engine_of("gpu8bit") is None
+    with pytest.raises(ValueError, match=r"no placement 'zero33'. Did you mean zero3\?"):
+        placement.engine_of("zero33")
 
 
+@pytest.mark.long
 def test_auto_takes_the_most_faithful_plan_that_fits():
     config, gib = "llama-3.1-8b", 1 << 30
 
     sizes = dict(seq_len=32768, batch=1, gpu_free=78 * gib)
     assert placement.fitting(config, host_free=256 * gib, **sizes) == "zero3-offload"
     assert placement.fitting(config, host_free=100 * gib, **sizes) == "gpu8bit"
-    asked = {"host_free": 256 * gib, "fp8": "rowwise"}  # without an engine
-    assert placement.fitting(config, **asked, **sizes) == "gpu8bit"
     small = {**sizes, "gpu_free": 40 * gib}
     assert placement.fitting(config, host_free=100 * gib, **small) == "gpu8bit-fused"
     with pytest.raises(
-        ValueError, match=r"no placement fits 40.0 GiB .*gpu8bit needs 4\d.\d GiB on the GPU"
-    ) as caught:
+        ValueError, match=r"no placement fits 40.0 GiB .*: gpu8bit-fused needs \d\d.\d and"
+    ):
         placement.fitting(config, host_free=100 * gib, fused=False, **small)
-    assert "fused" not in str(caught.value)

@@ -2,7 +2,6 @@
 decision for all.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -48,8 +47,7 @@ def test_gradients_are_those_of_one_process(tmp_path):
         positions, packed = report["said"]
         assert positions.startswith("hfpatch: sequences on several ranks need position_ids")
         assert "attention dropout cannot be exchanged" in packed
-        labels, none, tokens, hooks = report["lengths"]
-        assert "hooks in the same layers, and rank 1 has others than rank 0" in hooks
+        labels, none, tokens = report["lengths"]
         assert (
             "rank 1 got input_ids [1, 12], labels [1, 10], position_ids [1, 12], rank 0 input_ids "
             "[1, 12], labels" in labels
@@ -79,22 +77,11 @@ def test_gradients_are_those_of_one_process(tmp_path):
         assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
 
 
-def test_numbers_that_the_host_reads_travel_over_a_group_of_their_own(tmp_path):
-    """With the layers' tensors they would arrive after all of these: the device would be idle in
-    every micro-step."""
-    for report in torchrun("numbers_worker.py", folder=tmp_path):
-        assert report["worst"] <= CLOSE
-        found = report["found"]
-        assert found["all_gather"] == 2 * 4  # shapes and positions of each row
-        assert found["with the layers"] == 0
-        assert found["all_gather_object"] >= 1 and report["ranks"] == [0, 1]  # in evaluation
-
-
 @pytest.mark.parametrize("ways, free, speeds, last", [
     # The first rank has less memory, and it alone has a link to keep gate and up over.
     ("rows,weights", "2.5,1000", "1,0", [2, 1024, [], 0]),
     # The second rank's link is faster: one layer more would keep gate and up there.
-    ("rows", "2.5,2.5", "1,10", [2, 1024, ["gate_up"], 1]),
+    pytest.param("rows", "2.5,2.5", "1,10", [2, 1024, ["gate_up"], 1], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_ranks_on_other_devices_run_one_plan(ways, free, speeds, last, tmp_path):
     """The least of their plans, asked for at a shape's 1st, 2nd, 4th and 8th step, where ranks share
@@ -138,7 +125,7 @@ class Runs:
         (folder / "zero.json").write_text(json.dumps(config))
         self.folder = folder
         self.share = [
-            "--engine",
+            "--placement",
             folder / "zero.json" if engine == "zero3" else engine,
             "--sp_size",
             2,
@@ -249,7 +236,8 @@ def test_hfpatch_train_shares_rows(runs):
     assert one == pytest.approx(two, rel=2e-6) and len(one) == 3
 
 
-@pytest.mark.parametrize("engine", tiny.longer(["zero3", "fsdp2"], "fsdp2"))
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_weights_are_written_where_the_rest_fails(engine, runs):
     """Of all ranks, in the final save, whose config cannot be written; no rank waits for ever."""
     train = runs(engine)
@@ -308,53 +296,3 @@ def test_a_mesh_of_four_goes_on_with_another(engine, runs):
         return goes_on("two", 2)
     with pytest.raises(AssertionError, match="world_size 4 there, 2 here"):
         train("two", 2, *more, 4, *resume)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind, said", [
-    ("error", "a kernel failed"), ("memory", "no memory on this rank"),
-    ("lengths", "parts of one shape"), ("interrupt", ""),
-])  # fmt: skip
-def test_what_stops_one_rank_stops_all(kind, said, tmp_path):
-    """In the middle of an exchange, by an error or Ctrl-C: no rank waits for ever, and none is left
-    behind.
-    """
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "fault_worker.py",
-        kind,
-        str(tmp_path),
-    ]
-    log = tmp_path / "log.txt"
-    with log.open("w") as out:
-        run = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=HERE,
-            env=env,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            began = time.monotonic()
-            while (
-                len(list(tmp_path.glob("*.ready"))) < 2
-                and time.monotonic() - began < 120
-                and run.poll() is None
-            ):
-                time.sleep(0.2)
-            if kind == "interrupt":
-                time.sleep(1)
-                os.killpg(run.pid, signal.SIGINT)
-            assert run.wait(timeout=90) != 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-    ready = list(tmp_path.glob("*.ready"))
-    assert len(ready) == 2 and said in log.read_text(), log.read_text()[-3000:]
-    assert not [p for p in ready if Path("/proc", p.read_text(), "cmdline").exists()]

@@ -80,7 +80,9 @@ def train(model, folder: Path, settings: dict, **callback) -> Trainer:
         lr_scheduler_type="constant", learning_rate=1e-2, adam_epsilon=1e-2, max_grad_norm=1.0,
         report_to="none", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=rows(), callbacks=[hfpatch.Callback(**callback)])
+    called = hfpatch.Callback(**callback)
+    trainer = Trainer(model, args, train_dataset=rows(), callbacks=[called])
+    called.attach(trainer)
     trainer.train()
     return trainer
 

@@ -3,28 +3,22 @@ several devices; the way out.
 """
 
 import contextlib
-import mmap
 import os
 import re
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from tiny import gradients
 
 import hfpatch
 from hfpatch.context.documents import find_rows
 from hfpatch.store import device as device_module
-from hfpatch.store import disk
 from hfpatch.store import pool as pool_module
 from hfpatch.store.device import CudaDevice, Device, host_empty
-from hfpatch.store.transfers import HostPool, Transfers
+from hfpatch.store.pool import HostPool
 from tests.faults.test_exceptions import assert_same, patched, step
-from tests.layer.deep import tokens
 from tests.layer.devices import standing_in
 
 CPU = torch.device("cpu")
@@ -52,18 +46,6 @@ class Pinning(Device):
 
     def synchronize(self, event=None):
         self.calls.append("wait") if event is None else None
-
-
-def test_blocks_are_pinned_once_and_unpinned_after_a_wait():
-    device = Pinning()
-    pool = HostPool(device)
-    lease = pool.take(12345)
-    lease.thing.bytes.fill_(7)
-    where = (lease.thing.bytes.data_ptr(), 12352)  # whole lines of 64 bytes
-    del lease
-    pool.take(12000)
-    pool.give_back()
-    assert device.calls == [("pin", *where), "wait", ("unpin", *where)] and device.held == 0
 
 
 def test_where_pinning_fails_copies_run_from_pageable_memory():
@@ -116,20 +98,6 @@ def test_forked_processes_do_not_keep_pinned_memory():
     raise AssertionError("no such area")
 
 
-def test_huge_pages_are_advised_before_the_first_touch(monkeypatch):
-    advice = []
-
-    class Noting(mmap.mmap):
-        def madvise(self, option, *rest):
-            advice.append(option)
-            if option == mmap.MADV_HUGEPAGE:
-                raise OSError(22, "Invalid argument")  # a kernel without huge pages
-
-    monkeypatch.setattr(device_module.mmap, "mmap", Noting)
-    block = host_empty(8192, True)
-    assert mmap.MADV_HUGEPAGE in advice and block.numel() == 8192
-
-
 @pytest.mark.parametrize("room", [1 << 60, 200 << 30])
 def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
     """A driver that refuses to register more than 64 GiB at once, and `room` in all."""
@@ -156,23 +124,6 @@ def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
     assert held == {}
 
 
-def test_no_copy_crosses_two_registrations(monkeypatch):
-    """Pieces of a few sizes in a block of several registrations; what was reserved has room."""
-    monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
-    device = Pinning()
-    pool = HostPool(device)
-    sizes = {320: 12, 448: 9, 64: 20}
-    for _ in range(2):
-        pool.reserve(sizes)
-        loans = [pool.take(n) for n, count in sizes.items() for _ in range(count)]
-        (area,) = pool.areas
-        places = [(start, end) for start, end, _ in area.rows]
-        assert len(places) == len(loans) and area.nbytes >= 3 * 1024
-        assert all(start // 1024 == (end - 1) // 1024 for start, end in places)
-        assert all(a[1] <= b[0] for a, b in zip(places, places[1:]))
-        del loans
-
-
 def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
     monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
     device = Pinning()
@@ -181,38 +132,6 @@ def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
     loans = [pool.take(n) for n in (1088, 320, 1088)]
     assert [loan.thing.bytes.numel() for loan in loans] == [1088, 320, 1088]
     assert [nbytes for call, _, nbytes in device.calls if call == "pin"] == [320]
-
-
-def test_a_forked_process_leaves_the_devices_memory_alone(tmp_path):
-    device = Pinning()
-    pool = HostPool(device)
-    pool.take(4096)
-    pid = os.fork()
-    if pid == 0:
-        pool.give_back()
-        os._exit(len(device.calls) - 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_several_devices_keep_their_own_transfers():
-    model = patched("host", "tiles", None)
-    session, layer = model.model._hfpatch_runtime, model.model.layers[0]
-    for _ in range(2):
-        for where in ("cpu", "meta"):
-            session.policy(layer, torch.empty(2, 11, 64, device=where, dtype=torch.float64))
-    transfers = {key[0].type: queue.transfers for key, queue in session.queues.items()}
-    assert transfers["cpu"] is not transfers["meta"] and len(session.queues) == 2
-    expected = {n: g.clone() for n, g in step(model).items()}
-    loss = model(tokens(2, 11), labels=tokens(2, 11)).loss
-    # the other's, in the middle
-    session.policy(layer, torch.empty(2, 13, 64, device="meta", dtype=torch.float64))
-    model.zero_grad()
-    loss.backward()
-    assert_same(gradients(model), expected)
-
-
-def test_chunks_alone_ask_no_device():
-    assert find_rows(2, 8, torch.device("meta"), chunk=4).documents.bounds == (0, 4, 8, 12, 16)
 
 
 @pytest.mark.parametrize(
@@ -256,55 +175,6 @@ def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):
     device.unpin(block)
     assert entered == [second] * 2
     assert device.threads(1, "waits").submit(lambda: list(current)).result() == [second]
-
-
-def test_the_disk_is_read_ahead(tmp_path, monkeypatch):
-    """The pieces of several tiles are under way before the first is asked for, and never more than
-    the buffers hold.
-    """
-    monkeypatch.setattr(disk, "PIECE", 1024)
-    transfers = Transfers(CPU, "disk", str(tmp_path))
-    x = torch.randn(1, 64, 16)
-    saved = transfers.save(x)
-    tickets = [transfers.fetch([(saved, a, a + 32, None)]) for a in (0, 32)]
-    assert [len(t.reads[0][1].started) for t in tickets] == [2, 2]
-    more = [transfers.fetch([(saved, 0, 64, None)]) for _ in range(3)]
-    assert sum(len(t.reads[0][1].started) for t in tickets + more) == disk.BUFFERS - disk.RESERVE
-    for ticket, rows in zip(
-        reversed(tickets + more), [slice(None)] * 3 + [slice(32, 64), slice(0, 32)]
-    ):
-        assert torch.equal(ticket.wait()[0], x[:, rows])  # in the order that was not foreseen
-
-
-def test_threads_of_the_disk_wait_asleep(tmp_path, monkeypatch):
-    """A thread that spins takes a core from the one that starts kernels."""
-    waited = []
-
-    class Noting(Device):
-        def mark(self, stream=None):
-            return "spinning"
-
-        def mark_for_thread(self, stream):
-            return "asleep"
-
-        def synchronize(self, event=None):
-            if threading.current_thread() is not threading.main_thread():
-                waited.append(event)
-
-    monkeypatch.setattr(disk, "PIECE", 1024)
-    x = torch.randn(1, 64, 16)
-    with standing_in(CPU, Noting(CPU)):
-        transfers = Transfers(CPU, "disk", str(tmp_path))
-        saved = transfers.save(x)
-        for _ in range(3):  # buffers are read into again after their copy to the device
-            assert torch.equal(transfers.fetch([(saved, 0, 64, None)]).wait()[0], x)
-    assert waited.count("asleep") >= 4 + 4 and set(waited) == {"asleep"}
-
-    event = mock.Mock()
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    assert CudaDevice(torch.device("cuda", 0)).mark_for_thread("a stream") is event.return_value
-    assert event.call_args == mock.call(blocking=True)
-    assert event.return_value.record.call_args == mock.call("a stream")
 
 
 @pytest.mark.parametrize("error", ["directory gone", "disk full"])
@@ -361,28 +231,3 @@ shutil.rmtree({str(tmp_path / "tier")!r})
     ]
     assert done.returncode == 0 and not noise
     assert not os.listdir(tmp_path)
-
-
-def test_a_thread_trains_on_when_the_main_one_has_ended(tmp_path):
-    """Python waits for it, as with a stock model, and a pool's threads take no more jobs by
-    then.
-    """
-    program = f"""
-import sys, threading
-sys.path.insert(0, "tests")
-from tests.faults.test_exceptions import assert_same, patched, step
-model = patched("disk", "tiles", {str(tmp_path)!r})
-expected = {{n: g.clone() for n, g in step(model).items()}}
-def train():
-    threading.main_thread().join()
-    assert_same(step(model), expected)
-    print("exact")
-threading.Thread(target=train).start()
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
-    )
-    noise = [
-        line for line in done.stderr.splitlines() if "torchao" not in line and "_pytree" not in line
-    ]
-    assert (done.returncode, done.stdout, noise) == (0, "exact\n", [])

@@ -75,35 +75,6 @@ def test_a_stop_saves_a_whole_checkpoint(names, saved_tokenizer, tmp_path):  # n
         kill(workers)
 
 
-@LONG
-def test_nobody_waits_for_a_launcher_that_went_before_training(tmp_path):
-    """Ranks that look for each other through it would, for as long as torch.distributed's
-    timeout.
-    """
-    worker = (
-        "import time; from hfpatch.trainer.stop import StopCleanly; StopCleanly(); "
-        "print('waits'); time.sleep(50)"
-    )
-    launcher = (
-        "import os, subprocess, sys, time; os.environ['LOCAL_RANK'] = '0'; "
-        f"subprocess.Popen([sys.executable, '-c', {worker!r}]); time.sleep(50)"
-    )
-    process = spawn(["-c", launcher], tmp_path / "out")
-    workers = []
-    try:
-        until(lambda text: "waits\n" in text, process, tmp_path / "out")
-        workers = children(process.pid)
-        process.kill()
-        process.wait()
-        await_end(workers)
-        assert (
-            (tmp_path / "out").read_text().endswith("it is gone; launch again, nothing is lost.\n")
-        )
-    finally:
-        end_group(process)
-        kill(workers)
-
-
 def children(pid: int) -> list[int]:
     found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     assert found

@@ -2,31 +2,25 @@
 
 import dataclasses
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from unittest import mock
 
 import pytest
 
-from hfpatch.budget.hardware import GPUS
-from hfpatch.budget.policy import KEEPABLE, Policy
+from hfpatch.budget.policy import Policy
 from hfpatch.lab import clock as lab
-from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
-from hfpatch.layer import policies
-from hfpatch.layer.backward import Backward
-from hfpatch.layer.runtime import LayerRuntime
-from hfpatch.parallel.shards import Shards
-from hfpatch.store.transfers import Transfers
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
 # hides nothing.
 CONFIG = preset_config("llama-3.1-8b") | {"num_hidden_layers": 4, "vocab_size": 1000}
 TOKENS = 8192
 WAYS = {
-    "one tile": Policy("host", tile=TOKENS, keep=KEEPABLE),
-    "tiles": Policy("host", tile=2048, keep=KEEPABLE, wide=True),
-    "one tile, plain": Policy("host", tile=TOKENS, keep=KEEPABLE, plain=2),
+    "one tile": Policy("host", tile=TOKENS, again=0),
+    "tiles": Policy("host", tile=2048, again=0, wide=True),
+    "one tile, plain": Policy("host", tile=TOKENS, again=0, plain=2),
 }
 
 
@@ -102,36 +96,6 @@ def test_copies_hide(way):
     assert found.busy(lab.UP) > 0.5 * found.seconds["forward"], "nothing to hide"
 
 
-def test_a_plain_layer_hides_the_first_tiles_of_the_one_before():
-    assert whole(WAYS["one tile, plain"]).exposed("backward") < 0.005
-    with mock.patch.object(LayerRuntime, "_prefetch", lambda *args: None):
-        assert step(WAYS["one tile, plain"]).exposed("backward") > 0.03
-
-
-@pytest.mark.parametrize("way", ["one tile", "tiles"])
-def test_it_shows_sources_that_are_let_go_at_the_end_of_a_layer(way):
-    settle, unbroken = Transfers.settle, whole(WAYS[way]).exposed("forward")
-    with mock.patch.object(
-        Transfers, "settle", lambda self, under_way=0, room=0: settle(self, under_way)
-    ):
-        assert step(WAYS[way]).exposed("forward") > 2 * unbroken + 0.03
-
-
-def test_it_shows_a_layer_that_fetches_its_own_last():
-    run = Backward.run
-
-    slow = partial(step, WAYS["one tile"], share=2.2)  # about the seconds of a backward
-    unbroken = slow().exposed("backward")
-
-    def last(self, dy, private, before):
-        if before is not None:
-            before.prefetch()
-        return run(self, dy, private, None)
-
-    with mock.patch.object(Backward, "run", last):
-        assert slow().exposed("backward") > unbroken + 0.03
-
-
 def test_exchanges_of_ranks_take_their_bytes():
     """Behind attention on NVLink they hide; over a link of a fortieth compute waits for them."""
     policy, gpu, waits = Policy("host", tile=2048), GPUS["h100"], []
@@ -144,60 +108,3 @@ def test_exchanges_of_ranks_take_their_bytes():
         assert found.busy(lab.EXCHANGES) == pytest.approx(sent / one.peer_rate, rel=0.05)
         waits.append(found.busy(lab.RANK_WAITS) / sum(found.seconds.values()))
     assert waits[0] < 0.05 < waits[1]
-
-
-@pytest.mark.parametrize("tile, passes", [(TOKENS, 1), (2048, 3)])
-def test_tensor_parallel_ranks_gather_what_each_keeps_a_part_of(tile, passes, monkeypatch):
-    """Half of each input goes to the host; each pass over its tiles gathers the other half, and
-    waits for no more than its bytes take between GPUs. Products are not cut: no rank's are shown.
-    """
-    policy, found, clocks = Policy("host", tile=tile), {}, []
-    init = lab.ClockDevice.__init__
-    monkeypatch.setattr(
-        lab.ClockDevice, "__init__", lambda self, *a: (init(self, *a), clocks.append(self))[0]
-    )
-
-    class Two(Shards):
-        def __init__(self, group):
-            self.group, self.rank, self.world, self.buffer = group, 0, 2, None
-
-        def whole(self, part_BtD, length):
-            clocks[-1].wait(clocks[-1].exchange(part_BtD.nbytes))
-            B, t, D = part_BtD.shape
-            return part_BtD.new_empty(B, 2 * t, D)[:, :length]
-
-    for ranks in (1, 2):
-        if ranks == 2:
-            monkeypatch.setattr(policies, "tensor_parallel_group", lambda layer: "two")
-            monkeypatch.setattr(policies, "together", lambda group, work: work())
-            monkeypatch.setattr(policies, "least_of", lambda group, numbers: numbers)
-            monkeypatch.setattr(policies, "Shards", Two)
-        found[ranks] = Found(prepare(build(CONFIG), "hfpatch"), GPUS["h100"], policy)
-    x = 2 * TOKENS * CONFIG["hidden_size"]
-    one, two = found.values()
-    sent = two.moved(lab.EXCHANGES)
-    assert one.moved(lab.UP) - two.moved(lab.UP) == 4 * x / 2 and sent == 4 * passes * x / 2
-    waits, seconds = two.busy(lab.RANK_WAITS), sum(two.seconds.values())
-    assert 0 < waits <= 1.001 * sent / GPUS["h100"].peer_rate and waits < 0.02 * seconds
-    assert two.busy(lab.WAITS) <= one.busy(lab.WAITS) + waits
-
-
-def test_streamed_weights_are_copies_on_the_clock():
-    """Each layer's weights come in the forward and in the backward."""
-    config, adapters = CONFIG | {"num_hidden_layers": 6}, Adapters(16, "4bit")
-    policy = Policy("gpu", tile=TOKENS, frozen_weights="host")
-    patched = prepare(build(config, adapters=adapters), "hfpatch")
-    weights = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 0.516
-    found = Found(patched, GPUS["rtx4090"], policy)
-    assert 2 * 4 * weights < found.moved(lab.DOWN) < 2 * 6.1 * weights
-
-
-def test_files_that_a_disk_writes_in_time_hold_up_nothing():
-    """Each of a layer's tensors is more than the bounce buffers hold, so the host waits, but behind
-    work that it has launched; a disk that eight GPUs share holds compute up.
-    """
-    patched, policy = model(), Policy("disk", tile=16384, plain=1)
-    alone, shared = GPUS["a100-80gb"], dataclasses.replace(GPUS["h100"], sharing=8)
-    assert Found(patched, alone, policy, tokens=131072).exposed("forward") < 0.002
-    found = Found(patched, shared, dataclasses.replace(policy, tile=8192), tokens=32768)
-    assert sum(found.waits("forward").values()) > 0.05 * sum(found.seconds.values())

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hfpatch.lab.profile import run as writer
-from hfpatch.lab.profile.report import family_table, markdown, module_table
+from hfpatch.lab.profile.report import markdown, module_table
 from hfpatch.lab.profile.timeline import Run
 from tests.lab.test_timeline import MIB, a_run
 
@@ -19,9 +19,8 @@ def runs():
         "reserved_peak_bytes": 12 * MIB,
         "fragmentation_bytes": 2 * MIB,
     }
-    finished.memory |= {"pinned_host_peak_bytes": 3 * MIB, "copy_wait_seconds": 0.02}
+    finished.memory |= {"pinned_host_peak_bytes": 3 * MIB}
     finished.memory |= {"trace_file": "trace.json.gz", "trace_file_bytes": 2048}
-    finished.families = {"matmul": 0.3, "attention": 0.1}
     finished.applied = ["hfpatch on LlamaForCausalLM:", "  mlp  2 x <LlamaMLP>"]
     failed = a_run(impl="hf", error="out of memory: tried <b>5 GiB</b>")
     return [failed, finished, Run(impl="liger", seq_len=128, error="killed by the system")]
@@ -32,8 +31,8 @@ def test_markdown_has_every_part(runs):
         runs, command="hfpatch profile --model x", commit="abc1234", notes=["Liger is out."]
     )
     lead = text.splitlines()[2]
-    assert lead.count(". ") == 2 and lead.startswith("hfpatch peaks at 10.0 MiB"), (
-        "three sentences open the report"
+    assert lead.count(". ") == 1 and lead.startswith("hfpatch peaks at 10.0 MiB"), (
+        "two sentences open the report"
     )
     for part in (
         "`hfpatch profile --model x`", "commit abc1234", "Liger is out.", "hf (did not finish)",
@@ -42,7 +41,6 @@ def test_markdown_has_every_part(runs):
         "| tokens a second |  | 256 |  |",
         "fragmentation (reserved, not allocated) |  | 2.00 MiB",
         "pinned host memory, peak |  | 3.00 MiB",
-        "waiting for copies |  | 20 ms", "| matmul |  | 300 ms |  |",
         "`trace.json.gz` (2.00 KiB, one step)",
         "out of memory: tried", "killed by the system", "a.py:2",
         "### hfpatch: what `hfpatch.apply` did\n\n```\nhfpatch on LlamaForCausalLM:\n  mlp  2 x "
@@ -60,13 +58,8 @@ def test_what_takes_the_same_stands_in_one_order_in_every_report():
         impl="hf",
         seq_len=128,
         rows=[{"module": n, **lasting} for n in names],
-        families=dict.fromkeys(names, 1.0),
     )
-    assert (
-        [name.strip("`") for name, _ in module_table([run])]
-        == [name for name, _ in family_table([run])]
-        == names
-    )
+    assert [name.strip("`") for name, _ in module_table([run])] == names
 
 
 def test_simulated_is_marked_everywhere():
@@ -78,15 +71,13 @@ def test_simulated_is_marked_everywhere():
 def test_folder_and_back(tmp_path, runs):
     writer.write(tmp_path, runs, command="c")
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "memory.png",
         "report.md",
         "results.json",
     ]
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "results.json").read_text())
     assert (
         results["runs"][1]["peak_split"]["parameters"] == 10 * MIB
-        and len(results["sentences"]) == 3
+        and len(results["sentences"]) == 2
     )
     assert [r.to_dict() for r in writer.read(tmp_path)] == json.loads(
         json.dumps([r.to_dict() for r in runs])

@@ -19,9 +19,8 @@ from hfpatch.lab.simulate import fla, follow, kernels_cost
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.shadow import Shadows
-from hfpatch.lab.simulate.simulator import simulate, summarize
+from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.ops.experts import EXPERT_PRODUCT
-from profiles.plan import rivals
 from tests import tiny
 from tests.lab.real_memory import real_events, real_peak, train_step
 
@@ -112,56 +111,6 @@ def test_reference_figures_of_liger(implementation, expected, host):
         )
 
 
-# What users have today, from TRL's and transformers' own code: inputs of 4 layers of 256 MiB on the
-# host, attention forward once or twice; checkpointing stops before down_proj, and TRL's head
-# projects again in backward.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "implementation, forwards", [("trl-selective", 1), ("trl-offload", 2), ("liger-selective", 1)]
-)
-def test_todays_rivals(implementation, forwards):
-    trl = pytest.importorskip("trl")
-    if implementation.endswith("selective") and not hasattr(
-        trl.models, "enable_selective_activation_checkpointing"
-    ):
-        pytest.skip(f"trl {trl.__version__} has no selective checkpointing")
-    code = (
-        "from hfpatch.lab.simulate.simulator import simulate; from profiles.plan.rivals import prepare;"
-        "from hfpatch.lab.simulate.implementations import build;"
-        "from hfpatch.lab.presets import *; import json;"
-        "c = preset_config('llama-3.1-8b') | dict(num_hidden_layers=4);"
-        f"s = simulate(prepare(build(c), {implementation!r}), 1, 32768);"
-        "print(json.dumps([s.host_peak_bytes, s.attention_calls['forward'], "
-        "sum(s.flops['matmul'].values())]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
-    host, calls, matmul = eval(done.stdout.splitlines()[-1])
-    assert host == 4 * GiB // 4 and calls == 4 * forwards
-    sizes = dict(q=4096, k=1024, v=1024, o=4096, gate=14336, up=14336, down=14336)
-    layers = {name: 4 * 4096 * size for name, size in sizes.items()}
-    least = 6 * (sum(layers.values()) + 4096 * 128256)
-    head = 2 * 4096 * 128256 if implementation.startswith("trl") else 0
-    again = 2 * (sum(layers.values()) - layers["down"])
-    assert matmul / 32768 == pytest.approx(least + head + again, rel=1e-3)
-
-
-def test_trls_call_of_our_head_takes_what_our_loss_takes():
-    """131,072 tokens, each with a label: TRL's own head on the same layers takes 7.27 GiB, the loss
-    5.58.
-    """
-    trl = pytest.importorskip("trl")
-    if not hasattr(trl.trainer.utils, "add_fused_lm_head"):
-        pytest.skip(f"trl {trl.__version__} has no fused head")
-    config = preset_config("llama-3.1-8b") | {"num_hidden_layers": 2}
-    model = rivals.prepare(build(config), "trl-hfpatch")
-    found = simulate(model, 1, 131072, policy=Policy(tile=8192))
-    assert found.beyond_bytes / GiB <= 5.6
-    head = 2 * 131072 * 4096 * 128256
-    assert found.flops["matmul"]["backward"] > 3 * head, "projected again in backward"
-
-
 def followed(run, fake=True, **kwargs):
     if not fake:
         with Follower(rounding=1, **kwargs) as follower:
@@ -186,19 +135,6 @@ def test_views_in_place_and_saved_tensors_cost_nothing():
     assert ledger.blocks[0].died is not None
 
 
-def test_resize_and_data_swap():
-    def run():
-        x = torch.zeros(1000)
-        x.resize_(3000)
-        y = nn.Parameter(torch.zeros(500))
-        y.data = torch.zeros(700)
-        del x, y
-
-    ledger = followed(run)
-    assert summarize(ledger).peak_bytes == 12000 + 2000 + 2800
-    assert sum(delta for _, delta in ledger.events) == 0
-
-
 # A residual stream adds up gradients at each fork: in place in a bare run, never under a mode left
 #     to itself.
 @pytest.mark.parametrize("fake", [True, False])
@@ -213,53 +149,6 @@ def test_gradients_accumulate_in_place(fake):
     assert "add_.Tensor" not in {block.op for block in followed(run, fake).blocks}
     simulated = sum(delta >= 4000 for _, delta in followed(run, fake).events)
     assert simulated == sum(nbytes >= 4000 for nbytes in real_events(run))
-
-
-# The first gradient to arrive at a fork is another's too: of a hook's list, of retain_grad.
-@pytest.mark.parametrize("hold", [lambda k, held: k.register_hook(lambda g: held.append(g)),
-                                  lambda k, held: (k.retain_grad(), held.append(k))])  # fmt: skip
-def test_a_gradient_that_another_holds_is_not_overwritten(hold):
-    held = []
-
-    def run():
-        x = torch.ones(10, requires_grad=True)
-        h = x * 2
-        s = torch.sin(h)
-        k = h + 1  # made after s, so that its gradient is the first at h
-        hold(k, held)
-        ((s + k) * 1).backward(torch.ones(10))
-
-    ledger = followed(run, fake=False)
-    gradient = held[0] if held[0].grad_fn is None else held[0].grad
-    assert torch.equal(gradient, torch.ones(10))
-    assert "add.Tensor" in {block.op for block in ledger.blocks if block.phase == "setup"}
-
-
-def test_values_behind_small_fakes():
-    def run():
-        labels = torch.arange(10) - 3
-        assert (labels >= 0).sum().item() == 7
-        assert bool((labels[3:] >= 0).all())
-        assert torch.equal(labels[:2], labels[:2].clone())
-        assert labels[labels > 1].shape == (5,)
-        assert (labels > 4).nonzero().shape == (2, 1)
-        x = torch.empty(10, 4096)
-        assert x[labels > 1].shape == (5, 4096)
-        labels[0] = 9
-        assert labels.max().item() == 9
-        labels.add_(torch.ones_like(labels))
-        assert labels.sum().item() == 10 + sum(range(-1, 8))
-
-    followed(run)
-
-
-def test_unknown_values_stay_unknown():
-    def run():
-        x = torch.empty(600, 600).sum()
-        with pytest.raises(RuntimeError):
-            x.item()
-
-    followed(run)
 
 
 def test_attention_is_never_quadratic():
@@ -335,22 +224,6 @@ def test_model_is_itself_again_afterwards():
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert not model.training and all(p.grad is None for p in model.parameters())
     assert not nn.modules.module._global_forward_hooks
-
-
-def test_optimizer_states_have_their_category():
-    found = simulate(build(SMALL, torch.float32), 1, 64, steps=2, optimizer=torch.optim.AdamW)
-    weights = sum(p.numel() for p in build(SMALL).parameters())
-    assert found.categories["optimizer"] == pytest.approx(2 * 4 * weights, rel=0.01)
-
-
-def test_where_the_peak_is():
-    found = simulate(build(SMALL | {"vocab_size": 50000}), 1, 2048)
-    assert found.peak_phase == "backward"
-    assert found.modules[0][0] == "LlamaForCausalLM"  # the logits
-    on_device = (nbytes for i, nbytes in found.ledger.events if not found.ledger.blocks[i].host)
-    assert (
-        sum(found.categories.values()) == found.peak_bytes == max(itertools.accumulate(on_device))
-    )
 
 
 # the config, tokens, how many more bytes blocks may take: of slices that a matmul copies where it
@@ -433,21 +306,6 @@ def test_chunks_that_count_from_padding_are_known():
     # A layer that runs untiled computes attention forward twice, and is not what its policy says.
     assert tiled.flops["attention"]["forward"] == kept.flops["attention"]["forward"]
     assert tiled.host_peak_bytes > 4 * 2 * 128 * 64
-
-
-def test_few_blocks_of_attention_stand_for_all(monkeypatch):
-    """Heads that no kernel takes run in blocks of queries, of which a long row has thousands: a
-    plan of those did not end.
-    """
-    monkeypatch.setattr("hfpatch.attention.blocks.BLOCK_BYTES", 1 << 16)
-    few = simulate(prepare(build(SMALL | {"head_dim": 260}), "hfpatch"), 1, 512)
-    monkeypatch.setattr("hfpatch.lab.simulate.simulator.few_blocks", contextlib.nullcontext)
-    every = simulate(prepare(build(SMALL | {"head_dim": 260}), "hfpatch"), 1, 512)
-    assert len(few.ledger.events) < len(every.ledger.events) / 4
-    assert few.flops == every.flops and few.ledger.traffic == pytest.approx(
-        every.ledger.traffic, rel=0.02
-    )
-    assert few.most_beyond_bytes == every.most_beyond_bytes
 
 
 @tiny.not_before_transformers((5, 16), "has the rule in another function")

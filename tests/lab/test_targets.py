@@ -120,16 +120,3 @@ def test_the_table_is_clean_and_covers_every_kernel():
             and not line.startswith("def _")
         }
     assert defined == {key[0] for key in recorded}
-
-
-def test_the_readme_says_what_the_table_does():
-    text, lines = (TABLE.parent / "README.md").read_text(), rows(TABLE).items()
-    loss = ("cross_entropy_fwd_kernel", "loss+grad", "bf16", "V=128256")
-    registers = {key[-1]: line["registers"] for key, line in lines if key[:-1] == loss}
-    (now,) = [line for line in text.splitlines() if line.startswith("| now: ")]
-    assert now.endswith("| {sm_80} / {sm_90} / {sm_100} |".format(**registers))
-    most = [
-        max(int(line["shared"]) for key, line in lines if (key[-1] == "gfx942") is amd)
-        for amd in (False, True)
-    ]
-    assert "the most shared memory is {:,} bytes ({:,} on gfx942)".format(*most) in text

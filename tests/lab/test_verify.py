@@ -28,7 +28,7 @@ def test_a_right_patch_passes(dtype, patched):
         hfpatch.apply(model, checkpointing=tiny.TILED)
     found = hfpatch.verify(model, tiny.labelled())
     assert found.ok, found
-    assert found.gradients == len(list(model.parameters())) and found.layers == found.of_layers == 2
+    assert found.gradients == len(list(model.parameters()))
     assert 0 < found.noise < 0.1 and found.dtype in str(dtype) and "agrees with" in str(found)
 
 
@@ -60,24 +60,6 @@ def test_a_wrong_patch_is_told(dtype, by, monkeypatch):
     found = hfpatch.verify(tiny.llama(dtype=dtype), tiny.labelled())
     assert not found.ok and found.distance > found.limit and "DIFFERS from" in str(found)
     assert "layers.1.self_attn" in found.worst or "layers.0" in found.worst, found
-
-
-def test_fewer_layers_where_all_do_not_fit(monkeypatch):
-    model = tiny.llama(num_hidden_layers=5)
-    real = module._compared
-
-    def small_card(model, batch, layers):
-        if layers > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return real(model, batch, layers)
-
-    monkeypatch.setattr(module, "_compared", small_card)
-    found = hfpatch.verify(model, long_batch())
-    assert found.ok and (found.layers, found.of_layers) == (1, 5) and found.gradients == 12
-    assert "the first 1 of 5 layers" in str(found) and len(model.model.layers) == 5
-    monkeypatch.setattr(module, "_compared", lambda *_: small_card(model, {}, 2))
-    with pytest.raises(ValueError, match="hfpatch: a step of one layer must fit the memory"):
-        hfpatch.verify(model, long_batch())
 
 
 @pytest.mark.parametrize("patched", [False, True])

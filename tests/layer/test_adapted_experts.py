@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import families
 import peft
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.budget.first import first_policy
 from hfpatch.budget.policy import Policy
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.implementations import build
@@ -157,20 +155,7 @@ def test_frozen_experts_wait_on_the_host():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_call_reads_the_weights_of_its_experts_once(monkeypatch):
-    """Of 4 bits they are dequantised by that."""
-    from hfpatch.parts import experts
-
-    ours = tiny.patched(adapted("qwen3_moe", BY_NAME), checkpointing=hfpatch.Checkpointing(tile=64))
-    calls, reads, run, read = [], [], experts.experts, experts.weights_of
-    monkeypatch.setattr(experts, "experts", lambda *a, **k: calls.append(1) or run(*a, **k))
-    monkeypatch.setattr(experts, "weights_of", lambda *a: reads.append(1) or read(*a))
-    tiny.step(ours, batch())
-    assert calls and len(reads) == len(calls)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_experts_of_four_bits_are_dequantised_once_a_phase(tiles, monkeypatch):
+def test_experts_of_four_bits_run_in_tiles(tiles):
     bnb = pytest.importorskip("bitsandbytes")
     from bitsandbytes.nn import parametrize
 
@@ -197,15 +182,10 @@ def test_experts_of_four_bits_are_dequantised_once_a_phase(tiles, monkeypatch):
     assert "untiled" not in str(report)
     plain = tiny.step(stock, batch())
     tiles.clear()
-    count, real = [], parametrize.F.dequantize_4bit
-    monkeypatch.setattr(
-        parametrize.F, "dequantize_4bit", lambda *args: count.append(1) or real(*args)
-    )
     got = tiny.step(ours, batch())
     layers = len([m for m in ours.modules() if "_hfpatch_index" in vars(m)])
     assert len(tiles) == 2 * 6 * layers
     assert_as_good(got, plain, tiny.step(tiny.exact(dense), batch()))
-    assert len(count) == 2 * 2 * layers  # two weights, forward and backward
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -235,43 +215,6 @@ def test_torchao_s_experts_run_as_they_are_named(tiles):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_of_weights_that_our_products_do_not_take_run_by_peft(monkeypatch):
-    """Their factors are never dropped: what the weights are is seen in the call."""
-    stock = adapted("qwen3_moe", BY_NAME)
-    ours = tiny.patched(stock)
-    monkeypatch.setattr("hfpatch.parts.experts.KERNEL_DTYPES", (torch.bfloat16,))
-    got, plain = tiny.step(ours, batch()), tiny.step(stock, batch())
-    assert any("experts" in name for name in got)
-    assert_as_good(got, plain, tiny.step(tiny.exact(stock), batch()))
-
-
-class Strange(nn.Module):
-    """An adapter of a kind that nobody knows."""
-
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer, self.scale = base_layer, nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x, *routes):
-        return self.scale * self.base_layer(x, *routes)
-
-
-def test_an_adapter_of_another_kind_runs_whole_with_a_sentence():
-    stock = families.small_model("qwen3_moe", torch.float32)
-    for layer in stock.model.layers:
-        layer.mlp.experts = Strange(layer.mlp.experts)
-    ours = copy.deepcopy(stock)
-    said = str(hfpatch.apply(ours, checkpointing=tiny.TILED))
-    assert "untiled" in said and "Strange" in said
-    assert_as_good(*(tiny.step(m, batch()) for m in (ours, stock, tiny.exact(stock))))
-
-
-def test_dora_on_experts_is_refused_by_peft():
-    with pytest.raises(ValueError, match="does not work with use_dora"):
-        adapted("qwen3_moe", BY_NAME | {"use_dora": True})
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_memory_of_adapted_experts_at_true_size():
     """Qwen3-30B-A3B's layers, rank 16, 32,768 tokens: 1.4 GiB beyond parameters and gradients; 3.7
     where PEFT makes the adapted weight. Attention's forward runs once a layer.
@@ -285,37 +228,3 @@ def test_memory_of_adapted_experts_at_true_size():
     found = simulate(model, 1, 32768, policy=Policy(offload="host", tile=4096))
     assert found.whole == {} and found.attention_calls["forward"] == 2
     assert found.beyond_bytes <= 2.0 * 2**30
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("weights", ["gpu", "host"])
-def test_memory_of_adapted_experts_of_four_bits_at_true_size(weights, monkeypatch):
-    """Adapters on attention's projections and on bitsandbytes' experts of 4 bits, with "least":
-    1.6 GiB, 1.1 of them a layer's experts, written out for a phase, beside which no source of a
-    copy stays.
-    """
-    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
-
-    def packed(w, **settings):
-        return w.new_empty(w.numel() // 2, 1, dtype=torch.uint8), SimpleNamespace(shape=w.shape)
-
-    dense = lambda w, state: w.new_empty(state.shape, dtype=torch.bfloat16)  # noqa: E731
-    monkeypatch.setattr(parametrize.F, "quantize_4bit", packed)
-    monkeypatch.setattr(parametrize.F, "dequantize_4bit", dense)
-    model = build(config_of("Qwen/Qwen3-30B-A3B")[1] | {"num_hidden_layers": 2})
-    for layer in model.model.layers:
-        for name in ("gate_up_proj", "down_proj"):
-            parametrize.replace_parameter_4bit(layer.mlp.experts, name)
-    with torch.device("meta"):
-        settings = peft.LoraConfig(
-            r=16,
-            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            target_parameters=BY_NAME["target_parameters"],
-        )
-        model = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
-    least = hfpatch.Checkpointing(aim="least", frozen_weights=weights)
-    hfpatch.apply(model, checkpointing=least)
-    policy = first_policy(least, rows=32768, width=model.config.hidden_size, layers=2)
-    found = simulate(model, 1, 32768, policy=policy)
-    assert found.whole == {} and found.attention_calls["forward"] == 2
-    assert found.most_beyond_bytes <= 2.0 * 2**30

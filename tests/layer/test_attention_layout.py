@@ -96,11 +96,10 @@ def test_one_layout_of_shared_rows(layouts, zigzag):
     ranks.zigzag = zigzag
     for H, K in ((8, 4), (8, 2), (8, 8)):
         q, k = torch.randn(2, 16, H, 16), torch.randn(2, 16, K, 16)
-        for ahead in (False, True):
-            attention = exchange.ExchangedAttention(ranks, ahead=ahead)
-            asked = SimpleNamespace(scale=0.25, pattern=A.CAUSAL, sinks_H=None)
-            outs, lses = attention.forward([asked], [], [q, k, k])
-            attention.backward([q, k, k], [torch.randn_like(q)], outs.__getitem__, lses, [None] * 3)
+        attention = exchange.ExchangedAttention(ranks)
+        asked = SimpleNamespace(scale=0.25, pattern=A.CAUSAL, sinks_H=None)
+        outs, lses = attention.forward([asked], [], [q, k, k])
+        attention.backward([q, k, k], [torch.randn_like(q)], outs.__getitem__, lses, [None] * 3)
 
 
 @pytest.mark.parametrize("layouts", ["cudnn", "flash", "fa3", "efficient"], indirect=True)

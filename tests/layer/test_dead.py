@@ -2,22 +2,15 @@
 as it is, to the bit.
 """
 
-import copy
-import inspect
 from dataclasses import replace
 
-import families
 import peft
 import pytest
 import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.llama.modeling_llama import LlamaAttention
 
-import hfpatch
 from hfpatch.layer.layer import TiledLayer
-from hfpatch.parts import rotation
-from tests.decoder.test_families import assert_close, batch, step
 
 
 class Products(TorchDispatchMode):
@@ -78,49 +71,3 @@ def test_gradients_stay_to_the_bit_with_fewer_products(lora):
     assert all_of_them.multiplications - few.multiplications == layers * rows * saved
     # An adapter's sum is a value of its own.
     assert all_of_them.rotated - few.rotated == (0 if lora else layers * rows * q_and_k)
-
-
-def test_a_rotation_of_live_values_is_computed():
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4)
-    cos, sin = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
-    rotate = rotation.rotation(rotation.rotation_in(LlamaAttention.forward))
-    assert all(
-        torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), rotation.ops.rope(q, k, cos, sin))
-    )
-    dead = torch.zeros(()).expand_as(q)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(rotate(dead, k, cos, sin), rotation.ops.rope(dead, k, cos, sin))
-    )
-
-
-def test_a_rotation_in_complex_numbers_in_float32():
-    """Llama 4's takes pairs of neighbours in memory, and in float32 it takes them from the
-    projection itself.
-    """
-    stock = families.small_model("llama4_text", torch.float32)
-    ours = copy.deepcopy(stock)
-    report = hfpatch.apply(ours, checkpointing=tiny.TILED)
-    assert not any("run untiled" in note for note in report.notes), report
-    _, loss, grads = step(ours, batch())
-    _, wanted_loss, wanted = step(stock, batch())
-    assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
-    assert_close(grads, wanted)
-
-
-def test_a_rotation_replaced_later_is_another(monkeypatch):
-    """What stands for a file's rotation was kept by the forward alone: one that replaced it met the
-    first where it is called.
-    """
-    forward = LlamaAttention.forward
-    first = rotation.rotating(forward, rotation.rotation_in(forward))
-    monkeypatch.setitem(
-        inspect.unwrap(forward).__globals__,
-        "apply_rotary_pos_emb",
-        lambda q, k, cos, sin, half: (q * half, k * half),
-    )
-    assert rotation.rotating(forward, rotation.rotation_in(forward)) is not first
-    q, cos = torch.ones(1, 2, 3, 4), torch.ones(1, 3, 4)
-    assert torch.equal(
-        rotation.rotation(rotation.rotation_in(forward))(q, q, cos, cos, 0.5)[0], 0.5 * q
-    )

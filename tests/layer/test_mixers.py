@@ -3,8 +3,6 @@ tile, documents apart.
 """
 
 import copy
-import gc
-import weakref
 from dataclasses import replace
 
 import families
@@ -15,12 +13,9 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict as verdict_of
-from hfpatch.layer.mixers import Mixer
-from hfpatch.layer.traits import LayerTraits
-from hfpatch.layer.why_whole import OTHER_MIXER, why
+from hfpatch.layer.why_whole import why
 from tests.decoder.test_families import assert_close, batch, step
 
 TILE = hfpatch.Checkpointing(offload="host", tile=16)
@@ -176,22 +171,6 @@ def test_positions_that_jump_inside_a_document_part_it_as_in_transformers():
     assert_close(step(ours, given)[2], step(stock, given)[2])
 
 
-@OWN_MASK
-def test_packed_rows_of_an_unknown_mixer_are_refused(falcon):
-    ours = copy.deepcopy(falcon)
-    hfpatch.apply(ours, checkpointing=TILE)
-    given, _ = packed_and_apart(2)
-    for layer in ours.model.layers:
-        layer._hfpatch_traits = LayerTraits(reason=OTHER_MIXER)
-    with pytest.raises(ValueError, match="hfpatch: a .* must get one document a sequence"):
-        ours(**given)
-    ours.model._hfpatch_traits = replace(
-        ours.model._hfpatch_traits, ours=False
-    )  # its attention stays transformers'
-    with pytest.raises(ValueError, match="hfpatch: a .* must get one document a sequence"):
-        ours(**given)
-
-
 @pytest.mark.parametrize("name", ["bloom", pytest.param("inkling_text", marks=pytest.mark.long)])
 def test_packed_rows_are_refused_where_no_way_of_running_keeps_documents_apart(name):
     """Found by asking the small instance: Bloom drops positions, Inkling mixes tokens in its
@@ -312,38 +291,6 @@ def test_documents_are_apart_also_where_the_model_drops_positions():
     assert type(ours) is type(stock)
 
 
-def test_what_a_mixer_saves_can_be_run_again(falcon):
-    """Without the outputs of attention and mixer kept, and with segments of layers."""
-    wanted = step(copy.deepcopy(falcon), batch())[2]
-    for settings in ({"save_attention": False, "tile": 16}, {"every": 2, "tile": 16}, {"tile": 40}):
-        ours = copy.deepcopy(falcon)
-        hfpatch.apply(
-            ours, checkpointing=hfpatch.Checkpointing(offload="host", **settings), **UNFUSED
-        )
-        assert_close(step(ours, batch())[2], wanted)
-
-
-@pytest.mark.parametrize("tile", [16, 64])
-def test_what_a_mixer_is_given_does_not_outlive_its_use(tile):
-    """Its input stayed on the device from a layer's forward to its backward, the [T, T] mask as
-    long as the loss.
-    """
-    ours, inputs = families.small_model("gpt_neo"), []
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=tile), **UNFUSED)
-    for layer in layers_of(ours):
-        inside = layer.attn.attention.k_proj
-        inside.register_forward_pre_hook(
-            tiny.OfAnEngine(lambda m, args: inputs.append(weakref.ref(args[0])))
-        )
-    gc.collect()
-    alive = lambda: sum(type(x) in (Mask, Mixer) for x in gc.get_objects())  # noqa: E731
-    before = alive()
-    loss = ours(**batch()).loss
-    assert len(inputs) == 2 and not any(ref() is not None for ref in inputs) and alive() > before
-    loss.backward()
-    assert alive() == before
-
-
 @pytest.mark.parametrize("loss", [True, False])
 def test_a_cache_that_the_config_asks_for_keeps_no_layer_whole(loss):
     """XGLM's causal model reads it there, and has its stack make one, in training too."""
@@ -373,13 +320,6 @@ def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
     assert_close(step(ours, given)[2], wanted)
 
 
-def test_a_masks_shape_is_told_without_its_values():
-    """Of a million tokens these would be a terabyte."""
-    mask = Mask(Batch(2, 2**20, torch.device("cpu")))
-    assert mask.shape == mask.size() == (2, 1, 2**20, 2**20) and mask.dim() == mask.ndim == 4
-    assert mask.device.type == "cpu" and mask.dtype == torch.bool and mask.size(-1) == 2**20
-
-
 @pytest.mark.parametrize("name", ["input_layernorm", "mlp", "linear_attn"])
 def test_copies_that_peft_trains_leave_documents_apart(name):
     """PEFT's wrappers from before apply() do not make another kind of layer."""
@@ -394,13 +334,3 @@ def test_copies_that_peft_trains_leave_documents_apart(name):
         apart = [model(input_ids=x["input_ids"], use_cache=False).logits for x in (one, two)]
         packed = model(**both, use_cache=False).logits
     torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-9, atol=1e-12)
-
-
-def test_packed_rows_are_refused_in_a_layer_whose_kind_the_small_instance_lacks(monkeypatch):
-    monkeypatch.setattr("hfpatch.decoder.verdict._answer", lambda *a: None)
-    model = families.small_model("qwen3_5_text")
-    hfpatch.apply(model, checkpointing=tiny.TILED)
-    given = batch(64)
-    given["position_ids"] = torch.arange(32).repeat(1, 2).expand(len(given["input_ids"]), -1)
-    with pytest.raises(ValueError, match="one document a sequence"):
-        model(**given, use_cache=False)

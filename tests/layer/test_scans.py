@@ -16,7 +16,6 @@ from numerics import lifted
 import hfpatch
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict
-from hfpatch.lab.simulate import scan
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.layer import time_trial
 from hfpatch.layer.mixers import Mixer
@@ -178,28 +177,3 @@ def test_a_plan_meets_no_kernel(kernels):
     ran = kernels("lfm2")
     model = families.small_model("lfm2", torch.float32)
     assert simulate(model, 1, 64).peak_bytes > 0 and not ran
-
-
-def test_the_simulated_delta_rule_hands_its_states_on(monkeypatch):
-    """With a block a chunk it is transformers' own: values, the last state and every gradient."""
-    file = file_of("qwen3_next")
-    B, T, H, E = 2, 130, 3, 8
-    torch.manual_seed(0)
-    given = [torch.randn(B, T, H, E, requires_grad=True) for _ in range(3)]
-    given += [(-torch.rand(B, T, H)).requires_grad_(), torch.rand(B, T, H, requires_grad=True)]
-    state = torch.randn(B, H, E, E, requires_grad=True)
-    how = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-
-    def run(rule):
-        q, k, v, g, beta = given
-        outs = rule(q, k, v, g=g, beta=beta, **how)
-        loss = sum((x * torch.linspace(0, 1, x.numel()).view_as(x)).sum() for x in outs)
-        return [*outs, *torch.autograd.grad(loss, [*given, state])]
-
-    monkeypatch.setattr(scan, "CHUNKS", 1)
-    stock = wrapper_in(file.torch_chunk_gated_delta_rule)
-    wanted = run(stock)
-    with scan.scans_by_blocks():
-        got = run(file.torch_chunk_gated_delta_rule)
-    for a, b in zip(got, wanted, strict=True):
-        assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5)

@@ -72,25 +72,6 @@ def assert_close(model, wanted: dict) -> None:
         assert (grad - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_graphs_that_two_threads_made_in_one_backward(way):
-    """Each thread numbers its calls from the start, and by these numbers backward takes the layers
-    of the two graphs in turn.
-    """
-    stock = small_model("llama")
-    ours = tiny.patched(stock, checkpointing=WAYS[way])
-    for i in range(2):  # what is found out at a first call counts there too
-        loss_of(ours, i)
-
-    def run(i):
-        # one number more: its layers come first
-        _ = torch.ones((), requires_grad=True) * 1 if i else None
-        return loss_of(ours, i)
-
-    sum(in_threads(run, together=False)).backward()
-    assert_close(ours, wanted_of(stock))
-
-
 @pytest.fixture
 def restless(monkeypatch):
     before = sys.getswitchinterval()
@@ -115,94 +96,6 @@ def test_two_threads_train_one_model(family, way, backward, restless):
         else:
             in_threads(lambda i: loss_of(ours, i).backward(), together=True)
         assert_close(ours, wanted)
-
-
-@RECORDS
-@pytest.mark.parametrize("way", WAYS)
-def test_a_model_is_evaluated_while_another_thread_trains_it(way, restless):
-    """What a backward has under way is no leftover of one that was cut short."""
-    stock = small_model("qwen3_moe")
-    ours, wanted, done, losses = (
-        tiny.patched(stock, checkpointing=WAYS[way]),
-        wanted_of(stock),
-        threading.Event(),
-        [],
-    )
-    with torch.no_grad():
-        expected = loss_of(stock, 0)
-
-    def evaluate():
-        with torch.no_grad():
-            while not done.is_set():
-                losses.append(loss_of(ours, 0))
-
-    def train():
-        try:
-            for _ in range(4):
-                ours.zero_grad()
-                for i in range(2):
-                    loss_of(ours, i).backward()
-                assert_close(ours, wanted)
-        finally:
-            done.set()
-
-    in_threads(lambda i: evaluate() if i else train(), together=True)
-    assert losses and all((loss - expected).abs() <= 1e-5 * expected for loss in losses)
-
-
-class Baton:
-    """Has two threads run numbered steps in the order of their numbers."""
-
-    def __init__(self):
-        self.now, self.changed = 0, threading.Condition()
-
-    def run(self, number: int, step):
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.now == number, timeout=60)
-        try:
-            return step()
-        finally:
-            with self.changed:
-                self.now += 1
-                self.changed.notify_all()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=RECORDS)])
-def test_backwards_in_crossed_order(family, way):
-    """Forward of one, forward of the other; backward of the first, which is not the last to have
-    run.
-    """
-    stock = small_model(family)
-    ours, wanted, baton = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock), Baton()
-
-    def run(i):
-        loss = baton.run(i, lambda: loss_of(ours, i))
-        baton.run(2 + i, loss.backward)
-
-    for _ in range(2):
-        baton.now = 0
-        ours.zero_grad()
-        in_threads(run, together=True)
-        assert_close(ours, wanted)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_forward_without_a_backward_leaves_nothing(way):
-    """One thread's loss is dropped between another's forward and backward."""
-    stock = small_model("llama")
-    ours, wanted, baton = tiny.patched(stock, checkpointing=WAYS[way]), wanted_of(stock), Baton()
-
-    def run(i):
-        if i:
-            baton.run(1, lambda: loss_of(ours, 1) and None)
-            baton.run(3, lambda: loss_of(ours, 1).backward())
-        else:
-            loss = baton.run(0, lambda: loss_of(ours, 0))
-            baton.run(2, loss.backward)
-
-    in_threads(run, together=True)
-    assert_close(ours, wanted)
 
 
 @pytest.mark.parametrize("way", WAYS)

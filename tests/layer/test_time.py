@@ -13,11 +13,8 @@ import torch
 from numerics import lifted
 
 import hfpatch
-from hfpatch.budget import first, policy
 from hfpatch.decoder.find import find_decoder
 from hfpatch.layer import time_trial
-from hfpatch.layer.time_tiles import TimeTiles
-from hfpatch.store.transfers import Transfers
 from tests.decoder.test_families import batch, step
 
 pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
@@ -183,38 +180,6 @@ def test_ways_of_keeping(settings):
     assert max(runs) == 64
 
 
-@pytest.mark.parametrize("word", ["auto", "least"])
-def test_mixers_have_a_tile_of_their_own(word, monkeypatch):
-    """Where free memory is unknown, under "auto"; under "least" all have it."""
-    monkeypatch.setattr(policy, "TIME_TILE_LEAST", 64)
-    monkeypatch.setattr(first, "TIME_TILE_LEAST", 64)
-    stock = families.small_model("qwen3_5_text")
-    ours, _ = patched(stock, word)
-    runs: list = []
-    lengths(ours, runs)
-    with lifted():
-        assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-12)
-    assert max(runs) == 64
-    chosen = find_decoder(ours).layers[0]._hfpatch_runtime.policies.values()
-    assert {p.tile for p in chosen} == {8192 if word == "auto" else 64}
-
-
-def test_forward_runs_once_a_tile(monkeypatch):
-    """What mixers and attention gave waits with the inputs: it was made again in backward."""
-    runs, run = [], TimeTiles._run
-    monkeypatch.setattr(TimeTiles, "_run", lambda *args: runs.append(args) or run(*args))
-    ours, _ = patched(families.small_model("lfm2"))
-    runs.clear()
-    step(ours, batch(TOKENS))
-    assert len(runs) == 2 * 3 * len(timed_mixers(ours))  # forward and backward, three tiles
-
-
-def test_off_is_as_transformers_has_it():
-    stock = families.small_model("lfm2")
-    ours, _ = patched(stock, "off")
-    assert_same(step(ours, batch(TOKENS))[2], step(stock, batch(TOKENS))[2], 1e-5)
-
-
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5_text"])
 def test_a_graph_is_walked_twice(name):
     ours, _ = patched(families.small_model(name))
@@ -325,43 +290,6 @@ def test_autocast_reaches_every_tile():
         assert far <= 2 * allowed + 2**-8 * value.norm(), f"{what}: {far:.1e}, {allowed:.1e}"
 
 
-class Summing:
-    """A mixer of one row that sums its tokens, for TimeTiles: its state is the sum so far."""
-
-    B, module, weights = 1, torch.nn.Identity(), ()
-
-    def documents(self, T):
-        return [(slice(None), 0, T)]
-
-    def call(self, x, rows, a, b, states):
-        before = states.get_recurrent_state(0)
-        out = x.cumsum(1) + (0 if before is None else before[:, None])
-        states.update_recurrent_state(out[:, -1], 0)
-        return out
-
-
-def test_copies_of_first_states_are_waited_for_on_the_way():
-    """Not at the layer's end, where every tile's states would have stayed on the device."""
-    transfers, held = Transfers(torch.device("cpu"), "host"), []
-    time = TimeTiles("cache", 64, transfers)
-    mixer, run = Summing(), Summing.call
-
-    def noting(*args):
-        held.append(
-            len(transfers.unsettled) + sum(len(sources) for sources, *_ in transfers.copied)
-        )
-        return run(mixer, *args)
-
-    mixer.call = noting
-    x = torch.randn(1, 40 * 64, 3)
-    assert torch.allclose(time.forward(mixer, x), x.cumsum(1), atol=1e-3)
-    assert max(held) <= 6 and len(held) == 40
-    dx, dout = torch.empty_like(x), torch.randn_like(x)
-    transfers.settle()
-    time.backward(mixer, x, dout, dx)
-    assert torch.allclose(dx, dout.flip(1).cumsum(1).flip(1), atol=1e-3)
-
-
 # --- who carries states ---------------------------------------------------------------------------
 
 
@@ -406,14 +334,6 @@ def takes_none(stock):
     return lambda *args, initial_state=None, **kwargs: stock(*args, initial_state=None, **kwargs)
 
 
-def gives_one_without_a_graph(stock):
-    def run(*args, **kwargs):
-        out, state = stock(*args, **kwargs)
-        return out, None if state is None else state.detach()
-
-    return run
-
-
 def takes_one_without_a_graph(stock):
     def run(*args, initial_state=None, **kwargs):
         state = None if initial_state is None else initial_state.detach()
@@ -435,7 +355,6 @@ def forgets_at_once(stock):
     ("change", "why"),
     [
         (takes_none, "in tiles it differs"),
-        (gives_one_without_a_graph, "in tiles it differs"),
         (takes_one_without_a_graph, "in tiles it differs"),
         (forgets_at_once, "its recurrent state changes too little to compare"),
     ],

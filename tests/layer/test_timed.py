@@ -3,8 +3,6 @@
 test_time.py holds.
 """
 
-import copy
-
 import families
 import pytest
 import tiny
@@ -83,33 +81,12 @@ def test_what_a_mixer_reads_is_made_again(timed_layers):
     assert timed_layers == [0, 1, 2]
 
 
-def test_every_1_keeps_every_input(timed_layers, inputs):
-    stock = families.small_model(FAMILY)
-    ours, _ = patched(stock, hfpatch.Checkpointing(offload="host", tile=64, every=1))
-    timed_layers.clear(), inputs.clear()
-    compared(ours, stock, batch(TOKENS))
-    assert not timed_layers and len(inputs) >= 4
-
-
 def test_a_layer_without_a_mixer_goes_through_time_too(timed_layers):
     """Nemotron-H's layers are a mixer, an attention, an MLP or experts each."""
     stock = families.small_model("nemotron_h")
     ours = ready(stock, timed_layers)
     compared(ours, stock, batch(TOKENS))
     assert {1, 3} <= {*timed_layers}
-
-
-def test_a_mixer_is_given_something_for_its_trial_alone(timed_layers, monkeypatch):
-    """Each layer of each step finds the answer of the first."""
-    from hfpatch.layer import timed
-
-    asked, real = [], timed.tokens_tried
-    monkeypatch.setattr(timed, "tokens_tried", lambda module: asked.append(module) or real(module))
-    ours = ready(families.small_model(FAMILY), timed_layers)
-    asked.clear()
-    for _ in range(2):
-        step(ours, batch(TOKENS))
-    assert len(timed_layers) == 6 and len(asked) == 1
 
 
 def test_documents(timed_layers):
@@ -147,49 +124,6 @@ def test_hidden_states_are_those_of_each_layer(timed_layers):
     assert not timed_layers
 
 
-@pytest.mark.parametrize("where", ["before", "behind", "backward"])
-def test_a_layer_with_hooks_goes_through_time(where, timed_layers):
-    """Its hook may hand its input or its output to another reader, or change their gradient."""
-    stock = families.small_model(FAMILY)
-    ours = ready(stock, timed_layers)
-    given, found = batch(TOKENS), []
-    for model in (ours, stock):
-        layer, read = find_decoder(model).layers[1], []
-        if where == "before":
-            layer.register_forward_pre_hook(lambda m, args, read=read: read.append(args[0]))
-        elif where == "behind":
-            layer.register_forward_hook(lambda m, args, y, read=read: read.append(y))
-        else:
-            layer.register_full_backward_pre_hook(lambda m, dys: tuple(2 * dy for dy in dys))
-        with lifted():
-            loss = model(**given, use_cache=False).loss
-            (loss + sum(x.square().mean() for x in read)).backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert_same(*found, 1e-12)
-    assert timed_layers == [0, 1, 2]
-
-
-def test_an_output_with_another_reader_has_both_gradients(monkeypatch):
-    """One that no rule sees in forward."""
-    stock = families.small_model(FAMILY)
-    ours, _ = patched(stock)
-    outputs, call, found = [], torch.nn.Module.__call__, []
-    first = [find_decoder(m).layers[0] for m in (ours, stock)]
-
-    def noting(module, *args, **kwargs):
-        y = call(module, *args, **kwargs)
-        outputs.extend([y] if module in first else [])
-        return y
-
-    monkeypatch.setattr(torch.nn.Module, "__call__", noting)
-    for model in (ours, stock):
-        with lifted():
-            loss = model(**batch(TOKENS), use_cache=False).loss
-            (loss + outputs.pop().square().sum()).backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert_same(*found, 1e-12)
-
-
 def scaled(y):
     with torch.no_grad():
         y.mul_(3)
@@ -211,56 +145,6 @@ def test_an_output_written_to_between_layers_is_kept(change, every, monkeypatch)
 
     monkeypatch.setattr(torch.nn.Module, "__call__", changing)
     compared(ours, stock, batch(TOKENS))
-
-
-@pytest.mark.parametrize("way", ["hook", "kept"])
-def test_who_looks_at_a_gradient_between_layers_sees_that_layers(way, monkeypatch):
-    """Each layer's backward makes the gradient of its input."""
-    stock = families.small_model(FAMILY)
-    ours, _ = patched(stock)
-    call, seen, kept = torch.nn.Module.__call__, [], []
-    first = [find_decoder(m).layers[0] for m in (ours, stock)]
-
-    def looking(module, *args, **kwargs):
-        y = call(module, *args, **kwargs)
-        if module in first and way == "hook":
-            y.register_hook(lambda dy: seen.append(dy.clone()))
-        elif module in first:
-            y.retain_grad()
-            kept.append(y)
-        return y
-
-    monkeypatch.setattr(torch.nn.Module, "__call__", looking)
-    compared(ours, stock, batch(TOKENS))
-    got, wanted = seen or [y.grad for y in kept]
-    assert_same({"dy": got}, {"dy": wanted}, 1e-12)
-
-
-@pytest.mark.parametrize("every", [2, "auto"], ids=["segment", "tiles"])
-def test_a_graph_that_is_cut_between_layers(every, monkeypatch):
-    """Each part of it has a backward of its own, the first part's before the second's."""
-    stock = families.small_model(FAMILY)
-    ours, _ = patched(stock, hfpatch.Checkpointing(offload="host", tile=64, every=every))
-    call, found = torch.nn.Module.__call__, []
-    second = [find_decoder(m).layers[1] for m in (ours, stock)]
-
-    def cutting(module, *args, **kwargs):
-        if module in second:
-            cut.append(args[0])
-            args = (args[0].detach().requires_grad_(), *args[1:])
-            cut.append(args[0])
-        return call(module, *args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.Module, "__call__", cutting)
-    for model in (ours, stock):
-        cut = []
-        with lifted():
-            loss = model(**batch(TOKENS), use_cache=False).loss
-            cut[0].square().mean().backward()
-            loss.backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        found[-1]["dx"] = cut[1].grad
-    assert_same(*found, 1e-12)
 
 
 def test_frozen_layers_at_the_start(timed_layers):
@@ -306,35 +190,3 @@ def test_weights_written_to_before_backward_are_noticed():
             find_decoder(ours).layers[index].mlp.up_proj.weight.add_(1)
         with pytest.raises(RuntimeError, match="between a layer's forward and its backward"):
             loss.backward()
-
-
-def operations(model, tokens: int) -> int:
-    """How many operations a step dispatches; a fused one of ours counts as one, as it launches one
-    kernel.
-    """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counting(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            views = torch.Tag.view_copy in op.tags or op.is_view
-            self.count += not views
-            return op(*args, **(kwargs or {}))
-
-    given = {name: rows[:1] for name, rows in batch(tokens).items()}
-    step(model, given)  # what is found out once
-    with Counting() as counted:
-        step(model, given)
-    return counted.count
-
-
-def test_a_tile_launches_no_more_than_a_row_of_its_length():
-    """Under transformers' checkpointing, forward and backward."""
-    stock = families.small_model(FAMILY).float()
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=256))
-    stock.gradient_checkpointing_enable({"use_reentrant": False})
-    tile = operations(ours, 1024) - operations(ours, 768)
-    row = operations(stock, 256)
-    assert 0 < tile <= row

@@ -169,25 +169,6 @@ def test_transformer_engine_runs_whole():
         assert (got[name] - value).norm() <= 2e-6 * value.norm(), name
 
 
-def test_a_class_that_nobody_tried():
-    other = played("Float8BlockwiseLinear", "torchao.prototype.blockwise_fp8_training.linear")
-    assert "Float8BlockwiseLinear may round several tokens" in scales_over_tokens(other)
-    assert scales_over_tokens(nn.Linear(4, 4)) is None
-    assert scales_over_tokens(nn.LayerNorm(4)) is None
-
-
-def test_scales_of_channels_are_powers_of_two():
-    """float8 by rows scales the weight gradient's product by channels, over tokens: exact where the
-    scales are powers of two alone.
-    """
-    model = tiny.llama(**SIZES)
-    trained_in_float8("rowwise")(model)
-    linear = model.model.layers[0].mlp.down_proj
-    assert scales_over_tokens(linear) is None
-    linear.config = replace(linear.config, round_scales_to_power_of_2=False)
-    assert "one scale" in scales_over_tokens(linear)
-
-
 def test_a_frozen_base_with_one_scale_for_its_input():
     """torchao's float8 weights that round their input by one scale, as LoRA finds them."""
     linear = nn.Linear(4, 4).requires_grad_(False)

@@ -2,9 +2,6 @@
 does it; here plain torch stands for its kernel.
 """
 
-import gc
-import weakref
-
 import pytest
 import tiny
 import torch
@@ -12,8 +9,6 @@ from torch import nn
 
 import hfpatch
 from hfpatch.layer import weight_gradients as weights
-from hfpatch.layer.forward_state import ForwardState
-from hfpatch.ops import _wide_sums
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
@@ -57,59 +52,3 @@ def test_gradients_add_up_in_their_matmuls(tile, monkeypatch):
         assert len(added) == (able and tile < 64) * len(linears) * 64 // tile
     assert sum(added) == (tile < 64) * len(linears)  # the first of each is no sum yet
     assert errors[1] <= errors[0] and hooked.count(True) == hooked.count(False) >= 64 // tile
-
-
-def test_a_device_is_tried_before_it_is_trusted(monkeypatch):
-    """The CPU has no such matmul; one that rounds in between is not taken for one."""
-    device, tried = torch.device("cpu"), _wide_sums.exact_there.__wrapped__
-    assert tried(device, torch.bfloat16) is False
-    monkeypatch.setattr(_wide_sums, "into", in_float32)
-    assert tried(device, torch.bfloat16) is True
-
-    def rounds(out, a, b, first):
-        out.copy_((a @ b).float() if first else out + (a @ b).float())
-
-    monkeypatch.setattr(_wide_sums, "into", rounds)
-    assert tried(device, torch.bfloat16) is False
-    assert not _wide_sums.sums_in_matmul(torch.zeros(2, 2), torch.bfloat16)
-
-    def full(out, a, b, first):
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(_wide_sums, "into", full)
-    # nothing is known of it: not for the life of the process either
-    with pytest.raises(torch.OutOfMemoryError):
-        tried(device, torch.bfloat16)
-
-
-def test_a_backward_that_fails_leaves_no_sums(monkeypatch):
-    """They are float32, and the loss that a caller still holds would keep them through the step
-    that is tried again.
-    """
-    monkeypatch.setattr(weights, "into", in_float32)
-    monkeypatch.setattr(weights, "sums_in_matmul", lambda x, dtype: dtype == torch.bfloat16)
-    model = tiny.llama().to(torch.bfloat16)
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=4, plain=0))
-    ids = torch.randint(0, 32, (1, 64), generator=torch.Generator().manual_seed(1))
-    loss = model(input_ids=ids, labels=ids).loss
-    made = []
-    monkeypatch.setattr(
-        weights.WeightGradients, "round", lambda self: made.append(weakref.ref(self)) or 1 / 0
-    )
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    gc.collect()
-    assert made and made[0]() is None
-
-
-def test_one_gradient_is_no_sum():
-    """Around a mixer's tiles most weights have one: a float32 copy of it would be twice as large."""
-    module, x = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16), torch.ones(2, 4)
-    with weights.WeightGradients(ForwardState(module, [module]), several=True) as found:
-        for dtype in (torch.bfloat16, torch.float32):
-            weights.walk(
-                [found], [module(x.bfloat16()).sum()], [torch.ones((), dtype=torch.bfloat16)], []
-            )
-            assert found.sums[0].dtype == dtype
-        found.round()
-        assert torch.equal(found.handed_over()[0], torch.full((4, 4), 4.0, dtype=torch.bfloat16))

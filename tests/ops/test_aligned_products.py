@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.experts import CLAMPED, Layout, experts
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy
+from tests.ops.fakes import shapes_of_out_dtype
 
 NAMES = ("mm", "addmm", "addmm_", "bmm", "_grouped_mm")
 PRODUCTS = {getattr(torch.ops.aten, name) for name in NAMES}

@@ -160,35 +160,6 @@ def test_sums_of_products_by_expert(dtype):
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("layout, bias", [(SILU, False), (OSS, True)])
-def test_no_product_waits_for_the_device(dtype, layout, bias, monkeypatch):
-    """On a GPU without torch's grouped kernel (an A100, an RTX 4090): offs is never read by the
-    host, in any of the products of a step."""
-    kernels, started = pytest.importorskip("hfpatch.kernels.experts"), []
-    monkeypatch.setattr(kernels, "launch", lambda k, *a, **kw: started.append(k.fn.__name__))
-    monkeypatch.setattr(op, "use_kernel", lambda *tensors: True)
-    monkeypatch.setattr(op, "_parts", lambda offs: pytest.fail("the host reads offs"))
-    gradients(experts, given(layout, dtype, bias), routes("spread"), layout)
-    assert started.count("expert_product_kernel") == 4
-    assert started.count("expert_sums_kernel") == 2 + bias
-
-
-@pytest.mark.parametrize(
-    "sm, there",
-    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
-)
-def test_torchs_grouped_product_runs_where_it_is_a_kernel(sm, there, monkeypatch):
-    class OnGPU(torch.Tensor):
-        is_cuda = True
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: sm)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x, w = (torch.empty(shape, dtype=dtype) for shape in ((8, 16), (2, 16, 8)))
-        found = op._grouped(x.as_subclass(OnGPU), w)
-        assert (found is not None) == (there and dtype == torch.bfloat16)
-
-
 @pytest.mark.parametrize("kind", ["spread", "no token", "other rank"])
 @pytest.mark.parametrize("layout, bias", [(SILU, False), (OSS, True)])
 def test_nothing_relies_on_what_a_grouped_product_leaves_unwritten(layout, bias, kind, monkeypatch):

@@ -8,7 +8,6 @@ import tiny
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfpatch.lab.compat import shapes_of_out_dtype
 from hfpatch.ops._library import INTERPRET
 from hfpatch.ops._wide_sums import as_on_cuda
 from hfpatch.ops.linear_cross_entropy import (
@@ -16,6 +15,7 @@ from hfpatch.ops.linear_cross_entropy import (
     linear_log_prob,
     linear_log_prob_ref,
 )
+from tests.ops.fakes import shapes_of_out_dtype
 from tests.ops.test_linear_cross_entropy import (
     DTYPES,
     MANY_CHUNKS,
@@ -132,41 +132,6 @@ def test_ignored_tokens_cost_no_matmul_and_are_zero(monkeypatch):
     assert all(not t[labels == -100].any() for t in out)
 
 
-@pytest.mark.parametrize("workspace", [ONE_CHUNK, 3_500], ids=["one chunk", "many chunks"])
-def test_gradcheck(workspace):
-    *inputs, labels = make((2, 6, 4), 7, torch.float64)
-
-    def outputs(h, w, b):
-        return linear_log_prob(
-            h,
-            w,
-            labels,
-            bias=b,
-            outputs=FLOATS,
-            workspace_bytes=workspace,
-            softcap=2.0,
-            temperature=0.8,
-        )[:5]
-
-    assert torch.autograd.gradcheck(outputs, inputs)
-
-
-@pytest.mark.parametrize("which", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)])
-def test_any_subset_requires_grad(which):
-    *inputs, labels = make((2, 20, 8), 11, torch.float32)
-    full = torch.autograd.grad(
-        linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob.square().sum(), inputs
-    )
-    for tensor, wanted in zip(inputs, which):
-        tensor.requires_grad_(bool(wanted))
-    out = linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob
-    assert out.requires_grad == any(which)
-    if any(which):
-        out.square().sum().backward()
-    for tensor, grad, wanted in zip(inputs, full, which):
-        assert torch.equal(tensor.grad, grad) if wanted else tensor.grad is None
-
-
 def test_second_backward_and_second_derivative():
     *inputs, labels = make((1, 12, 8), 11, torch.float32)
     loss = linear_log_prob(*inputs[:2], labels, bias=inputs[2]).log_prob.exp().sum()
@@ -174,23 +139,6 @@ def test_second_backward_and_second_derivative():
     assert all(map(torch.equal, first, second))
     with pytest.raises(RuntimeError, match="hfpatch: linear_log_prob has no second derivative"):
         torch.autograd.grad(loss, inputs[0], create_graph=True)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_runs_outside_a_compiled_graph():
-    *inputs, labels = make((2, 20, 8), 11, torch.float32)
-
-    def step(hidden, weight, bias, labels):
-        out = linear_log_prob(
-            hidden * 2.0, weight, labels, bias=bias, outputs=NAMES, **OPTIONS["all"]
-        )
-        return sum((t.float() * (i + 1)).sum() for i, t in enumerate(out) if t is not None)
-
-    compiled = torch.compile(step, backend="eager")(*inputs, labels)
-    eager = step(*inputs, labels)
-    torch.testing.assert_close(compiled, eager)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, inputs) for loss in (compiled, eager)))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("outputs", [("log_prob",), NAMES])
@@ -214,23 +162,3 @@ def test_stays_within_its_budget(outputs):
         follow.peak
         <= workspace + tokens * hidden_size * 2 + vocab_size * hidden_size * 4 + 64 * tokens
     )
-
-
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        ({"outputs": ("log_probs",)}, "outputs must be among log_prob, entropy"),
-        ({"outputs": ()}, "outputs must be among"),
-        ({"temperature": 0.0}, "temperature must be finite"),
-        ({"labels": torch.tensor([[1, 2, 99]])}, "got 99"),
-    ],
-)
-def test_wrong_arguments_are_named(change, message):
-    call = {
-        "hidden": torch.zeros(1, 3, 4),
-        "weight": torch.zeros(11, 4),
-        "labels": torch.ones(1, 3).long(),
-        **change,
-    }
-    with pytest.raises(ValueError, match=f"hfpatch: .*{message}"):
-        linear_log_prob(call.pop("hidden"), call.pop("weight"), call.pop("labels"), **call)

@@ -1,22 +1,17 @@
 """What a model says to a part of each row that it cannot share with other ranks."""
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import torch.distributed.tensor.experimental._attention
 
-import hfpatch
-from hfpatch import compat
 from hfpatch.context import ranks as parallel
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import batch as batches
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.loss import causal_model as loss
-from hfpatch.trainer import shared_rows
 
 
 def given(**more) -> dict:
@@ -53,37 +48,6 @@ def test_a_graph_of_whole_rows_may_run_where_ranks_share_them(engine, monkeypatc
     assert parallel.shared_in_a_graph("sdpa", training=False)
 
 
-def test_without_torchs_private_names_no_context_is_seen(monkeypatch):
-    module = sys.modules["torch.distributed.tensor.experimental._context_parallel._attention"]
-    assert compat.context_parallel() is None
-    monkeypatch.delattr(module, "_replaced_functions")
-    assert compat.context_parallel() is None
-
-
-def test_windows_are_those_of_whole_rows():
-    """A window wider than this rank's part still ends within the row."""
-    from transformers import AutoModelForCausalLM, MistralConfig
-
-    from hfpatch.parallel import exchange
-
-    config = MistralConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2, sliding_window=16,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    hfpatch.apply(model, checkpointing=tiny.TILED)
-    seen, inner = [], exchange.attention_forward
-    with pytest.MonkeyPatch.context() as patch, sharded(LoneRank(2)):
-        patch.setattr(
-            exchange,
-            "attention_forward",
-            lambda *a, **k: seen.append(k["pattern"].window) or inner(*a, **k),
-        )
-        model(**given())
-    assert seen == [16]
-
-
 def test_no_mask_is_built_from_a_parts_positions(monkeypatch):
     """Chunks from both ends of a row look like two documents; their [t, t] mask would take 16 GiB
     at a million tokens on eight.
@@ -110,35 +74,3 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
         tiny.patched(tiny.llama(num_hidden_layers=1))(
             **given(shift_labels=given()["labels"], labels=None)
         )
-
-
-@pytest.mark.parametrize("other, forwards", [(1, [(2, 6)]), (0, [(2, 6)] * 2)])
-def test_ranks_of_every_group_run_as_many_forwards(other, forwards, monkeypatch):
-    """For each an engine gathers weights over all of them: one that runs one forward less would
-    leave the others waiting. other: whether the rows of a rank of another group are all the same.
-    """
-    model, seen = tiny.patched(tiny.llama(num_hidden_layers=1), logits=False).eval(), []
-    monkeypatch.setattr(shared_rows, "of_all_ranks", lambda _, batch: [dict(batch)] * 2)
-    monkeypatch.setattr(shared_rows, "_mean", lambda _, x: x)
-    monkeypatch.setattr(shared_rows, "least_of", lambda _, mine: [min(other, *mine)])
-    model.model.layers[0].register_forward_pre_hook(
-        lambda _, args: seen.append(tuple(args[0].shape[:2]))
-    )
-    batch = {"input_ids": tiny.ids(2, 12), "labels": tiny.ids(2, 12)}
-    shared_rows.evaluation_loss(model, batch, LoneRank(2), torch.device("cpu"))
-    assert seen == forwards
-
-
-@pytest.mark.parametrize("labelled", [True, False])
-def test_labels_on_some_ranks_alone_are_refused_on_all(labelled, monkeypatch):
-    """In evaluation by Trainer: those with labels would wait for the others, whose forward asks for
-    no loss.
-    """
-    monkeypatch.setattr("hfpatch.parallel.shards.of_hosts", lambda group: None)
-    monkeypatch.setattr("hfpatch.parallel.shards.dist", SimpleNamespace(
-        ReduceOp=SimpleNamespace(MIN=min), all_reduce=lambda x, *_,
-        **__: x.copy_(x.new_zeros(3))))  # fmt: skip
-    with pytest.raises(
-        ValueError, match="^hfpatch: in evaluation all ranks that share a sequence must have labels"
-    ):
-        shared_rows.labelled_alike(labelled, labelled)

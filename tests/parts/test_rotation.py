@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from transformers import GptOssConfig
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as of_parts
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as of_halves
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as of_wholes
 
@@ -36,12 +34,6 @@ def test_angles_of_half_a_head_are_those_of_gpt_oss(dtype, monkeypatch):
     exact = gradients(of_halves, *(x.double() for x in given(dtype)))
     for got, plain, value in zip(ours, gradients(of_halves, *given(dtype)), exact):
         assert_close(got, plain, value)
-
-
-def test_gpt_oss_attention_has_the_fused_rotation():
-    config = GptOssConfig(hidden_size=32, head_dim=8)
-    part = rotation.rope_part(GptOssAttention(config, 0))
-    assert part[0] is rotation.FusedAttention
 
 
 def test_the_same_angles_rotate_half_of_a_head_elsewhere():

@@ -5,13 +5,15 @@ import json
 import families
 import pytest
 
-from hfpatch.budget.hardware import GPUS, PIN_BYTES_PER_SECOND
+from hfpatch.budget.measured import PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS
 from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.plan import plan
 
 
+@pytest.mark.long
 def test_the_command_takes_adapters(capsys):
     from hfpatch.cli.main import main
 

@@ -1,10 +1,13 @@
-"""What `--gpu` and `--seq-len` accept."""
+"""What `--gpu`, `--host-ram` and `--seq-len` accept, and what a plan says of them."""
+
+import math
 
 import pytest
 
 import hfpatch
-from hfpatch.budget.hardware import GPUS, gpu_named, gpu_row
 from hfpatch.budget.limits import parse_length
+from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import GPUS, gpu_named, gpu_row
 from hfpatch.planner.machine import card
 
 
@@ -32,6 +35,34 @@ def test_lengths():
             parse_length(text)
 
 
-def test_a_misspelt_argument_names_the_nearest():
-    with pytest.raises(ValueError, match=r"plan\(\) takes .*, got seqlen. Did you mean seq_len\?$"):
-        hfpatch.plan("llama-tiny", seqlen=8192)
+def test_without_host_ram_a_common_machine_is_assumed():
+    found = hfpatch.plan("llama-tiny", seq_len=4096, gpu="a100-80gb")
+    assert found.host_assumed and found.host_usable_bytes == int(0.9 * (160 << 30))
+    line = next(line for line in str(found).splitlines() if line.startswith("host memory"))
+    assert line.endswith("of 144.0 GiB, of 160 GiB assumed (yours: --host-ram)")
+    needed = math.ceil(found.host_peak_bytes / 0.9 / 2**30)
+    assert str(found).splitlines()[0].endswith(f": fits, with {needed} GiB of RAM")
+    small = hfpatch.plan("llama-tiny", seq_len=4096, gpu="8GiB")
+    assert small.host_usable_bytes == int(0.9 * (64 << 30))
+    given = hfpatch.plan("llama-tiny", seq_len=4096, gpu="8GiB", host_ram="32GiB")
+    assert not given.host_assumed and "assumed (yours" not in str(given)
+
+
+def test_where_all_weights_do_not_fit_adapters_are_offered():
+    asked = {"seq_len": 8192, "gpu": "4GiB", "placement": "gpu8bit", "host_ram": "16GiB"}
+    found = hfpatch.plan("llama-3.2-1b", **asked)
+    offered = next(s for s in found.suggestions if s["change"].startswith("--lora-r"))
+    base = "4bit" if "4bit" in offered["change"] else "bf16"
+    taken = hfpatch.plan("llama-3.2-1b", **asked, adapters=Adapters(16, base))
+    assert not found.fits and taken.fits
+    assert taken.gpu_peak_bytes == offered["gpu_peak_bytes"]
+    seconds = [round(s["step_seconds"], 1) for s in found.suggestions]
+    assert seconds == sorted(seconds)
+
+
+def test_a_sequence_beyond_the_positions_is_reported():
+    """llama-tiny has 4,096 of them."""
+    assert "positions" not in str(hfpatch.plan("llama-tiny", seq_len=4096))
+    said = str(hfpatch.plan("llama-tiny", seq_len=8192))
+    assert "\npositions       the model has 4,096 positions and the sequence 8,192 tokens." in said
+    assert '{"rope_type": "yarn", "factor": 2.0, ...}' in said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import LONG
 
-from hfpatch.budget.hardware import GPUS, SECONDS_ERROR
+from hfpatch.lab.hardware import SECONDS_ERROR
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/benchmarks/index.md").read_text()
@@ -34,15 +34,6 @@ def test_peers_are_ranked_no_closer_than_the_plans_error(gpu):
             close.append(f"{tokens:,}")
     said = f"{', '.join(close[:-1])} and {close[-1]}"
     assert f"at {said} tokens the best peer is within the plan's error" in PAGE, said
-
-
-def test_copies_that_wait_cost_their_time():
-    """A peer whose copies go on the compute stream pays for each byte twice."""
-    row = peers.counted()["liger-selective", 16384]
-    more = peers.seconds(row, "h100") - peers.seconds(row | {"host_gib": 0.0}, "h100")
-    assert more == pytest.approx(2 * row["host_gib"] * peers.GiB / GPUS["h100"].link_rate)
-    hides = row | {"implementation": "mixture"}
-    assert peers.seconds(hides, "h100") == peers.seconds(hides | {"host_gib": 0.0}, "h100")
 
 
 @LONG

@@ -8,16 +8,12 @@ from tiny import LONG
 
 import hfpatch
 from hfpatch.budget.first import first_policy
-from hfpatch.budget.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli import main as cli
-from hfpatch.cli import plan as command
 from hfpatch.lab.adapters import Adapters
-from hfpatch.lab.models import text_config_of
-from hfpatch.lab.shallow import Values, model_of
+from hfpatch.lab.hardware import LINK_SHARE, SOCKET_RATE, gpu_row
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
-from hfpatch.planner.placements import resident
 
 M = 1 << 20
 EIGHT = {"gpus": 8, "gpu": "h100", "host_ram": "2048GiB"}
@@ -27,6 +23,7 @@ def shared(seq_len=M, **more):
     return hfpatch.plan("llama-3.1-8b", seq_len=seq_len, sp_size=8, **EIGHT, **more)
 
 
+@LONG
 def test_a_million_tokens_fit_on_eight():
     plan = shared()
     assert plan.fits and plan.seq_len == M and ", 8 GPUs a sequence): fits" in str(plan)
@@ -41,42 +38,9 @@ def test_sharing_rows_is_offered_where_whole_ones_do_not_fit():
     assert not rows.fits and "--sp-size 2" in [s["change"] for s in rows.suggestions]
 
 
-@pytest.mark.long
-def test_the_longest_sequences():
-    """On 8 x 80 GB with 2 TB of host memory and the optimizer on the GPUs."""
-    inputs = shared(checkpointing=hfpatch.Checkpointing(save_attention=False), max_seq_len=True)
-    saved = shared(checkpointing=hfpatch.Checkpointing(save_attention=True), max_seq_len=True)
-    assert inputs.placement == saved.placement == "fsdp2"
-    assert inputs.max_seq_len >= 6.3 * M and saved.max_seq_len >= 3.2 * M
-
-
 def test_what_goes_between_the_gpus():
     assert gpu_row("h100").peer_rate == LINK_SHARE * 450e9
     assert gpu_row("l40s").peer_rate == SOCKET_RATE < gpu_row("l40s").link_rate
-
-
-def test_weights_that_are_gathered_take_their_time():
-    """Eight cards without links of their own wait for 3 x 7/8 of all weights at short rows; over
-    NVLink, and behind enough work, one layer's alone is left.
-    """
-    shape = model_of(Values(text_config_of("llama-3.1-8b")[1])).sizes
-    third = 2 * (shape.parameters - -(-shape.parameters // 8))
-    assert all(
-        resident(name, shape, 8).gathers == third
-        for name in ("zero3", "fsdp2", "zero3-offload", "fsdp2-offload")
-    )
-    assert resident("gpu8bit", shape, 1).gathers == resident("zero3-offload", shape, 1).gathers == 0
-    asked = {"gpus": 8, "placement": "fsdp2", "checkpointing": "least", "host_ram": "1000GiB"}
-    cards, linked = (
-        hfpatch.plan("llama-3.1-8b", seq_len=T, gpu=gpu, **asked).seconds
-        for gpu, T in (("l40s", 1024), ("h100", 16384))
-    )
-    work = sum(cards[part] for part in ("matmul", "attention", "elementwise"))
-    assert cards["copy_wait"] + work >= 3 * third / SOCKET_RATE
-    # "least" lets go of copies' sources as each layer ends
-    assert linked["copy_wait"] < 0.25
-    one = 2 * third / shape.num_layers / gpu_row("h100").peer_rate
-    assert linked["exchange"] == pytest.approx(one)
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -120,23 +84,6 @@ DELTA = {"model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 
 
 
 @tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
-@pytest.mark.parametrize(
-    "tokens",
-    [pytest.param(n, marks=pytest.mark.long) for n in (1 << 14, 1 << 17)],
-    ids=["run", "stretched"],
-)
-def test_a_hybrid_is_planned_on_one_of_its_ranks(tokens):
-    """Delta nets in tiles through time: a quarter of the row's tokens, nothing of the others'."""
-    four = {"gpus": 4, "seq_len": tokens, "placement": "fsdp2", "checkpointing": "least"}
-    one, shared = (hfpatch.plan(DELTA, sp_size=size, **four) for size in (1, 4))
-    assert shared.sp_size == 4 and shared.policy["chain"] == 0
-    assert "waits for those that have the tokens before its own" in shared.why
-    assert 4 * shared.flops == pytest.approx(one.flops, rel=0.03)
-    part = hfpatch.plan(DELTA, **{**four, "seq_len": tokens // 4})
-    assert shared.gpu_bytes["activations"] < 1.5 * part.gpu_bytes["activations"]
-
-
-@tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
 def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
     """Each of four does a quarter of the row's work, in less memory."""
     (tmp_path / "config.json").write_text(json.dumps(DELTA))
@@ -173,14 +120,3 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
 def test_what_shares_no_rows_is_not_planned(config, more, said):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
         hfpatch.plan(config, seq_len=4096, gpus=4, sp_size=4, **more)
-
-
-@LONG
-def test_the_command(capsys):
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    words = "--model llama-3.1-8b --gpus 8 --sp-size 8 --seq-len 1M --host-ram 2048GiB --json"
-    assert command.main(parser.parse_args(words.split())) == 0
-    assert json.loads(capsys.readouterr().out)["seq_len"] == M

@@ -15,8 +15,8 @@ from tiny import gradients, largest_difference, stock_loss
 import hfpatch
 from hfpatch.store.device import Device
 from hfpatch.store.pool import Area
-from hfpatch.store.transfers import FetchQueue, HostPool, Transfers
-from tests.layer.deep import pair, tiny_llama, tokens
+from hfpatch.store.transfers import HostPool, Transfers
+from tests.layer.deep import pair, tokens
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
@@ -57,16 +57,6 @@ def test_pool_takes_exact_sizes_and_reuses_them():
     del taken
     pool.give_back()
     assert pool.bytes_held == 0
-
-
-def test_what_is_on_loan_counts_for_the_bound_of_spare_room():
-    pool = HostPool(Device(torch.device("cpu")))
-    lent = pool.take(64 * 64)
-    pool.reserve({64: 8}, most=100 * 64)
-    assert pool.bytes_held == 100 * 64, "twice as much would pass the bound"
-    pool.reserve({64: 200}, most=100 * 64)
-    assert pool.bytes_held == (64 + 200) * 64, "what is wanted is there, whatever the bound"
-    del lent
 
 
 def test_pieces_never_overlap_and_gaps_are_found():
@@ -125,21 +115,6 @@ def test_files_are_written_when_their_sources_settle_or_are_fetched(tmp_path):
     transfers.close()
 
 
-def test_sources_of_copies_stay_as_far_as_there_is_room():
-    transfers = Transfers(torch.device("cpu"), "host")
-    for n in (3, 2, 1):
-        transfers.save(torch.zeros(1, n, 8))
-        transfers.settle(room=6 * 32)
-    assert [nbytes for _, nbytes, _ in transfers.copied] == [96, 64, 32]
-    transfers.settle(room=4 * 32)
-    assert [nbytes for _, nbytes, _ in transfers.copied] == [64, 32]
-    transfers.save(torch.zeros(1, 5, 8))
-    transfers.settle(under_way=1)
-    assert [nbytes for _, nbytes, _ in transfers.copied] == [160]
-    transfers.settle()
-    assert not transfers.copied
-
-
 def test_a_source_that_stays_must_not_be_written_to_and_holds_no_graph():
     transfers, x = Transfers(torch.device("cpu"), "host"), torch.zeros(1, 3, 8, requires_grad=True)
     y = x * 2
@@ -150,29 +125,6 @@ def test_a_source_that_stays_must_not_be_written_to_and_holds_no_graph():
     with pytest.raises(RuntimeError, match="modified in place"):
         transfers.settle()
     transfers.settle()  # said once
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_queue_keeps_as_many_under_way_as_there_are_slots(tier, tmp_path):
-    transfers = Transfers(torch.device("cpu"), tier, str(tmp_path))
-    x = torch.arange(40.0).view(1, 40, 1)
-    saved = transfers.save(x)
-    queue = FetchQueue(transfers)
-    queue.make_ring(3, 1024)
-    tiles = [(a, a + 4) for a in range(0, 40, 4)]
-    first, second = (SimpleNamespace(destinations=list) for _ in range(2))
-    queue.push(first, [[(saved, a, b, None)] for a, b in tiles])
-    queue.push(second, [[(saved, 0, 2, None)]])
-    assert len(queue.under_way) == 3
-    for tensors, (a, b) in zip(queue.turns(len(tiles)), tiles):
-        assert torch.equal(tensors[0], x[:, a:b])
-    queue.push(first, [[(saved, 4, 6, None)]])
-    assert not queue.is_for(first), "what second was promised goes, and what waits behind it"
-    queue.push(first, [[(saved, 4, 6, None)]])
-    assert queue.is_for(first)
-    assert torch.equal(next(queue.turns(1))[0], x[:, 4:6]) and not queue.is_for(second)
-    assert len(queue.free) == 3
-    transfers.close()
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -226,24 +178,3 @@ def test_files_go_with_their_tensors_and_with_the_process(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == -9 and done.stdout.strip() == "2" and not os.listdir(tmp_path)
-
-
-def test_engine_is_copied_and_pickled_with_its_settings_only(tmp_path):
-    import copy
-    import io
-
-    model = tiny_llama()
-    settings = hfpatch.Checkpointing(offload="host", tile=14)
-    hfpatch.apply(model, checkpointing=settings)
-    ids = tokens()
-    model(ids, labels=ids).loss.backward()
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        session = twin.model._hfpatch_runtime
-        assert session.checkpointing == settings and session.transfers is None
-        assert session is not model.model._hfpatch_runtime
-        twin.zero_grad()
-        twin(ids, labels=ids).loss.backward()
-        assert largest_difference(gradients(twin), gradients(model)) == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig
 
 from hfpatch.trainer import data as module
 from hfpatch.trainer.arguments import DataArguments
@@ -201,15 +201,6 @@ def test_chats_beside_texts_need_a_template(load, tokenizer, tmp_path, streaming
         match="chat messages need a chat template, and the tokenizer has none. .*b.jsonl:1",
     ):
         list(load(data=[str(tmp_path)], streaming=streaming)[0].train)
-
-
-def test_packed_rows_know_the_models_windows(load, tmp_path):
-    """For MFU: what a window of 4 tokens sees of a row is hardly less over short documents."""
-    (tmp_path / "a.txt").write_text("a = 1\nb = 2\n" * 20)
-    flags = {"data": [str(tmp_path / "a.txt")], "text_unit": "line"}
-    whole = load(**flags)[0].attention_share
-    narrow = load(lambda **s: MistralConfig(**s, sliding_window=4), **flags)[0].attention_share
-    assert whole < 0.2 < 0.5 < narrow < 1.0
 
 
 def test_a_split_is_seeded_and_disjoint(load, tokenizer, tmp_path):

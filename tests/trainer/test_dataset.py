@@ -10,20 +10,6 @@ from transformers import LlamaForCausalLM
 
 import hfpatch
 from hfpatch.trainer import dataset
-from hfpatch.trainer.dataset import IGNORE
-
-
-def test_collator_pads_on_the_right_without_a_mask():
-    rows = [
-        dataset.make_row([([5, 6, 7], [1, 1, 1])], pad_to=None, pad_id=9),
-        dataset.make_row([([5], [1])], pad_to=None, pad_id=9),
-    ]
-    batch = dataset.Collator(pad_id=9, multiple=4)(rows)
-    assert set(batch) == {"input_ids", "labels", "attention_mask"}
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 9], [5, 9, 9, 9]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORE, 6, 7, IGNORE], [IGNORE] * 4]
-    assert "attention_mask" not in dataset.Collator()(rows[:1]), "nothing is padded"
 
 
 def test_padding_in_a_batch_changes_nothing():
@@ -72,15 +58,3 @@ def test_packed_documents_are_isolated_exactly(attention, patched):
     got = gradients(stock, [batch], items)
     for name in exact:
         numerics.assert_close(got[name], plain[name], exact[name], name)
-
-
-def test_show_colours_by_label_and_marks_documents(tokenizer):
-    row = dataset.make_row([([40, 41], [0, 1]), ([42, 43], [1, 1])], pad_to=5, pad_id=2)
-    text = dataset.show([row], tokenizer)
-    green, grey = (lambda t, c=c: f"\x1b[{c}m{tokenizer.decode([t])}\x1b[0m" for c in (32, 90))
-    assert "2 learned (green), 3 ignored (grey)" in text
-    assert text.splitlines()[1:] == [
-        f"|{grey(40)}{green(41)}",
-        f"|{grey(42)}{green(43)}",
-        f"|{grey(2)}",
-    ]

@@ -44,28 +44,6 @@ def test_pack_keeps_each_piece_once_and_fills_rows(limit, count):
     assert packing.pack(pieces, limit) == rows
 
 
-def test_attention_share():
-    rows = [[Piece(0, 0, 4)], [Piece(1, 0, 2), Piece(2, 0, 2)]]
-    assert packing.attention_share(rows, 4) == (16 + 4 + 4) / 32
-    assert packing.attention_share([], 4) == 1.0
-
-
-def test_attention_share_of_windows():
-    """Pair by pair: five layers of a window and one that sees all, as Gemma 3's; the closed form
-    leaves half the diagonal out.
-    """
-    rows = [[Piece(0, 0, 40)], [Piece(1, 0, 24), Piece(2, 0, 16)]]
-
-    def pairs(tokens):
-        return sum(k * (sum(min(i + 1, w or tokens) for i in range(tokens)) - min(w or tokens,
-                                                                                  tokens) / 2)
-                   for w, k in ((8, 5), (0, 1)))  # fmt: skip
-
-    wanted = (pairs(40) + pairs(24) + pairs(16)) / (2 * pairs(40))
-    assert packing.attention_share(rows, 40, {8: 5, 0: 1}) == pytest.approx(wanted)
-    assert packing.attention_share(rows, 40) < wanted
-
-
 def test_any_dataset_packs_for_any_trainer():
     """Each document's loss is that of the document alone."""
     random.seed(0)

@@ -13,7 +13,7 @@ BNB = pytest.mark.filterwarnings(
 @BNB
 @pytest.mark.parametrize("flag, more", [
     ("load_in_4bit", {"lora_target_modules": ["q_proj", "down_proj"], "placement": "gpu8bit"}),
-    ("load_in_8bit", {}),
+    pytest.param("load_in_8bit", {}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
     pytest.importorskip("bitsandbytes")
@@ -37,7 +37,7 @@ def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
 )  # PEFT's own
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("experts", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_example_trains_adapters(experts, run_train, tmp_path, capsys):
     """experts: of a Qwen3-MoE, whose adapters join the experts' products."""
     pytest.importorskip("bitsandbytes")

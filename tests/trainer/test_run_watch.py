@@ -143,18 +143,6 @@ def test_a_loop_by_hand_needs_a_patched_model(watched):
     assert (watched / marks.TRAINED).exists()
 
 
-def test_a_mark_is_left_once(watched, monkeypatch):
-    assert (
-        marks.first_to_say("words")
-        and not marks.first_to_say("words")
-        and marks.first_to_say("other words")
-    )
-    monkeypatch.delenv(marks.VARIABLE)
-    assert marks.first_to_say("words") and marks.first_to_say("words"), (
-        "outside of a run everyone speaks"
-    )
-
-
 def test_options_are_those_of_apply():
     parsed = {action.dest for action in run._parser()._actions}
     assert set(inspect.signature(hfpatch.apply).parameters) - {"model"} <= parsed
@@ -207,9 +195,3 @@ def test_two_dashes_end_the_options(tmp_path, capfd):
     script.write_text("import sys\nprint(sys.argv[1:])\n")
     assert run.main(["--", str(script), "--", "--flag"]) == 0
     assert capfd.readouterr().out == "['--', '--flag']\n"
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit) as exit:
-        run.main(["--help"])
-    assert exit.value.code == 0 and "usage: hfpatch run" in capsys.readouterr().out

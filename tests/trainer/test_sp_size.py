@@ -7,19 +7,15 @@ from types import SimpleNamespace
 import accelerate
 import families
 import pytest
-import tiny
 import torch
-import transformers
 
 import hfpatch
-from hfpatch.context.attention import attention
-from hfpatch.context.current import having
 from hfpatch.lab.simulate.sequence import LoneRank
-from hfpatch.trainer import checks, sequence
+from hfpatch.trainer import sequence
 from hfpatch.trainer.arguments import DataArguments, ModelArguments, _share_rows
-from hfpatch.trainer.compat import deals_for_any_attention, unless_shared
+from hfpatch.trainer.compat import unless_shared
 from hfpatch.trainer.dataset import Collator
-from hfpatch.trainer.sequence import SharedRows, parallelism, share_rows, shares_exactly
+from hfpatch.trainer.sequence import parallelism, shares_exactly
 from hfpatch.trainer.shared_rows import part_of
 
 
@@ -43,25 +39,6 @@ def test_an_accelerate_without_ulysses_is_refused_by_a_sentence(monkeypatch):
         match="^hfpatch: --sp_size under DeepSpeed needs accelerate 1.12 or newer, got .* pip",
     ):
         parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
-
-
-@ULYSSES
-def test_each_engine_gets_its_own_form(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    under = parallelism("deepspeed", {"zero_optimization": {"stage": 3}}, size=2, attention="sdpa")
-    assert (
-        under.sp_size,
-        under.sp_backend,
-        under.dp_shard_size,
-        under.sp_handler.sp_attn_implementation,
-    ) == (
-        2,
-        "deepspeed",
-        2,
-        "sdpa",
-    )
-    under = parallelism("fsdp", {"version": 2}, size=2, attention="sdpa")
-    assert (under.cp_size, under.dp_shard_size, under.sp_size) == (2, 2, 1)
 
 
 @ULYSSES
@@ -102,32 +79,6 @@ def test_smoothed_labels_are_refused():
         )
 
 
-def test_heads_that_do_not_go_evenly_are_refused_early():
-    checks.sharing(2, tiny.config())
-    with pytest.raises(
-        ValueError,
-        match=(
-            "^hfpatch: --sp_size 3 does not work with DeepSpeed's Ulysses: 4 query and 2 KV heads do not go evenly over 3 ranks"
-        ),
-    ):
-        checks.sharing(3, tiny.config())
-
-
-@pytest.mark.parametrize("family", [transformers.MixtralConfig, transformers.GPTNeoXConfig])
-def test_deepspeed_is_told_of_heads_that_a_config_leaves_out(family):
-    """For as long as it reads them: what is saved stays the family's."""
-    config = family(hidden_size=32, num_attention_heads=4)
-    read, before = [], config.to_dict()
-    prepare = lambda *given: read.append((config.head_dim, config.num_key_value_heads)) or given  # noqa: E731
-    accelerator = SimpleNamespace(
-        parallelism_config=SimpleNamespace(sp_enabled=True), prepare=prepare
-    )
-    share_rows(SimpleNamespace(accelerator=accelerator))
-    model = SimpleNamespace(config=config)
-    assert accelerator.prepare(model, "optimizer") == (model, "optimizer")
-    assert read == [(8, getattr(config, "num_key_value_heads", 4))] and config.to_dict() == before
-
-
 def accelerates_looks(model) -> dict[str, str]:
     """What accelerate says of a model before it shares its rows, by the name of its look; and
     whether it hooked its attention.
@@ -160,29 +111,6 @@ def test_layers_are_refused_by_what_the_probe_saw_not_by_their_types():
         for model in (stock, ours, hybrid):
             assert accelerates_looks(model)
     assert accelerates_looks(stock) == before
-
-
-@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], None])
-def test_a_window_without_its_mask_is_no_window(kinds):
-    """accelerate before 1.15 took the masks of windows away, too, and said nothing."""
-    module = SimpleNamespace(config=SimpleNamespace(layer_types=kinds, sliding_window=8))
-    batch = SimpleNamespace(sequence=rank_of(0))
-    with having(batch=batch), pytest.raises(ValueError, match="^hfpatch: .* mask accelerate took"):
-        attention(module, *(torch.zeros(1, 1, 4, 8) for _ in range(3)))
-
-
-def test_a_row_is_dealt_to_a_model_of_any_attention():
-    """transformers' Trainer asks for sdpa, which gpt-oss has not."""
-    seen, stock, ours = [], *(families.small_model("gpt_oss", torch.float32) for _ in range(2))
-    hfpatch.apply(ours)
-    deal = lambda model, inputs: seen.append(model.config._attn_implementation) or inputs  # noqa: E731
-    trainer = SimpleNamespace(_prepare_context_parallel_inputs=deal)
-    deals_for_any_attention(trainer, shares_exactly)
-    for model in (stock, ours):
-        assert trainer._prepare_context_parallel_inputs(model, "batch") == "batch"
-        assert model.config._attn_implementation == "eager"
-    assert seen == ["eager", "sdpa"]
-    deals_for_any_attention(SimpleNamespace(), shares_exactly)  # another transformers
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -224,30 +152,3 @@ def test_rows_that_do_not_go_evenly_are_made_longer():
     assert first["shift_labels"].tolist() == [[1, 2, 3, 4]]
     assert last["shift_labels"].tolist() == [[5, 6, -100, -100]]
     assert last["attention_mask"].tolist() == [[1, 1, 1, 0]] and last["n"].tolist() == [5]
-
-
-def test_a_short_row_is_made_as_long_as_mixers_take():
-    rows = {"input_ids": torch.arange(3)[None], "labels": torch.arange(3)[None]}
-    parts = [part_of(rank_of(rank), rows) for rank in range(2)]
-    assert [p["input_ids"].tolist() for p in parts] == [[[0, 1, 2, 2]], [[2, 2, 2, 2]]]
-    assert [p["position_ids"].tolist() for p in parts] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-
-
-def test_batches_are_skipped_inside_an_epoch(monkeypatch):
-    """Two ranks with rows of their own: 0 and 1, 2 and 3, ...; every batch is a row of one of
-    them.
-    """
-    monkeypatch.setattr(
-        sequence,
-        "of_all_ranks",
-        lambda _, batch: [{n: x + r for n, x in batch.items()} for r in range(2)],
-    )
-    rows = [
-        {"input_ids": torch.full((2,), 2 * i), "labels": torch.full((2,), 2 * i)} for i in range(4)
-    ]
-    loader = SharedRows(torch.utils.data.DataLoader(rows, batch_size=1), rank_of(0))
-    seen = lambda loader: [int(batch["input_ids"][0, 0]) for batch in loader]  # noqa: E731
-    assert seen(loader) == list(range(8)) and len(loader) == 8 and loader.dataset is rows
-    late = loader.skipping(3)
-    assert seen(late) == [3, 4, 5, 6, 7] and len(late) == 5
-    assert seen(late) == [3, 4, 5, 6, 7]

@@ -62,7 +62,7 @@ def line(events: Events, node) -> str:
 
 
 def allocations(events: Events, device_type: str, preexisting, marks, head: str = "lm_head"):
-    """(Allocations of the device's allocator, phases, end), times in seconds from the first phase.
+    """(Allocations of the device's allocator, phases), times in seconds from the first phase.
 
     Args:
         preexisting: (data_ptr, bytes, category) of blocks alive before the recording.
@@ -81,7 +81,7 @@ def allocations(events: Events, device_type: str, preexisting, marks, head: str 
     forward_end = ends.get("forward")
     checks = [(ends[name], pointers) for name, pointers in marks if name in ends]
     living = {pointer: (None, count, category) for pointer, count, category in preexisting}
-    done, final = [], 0
+    done = []
 
     def close(entry, died):
         node, count, category = entry
@@ -91,7 +91,6 @@ def allocations(events: Events, device_type: str, preexisting, marks, head: str 
         fields = node.typed[1]
         if fields.device.type != device_type:
             continue
-        final = max(final, node.start_time_ns)
         while checks and node.start_time_ns > checks[0][0]:
             _mark(events, living, checks.pop(0)[1])
         if fields.alloc_size > 0:
@@ -104,11 +103,10 @@ def allocations(events: Events, device_type: str, preexisting, marks, head: str 
         _mark(events, living, pointers)
     for entry in living.values():
         close(entry, None)
-    last = max([final, *ends.values()], default=final)
     phases = [
         [name, (start - zero) / 1e9, (end - zero) / 1e9] for name, start, end, _ in events.phases
     ]
-    return done, phases, (last - zero) / 1e9
+    return done, phases
 
 
 def _mark(events, living, pointers):
@@ -118,7 +116,7 @@ def _mark(events, living, pointers):
         node, count, known = living[pointer]
         if isinstance(category, tuple):
             category, module = category
-            if node is not None and node.start_time_ns > events.first_call(module):
+            if node is not None and node.start_time_ns > events.first_call.get(module, 0):
                 continue  # the address was used again
         living[pointer] = (node, count, known or category)
 
@@ -136,9 +134,7 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
             and forward_end is not None
             and (died is None or died > forward_end)
         )
-        if events.on_host(born):
-            category = "host"
-        elif phase_name == "optimizer":
+        if phase_name == "optimizer":
             category = "working set"
         elif module is not None and holds(head, module):
             category = "loss"

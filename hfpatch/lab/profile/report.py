@@ -1,4 +1,4 @@
-"""report.md from a list of Runs: three sentences, then tables."""
+"""report.md from a list of Runs: two sentences, then tables."""
 
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.timeline import CATEGORIES, LASTING, MEANING, Run, generic, size
@@ -55,7 +55,6 @@ def tables(runs) -> list:
         ("At each one's own peak, by category", "category", category_table(runs)),
         ("Beyond parameters, gradients and optimizer, by module", "module", module_table(runs)),
         ("Figures", "figure", figure_table(runs)),
-        ("Time of the recorded step by kernel family", "family", family_table(runs)),
     )
     return [table for table in found if table[2]]
 
@@ -89,17 +88,7 @@ def figure_table(runs):
         ("process memory, peak", "process_peak_bytes"),
     ):
         add(name, [size(r.memory[key]) if key in r.memory else None for r in runs])
-    add("waiting for copies", [_seconds(r.memory.get("copy_wait_seconds")) for r in runs])
     return rows
-
-
-def family_table(runs):
-    """Rows (kernel family, [text per run]) of the recorded step; none for simulated runs."""
-    names = sorted(
-        dict.fromkeys(n for r in runs for n in r.families),
-        key=lambda n: -max(r.families.get(n, 0) for r in runs),
-    )
-    return [(n, [_seconds(r.families[n]) if n in r.families else "" for r in runs]) for n in names]
 
 
 def top_rows(run):
@@ -181,7 +170,6 @@ def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) 
         f"# Memory profile of {runs[0].setup.get('model', 'a model')}{simulated}",
         " ".join(sentences(runs)),
     ]
-    parts.append("![memory over time](memory.png)")
     parts.append("\n".join(f"- {line}" for line in [*facts(runs, command, commit), *notes]))
     for length, group in by_length(runs).items():
         head = columns(group)

@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfpatch.budget.free import host_free
-from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.children import ends_with
-from hfpatch.lab.models import text_config_of
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
 from hfpatch.lab.profile.report import markdown
@@ -41,7 +38,6 @@ class Profile:
         return "\n".join([*self.sentences, *self.notes, f"Report: {self.folder / 'report.md'}"])
 
 
-@names_the_nearest
 def profile(
     model: str,
     *,
@@ -104,8 +100,6 @@ def profile(
     for options in asked:
         Options(**options)
     check_together(names, shared["checkpointing"], gradient_checkpointing)
-    if not simulate:
-        _expect_room(model, batch * max(lengths))
     folder.mkdir(parents=True, exist_ok=True)
     runs, notes = _each_in_process(asked, progress)
     if not runs:
@@ -113,21 +107,6 @@ def profile(
     called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
     write(folder, runs, command=command or called, notes=notes)
     return Profile(folder, runs, notes)
-
-
-def _expect_room(model, tokens: int) -> None:
-    """ValueError for tokens whose layer inputs alone, in 2 bytes, this machine cannot hold."""
-    import torch
-
-    values = text_config_of(model)[1]
-    needed = 2 * tokens * values.get("hidden_size", 0) * values.get("num_hidden_layers", 0)
-    room = host_free() or 1 << 60
-    room += torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
-    if needed > room:
-        raise ValueError(
-            f"hfpatch: {tokens:,} tokens must fit this machine's {room / 2**30:.0f} GiB, and their "
-            f"layer inputs alone take {needed / 2**30:.0f}. Pass fewer tokens, or --simulate."
-        )
 
 
 def _each_in_process(asked: list[dict], progress) -> tuple[list[Run], list[str]]:
@@ -194,27 +173,17 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
 
 
 def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
-    """Writes report.md, memory.png and results.json into the folder."""
-    from hfpatch.lab.profile.picture import draw
-
+    """Writes report.md and results.json into the folder."""
     commit = _commit()
-    notes = list(notes)
-    if not draw(runs, str(folder / "memory.png")):
-        notes.append(
-            "hfpatch: there is no memory.png: matplotlib is not installed. Run: pip install "
-            "hfpatch[report]"
-        )
     (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
     (folder / "results.json").write_text(
         results(runs, command=command, commit=commit, notes=notes) + "\n"
     )
 
 
-def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) -> str:
-    """JSON for machines: the sentences and every Run, with or without its curve."""
+def results(runs: list[Run], *, command="", commit="", notes=()) -> str:
+    """JSON for machines: the sentences and every Run."""
     rows = [r.to_dict() | {"peak_split": r.peak_split} for r in runs]
-    if not curves:
-        rows = [{k: v for k, v in row.items() if k not in ("curve", "rows")} for row in rows]
     values = {
         "command": command,
         "commit": commit,
@@ -222,7 +191,7 @@ def results(runs: list[Run], *, command="", commit="", notes=(), curves=True) ->
         "notes": list(notes),
         "runs": rows,
     }
-    return json.dumps(values, indent=None if curves else 1)
+    return json.dumps(values, indent=1)
 
 
 def read(folder: Path) -> list[Run]:

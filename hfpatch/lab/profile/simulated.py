@@ -11,7 +11,7 @@ from hfpatch.lab.profile.options import Options, words_of
 from hfpatch.lab.profile.owners import holds
 from hfpatch.lab.profile.record import is_layer
 from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
-from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
+from hfpatch.lab.profile.timeline import NOWHERE, Allocation, Run, measure
 from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
@@ -19,7 +19,7 @@ from hfpatch.lab.watch import module_calls
 
 
 def simulated_run(options: Options) -> Run:
-    """One simulated step, by default in bfloat16. The time axis counts allocator events."""
+    """One simulated step, by default in bfloat16."""
     dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
     model = build(load_config(options.model).to_dict() | {"use_cache": False}, dtype).train()
     settings = parse_checkpointing(options.checkpointing)
@@ -51,7 +51,6 @@ def simulated_run(options: Options) -> Run:
         batch=options.batch,
         source="simulated",
         device="fake tensors, as on CUDA",
-        time_unit="allocator events",
     )
     run.setup = {
         "model": options.model,
@@ -67,32 +66,14 @@ def simulated_run(options: Options) -> Run:
 
 
 def _measured(run: Run, ledger, inputs: set, head: str, root: str) -> Run:
-    """The run with its phases and blocks, from the forward to the step's last birth or death. Later
-    events clear up the simulation.
+    """The run with its phases and blocks.
 
     inputs: ids of the blocks of layers' inputs; head, root: as in _owned.
     """
-    blocks = ledger.blocks
-    passing = [
-        b.died for b in blocks if b.died and b.phase != "setup" and b.category not in LASTING
-    ]
-    end = max([b.born + 1 for b in blocks] + passing, default=0)
-    phases = ledger.phases
-    zero = phases[0][0]
-    borders = [*(start for start, _ in phases), end]
-    run.phases = [
-        [name, start - zero, borders[i + 1] - zero] for i, (start, name) in enumerate(phases)
-    ]
-    owned = [_owned(block, inputs, borders[1], head, root) for block in blocks]
-    return measure(run, [_within(a, zero, end) for a in owned], end - zero)
-
-
-def _within(a: Allocation, zero: int, end: int) -> Allocation:
-    """The allocation on a time axis that starts at zero. One that dies at the end or later outlives
-    it.
-    """
-    died = None if a.died is None or a.died >= end else max(0, a.died - zero)
-    return dataclasses.replace(a, born=max(0, a.born - zero), died=died)
+    starts = [start for start, _ in ledger.phases]
+    ends = [*starts[1:], max(block.born for block in ledger.blocks)]
+    run.phases = [[name, start, end] for (start, name), end in zip(ledger.phases, ends)]
+    return measure(run, [_owned(block, inputs, ends[0], head, root) for block in ledger.blocks])
 
 
 def _policy(model, options, settings):

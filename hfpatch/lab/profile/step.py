@@ -4,9 +4,7 @@ Called by worker.py (one process per implementation) and by launched.py (under a
 every rank).
 """
 
-import contextlib
 import gc
-import os
 import resource
 import time
 from collections.abc import Callable
@@ -19,11 +17,11 @@ from hfpatch.lab.device import is_out_of_memory, synchronize
 from hfpatch.lab.made import model_of
 from hfpatch.lab.models import config_of
 from hfpatch.lab.profile import record
-from hfpatch.lab.profile.families import by_family, copy_wait
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.owners import allocations
 from hfpatch.lab.profile.timeline import Run, measure, versions
-from hfpatch.lab.simulate.implementations import config_class
+from hfpatch.lab.simulate.implementations import config_class, enable_checkpointing
+from hfpatch.lab.watch import pinned_bytes, pools
 
 
 def load_config(name: str):
@@ -66,12 +64,7 @@ def become(
 
         _apply_liger_kernel_to_instance(model=model)
     if gradient_checkpointing:
-        # transformers 5.23 renamed it; older ones have the old name only.
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )
-        enable()
+        enable_checkpointing(model)
     return []
 
 
@@ -106,15 +99,6 @@ def _new_run(options: Options, device) -> Run:
     return run
 
 
-@contextlib.contextmanager
-def _recording(profiler):
-    profiler.start()
-    try:
-        yield
-    finally:
-        profiler.stop()
-
-
 def record_run(
     model,
     optimizer,
@@ -134,16 +118,14 @@ def record_run(
     run = _new_run(options, device)
     step = Step(model, optimizer, batch, backward or (lambda loss: loss.backward()))
     profiler, recorded = _profiler(device, options), False
-    stack = contextlib.ExitStack()
-    held = stack.enter_context(record.host_buffers())
     try:
         for i in range(options.warmup):
             progress(f"warm-up step {i + 1} of {options.warmup}")
             step()
         progress("recorded step")
-        before = _preexisting(model, optimizer, batch, device, held)
+        before = _preexisting(model, optimizer, batch, device)
         _start_history(device)
-        with record.module_markers(model) as step.inputs, _recording(profiler):
+        with record.module_markers(model) as step.inputs, profiler:
             recorded = True
             step(marked=True)
             synchronize()
@@ -163,18 +145,13 @@ def record_run(
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)
-    finally:
-        stack.close()
     if device.type == "cuda":
-        run.memory["pinned_host_peak_bytes"] = run.memory.get("pinned_host_peak_bytes", 0) + sum(
-            held.values()
-        )
+        run.memory["pinned_host_peak_bytes"] = pinned_bytes(model)
     if recorded:
         progress("reading the events")
         _read(profiler, run, device, before, step.marks, head_name(model))
         if main and options.trace:
             _write_trace(profiler, options, run)
-    _note_load(run, device)
     run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return run
 
@@ -196,7 +173,7 @@ class Step:
             # Keeping the output object would hold the logits through the backward.
             loss = self.model(**self.batch).loss
         if marked:
-            self.marks.append(("forward", self.inputs))
+            self.marks.append(("forward", _host_blocks(self.model) | self.inputs))
         with record.phase("backward"):
             self.backward(loss)
         del loss
@@ -224,25 +201,10 @@ def _profiler(device, options: Options) -> torch.profiler.profile:
     )
 
 
-def _note_load(run: Run, device) -> None:
-    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
-    if device.type == "cpu" and load > 1.5 * cpus:
-        run.notes.append(
-            f"The machine was busy (load {load:.1f} on {cpus} CPUs): its seconds say little, its "
-            "bytes hold."
-        )
-
-
 def _read(profiler, run, device, before, marks, head):
     events = record.Events(profiler)
-    blocks, run.phases, end = allocations(events, device.type, before, marks, head)
-    measure(run, blocks, end)
-    if device.type == "cuda":
-        kernels = record.kernels(profiler)
-        run.families = by_family((name, end - start) for name, _, start, end in kernels)
-        run.memory["copy_wait_seconds"] = copy_wait(kernels)
-    else:
-        run.families = by_family(events.operator_seconds())
+    blocks, run.phases = allocations(events, device.type, before, marks, head)
+    measure(run, blocks)
 
 
 def _device_name(device) -> str:
@@ -284,7 +246,6 @@ def _allocator_figures(device) -> dict:
         "reserved_peak_bytes": reserved,
         "fragmentation_bytes": reserved - allocated,
         "allocation_retries": stats["num_alloc_retries"],
-        "pinned_host_peak_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
     }
 
 
@@ -292,6 +253,12 @@ def _pointers(tensors) -> set:
     return {
         t.untyped_storage().data_ptr() for t in map(local_part, tensors) if t.device.type != "meta"
     }
+
+
+def _host_blocks(model) -> dict:
+    """{data_ptr: "host"} of the runtimes' host memory. On a CPU it must not count as the device's."""
+    areas = [area for pool in pools(model) for area in pool.areas]
+    return {area.block.bytes.data_ptr(): "host" for area in areas}
 
 
 def _gradients(model) -> list:
@@ -309,7 +276,7 @@ def _states(optimizer) -> list:
     ]
 
 
-def _preexisting(model, optimizer, batch, device, held) -> list:
+def _preexisting(model, optimizer, batch, device) -> list:
     """(data_ptr, bytes, category) of every storage alive on the device before the recorded step."""
     gc.collect()
     kinds: dict = {}
@@ -340,7 +307,7 @@ def _preexisting(model, optimizer, batch, device, held) -> list:
                 sizes[pointer] = storage.nbytes()
     for tensor in map(local_part, owned):
         sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-    kinds |= {pointer: "host" for pointer, count in held.items() if sizes.get(pointer) == count}
+    kinds |= _host_blocks(model)
     return [
         (pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer
     ]

@@ -4,7 +4,6 @@ Measured runs (CPU or GPU) and simulated ones are both Runs, so one writer serve
 library only.
 """
 
-import bisect
 import importlib.metadata
 import itertools
 import platform
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from hfpatch import __version__
 
 IMPLEMENTATIONS = ("hf", "liger", "hfpatch")
-# Drawn from the bottom up, the longest-lived category lowest.
+# The longest-lived category first.
 CATEGORIES = (
     "parameters",
     "gradients",
@@ -36,7 +35,6 @@ MEANING = {
     "other": "batch, and tensors that were there before the step",
 }
 NOWHERE = "(outside of modules)"  # as a block's module; "" is the model itself
-POINTS = 400  # of a stored curve: enough for a picture, small enough for a repository
 ROWS = 60  # of the stored peak
 
 
@@ -59,25 +57,19 @@ class Allocation:
 
 @dataclass
 class Run:
-    """One implementation at one length. Sizes in bytes, times in time_unit."""
+    """One implementation at one length. Sizes in bytes, times in seconds (in allocator events if simulated)."""
 
     impl: str
     seq_len: int
     batch: int = 1
     source: str = "measured"  # or "simulated"
     device: str = "cpu"
-    time_unit: str = "s"
-    curve: list = field(default_factory=list)  # [time, [bytes per category in CATEGORIES' order]]
     phases: list = field(default_factory=list)  # [name, start, end]
     peak_bytes: int = 0
     peak_at: float = 0.0
     peak_phase: str = ""
     # alive at the peak: {bytes, count, category, module, phase, op, line}
     rows: list = field(default_factory=list)
-    relief: dict = field(
-        default_factory=dict
-    )  # category -> the peak were it empty; "step" -> were all but LASTING empty
-    families: dict = field(default_factory=dict)  # kernel family -> seconds of the recorded step
     step_seconds: list = field(default_factory=list)  # of the steps that ran without the profiler
     memory: dict = field(default_factory=dict)  # allocator, host and copy figures, by name
     setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
@@ -111,34 +103,19 @@ def generic(module: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
-def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
-    """Fills the run's curve, its peak with the blocks alive then, and each category's relief.
-
-    end: the end of the recording.
-    """
-    index = {name: i for i, name in enumerate(CATEGORIES)}
+def measure(run: Run, allocations: list[Allocation]) -> Run:
+    """Fills the run's peak with the blocks alive then."""
     host = [a for a in allocations if a.category == "host"]
     if host:
         run.memory["host_peak_bytes"] = max(
-            itertools.accumulate(nbytes for _, nbytes, _ in _changes(host))
+            itertools.accumulate(nbytes for _, nbytes in _changes(host))
         )
     allocations = [a for a in allocations if a.category != "host"]
-    level = [0] * len(CATEGORIES)
-    total, points = 0, []
-    without_max, lasting_max = [0] * len(CATEGORIES), 0
-    lasting = [index[name] for name in LASTING]
-    for at, size, category in _changes(allocations):
-        level[index[category]] += size
-        total += size
-        points.append((at, tuple(level)))
+    total = 0
+    for at, nbytes in _changes(allocations):
+        total += nbytes
         if total > run.peak_bytes:
             run.peak_bytes, run.peak_at = total, at
-        for j, mine in enumerate(level):
-            without_max[j] = max(without_max[j], total - mine)
-        lasting_max = max(lasting_max, sum(level[j] for j in lasting))
-    run.relief = {name: without_max[i] for name, i in index.items()}
-    run.relief["step"] = lasting_max
-    run.curve = thin(points, end, borders=[start for _, start, _ in run.phases])
     run.peak_phase = next(
         (name for name, start, stop in run.phases if start <= run.peak_at <= stop), ""
     )
@@ -150,44 +127,12 @@ def measure(run: Run, allocations: list[Allocation], end: float) -> Run:
 
 
 def _changes(allocations) -> list:
-    """(time, signed bytes, category) of every birth and death. At one instant deaths come first, as
-    in an allocator that reuses a block.
+    """(time, signed bytes) of every birth and death. At one instant deaths come first, as in an
+    allocator that reuses a block.
     """
-    died = [(a.died, -a.bytes, a.category) for a in allocations if a.died is not None]
-    born = [(a.born, a.bytes, a.category) for a in allocations]
+    died = [(a.died, -a.bytes) for a in allocations if a.died is not None]
+    born = [(a.born, a.bytes) for a in allocations]
     return sorted([*died, *born], key=lambda change: change[0])  # stable
-
-
-def thin(points: list, end: float, borders=()) -> list:
-    """About POINTS points of a curve at most: each slice of time has its highest level, then its
-    last.
-
-    The highest level lasts through its slice, so that a short peak is wide enough to see. Borders
-    end a slice.
-    """
-    if not points:
-        return []
-    end = max(end, points[-1][0])
-    width = max(end, 1e-12) * 2 / POINTS
-    kept: list = []
-    slot, begun, best, last = None, 0.0, None, None
-
-    def close(at):
-        kept.append([begun, best])
-        if last != best:
-            kept.append([max(at, begun), last])
-
-    for at, level in points:
-        mine = (int(at / width), bisect.bisect_right(borders, at))
-        if mine != slot:
-            if slot is not None:
-                border = borders[slot[1]] if slot[1] < len(borders) else at
-                close(min(at, border, (slot[0] + 1) * width))
-            slot, begun, best = mine, at, level
-        best, last = max(best, level, key=sum), level
-    close(points[-1][0])
-    kept.append([end, last])
-    return [[round(at, 6), list(level)] for at, level in kept]
 
 
 def grouped(alive: list[Allocation]) -> list:
@@ -237,16 +182,10 @@ def versions(packages) -> dict[str, str | None]:
 UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", 1 << 30: "GiB"}
 
 
-def unit_of(count: float) -> int:
-    """The largest of UNITS that is no larger than count."""
-    return max((unit for unit in UNITS if count >= unit), default=1)
-
-
-def size(count: float, unit: int | None = None) -> str:
-    """1536 -> '1.5 KiB', with one or two decimals. unit: one of UNITS in place of its own."""
-    unit = unit or unit_of(abs(count))
-    return (
-        f"{count:.0f} B"
-        if unit == 1
-        else f"{count / unit:.{1 if abs(count) >= 10 * unit else 2}f} {UNITS[unit]}"
-    )
+def size(count: float) -> str:
+    """1536 -> '1.5 KiB', with one or two decimals."""
+    unit = max((unit for unit in UNITS if abs(count) >= unit), default=1)
+    if unit == 1:
+        return f"{count:.0f} B"
+    decimals = 1 if abs(count) >= 10 * unit else 2
+    return f"{count / unit:.{decimals}f} {UNITS[unit]}"

@@ -15,11 +15,17 @@ import weakref
 import torch
 from torch import Tensor
 
-from hfpatch.compat import holders
-from hfpatch.lab.compat import autograd_node, schema_of, sequence_number, simulation_parts
+from hfpatch.lab.compat import (
+    autograd_node,
+    fakes_like,
+    holders,
+    schema_of,
+    sequence_number,
+    simulation_parts,
+)
 from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
-from hfpatch.lab.simulate.operations import key_of, tensors_in
+from hfpatch.lab.simulate.operations import is_dense, is_view, key_of, tensors_in, writes
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.ops._library import IMPLEMENTATIONS
 
@@ -31,6 +37,10 @@ _BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
              aten._to_copy.default,
              aten.set_.source_Storage_storage_offset)  # fmt: skip
+# Operations that torch decomposes in Python -> others of the same result
+_PLAIN = {aten._unsafe_view.default: aten.view.default}
+# key of an operation (key_of) -> shape, strides, dtype; on CUDA, and elsewhere
+_SHAPES: dict = {True: {}, False: {}}
 
 
 def _called_by_engine() -> bool:
@@ -91,7 +101,8 @@ class Follower(TorchDispatchMode):
         self._alone: tuple | None = None
         self._calibrating = False
         self._slow: set = set(_BY_VALUE)
-        self._shapes: dict = {}  # key of an operation (key_of) -> shape, strides, dtype
+        self._shapes = _SHAPES[cuda]
+        self._makes: dict = {}  # device -> fakes_like
 
     def __enter__(self):
         super().__enter__()
@@ -238,6 +249,8 @@ class Follower(TorchDispatchMode):
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
         if self.shadows is not None:
+            if is_view(func) and type(args[0]) is FakeTensor and func not in self._slow:
+                return self._fakes(func, args, kwargs, args[:1])
             answered, value = self.shadows.answer(func, args, kwargs)
             if answered:
                 return value
@@ -295,6 +308,8 @@ class Follower(TorchDispatchMode):
             or any(type(t) is not FakeTensor for t in inputs)
         ):
             return func(*args, **kwargs)
+        if writes(func):
+            return kwargs.get("out", args[0])
         device = inputs[0].fake_device
         key = key_of(func, args, kwargs)
         known = key and self._shapes.get(key)
@@ -303,22 +318,21 @@ class Follower(TorchDispatchMode):
                 if known:
                     out = torch.empty_strided(*known[:2], dtype=known[2], device="meta")
                 else:
-                    out = func(*args, **kwargs)
+                    out = _PLAIN.get(func, func)(*args, **kwargs)
                     if key:
                         self._note_shape(key, inputs, out)
-        except (
-            NotImplementedError,
-            TypeError,
-        ):  # TypeError: addmm with out_dtype in torch 2.11, see compat
+        except NotImplementedError:
             self._slow.add(func)
             return func(*args, **kwargs)
 
+        make = self._makes.get(device)
+        if make is None:
+            with on_fakes(mode):
+                bare = torch.empty(0, device="meta")
+            make = self._makes[device] = fakes_like(FakeTensor(mode, bare, device))
+
         def fake(o):
-            return (
-                FakeTensor(mode, o, device)
-                if isinstance(o, Tensor) and type(o) is not FakeTensor
-                else o
-            )
+            return make(o) if isinstance(o, Tensor) and type(o) is not FakeTensor else o
 
         return type(out)(map(fake, out)) if isinstance(out, (tuple, list)) else fake(out)
 
@@ -345,9 +359,8 @@ class Follower(TorchDispatchMode):
         old, new = args
         if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
             return False
-        if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
-            return False
-        if autograd_node() is None or not _called_by_engine():
+        alike = old.shape == new.shape and old.dtype == new.dtype and is_dense(old)
+        if not alike or autograd_node() is None or not _called_by_engine():
             return False
         found = _holders(args)
         if self._calibrating:
@@ -384,15 +397,3 @@ class Follower(TorchDispatchMode):
 def _holders(args) -> tuple[int, int, int]:
     """Reference counts of the first argument: in Python, in C++, and of its storage."""
     return sys.getrefcount(args[0]), *holders(args[0])
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Non-overlapping and dense, the layout in which autograd accumulates in place."""
-    expected = 1
-    for stride, size in sorted(
-        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

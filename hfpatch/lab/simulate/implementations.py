@@ -4,7 +4,6 @@ and hfpatch. (profiles/plan/rivals.py adds Liger's and TRL's.)
 
 import torch
 
-from hfpatch.budget.limits import check_sizes
 from hfpatch.compat import run_scans_plainly
 from hfpatch.lab.simulate.adapters import adapted
 
@@ -21,6 +20,37 @@ def config_class(kind):
             "is not run here: load the model and print(hfpatch.apply(model))."
         )
     return CONFIG_MAPPING[kind]
+
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "head_dim",
+         "vocab_size")  # fmt: skip
+
+
+def check_sizes(read) -> None:
+    """Raises ValueError for a size of a config that is no whole number above 0, and for query heads
+    that do not divide evenly over KV heads.
+
+    read: name -> value, None for a missing one.
+    """
+    for name in SIZES:
+        value = read(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ValueError(
+                f"hfpatch: {name} must be a whole number of at least 1, got {value!r}. Check the "
+                "config."
+            )
+        # a plan of such a model would add up for hours
+        if value is not None and value >= (1 << 16 if name == "num_hidden_layers" else 1 << 31):
+            raise ValueError(f"hfpatch: {name} is {value}, which no model has. Check the config.")
+    heads, kv_heads = read("num_attention_heads"), read("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(
+            f"hfpatch: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
+            f"and {kv_heads}. Check the config."
+        )
 
 
 def build(config: dict, dtype=torch.bfloat16, adapters=None):

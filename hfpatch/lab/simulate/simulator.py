@@ -23,7 +23,7 @@ from hfpatch.attention import heads
 from hfpatch.budget.policy import Policy
 from hfpatch.compat import closing_checkpoints, plain_scans
 from hfpatch.context.ranks import sharded
-from hfpatch.lab.compat import shapes_of_out_dtype, simulation_parts
+from hfpatch.lab.compat import simulation_parts
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
@@ -186,7 +186,6 @@ def _hfpatch_as(model: nn.Module, policy, cuda: bool):
     with contextlib.ExitStack() as stack:
         if cuda:
             stack.enter_context(_wide_sums.as_on_cuda())
-            stack.enter_context(shapes_of_out_dtype())
             # These serve tiled layers and whole ones.
             for user in (heads, exchange):
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))

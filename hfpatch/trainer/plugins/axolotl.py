@@ -27,28 +27,6 @@ RIVALS = (
 )  # fmt: skip
 
 
-class Fields(BaseModel):
-    """`checkpointing:` as a block: the fields of `hfpatch.Checkpointing`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    offload: str = "auto"
-    every: int | Literal["auto"] = "auto"
-    tile: int | Literal["auto"] = "auto"
-    frozen_weights: Literal["auto", "gpu", "host"] = "auto"
-    save_attention: bool | Literal["auto"] = "auto"
-    plain: int | Literal["auto"] = "auto"
-    keep: list[str] | Literal["auto"] = "auto"
-    aim: Literal["fastest", "least"] = "fastest"
-
-    def made(self) -> Checkpointing:
-        """Raises ValueError for a value out of range."""
-        given = self.model_dump()
-        return Checkpointing(
-            **{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
-        )
-
-
 class Options(BaseModel):
     """The `hfpatch:` block: the options of `hfpatch.apply`."""
 
@@ -58,7 +36,7 @@ class Options(BaseModel):
     rms_norm: bool = True
     mlp: bool = True
     loss: bool = True
-    checkpointing: str | Fields = "auto"
+    checkpointing: str | dict = "auto"
     logits: bool | Literal["auto"] = "auto"
 
     @field_validator("checkpointing", mode="before")
@@ -77,9 +55,11 @@ class Options(BaseModel):
         return self.model_dump() | {"checkpointing": _settings(self.checkpointing)}
 
 
-def _settings(value: str | Fields) -> Checkpointing | str:
-    """The value for `apply` of a word or a block. Raises ValueError for a value out of range."""
-    return parse_checkpointing(value) if isinstance(value, str) else value.made()
+def _settings(value: str | dict) -> Checkpointing | str:
+    """The value for `apply` of a word or a block. Raises ValueError."""
+    if isinstance(value, str):
+        return parse_checkpointing(value)
+    return Checkpointing(**{n: tuple(v) if isinstance(v, list) else v for n, v in value.items()})
 
 
 class Arguments(BaseModel):
@@ -115,4 +95,6 @@ class HFPatchPlugin(BasePlugin):
 
     def add_callbacks_post_trainer(self, cfg, trainer) -> list:
         """The columns of `hfpatch.Callback` in each log line."""
-        return [Callback()]
+        callback = Callback()
+        callback.attach(trainer)
+        return [callback]

@@ -31,15 +31,10 @@ SOCKET_RATE = 10e9
 # Host memory bandwidth that one process reaches in a fused Adam step, bytes/s. Assumed: half a
 # 12-channel DDR5 socket.
 HOST_BYTES_PER_SECOND = 200e9
-# Registering host memory with the driver, page faults included, bytes/s of one process. Assumed.
-PIN_BYTES_PER_SECOND = 3 * GiB
 # Files of the disk tier, bytes/s of the machine: the maker's sequential rates of one PCIe 4.0 x4
 # drive (Samsung PM9A3, U.2).
 DISK_WRITES, DISK_READS = 3.5e9, 6.5e9
 DISK = "one drive that writes 3.5 and reads 6.5 GB/s (assumed)"
-
-
-FLOAT8_GPUS = ("h100", "h200", "b200", "l40s", "rtx4090", "rtx5090", "mi300x")
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,6 @@ class Gpu:
     peer: one direction of the links to the machine's other GPUs; 0 if they exchange through the
         host.
     sharing: GPUs that use the machine's disk at once.
-    float8: speedup of the layers' matmuls in float8 (`plan --fp8`); 1.0 without it.
     """
 
     name: str
@@ -70,13 +64,12 @@ class Gpu:
     measured: bool = False
     peer: float = 0.0
     sharing: int = 1
-    float8: float = 1.0
 
     @property
     def matmul_flops(self) -> float:
         """FLOP/s of large matmuls, for plans."""
         share = 1.0 if self.measured else MATMUL_SHARE
-        return share * self.peak_flops * self.float8
+        return share * self.peak_flops
 
     @property
     def memory_rate(self) -> float:

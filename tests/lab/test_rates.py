@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tiny import LONG
 
-from hfpatch.budget.hardware import GPUS, MATMUL_SHARE, SECONDS_ERROR
-from hfpatch.lab.rates import attention_ramp, matmul_seconds
+from hfpatch.lab.hardware import GPUS, MATMUL_SHARE, SECONDS_ERROR
+from hfpatch.lab.rates import attention_ramp
 
 FOLDER = Path(__file__).parents[2] / "profiles/rates"
 PAGE = (FOLDER / "README.md").read_text()
@@ -43,18 +43,6 @@ MISSES = ["automodel-30b-a3b-pretraining", "automodel-gpt-oss", "llama-2024-32k"
 def test_the_page_has_the_row(row):
     assert rates.line(row) in PAGE
     assert (abs(rates.error(row)) > rates.MOST) == ("**miss**" in rates.line(row))
-
-
-# Each bound by hand: FLOPs of full waves, weights that few rows read, blocks that rows do not fill.
-def test_a_matmul_takes_the_longer_of_its_flops_and_its_bytes():
-    gpu = GPUS["h100"]
-    large = 2 * 16384**3 / gpu.matmul_flops
-    assert large < matmul_seconds(gpu, 16384, 16384, 16384) < 1.01 * large
-    read = 2 * 4096 * 14336 / gpu.memory_rate
-    assert read < matmul_seconds(gpu, 16, 4096, 14336) < 1.06 * read
-    half = matmul_seconds(gpu, 8192, 4096, 64) * gpu.matmul_flops / (2 * 8192 * 4096 * 64)
-    assert half > 2
-    assert matmul_seconds(gpu, 8192, 4096, 64, count=8) < 8 * matmul_seconds(gpu, 8192, 4096, 64)
 
 
 def test_short_rows_of_attention_are_slow():

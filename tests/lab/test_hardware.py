@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfpatch.budget.hardware import GPUS, gpu_named, gpu_row
+from hfpatch.lab.hardware import GPUS, gpu_named, gpu_row
 from hfpatch.planner.limits import parse_bytes
 
 
