@@ -181,3 +181,14 @@ def test_memory_runs_out_where_it_would_and_auto_fits(dry, table):
     errors = [step["error"] for step in ran.steps if "error" in step]
     table("out of memory", "14,000 MiB, auto", "errors in 3 steps", len(errors), 0)
     assert ran.end == "ok" and not errors
+
+
+@long
+def test_after_memory_ran_out_the_next_step_fits_and_says_why(dry, table):
+    case = {"layers": 8, "rows": [(1, 32768)] * 6, "env": {"DRY_MEM_MIB": 24210}}
+    ran = dry.run(MODEL, **case, before="hold late")
+    errors = [i for i, step in enumerate(ran.steps) if "error" in step]
+    case = "8 GiB are taken in the midst of step 3"
+    table("out of memory", case, "errors in 6 steps", len(errors), 1)
+    assert ran.end == "ok" and errors == [3]
+    assert "memory ran out; " in ran.steps[4]["said"]
