@@ -26,7 +26,7 @@ SETUPS = {
     "LoRA on experts": {"model": "qwen3_moe", "adapters": "lora experts"},
     "checkpoints on a disk": {"checkpointing": HOST | {"offload": "DISK"}},
     "packed": {"batch": "packed"},
-    "padded": {"batch": "padded", "rows": [(3, 4096)] * 3},
+    "padded": {"batch": "padded", "rows": [(3, 4096)] * 5},
     "packed, tiles on the host": {"batch": "packed", "checkpointing": HOST},
 }  # fmt: skip
 SHORT = ("LoRA", "packed")
