@@ -266,7 +266,7 @@ def undo(model: nn.Module) -> None:
         if runtime is not None:
             runtimes.add(runtime)
             gather_as_one(module, False)
-        runtimes |= {vars(module).get("_hfpatch_tower")} - {None}
+        runtimes |= {*vars(module).get("_hfpatch_tower", ())[:1]}
         for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
             del vars(module)[mark]
     for runtime in runtimes:

@@ -32,7 +32,7 @@ from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead
 from hfpatch.parts import parts, rotation
-from hfpatch.parts.embedding import FreeEmbedding, FusedEmbedding, ScaledEmbedding
+from hfpatch.parts.embedding import FreeEmbedding
 from hfpatch.report import Report
 
 # option -> (ending of the class names that a part may replace, the function that finds the part)
@@ -121,13 +121,13 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         _swap_layer(layer, TiledLayer, answer, found.kinds, configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
-        fuse(stack.embed_tokens, nn.Embedding, FusedEmbedding)
+        fuse(stack.embed_tokens, nn.Embedding, FreeEmbedding)
         # A family's own embedding scales its output. A plain one remains here if another library
         # replaced its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps
         # its class.
         rest = stack.embed_tokens
         if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
-            swap(rest, FreeEmbedding if type(rest) is nn.Embedding else ScaledEmbedding)
+            swap(rest, FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     notes.note_layers(decoder, settings, found, report)
 
@@ -142,7 +142,7 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
             runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), len(blocks), turn)
             for block in blocks:
                 swap(block, TowerBlock)
-                block._hfpatch_tower, block._hfpatch_first = runtime, block is blocks[0]
+                block._hfpatch_tower = runtime, block is blocks[0]
         report.notes.append(
             f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
             "without a graph where nothing in it is trained."

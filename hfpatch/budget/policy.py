@@ -1,6 +1,5 @@
 """What layers keep for backward: the user's `Checkpointing`, and the `Policy` derived from it."""
 
-import difflib
 import os
 import re
 from collections.abc import Iterable
@@ -11,7 +10,6 @@ from hfpatch.budget.limits import did_you_mean, parse_word
 # What a layer may keep beside x, out and lse.
 KEEPABLE = ("gate_up",)
 PLACES = ("auto", "gpu", "host")
-_MEANT = {"cpu": ["host"], "cuda": ["gpu"], "disk": []}  # words of other libraries
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
@@ -82,28 +80,13 @@ class Checkpointing:
         # Python does not expand "~", nor does a shell in a file or behind a `=`
         if isinstance(self.offload, (str, os.PathLike)) and str(self.offload).startswith("~"):
             object.__setattr__(self, "offload", os.path.expanduser(self.offload))
-        self._check_offload()
+        place = self.offload
+        path = isinstance(place, (str, os.PathLike)) and os.sep in str(place)
+        if place not in PLACES and (not path or os.path.isfile(place)):
+            raise _not_checkpointing(place)
         self._check()
         if self.keep != "auto":
             object.__setattr__(self, "keep", tuple(self.keep))  # a list has no hash
-
-    def _check_offload(self) -> None:
-        place, fix = self.offload, None
-        if not isinstance(place, (str, os.PathLike)) or not str(place):
-            got, fix = repr(place), 'Pass "host" for pinned memory'
-        elif place in PLACES or os.path.isdir(place):
-            return
-        elif os.path.exists(place) and os.sep in str(place):
-            got = f"the file {str(place)!r}"
-            fix = "Name a directory, which is made if it does not exist"
-        elif os.sep not in str(place):
-            meant = _MEANT.get(place, difflib.get_close_matches(place, (*PLACES, "least"), 1))
-            fix = f"Did you mean {meant[0]}? " if meant else ""
-            got, fix = repr(str(place)), f'{fix}A directory is written as a path, "./{place}"'
-        if fix:
-            raise ValueError(
-                f'hfpatch: offload must be "auto", "gpu", "host" or a directory, got {got}. {fix}.'
-            )
 
     def _check(self) -> None:
         listed = isinstance(self.keep, (tuple, list))
@@ -209,13 +192,7 @@ def _field(word: str) -> tuple[str, object]:
             raise _not_checkpointing(word)
         if word in ("auto", "least"):
             return ("aim", "least") if word == "least" else ("", None)
-        try:
-            return "offload", Checkpointing(offload=word).offload
-        except ValueError as error:  # it names the field; the caller knows this argument
-            said = str(error).replace(
-                'offload must be "auto",', 'checkpointing must be "auto", "least", "off",'
-            )
-            raise ValueError(said) from None
+        return "offload", word
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
     refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
@@ -231,9 +208,8 @@ def _field(word: str) -> tuple[str, object]:
 
 def _not_checkpointing(value) -> ValueError:
     return ValueError(
-        'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host", a directory or a '
-        f'hfpatch.Checkpointing, got {value!r}. Pass hfpatch.Checkpointing(offload="host"), for '
-        "example."
+        'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host" or a directory '
+        f'written as a path ("./name"), got {str(value)!r}. Pass "host" for pinned memory.'
     )
 
 

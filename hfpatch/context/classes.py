@@ -40,16 +40,14 @@ class Mixed:
 
 
 def mixed(part: type, base: type) -> type:
-    """The class for modules of class `base`, in its current form, with `part` over it and the
-    classes of `part._hfpatch_beneath` under it.
-    """
+    """The class for modules of class `base`, in its current form, with `part` over it."""
     return _mixed(part, base, base.forward)
 
 
 @cache
 def _mixed(part: type, base: type, forward) -> type:
     made = type(
-        base.__name__, (part, Mixed, base, *getattr(part, "_hfpatch_beneath", ())),
+        base.__name__, (part, Mixed, base),
         {"_hfpatch_base": base, "_hfpatch_part": part,
          "__module__": base.__module__,
          "__doc__": base.__doc__},

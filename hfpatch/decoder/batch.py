@@ -1,12 +1,11 @@
 """Reads the arguments of a stack's forward and decides how the forward runs.
 
 `read_batch` reads this rank's arguments. `share_rows` replaces them by those of whole rows where
-ranks share rows. `decide` returns a Decision, which the stack applies. No function here runs the
+ranks share rows. `decide` says how the forward runs. No function here runs the
 model or changes the caller's arguments: changes are collected in a dict. B rows, T tokens of a row.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -129,21 +128,6 @@ class Given:
         return packs(self.B, self.positions, self.seen, None)
 
 
-@dataclass(frozen=True)
-class Decision:
-    """How one forward runs.
-
-    Attributes:
-        batch: the batch for hfpatch's layers; None where transformers' attention runs.
-        changes: keyword arguments of the forward to replace.
-        warning: a line for the user, or None.
-    """
-
-    batch: Batch | None
-    changes: dict = field(default_factory=dict)
-    warning: str | None = None
-
-
 def read_batch(stack, kwargs: dict) -> Given | None:
     """The arguments of a stack's forward; None if its input is not rows of tokens."""
     tokens, config, training = kwargs.get("input_ids"), stack.config, stack.training
@@ -193,18 +177,14 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     )
 
 
-def share_rows(given: Given, refuse_unasked: Callable[[], None], changes: dict) -> Given:
+def share_rows(given: Given, changes: dict) -> Given:
     """The arguments of whole rows, where `given` has this rank's part of each row.
-
-    Args:
-        refuse_unasked: raises ValueError for layers without traits.
 
     Raises:
         ValueError: the ranks' parts do not fit together.
     """
     if given.cache is not None:
         raise not_exchanged("a KV cache")
-    refuse_unasked()
     beside = {
         "labels": current.labels,
         "position_ids": given.positions,
@@ -253,8 +233,11 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
     return given, cached
 
 
-def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> Decision:
-    """How a forward runs.
+def decide(
+    given: Given, traits: StackTraits, cached: bool, changes: dict
+) -> tuple[Batch | None, str | None]:
+    """How a forward runs: the batch for hfpatch's layers, None where transformers' attention runs;
+    and a line for the user, or None. `changes` gets the arguments to replace.
 
     Raises:
         ValueError: documents of one row would see each other, or a layer would treat a rank's part
@@ -279,7 +262,7 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
             changes["use_cache"] = False
     if given.cache is not None or use_cache:
         _refuse_documents_beside_a_cache(given, traits)
-        return Decision(None, changes)
+        return None, None
     shared = given.sequence is not None
     if traits.mixers and shared:
         if not (traits.timed and given.tiled):
@@ -308,8 +291,8 @@ def decide(given: Given, traits: StackTraits, cached: bool, changes: dict) -> De
     if why is not None:
         if shared:
             raise not_exchanged(why)
-        return _by_transformers(given, traits, why, changes)
-    return Decision(batch, changes)
+        return None, _by_transformers(given, traits, why, changes)
+    return batch, None
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
@@ -325,8 +308,10 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
         )
 
 
-def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> Decision:
-    """The forward with transformers' attention. ValueError where documents would see each other."""
+def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> str | None:
+    """The line for the user of a forward with transformers' attention. ValueError where documents
+    would see each other.
+    """
     if given.rows_mask is not None and given.packed:
         # Given a mask, transformers does not look for documents.
         changes["attention_mask"] = None
@@ -336,7 +321,7 @@ def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict)
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
     line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."
     # The report tells of a stack that cannot have hfpatch's attention.
-    return Decision(None, changes, line if traits.ours and given.tiled and given.trains else None)
+    return line if traits.ours and given.tiled and given.trains else None
 
 
 def cached_tokens(cache) -> int | None:

@@ -93,7 +93,7 @@ class OurAttention(KeepsSignature):
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
         if torch.compiler.is_compiling():
-            return self._hfpatch_traced(kwargs)
+            return _run_compiled(self, kwargs)
         if current.causal:
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
@@ -107,14 +107,6 @@ class OurAttention(KeepsSignature):
             # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
             layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
             hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
-        if (
-            kwargs.get("pixel_values") is not None
-            and "pixel_values" not in self._hfpatch_positional
-        ):
-            raise ValueError(
-                f"hfpatch: a {type(self).__name__} takes text alone, got pixel_values. Leave them "
-                "out, or load the model with its images."
-            )
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
@@ -124,8 +116,8 @@ class OurAttention(KeepsSignature):
             refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
             if given is not None and given.sequence is not None:
                 raise not_exchanged("a model with a device map or offloaded weights")
-            return self._hfpatch_declined(kwargs)
-        batch = None if given is None else self._hfpatch_batch(given, kwargs)
+            return _run_stock(self, kwargs)
+        batch = None if given is None else _batch_of(self, given, kwargs)
         if runtime is not None and runtime.exchange is not None:
             # Ranks that send tokens to each other's experts must run equal numbers of tiles.
             sizes = (0, 0) if batch is None else (batch.B, batch.T)
@@ -135,77 +127,80 @@ class OurAttention(KeepsSignature):
         elif batch is not None:
             batch.packed = packed_row(given, self._hfpatch_traits, layers, batch)
         if batch is None:
-            return self._hfpatch_declined(kwargs)
-        return self._hfpatch_ours(batch, kwargs)
+            return _run_stock(self, kwargs)
+        return _run_ours(self, batch, kwargs)
 
-    def _hfpatch_ours(self, batch: Batch, kwargs):
-        if kwargs.get("attention_mask") is None:
-            # Without a mask, transformers looks for documents itself, which waits for the device.
-            # `batch` has the documents already.
-            kwargs["attention_mask"] = torch.ones(
-                batch.B, batch.t, dtype=torch.bool, device=batch.device
-            )
-        if self._hfpatch_runtime is not None:
-            self._hfpatch_runtime.begin(batch.device)
-        with our_attention(self._hfpatch_configs, batch):
-            return self._hfpatch_stock(kwargs)
 
-    def _hfpatch_traced(self, kwargs):
-        """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
+def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
+    if kwargs.get("attention_mask") is None:
+        # Without a mask, transformers looks for documents itself, which waits for the device.
+        # `batch` has the documents already.
+        kwargs["attention_mask"] = torch.ones(
+            batch.B, batch.t, dtype=torch.bool, device=batch.device
+        )
+    if stack._hfpatch_runtime is not None:
+        stack._hfpatch_runtime.begin(batch.device)
+    with our_attention(stack._hfpatch_configs, batch):
+        return stack._hfpatch_stock(kwargs)
 
-        Tiled layers are autograd functions that run nested graphs, so a stack with them runs
-        outside the compiled graph.
-        """
-        config, runtime = self.config, self._hfpatch_runtime
-        if self.training and torch.is_grad_enabled():
-            packed = kwargs.get("attention_mask") is not None
-            packed = packed and kwargs.get("position_ids") is not None
-            if packed or runtime is not None:
-                return _outside(self, kwargs)
-        if runtime is not None and runtime.weights.on:
-            return _outside(self, kwargs)
-        if shared_in_a_graph(attention_of(config), self.training):
-            return _outside(self, kwargs)
-        if kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = bool(getattr(config, "use_cache", False)) and not self.training
-        return self._hfpatch_stock(kwargs)
 
-    def _hfpatch_declined(self, kwargs):
-        with having(declined=True):
-            return self._hfpatch_stock(kwargs)
+def _run_compiled(stack: "OurAttention", kwargs):
+    """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
 
-    def _hfpatch_batch(self, given: Given, kwargs) -> Batch | None:
-        """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
-        with the changes that `decide` returns.
-        """
-        changes = {}
-        given, cached = without_unread_cache(given, changes)
-        if given.sequence is not None:
-            asked = kwargs.get("output_router_logits")
-            if getattr(self.config, "output_router_logits", False) if asked is None else asked:
-                raise not_exchanged("a balancing loss of experts (output_router_logits)")
-            given = share_rows(given, self._hfpatch_refuse_unasked, changes)
-        decision = decide(given, self._hfpatch_traits, cached, changes)
-        kwargs.update(decision.changes)
-        if decision.warning is not None:
-            self._hfpatch_runtime.tell(decision.warning)
-        return decision.batch
+    Tiled layers are autograd functions that run nested graphs, so a stack with them runs
+    outside the compiled graph.
+    """
+    runtime = stack._hfpatch_runtime
+    tiled = runtime is not None
+    # Beside a mask transformers does not look for packed documents.
+    masked = kwargs.get("attention_mask") is not None
+    outside = tiled and runtime.weights.on
+    if stack.training and torch.is_grad_enabled():
+        outside = outside or tiled or masked and kwargs.get("position_ids") is not None
+    if outside or shared_in_a_graph(attention_of(stack.config), stack.training):
+        return _outside(stack, kwargs)
+    return stack._hfpatch_stock(kwargs)
 
-    def _hfpatch_refuse_unasked(self) -> None:
-        """ValueError for layers without traits (replaced since apply(), or with another forward):
-        they may mix tokens outside attention."""
-        layers = list_of_layers(self)
-        if layers is None:
-            refuse_shared_mixers(type(self), "its layers changed after apply()")
-        for layer in layers:
-            why = replaced_forward(layer)
-            if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
-                why = why or (package_of(layer) != "torch" and "put in after apply()")
-            elif compiled_by_itself(layer):
-                known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
-                why = why or (not known and "it is compiled by itself")
-            if why:
-                refuse_shared_mixers(type(layer), why)
+
+def _run_stock(stack: "OurAttention", kwargs):
+    with having(declined=True):
+        return stack._hfpatch_stock(kwargs)
+
+
+def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
+    """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
+    with the changes that `decide` returns.
+    """
+    changes = {}
+    given, cached = without_unread_cache(given, changes)
+    if given.sequence is not None:
+        asked = kwargs.get("output_router_logits")
+        if getattr(stack.config, "output_router_logits", False) if asked is None else asked:
+            raise not_exchanged("a balancing loss of experts (output_router_logits)")
+        _refuse_unasked(stack)
+        given = share_rows(given, changes)
+    batch, warning = decide(given, stack._hfpatch_traits, cached, changes)
+    kwargs.update(changes)
+    if warning is not None:
+        stack._hfpatch_runtime.tell(warning)
+    return batch
+
+
+def _refuse_unasked(stack: "OurAttention") -> None:
+    """ValueError for layers without traits (replaced since apply(), or with another forward):
+    they may mix tokens outside attention."""
+    layers = list_of_layers(stack)
+    if layers is None:
+        refuse_shared_mixers(type(stack), "its layers changed after apply()")
+    for layer in layers:
+        why = replaced_forward(layer)
+        if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
+            why = why or (package_of(layer) != "torch" and "put in after apply()")
+        elif compiled_by_itself(layer):
+            known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
+            why = why or (not known and "it is compiled by itself")
+        if why:
+            refuse_shared_mixers(type(layer), why)
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:

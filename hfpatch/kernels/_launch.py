@@ -1,7 +1,6 @@
 """Helpers of the launchers: they start a kernel on the tensors' device and choose block sizes."""
 
 import contextlib
-import functools
 
 import torch
 
@@ -36,16 +35,11 @@ def launch(
         )
 
 
-@functools.lru_cache
-def _cuda_sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def sm_count(device: torch.device) -> int:
     """The device's number of streaming multiprocessors: 4 in the interpreter, 132 (an H100's)
     without a GPU."""
     if device.type == "cuda":
-        return _cuda_sm_count(torch.cuda.current_device() if device.index is None else device.index)
+        return torch.cuda.get_device_properties(device).multi_processor_count
     return 4 if device.type == "cpu" else 132
 
 

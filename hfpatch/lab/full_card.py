@@ -15,7 +15,7 @@ from hfpatch.lab.made import made
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.shallow import Values, model_of
 from hfpatch.lab.steps import Steps
-from hfpatch.lab.watch import GiB, pinned_gib, policy_used
+from hfpatch.lab.watch import GiB, pinned_bytes, policy_used
 
 PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
 LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)
@@ -127,6 +127,6 @@ def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, unt
         total = torch.cuda.get_device_properties(device).total_memory
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         row |= {"peak_gib": peak / GiB, "reserved_gib": reserved / GiB, "filled": reserved / total}
-        row["pinned_gib"] = pinned_gib(model)
+        row["pinned_gib"] = pinned_bytes(model) / GiB
     if time.monotonic() < until:
         row["step_s"] = min(row["step_s"], timed())

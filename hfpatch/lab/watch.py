@@ -6,23 +6,28 @@ import torch
 
 from hfpatch.budget.policy import Policy
 from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.store.pool import HostPool
 
 GiB = 1 << 30
 
 
 def runtimes(model) -> list[LayerRuntime]:
-    """The LayerRuntimes of a patched model, one per stack of layers."""
-    held = (value for m in model.modules() for value in vars(m).values())
-    return list({id(value): value for value in held if isinstance(value, LayerRuntime)}.values())
+    """The LayerRuntimes of a model, one per stack of layers; none for a stock one."""
+    found = (vars(module).get("_hfpatch_runtime") for module in model.modules())
+    return list({id(one): one for one in found if one is not None}.values())
 
 
-def pinned_gib(model) -> float:
+def pools(model) -> list[HostPool]:
+    """The host memory of a model's runtimes."""
+    return [one.transfers.pool for one in runtimes(model) if one.transfers is not None]
+
+
+def pinned_bytes(model) -> int:
     """Pinned host memory: the runtimes', and the caching host allocator's at its highest."""
-    pools = [r.transfers.pool for r in runtimes(model) if r.transfers is not None]
-    total = sum(p.bytes_held for p in pools if p.pinned)
-    if torch.cuda.is_available() and hasattr(torch.cuda, "host_memory_stats"):
+    total = sum(pool.bytes_held for pool in pools(model) if pool.pinned)
+    if torch.cuda.is_available():
         total += torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    return total / GiB
+    return total
 
 
 def policy_used(model) -> Policy | None:

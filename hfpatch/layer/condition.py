@@ -30,6 +30,7 @@ class Condition:
         hooked: the modules inside that have a hook of accelerate's.
         block: layer.block.Block, None until used.
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
+        kind: names and numbers of the classes inside, None until used (graph_bytes.py).
         units: modules in it whose weights FSDP2 gathers separately.
     """
 
@@ -43,6 +44,7 @@ class Condition:
     hooked: list[nn.Module] = field(default_factory=list)
     block: object = None
     can_skip: dict = field(default_factory=dict)
+    kind: str | None = None
     units: list[nn.Module] = field(default_factory=list)
 
     def __reduce__(self):  # a copy of the layer finds its own

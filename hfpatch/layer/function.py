@@ -3,12 +3,11 @@
 import weakref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Policy
-from hfpatch.compat import autocast_dtype, is_fake, keeps_graph, version
-from hfpatch.layer.arguments import Arguments
+from hfpatch.compat import is_fake, keeps_graph, version
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.graph_bytes import measured
@@ -52,31 +51,6 @@ class LayerFunction(torch.autograd.Function):
         with call.runtime.turn, measured(call.step, call.layer):
             dx, grads = call.backward(dy, dextras, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads
-
-
-def parts_of(
-    layer: nn.Module,
-    x: Tensor,
-    args,
-    kwargs: dict,
-    batch,
-    condition,
-    *,
-    records: tuple[str, ...] | None = (),
-) -> Traced:
-    """One call of a layer.
-
-    Args:
-        x: hidden states [B, T, D]; args, kwargs: the layer's other arguments.
-        batch: context.masks.Batch; condition: layer.condition.Condition.
-        records: keys of tensors that transformers records inside; None if it records nothing.
-    """
-    return Traced(
-        layer, Arguments(args, kwargs, *x.shape[:2]), condition.traits,
-        layer._hfpatch_configs, batch,
-        records=records, condition=condition, rng={} if condition.draws else None,
-        autocast=(autocast_dtype(x.device.type), torch.is_autocast_cache_enabled()),
-    )  # fmt: skip
 
 
 def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tensor]:

@@ -17,14 +17,13 @@ def kind_of(layer, x) -> str | None:
     trains = any(p.requires_grad for p in layer.parameters())
     if not (trains or x.requires_grad):
         return None
-    names = layer.__dict__.get("_hfpatch_kind")
-    if names is None or names[0] is not layer._hfpatch_condition:
+    condition = layer._hfpatch_condition
+    if condition.kind is None:
         count = Counter(type(m).__name__ for m in layer.modules())
-        own = " ".join(f"{name}*{n}" if n > 1 else name for name, n in sorted(count.items()))
-        names = layer._hfpatch_condition, f"{own} {getattr(layer, 'layer_type', '')}"
-        layer.__dict__["_hfpatch_kind"] = names
+        names = " ".join(f"{name}*{n}" if n > 1 else name for name, n in sorted(count.items()))
+        condition.kind = f"{names} {getattr(layer, 'layer_type', '')}"
     dtype = autocast_dtype(x.device.type)
-    return f"{names[1]} {'trained' if trains else 'frozen'} {x.dtype} {dtype}"
+    return f"{condition.kind} {'trained' if trains else 'frozen'} {x.dtype} {dtype}"
 
 
 _running = threading.local()  # now: (step, name of the kind) of the layer whose backward runs here

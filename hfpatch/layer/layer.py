@@ -1,14 +1,17 @@
 """Mixins over the class of any decoder layer. The layer runs in tiles where that is exact, else
-whole with its input offloaded (route.py decides).
+whole with its input offloaded, or as transformers has it (why_whole.py has the reasons).
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from hfpatch.budget.policy import Policy
 from hfpatch.compat import (
+    autocast_dtype,
     collected_now,
     freed_with,
     gathered_with,
@@ -29,17 +32,42 @@ from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import refuse_shared_mixers, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
-from hfpatch.layer.function import parts_of, tiled_layer
+from hfpatch.layer.function import tiled_layer
 from hfpatch.layer.mixers import documents_apart
 from hfpatch.layer.residual_streams import Streams, by_rows, joined, split, streams_of
-from hfpatch.layer.route import Request, Stock, Tiled, route
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
+from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.whole import offloaded_checkpoint
-from hfpatch.layer.why_whole import OTHER_MIXER
+from hfpatch.layer.why_whole import BY_NAME, OTHER_MIXER, Why, first
 
 _RECORDED_INSIDE = "router_logits"  # recorded per token by modules behind the attention
+
+
+@dataclass(slots=True)
+class Request:
+    """One call of a layer, as the rules read it.
+
+    Attributes:
+        x: [B, T, D], residual streams joined; given: x as the caller passed it.
+        batch: the description of the tokens, None if transformers' attention runs.
+        sequence: the ranks that share the rows, or None.
+        mask: the layer's attention_mask; shared: keys of earlier layers, or None; cache: its KV
+            cache, or None.
+    """
+
+    layer: nn.Module
+    x: Tensor
+    given: Tensor
+    args: tuple
+    kwargs: dict
+    batch: Batch | None
+    sequence: object
+    condition: Condition
+    mask: object
+    shared: object
+    cache: Cache | None = None
 
 
 class UntiledLayer:
@@ -162,20 +190,45 @@ class TiledLayer(UntiledLayer):
                 self._refuse_parts(batch, request.condition, timed)
             if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
                 refuse_packed(type(self))
-            way = route(request)
-            y = self._run(request, way)
+            y = self._run(request)
             runtime.ended(self, request.x.device)
             return y
 
-    def _run(self, r: Request, way):
-        if isinstance(way, Tiled):
-            return self._in_tiles(r, way.policy)
-        whole = self._whole(r)
-        if not isinstance(way, Stock):
-            return self._checkpointed(r, way.policy, whole)
-        y = whole(r.given)
-        if way.keeps is not None:
-            self._hfpatch_runtime.ran_plain(self, way.keeps, r.given, y)
+    def _run(self, r: Request):
+        runtime = self._hfpatch_runtime
+        why = first("call", r.condition.now, r)
+        if why is not None:
+            return self._untiled(r, why)
+        policy = runtime.policy(self, r.x, r.batch.sequence)
+        if not r.batch.even:  # ranks that exchange tokens in each tile need equally many tiles
+            policy = replace(policy, tile=r.x[..., 0].numel())
+        # Mixers of shared rows need their tiles.
+        tiled = r.batch.sequence and self._hfpatch_traits.mixers
+        if runtime.untiled(self, r.x, policy) and not tiled:
+            return self._keeping_all(r, policy)
+        return self._in_tiles(r, policy)
+
+    def _untiled(self, r: Request, why: Why):
+        """Runs a call whole, for the reason `why`: checkpointed, unless it must or may keep all."""
+        reason, runtime, whole = BY_NAME[why.name], self._hfpatch_runtime, self._whole(r)
+        nothing_to_keep = not (self.training and torch.is_grad_enabled()) or not r.given.numel()
+        if nothing_to_keep or r.kwargs.get("output_attentions"):
+            return whole(r.given)
+        if reason.told:
+            how = " and not checkpointed" if reason.keeps else ", their inputs offloaded"
+            runtime.tell(f"{type(self).__name__}s run untiled{how}: {why}.")
+        if reason.keeps:
+            return whole(r.given)
+        policy = None
+        if r.given.dim() == 3:  # another shape's input stays on the device
+            policy = runtime.policy(self, r.given, r.sequence, whole=True)
+            if runtime.untiled(self, r.given, policy):
+                return self._keeping_all(r, policy)
+        return self._checkpointed(r, policy, whole)
+
+    def _keeping_all(self, r: Request, policy: Policy):
+        y = self._whole(r)(r.given)
+        self._hfpatch_runtime.ran_plain(self, policy, r.given, y)
         return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
@@ -209,7 +262,12 @@ class TiledLayer(UntiledLayer):
         records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
         records = records if lists else None
         own = of_its_own(r.kwargs)
-        parts = parts_of(self, r.x, r.args, own, r.batch, r.condition, records=records)
+        parts = Traced(
+            self, Arguments(r.args, own, *r.x.shape[:2]), self._hfpatch_traits,
+            self._hfpatch_configs, r.batch,
+            records=records, condition=r.condition, rng={} if r.condition.draws else None,
+            autocast=(autocast_dtype(r.x.device.type), torch.is_autocast_cache_enabled()),
+        )  # fmt: skip
         x = gathered_with(units, r.x) if units else r.x
         put_off = values_for_now(hooks_put_off(units)) if units else nullcontext()
         try:

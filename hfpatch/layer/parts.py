@@ -4,7 +4,7 @@ from torch import nn
 
 from hfpatch.compat import autocast_dtype, submodule
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.parts.parts import FusedJointMLP, FusedMLP, activation_as_found
+from hfpatch.parts.parts import FusedMLP, activation_as_found
 from hfpatch.parts.unread import as_found, can_go_without
 
 
@@ -16,7 +16,7 @@ def gates_of(layer: nn.Module) -> tuple[str, ...]:
 def spares_gates(layer: nn.Module, traits: LayerTraits, device: str) -> bool:
     """Whether keeping gate and up spares this layer work."""
     mlp = getattr(layer, "mlp", None)
-    if not isinstance(mlp, FusedMLP | FusedJointMLP) or "forward" in vars(mlp):
+    if not isinstance(mlp, FusedMLP) or "forward" in vars(mlp):
         return False
     if traits.mixers or autocast_dtype(device) is not None or not activation_as_found(mlp):
         return False

@@ -44,13 +44,14 @@ class Tower:
 
 
 class TowerBlock:
-    """Mixed over a block's class. `_hfpatch_tower`: the LayerRuntime of its list of blocks;
-    `_hfpatch_first`: whether it is the first of them."""
+    """Mixed over a block's class. `_hfpatch_tower`: the LayerRuntime of its list of blocks, and
+    whether it is the first of them."""
 
     _gradient_checkpointing_func = TiledLayer._gradient_checkpointing_func
 
     def forward(self, *args, **kwargs):
-        tower, x = vars(self).get("_hfpatch_tower"), args[0] if args else None
+        tower, first = vars(self).get("_hfpatch_tower", (None, False))
+        x = args[0] if args else None
         plain = tower is None or torch.compiler.is_compiling() or not self.training
         plain = plain or not isinstance(x, Tensor) or x.dim() < 2
         if plain or needs_no_gradient(self, args, kwargs):
@@ -62,7 +63,7 @@ class TowerBlock:
             with tower.turn:
                 return super(TowerBlock, self).forward(x, *rest, **kwargs)
 
-        place = _place(tower, x, self._hfpatch_first)
+        place = _place(tower, x, first)
         return offloaded_checkpoint(tower, place, self, kwargs.get("attention_mask"), run, x)
 
 

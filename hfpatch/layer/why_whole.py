@@ -8,7 +8,7 @@ its input offloaded; where it cannot run again in backward, it keeps everything.
     layer    modules, hooks and adapters in the layer, after each change of them (condition.py)
     forward  the mode and the process, once in each forward of the stack (condition.py)
     batch    the arguments of the stack's forward: all its layers run untiled (decoder/batch.py)
-    call     the arguments of this layer's call (route.py)
+    call     the arguments of this layer's call (layer.py)
 
 A rare case gets a row here, not a mechanism. docs/internals/untiled.md is made from this list.
 """
@@ -175,7 +175,7 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
     return False
 
 
-# --- tests: (route.Request) ----------------------------------------------------------------------
+# --- tests: (layer.Request) ----------------------------------------------------------------------
 
 
 def _mask(r) -> str | None:

@@ -1,11 +1,9 @@
-"""Embeddings: a backward in slices, and no gradient that is unread."""
+"""Embeddings without a gradient that is unread."""
 
 import torch
-from torch import Tensor, nn
 
 from hfpatch.compat import asks_for_input_gradients, forward_hooks
 from hfpatch.context.current import current
-from hfpatch.ops.embedding import Embedding
 
 
 class FreeEmbedding:
@@ -29,28 +27,3 @@ class FreeEmbedding:
             return out
         trains = any(p.requires_grad for p in current.embeds.parameters())
         return out.detach() if trains else out
-
-
-class _Sliced:
-    """Uses the embedding op whose backward works in slices (ops/embedding.py)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        trains = torch.is_grad_enabled() and self.weight.requires_grad
-        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
-        if trains and plain and not torch.compiler.is_compiling():
-            return Embedding.apply(input, self.weight, self.padding_idx)
-        return super().forward(input)
-
-
-class FusedEmbedding(FreeEmbedding, _Sliced):
-    """Swapped in for nn.Embedding."""
-
-
-class _SlicedEmbedding(_Sliced, nn.Embedding):
-    """The base class that replaces nn.Embedding under a family's own embedding."""
-
-
-class ScaledEmbedding(FreeEmbedding):
-    """Mixed over a family's own subclass of nn.Embedding (Gemma scales the result)."""
-
-    _hfpatch_beneath = (_SlicedEmbedding,)

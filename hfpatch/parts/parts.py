@@ -144,27 +144,15 @@ class FusedMLP:
     Attributes:
         _hfpatch_activation: the name of the activation that the probe found.
         _hfpatch_activations: the classes of its activation's modules at that time.
-        _hfpatch_gates: the projections that can be skipped where gate and up are kept.
+        _hfpatch_gates: the projections that can be skipped where gate and up are kept: two, or one
+            that makes both.
     """
-
-    _hfpatch_gates = ("gate_proj", "up_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         if not activation_as_found(self):
             return super().forward(x)
-        gate, up = kept(self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
-
-
-class FusedJointMLP:
-    """FusedMLP for families with gate and up in one projection."""
-
-    _hfpatch_gates = ("gate_up_proj",)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if not activation_as_found(self):
-            return super().forward(hidden_states)
-        gate, up = kept(self.gate_up_proj(hidden_states))[0].chunk(2, dim=-1)
+        made = kept(*(getattr(self, name)(x) for name in self._hfpatch_gates))
+        gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
         return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
 
 
@@ -185,10 +173,7 @@ def activation_as_found(mlp: nn.Module) -> bool:
     return True
 
 
-_MLPS = (
-    (FusedMLP, {"gate_proj", "up_proj", "down_proj"}),
-    (FusedJointMLP, {"gate_up_proj", "down_proj"}),
-)
+_GATES = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
 
 def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
@@ -196,8 +181,10 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     replaced = replaced_forward(mlp)
     if replaced:
         return replaced
-    part = next((part for part, names in _MLPS if names <= set(modules_of(mlp))), None)
-    if part is None or parameters_of(mlp):
+    gates = next(
+        (names for names in _GATES if {*names, "down_proj"} <= modules_of(mlp).keys()), None
+    )
+    if gates is None or parameters_of(mlp):
         return "no gated MLP"
     generator = torch.Generator().manual_seed(0)
 
@@ -219,16 +206,17 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
     twin = twin_of(mlp, {n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
     ours = twin_of(mlp, modules_of(twin))
-    ours.__class__ = type("Probe", (part, nn.Module), {})
-    kinds = [type(m) for m in _activations(mlp, part._hfpatch_gates)]
-    ours.__dict__["_hfpatch_activations"] = kinds
+    ours.__class__ = type("Probe", (FusedMLP, nn.Module), {})
+    kinds = [type(m) for m in _activations(mlp, gates)]
+    found = {"_hfpatch_gates": gates, "_hfpatch_activations": kinds}
+    ours.__dict__.update(found)
     x = torch.randn(5, 16, generator=generator)
     for name in dict.fromkeys(ACTIVATIONS.values()):
         ours.__dict__["_hfpatch_activation"] = name
         try:
             with torch.no_grad():
                 if close(ours(x), twin(x), 64):
-                    return part, {"_hfpatch_activation": name, "_hfpatch_activations": kinds}
+                    return FusedMLP, found | {"_hfpatch_activation": name}
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"

@@ -9,9 +9,7 @@ tensor to a power of two: 131,073 tokens would cost twice as much as 131,072.
 
 import warnings
 import weakref
-from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -75,17 +73,15 @@ class Area:
     def __init__(self, block, nbytes: int):
         self.block, self.nbytes = block, nbytes
         self.rows: list[tuple] = []  # (start, end, weak reference to the loan), ascending
-        self.low = 0  # start of a search: gaps below are taken, or too small for the last request
 
     @property
     def taken(self) -> int:
         """Bytes on loan."""
         return sum(end - start for start, end, loan in list(self.rows) if loan() is not None)
 
-    def take(self, nbytes: int, low: int | None = None) -> Loan | None:
-        """A loan of a Piece of nbytes at offset `low` or later, or None."""
-        at = self.low if low is None else low
-        first, i = at, bisect_left(self.rows, (at,))
+    def take(self, nbytes: int) -> Loan | None:
+        """A loan of a Piece of nbytes, or None."""
+        at = i = 0
         while True:
             while i < len(self.rows) and self.rows[i][2]() is None:
                 del self.rows[i]
@@ -99,13 +95,8 @@ class Area:
             at, i = self.rows[i][1], i + 1
         end = start + nbytes
         loan = Loan(Piece(self.block, self.block.bytes[start:end]))
-        self.rows.insert(i, (start, end, weakref.ref(loan, partial(self._given_back, start))))
-        if at <= max(first, self.low):
-            self.low = end
+        self.rows.insert(i, (start, end, weakref.ref(loan)))
         return loan
-
-    def _given_back(self, at: int, _loan) -> None:
-        self.low = min(self.low, at)
 
 
 ALIGNED = 64  # bytes; piece sizes are multiples of it
@@ -154,11 +145,10 @@ class HostPool:
         has room.
         """
         nbytes += -nbytes % ALIGNED
-        for low in (None, 0):  # 0: the gaps below Area.low too
-            for area in self.areas:
-                loan = area.take(nbytes, low)
-                if loan is not None:
-                    return loan
+        for area in self.areas:
+            loan = area.take(nbytes)
+            if loan is not None:
+                return loan
         return self._make(nbytes).take(nbytes)
 
     def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:

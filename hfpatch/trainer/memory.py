@@ -11,17 +11,11 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.free import ALLOCATOR, GROWS, expandable_segments
+from hfpatch.lab.watch import runtimes
 from hfpatch.layer.meter import Meter
-from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.report import say
 
 FILE, GiB = "hfpatch_memory.json", 1 << 30
-
-
-def runtimes(model) -> list[LayerRuntime]:
-    """The LayerRuntimes of a model, none for a stock one."""
-    found = (vars(module).get("_hfpatch_runtime") for module in model.modules())
-    return list({id(one): one for one in found if one is not None}.values())
 
 
 def meters(model) -> list[Meter]:

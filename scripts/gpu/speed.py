@@ -12,7 +12,7 @@ from hfpatch.attention.backends import BACKENDS
 from hfpatch.lab.checks import batch_of
 from hfpatch.lab.device import clean, copy_rate, matmul_rate, synchronize, timed
 from hfpatch.lab.made import made
-from hfpatch.lab.watch import pinned_gib, policy_used
+from hfpatch.lab.watch import pinned_bytes, policy_used
 from hfpatch.ops import linear_cross_entropy
 
 GiB = common.GiB
@@ -156,7 +156,7 @@ def memory(model) -> dict:
     return {
         "peak_gib": torch.cuda.max_memory_allocated() / GiB,
         "reserved_gib": torch.cuda.max_memory_reserved() / GiB,
-        "pinned_gib": pinned_gib(model),
+        "pinned_gib": pinned_bytes(model) / GiB,
         "retries": torch.cuda.memory_stats()["num_alloc_retries"],
     }
 

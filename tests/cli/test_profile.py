@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from hfpatch.cli.main import main
@@ -27,6 +28,7 @@ def call(capfd, *arguments):
     return code, said.out, said.err
 
 
+@pytest.mark.long
 def test_stock_runs_where_liger_cannot(capfd, tmp_path):
     """One real run through its own process; Liger has no CPU path, says so in one line, and the
     rest goes on.
@@ -107,7 +109,7 @@ def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
         Options(model="llama-tiny", device="cuda").on  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", tiny.longer(["SIGTERM", "SIGHUP", "SIGKILL", "SIGINT"], "SIGKILL"))
 def test_the_worker_ends_with_its_parent(name, tmp_path, request):
     """It holds the memory of a step, on a GPU too."""
     parent = subprocess.Popen(

@@ -1,7 +1,6 @@
 """Whole models of many families, patched, against transformers: loss and every gradient."""
 
 import copy
-from types import SimpleNamespace
 
 import families
 import pytest
@@ -142,29 +141,6 @@ def test_packed_documents_are_isolated(name):
         _, wanted_loss, wanted = step(stock, None, pieces)
         assert abs(loss - wanted_loss) <= 1e-5 * abs(wanted_loss)
         assert_close(grads, wanted)
-
-
-def test_an_embedding_of_a_familys_own_goes_back_in_slices_too(monkeypatch):
-    """Gemma scales what it looks up: 2 GiB of float32 sums at 131,072 tokens, of which the plan
-    knew nothing.
-    """
-    stock = families.small_model("gemma3_text").float()
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=TILE)
-    # of 64 columns, three slices
-    monkeypatch.setattr("hfpatch.ops.embedding.SLICE_BYTES", 4 * 80 * 24)
-    ids, wide = batch()["input_ids"], []
-    backward = torch.ops.aten.embedding_dense_backward
-    spy = SimpleNamespace(
-        embedding_dense_backward=lambda dy, *args: wide.append(dy.shape[-1]) or backward(dy, *args)
-    )
-    monkeypatch.setattr(hfpatch.ops.embedding.torch, "ops", SimpleNamespace(aten=spy))
-    for model in (ours, stock):
-        model.model.embed_tokens(ids).pow(2).sum().backward()
-    assert wide == [24, 24, 16]
-    assert torch.equal(ours.model.embed_tokens.weight.grad, stock.model.embed_tokens.weight.grad)
-    hfpatch.undo(ours)
-    assert type(ours.model.embed_tokens) is type(stock.model.embed_tokens)
 
 
 def test_a_family_that_our_attention_cannot_serve_keeps_its_own():

@@ -149,6 +149,7 @@ def path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
+@pytest.mark.docs
 def test_answers_on_pages_are_those_of_the_commands(capsys):
     """The plan that the page explains line by line, the first line of the QLoRA page, and lines of
     README's.

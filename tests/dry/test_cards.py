@@ -12,8 +12,8 @@ CASES = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sm", [80, 90, 100])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sm", [80, 90, 100])  # a process for each
 def test_the_host_waits_once(name, sm, dry, table):
     ran = dry.run(**CASES[name], layers=2, rows=[(1, 8192)] * 4, env={"DRY_SM": sm})
     assert ran.end == "ok" and sum(step["complaints"] for step in ran.steps) == 0

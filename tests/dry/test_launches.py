@@ -6,7 +6,8 @@ MODEL = "llama-3.1-8b"
 WAYS = ("hfpatch", "stock", "stock checkpointed", "liger", "liger checkpointed")
 # Launches of an untiled layer, forward and backward. Backward takes 28 to 32, by the attention kernel.
 LIMITS = {"hfpatch": (14, 32)}
-LORA_LIMIT = 219  # of a layer and tile, forward and backward
+TILE_LIMIT = 219  # of a layer and tile, forward and backward
+TILES = {"LoRA on all linear layers": {"adapters": "lora"}, "experts": {"model": "qwen3_moe"}}
 
 
 def per_layer(dry, tokens: int, **case) -> dict:
@@ -14,7 +15,8 @@ def per_layer(dry, tokens: int, **case) -> dict:
     found = []
     for layers in (2, 4):
         alone = "liger" in case.get("way", "")  # Liger patches the family for the whole process
-        ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * 6, alone=alone, **case)
+        case = {"model": MODEL} | case
+        ran = dry.run(layers=layers, rows=[(1, tokens)] * 6, alone=alone, **case)
         assert ran.end == "ok", ran.end
         seconds = [min(s["host_seconds"][i] for s in ran.steps[2:]) for i in (0, 1)]
         step = ran.last
@@ -43,12 +45,13 @@ def test_an_untiled_layer_launches_less_than_others(tokens, dry, table):
 
 
 @pytest.mark.long
-def test_a_tile_of_a_layer_with_adapters(dry, table):
+@pytest.mark.parametrize("name", TILES)
+def test_a_tile_of_a_layer(name, dry, table):
     settings = {"offload": "host", "every": 1, "plain": 0, "tile": 1024}
     tiles = {}
     for tokens in (4096, 8192):
-        found = per_layer(dry, tokens, adapters="lora", checkpointing=settings)
+        found = per_layer(dry, tokens, checkpointing=settings, **TILES[name])
         tiles[tokens] = found["forward"] + found["backward"]
     launches = (tiles[8192] - tiles[4096]) / 4
-    table("a layer and tile", "LoRA on all linear layers", "launches", launches, LORA_LIMIT)
-    assert launches <= LORA_LIMIT
+    table("a layer and tile", name, "launches", launches, TILE_LIMIT)
+    assert launches <= TILE_LIMIT

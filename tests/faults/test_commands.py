@@ -154,7 +154,7 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"cache_dir": tmp_path / "file"}, "a file is where a folder must be"),
         (
             {"checkpointing": tmp_path / "file"},
-            "Name a directory, which is made if it does not exist",
+            "a directory written as a path",
         ),
         ({"checkpointing": tmp_path / "file" / "below"}, "file, which is no folder"),
         ({"checkpointing": "somewhere"}, "checkpointing must be"),

@@ -13,6 +13,7 @@ from hfpatch.planner.answer import PROCESS_BYTES
 from hfpatch.planner.plan import plan
 
 
+@pytest.mark.long
 def test_the_command_takes_adapters(capsys):
     from hfpatch.cli.main import main
 

@@ -51,7 +51,7 @@ POLICIES = {
     "segments": Policy("host", tile=1024, every=2, save_attention=False),
     "stock": "stock",
 }
-FEW = {("llama", "keep"), ("llama", "segments"), ("gemma3_text", "plain"), ("qwen3_moe", "host")}
+FEW = {("llama", "keep"), ("qwen3_moe", "host")}
 CASES = [
     (family, name) if (family, name) in FEW else pytest.param(family, name, marks=LONG)
     for family in FAMILIES
@@ -82,7 +82,8 @@ def test_few_layers_tell_what_all_take(family, name):
     close(few, full, 0.02)
 
 
-@pytest.mark.parametrize("base", ["bf16", pytest.param("4bit", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("base", ["bf16", "4bit"])
 def test_few_layers_tell_what_all_take_with_adapters(base):
     for policy in (POLICIES["host"], Policy("gpu", tile=1024, frozen_weights="host")):
         few = steps_of("llama", Adapters(8, base)).cost(4096, policy)

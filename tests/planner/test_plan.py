@@ -92,13 +92,11 @@ def test_stock_does_not_fit_and_is_told_what_would():
 
 # Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by
 #     placement.
+@LONG
 @pytest.mark.parametrize("run", [
-    pytest.param({"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 131072}, marks=LONG),
+    {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 131072},
     {"gpu": "rtx4090", "host_ram": "16GiB", "seq_len": 262144, "placement": "gpu8bit"},
-    pytest.param(
-        {"gpu": "rtx4090", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 8},
-        marks=LONG,
-    ),
+    {"gpu": "rtx4090", "host_ram": "2TiB", "seq_len": 131072, "checkpointing": "gpu", "batch": 8},
 ])  # fmt: skip
 def test_suggestions_hold(run):
     found = plan("llama-3.2-1b", **run)
@@ -123,6 +121,7 @@ def test_suggestions_hold(run):
         assert plan("llama-3.2-1b", **changed).fits, suggestion
 
 
+@LONG
 def test_longest_sequence_is_the_longest():
     """To a thirtieth."""
     same = {"gpu": "l40s", "host_ram": "256GiB", "placement": "gpu8bit"}
@@ -142,6 +141,7 @@ def test_every_placement_answers(gpus):
             assert found.tokens_per_second == pytest.approx(gpus * 8192 / found.step_seconds)
 
 
+@LONG
 def test_every_gpu_answers():
     for name in GPUS:
         found = plan("llama-160m", seq_len=4096, gpu=name)

@@ -172,6 +172,7 @@ def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
     refused(f"{file}:2: not JSON", data=file, data_glob=None, strict=True)
 
 
+@pytest.mark.long
 def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
     """llama-3.2-1b at 128k in bf16 on 80 GB: stock's activations do not fit, hfpatch's do."""
     monkeypatch.setattr("hfpatch.trainer.footprint.this_gpu", lambda args: GPUS["a100-80gb"])

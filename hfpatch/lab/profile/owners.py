@@ -116,7 +116,7 @@ def _mark(events, living, pointers):
         node, count, known = living[pointer]
         if isinstance(category, tuple):
             category, module = category
-            if node is not None and node.start_time_ns > events.first_call(module):
+            if node is not None and node.start_time_ns > events.first_call.get(module, 0):
                 continue  # the address was used again
         living[pointer] = (node, count, known or category)
 
@@ -134,9 +134,7 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
             and forward_end is not None
             and (died is None or died > forward_end)
         )
-        if events.on_host(born):
-            category = "host"
-        elif phase_name == "optimizer":
+        if phase_name == "optimizer":
             category = "working set"
         elif module is not None and holds(head, module):
             category = "loss"

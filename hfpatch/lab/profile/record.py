@@ -11,15 +11,13 @@ import bisect
 import contextlib
 import threading
 from collections import defaultdict
-from unittest import mock
 
 import torch
 from torch.profiler import record_function
 
 from hfpatch.lab.watch import module_calls
-from hfpatch.store import device
 
-MODULE, PHASE, HOST = "hfpatch.module ", "hfpatch.phase ", "hfpatch.host buffer"
+MODULE, PHASE = "hfpatch.module ", "hfpatch.phase "
 
 
 def phase(name: str):
@@ -65,26 +63,6 @@ def is_layer(name: str, module) -> bool:
     )
 
 
-@contextlib.contextmanager
-def host_buffers():
-    """A context that collects the runtime's host buffers: yields {data_ptr: bytes}.
-
-    On a GPU this memory is outside of PyTorch's allocators. On a CPU it must not count as the
-    device's.
-    """
-    held: dict = {}
-    real = device.host_empty
-
-    def host_empty(nbytes, *args, **kwargs):
-        with record_function(HOST):
-            buffer = real(nbytes, *args, **kwargs)
-        held[buffer.data_ptr()] = nbytes
-        return buffer
-
-    with mock.patch.object(device, "host_empty", host_empty):
-        yield held
-
-
 class Spans:
     """Properly nested (start, end, name) of one thread. at(t): the innermost name at t, or None."""
 
@@ -110,13 +88,12 @@ class Spans:
 
 
 class Events:
-    """The profiler's tree, flattened: allocations in order of time, and operators and markers by
-    thread.
-    """
+    """The profiler's tree, flattened: allocations in order of time, and operators by thread."""
 
     def __init__(self, profiler: torch.profiler.profile):
-        self.allocations, self.ops, self.marks = [], defaultdict(list), defaultdict(list)
-        self.phases, self.host = [], []
+        self.allocations, self.ops, self.phases = [], defaultdict(list), []
+        self.first_call: dict[str, int] = {}  # of each module
+        marks = defaultdict(list)
         stack = list(profiler.profiler.kineto_results.experimental_event_tree())
         while stack:
             node = stack.pop()
@@ -126,31 +103,22 @@ class Events:
                 self.allocations.append(node)
             elif kind == "TorchOp":
                 start = node.start_time_ns
+                when = start, start + node.duration_time_ns, node.start_tid
                 if node.name.startswith(MODULE):
-                    self.marks[node.start_tid].append(
-                        (start, start + node.duration_time_ns, node.name[len(MODULE) :])
-                    )
+                    name = node.name[len(MODULE) :]
+                    self.first_call[name] = min(start, self.first_call.get(name, start))
+                    marks[node.start_tid].append((start, when[1], name))
                 elif node.name.startswith(PHASE):
-                    self.phases.append(
-                        (
-                            node.name[len(PHASE) :],
-                            start,
-                            start + node.duration_time_ns,
-                            node.start_tid,
-                        )
-                    )
-                elif node.name == HOST:
-                    self.host.append((start, start + node.duration_time_ns))
+                    self.phases.append((node.name[len(PHASE) :], *when))
                 elif node.name.startswith("Optimizer.step#"):
-                    self.phases.append(
-                        ("torch optimizer", start, start + node.duration_time_ns, node.start_tid)
-                    )
+                    self.phases.append(("torch optimizer", *when))
                 elif fields.sequence_number >= 0 and not is_backward(node):
                     self.ops[node.start_tid, fields.sequence_number].append(node)
         self.allocations.sort(key=lambda n: n.start_time_ns)
         for found in self.ops.values():
             found.sort(key=lambda n: n.start_time_ns)
-        self.spans = {tid: Spans(marks) for tid, marks in self.marks.items()}
+        # By time, not by the tree: a marker outlasts the Python frame of the hook that opens it.
+        self.spans = {tid: Spans(found) for tid, found in marks.items()}
         # torch marks Optimizer.step itself, inside an engine's backward too. Our mark, if there is
         # one, is around the same step.
         ours = [p for p in self.phases if p[0] == "optimizer"]
@@ -178,12 +146,6 @@ class Events:
         made = [op for op in found if op.start_time_ns < limit]
         return made[-1] if made else None
 
-    def first_call(self, module: str) -> float:
-        return min(
-            (start for spans in self.marks.values() for start, _, name in spans if name == module),
-            default=0,
-        )
-
     def phase_at(self, t) -> str:
         """The innermost phase at t, "optimizer" for a step inside an engine's backward."""
         name = ""
@@ -192,16 +154,10 @@ class Events:
                 name = what
         return name
 
-    def on_host(self, t) -> bool:
-        return any(start <= t <= end for start, end in self.host)
-
     def module_at(self, node) -> str | None:
         """The module whose forward or backward this event belongs to, None without one."""
-        called = (
-            self.spans[node.start_tid].at(node.start_time_ns)
-            if node.start_tid in self.spans
-            else None
-        )
+        spans = self.spans.get(node.start_tid)
+        called = None if spans is None else spans.at(node.start_time_ns)
         if called is not None:
             return called
         forward = self.forward_of(node)

@@ -4,7 +4,6 @@ Called by worker.py (one process per implementation) and by launched.py (under a
 every rank).
 """
 
-import contextlib
 import gc
 import resource
 import time
@@ -21,7 +20,8 @@ from hfpatch.lab.profile import record
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.owners import allocations
 from hfpatch.lab.profile.timeline import Run, measure, versions
-from hfpatch.lab.simulate.implementations import config_class
+from hfpatch.lab.simulate.implementations import config_class, enable_checkpointing
+from hfpatch.lab.watch import pinned_bytes, pools
 
 
 def load_config(name: str):
@@ -64,12 +64,7 @@ def become(
 
         _apply_liger_kernel_to_instance(model=model)
     if gradient_checkpointing:
-        # transformers 5.23 renamed it; older ones have the old name only.
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )
-        enable()
+        enable_checkpointing(model)
     return []
 
 
@@ -104,15 +99,6 @@ def _new_run(options: Options, device) -> Run:
     return run
 
 
-@contextlib.contextmanager
-def _recording(profiler):
-    profiler.start()
-    try:
-        yield
-    finally:
-        profiler.stop()
-
-
 def record_run(
     model,
     optimizer,
@@ -132,16 +118,14 @@ def record_run(
     run = _new_run(options, device)
     step = Step(model, optimizer, batch, backward or (lambda loss: loss.backward()))
     profiler, recorded = _profiler(device, options), False
-    stack = contextlib.ExitStack()
-    held = stack.enter_context(record.host_buffers())
     try:
         for i in range(options.warmup):
             progress(f"warm-up step {i + 1} of {options.warmup}")
             step()
         progress("recorded step")
-        before = _preexisting(model, optimizer, batch, device, held)
+        before = _preexisting(model, optimizer, batch, device)
         _start_history(device)
-        with record.module_markers(model) as step.inputs, _recording(profiler):
+        with record.module_markers(model) as step.inputs, profiler:
             recorded = True
             step(marked=True)
             synchronize()
@@ -161,12 +145,8 @@ def record_run(
         run.memory |= _allocator_figures(device)
         if main:
             _dump_snapshot(device, options, run)
-    finally:
-        stack.close()
     if device.type == "cuda":
-        run.memory["pinned_host_peak_bytes"] = run.memory.get("pinned_host_peak_bytes", 0) + sum(
-            held.values()
-        )
+        run.memory["pinned_host_peak_bytes"] = pinned_bytes(model)
     if recorded:
         progress("reading the events")
         _read(profiler, run, device, before, step.marks, head_name(model))
@@ -193,7 +173,7 @@ class Step:
             # Keeping the output object would hold the logits through the backward.
             loss = self.model(**self.batch).loss
         if marked:
-            self.marks.append(("forward", self.inputs))
+            self.marks.append(("forward", _host_blocks(self.model) | self.inputs))
         with record.phase("backward"):
             self.backward(loss)
         del loss
@@ -266,7 +246,6 @@ def _allocator_figures(device) -> dict:
         "reserved_peak_bytes": reserved,
         "fragmentation_bytes": reserved - allocated,
         "allocation_retries": stats["num_alloc_retries"],
-        "pinned_host_peak_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0),
     }
 
 
@@ -274,6 +253,12 @@ def _pointers(tensors) -> set:
     return {
         t.untyped_storage().data_ptr() for t in map(local_part, tensors) if t.device.type != "meta"
     }
+
+
+def _host_blocks(model) -> dict:
+    """{data_ptr: "host"} of the runtimes' host memory. On a CPU it must not count as the device's."""
+    areas = [area for pool in pools(model) for area in pool.areas]
+    return {area.block.bytes.data_ptr(): "host" for area in areas}
 
 
 def _gradients(model) -> list:
@@ -291,7 +276,7 @@ def _states(optimizer) -> list:
     ]
 
 
-def _preexisting(model, optimizer, batch, device, held) -> list:
+def _preexisting(model, optimizer, batch, device) -> list:
     """(data_ptr, bytes, category) of every storage alive on the device before the recorded step."""
     gc.collect()
     kinds: dict = {}
@@ -322,7 +307,7 @@ def _preexisting(model, optimizer, batch, device, held) -> list:
                 sizes[pointer] = storage.nbytes()
     for tensor in map(local_part, owned):
         sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-    kinds |= {pointer: "host" for pointer, count in held.items() if sizes.get(pointer) == count}
+    kinds |= _host_blocks(model)
     return [
         (pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer
     ]

@@ -25,7 +25,7 @@ from hfpatch.lab.compat import (
 )
 from hfpatch.lab.simulate import kernels_cost
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
-from hfpatch.lab.simulate.operations import is_view, key_of, tensors_in, writes
+from hfpatch.lab.simulate.operations import is_dense, is_view, key_of, tensors_in, writes
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.ops._library import IMPLEMENTATIONS
 
@@ -359,9 +359,8 @@ class Follower(TorchDispatchMode):
         old, new = args
         if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
             return False
-        if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
-            return False
-        if autograd_node() is None or not _called_by_engine():
+        alike = old.shape == new.shape and old.dtype == new.dtype and is_dense(old)
+        if not alike or autograd_node() is None or not _called_by_engine():
             return False
         found = _holders(args)
         if self._calibrating:
@@ -398,15 +397,3 @@ class Follower(TorchDispatchMode):
 def _holders(args) -> tuple[int, int, int]:
     """Reference counts of the first argument: in Python, in C++, and of its storage."""
     return sys.getrefcount(args[0]), *holders(args[0])
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Non-overlapping and dense, the layout in which autograd accumulates in place."""
-    expected = 1
-    for stride, size in sorted(
-        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

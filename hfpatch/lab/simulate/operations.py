@@ -60,3 +60,15 @@ def key_of(func, args, kwargs) -> tuple | None:
     if not _is_fresh(func):
         return None
     return func, _described(args), _described(tuple(kwargs.items()))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Non-overlapping and dense, the layout in which autograd accumulates in place."""
+    expected = 1
+    for stride, size in sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape) if sz != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
