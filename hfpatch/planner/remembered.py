@@ -32,8 +32,6 @@ def recall(asked: dict) -> dict | None:
         found = json.loads(_file(asked).read_text())
     except (OSError, ValueError):
         return None
-    if isinstance(found["policy"], dict):
-        found["policy"]["keep"] = tuple(found["policy"]["keep"])
     return found
 
 
