@@ -49,7 +49,7 @@ def train(argv) -> int:
         print(train_help.text())
         return 0
     argv = ["--help" if word == "--help-all" else word for word in argv]
-    from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs
+    from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly
 
@@ -71,6 +71,7 @@ def train(argv) -> int:
     if data_args.show_batch:
         say(_shown(data.train, data_args.show_batch, tokenizer))
         return 0
+    schedule.check(args, schedule.steps_of(args, data.train, model_args.sp_size), say)
     with progress("planning", first):
         planned = footprint.check(config, model_args, data_args, args, say)
     record = runs.record(config, model_args, data_args, args, data.fingerprint)

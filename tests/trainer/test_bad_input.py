@@ -166,6 +166,31 @@ def test_a_reporter_that_is_missing_is_named_before_tokenizing(refused, monkeypa
     refused("--report_to wandb: WandbCallback requires wandb", report_to="wandb")
 
 
+@pytest.mark.parametrize("words, kind, settings", [
+    ("got 0 from", "cosine_with_min_lr", '{"min_lr": NaN}'),
+    ("got -0.", "polynomial", '{"lr_end": -1}'),
+    ("ZeroDivisionError", "polynomial", '{"power": -1}'),
+    ("'nothing'", "cosine", '{"nothing": 1}'),
+    ("num_decay_steps", "warmup_stable_decay", "{}"),
+])  # fmt: skip
+def test_a_schedule_that_does_not_train_is_refused(refused, words, kind, settings):
+    refused(words, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
+
+
+@pytest.mark.parametrize("words, flags", [
+    ("warm-up of 10 steps is longer than the 4", {"warmup_steps": 10}),
+    ("decay of 10 steps is longer than the 3", {"warmup_steps": 1, "lr_scheduler_kwargs":
+     '{"num_decay_steps": 10}'}),
+    ("stable part of 9 steps is longer than the 3", {"warmup_steps": 1, "lr_scheduler_kwargs":
+     '{"num_decay_steps": 1, "num_stable_steps": 9}'}),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+def test_what_is_longer_than_the_run_is_said(run_train, words, flags):
+    flags = {"lr_scheduler_type": "warmup_stable_decay" if len(flags) > 1 else "linear"} | flags
+    code, out, err, _ = run_train(max_steps=4, **flags)
+    assert code == 0 and words in out, err
+
+
 def test_strict_stops_at_the_first_malformed_row(refused, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "a = 1"}\n{"text": \n')

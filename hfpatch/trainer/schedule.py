@@ -1,0 +1,71 @@
+"""The learning-rate schedule, built and read before training.
+
+Trainer never looks at its values: with NaN among its settings the rate is 0 in every step, and the
+run ends with exit code 0.
+"""
+
+import math
+
+import torch
+from transformers import get_scheduler
+
+from hfpatch.trainer.arguments import refusals
+
+READ = 64  # the rate is read at about as many steps
+
+
+def steps_of(args, rows, share: int) -> int:
+    """The steps of the run. rows: the dataset. share: processes that share each row."""
+    if args.max_steps > 0:
+        return args.max_steps
+    batch = args.per_device_train_batch_size * (args.world_size // share)
+    batches = math.ceil(len(rows) / batch)
+    return math.ceil(args.num_train_epochs * math.ceil(batches / args.gradient_accumulation_steps))
+
+
+def check(args, steps: int, say) -> None:
+    """Says which part of the schedule is longer than the run has room for.
+
+    Raises:
+        ValueError: the schedule cannot be built or read, a rate is negative or not finite, or the
+            rate is 0 in every step.
+    """
+    warmup = args.get_warmup_steps(steps)
+    with refusals((ArithmeticError, LookupError, TypeError, ValueError)):
+        rates = _rates(args, steps, warmup)
+    wrong = [rate for rate in rates if not math.isfinite(rate) or rate < 0]
+    if wrong or not any(rates[:-1]):
+        name = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        raise ValueError(
+            f"hfpatch: the learning rate must be 0 or more in every step, and more in some, got "
+            f"{(wrong or rates)[0]:g} from --lr_scheduler_type {name} in {steps} steps. Change "
+            "--warmup_steps or --lr_scheduler_kwargs."
+        )
+    settings, left = args.lr_scheduler_kwargs or {}, steps
+    parts = {"warm-up": warmup}
+    parts["stable part"] = settings.get("num_stable_steps") or 0
+    parts["decay"] = settings.get("num_decay_steps") or 0
+    for name, length in parts.items():
+        if length > left:
+            say(f"hfpatch: the {name} of {length} steps is longer than the {left} the run has.")
+            return
+        left -= length
+
+
+def _rates(args, steps: int, warmup: int) -> list[float]:
+    """The rates at some steps, the last of them the one after the run."""
+    # A rate of 0 that was asked for is no fault of the schedule.
+    rate = args.learning_rate or 1.0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], rate)
+    schedule = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    factors = getattr(schedule, "lr_lambdas", None)
+    if factors is None:  # it goes by the loss
+        return [rate, rate]
+    at = [*range(0, steps, max(1, steps // READ)), steps - 1, steps]
+    return [rate * factors[0](step) for step in at]
