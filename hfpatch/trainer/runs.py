@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from huggingface_hub import save_torch_state_dict
+
 RUN_FILE = "run.json"  # what a resume must match
 STATE_FILE = "trainer_state.json"
 _MODEL = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
@@ -77,6 +79,7 @@ class RunCheckpoints:
     """A mixin of Trainer: writes `record` into each checkpoint."""
 
     record: dict = {}
+    _unsaved: Exception | None = None
 
     def _save_checkpoint(self, model, trial, *args, **kwargs):
         super()._save_checkpoint(model, trial, *args, **kwargs)
@@ -91,3 +94,17 @@ class RunCheckpoints:
         kind = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.state_dict_type
         if not _internal_call and "SHARDED" in str(kind):
             self._save(output_dir, self.accelerator.get_state_dict(self.model))
+        if self._unsaved:
+            raise self._unsaved
+
+    def _save(self, output_dir=None, state_dict=None):
+        """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
+        try:
+            super()._save(output_dir, state_dict)
+        except Exception as error:
+            weights = self.model.state_dict() if state_dict is None else state_dict
+            if self.args.should_save:
+                save_torch_state_dict(weights, output_dir or self.args.output_dir)
+            # Under DeepSpeed Trainer takes a ValueError here for a missing state dict, and writes
+            # an empty file over the weights: save_model raises it.
+            self._unsaved = error

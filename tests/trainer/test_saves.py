@@ -1,9 +1,11 @@
-"""A model that loads and cannot be saved is found before it trains."""
+"""A model that loads and cannot be saved is found before it trains, and its weights are kept."""
 
 import json
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file
 
 from hfpatch.trainer import loading
 
@@ -46,6 +48,20 @@ def test_other_flaws_are_refused_before_training(run_train, saved, file, values,
     code, _, err, folder = run_train(**flags)
     assert code == 2 and f"could not be saved: {file}: " in err, err
     assert not folder.exists()
+
+
+def test_weights_are_written_where_the_rest_fails(run_train, monkeypatch):
+    """Of a model whose flaw comes late: a tokenizer that cannot be written."""
+
+    def fails(self, folder, *args, **kwargs):
+        raise ValueError("hfpatch: no tokenizer today.")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", fails)
+    monkeypatch.setattr("transformers.PreTrainedConfig.save_pretrained", fails)
+    code, _, err, folder = run_train(max_steps=2)
+    assert code == 2 and "no tokenizer today" in err
+    weights = load_file(folder / "model.safetensors")
+    assert torch.isfinite(weights["model.norm.weight"]).all()
 
 
 def test_a_model_without_settings_saves():
