@@ -102,7 +102,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     if settings == "off" or found.alone:
         skipped.append(("checkpointing", "not asked for" if settings == "off" else found.alone))
         for layer, answer in zip(layers, found.answers):
-            _swap_layer(layer, UntiledLayer, answer, found.kinds, configs)
+            _swap_layer(layer, UntiledLayer, replace(answer, kinds=found.kinds), configs)
         return
     for layer in layers:
         if "forward" in vars(layer):
@@ -118,7 +118,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         if isinstance(layer, TiledLayer):  # a layer that runs again later in the same forward
             continue
         layer._hfpatch_index, layer._hfpatch_runtime = index, runtime
-        _swap_layer(layer, TiledLayer, answer, found.kinds, configs)
+        _swap_layer(layer, TiledLayer, replace(answer, kinds=found.kinds), configs)
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, FreeEmbedding)
@@ -167,13 +167,10 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
         )
 
 
-def _swap_layer(
-    layer: nn.Module, part: type, answers: LayerTraits, kinds: frozenset, configs: tuple
-) -> None:
+def _swap_layer(layer: nn.Module, part: type, answers: LayerTraits, configs: tuple) -> None:
     if not is_mixed(layer):
         swap(layer, part)
         layer._hfpatch_configs, layer._hfpatch_traits = configs, answers
-        layer._hfpatch_kinds = kinds
 
 
 def _configs(decoder: Decoder) -> tuple:

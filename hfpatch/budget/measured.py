@@ -188,6 +188,8 @@ def climb(
         room: bytes that the step may add to the device at its highest.
         tile_most: tokens of the largest tile.
     """
+    if settings.aim == "least":  # its tiles stay as they are
+        settings = replace(settings, tile=first.tile, plain=0, keep=())
     policy, rest = first, call.gradients + call.tiled.most(rows)
     takes = lambda tile, gate_up: rest + tile_bytes(call, kinds, min(tile, rows), gate_up)  # noqa: E731
     while settings.tile == "auto" and policy.tile < min(rows, tile_most):

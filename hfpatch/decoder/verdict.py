@@ -317,10 +317,7 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
         answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
         layer._hfpatch_index = index
-        layer._hfpatch_runtime, layer._hfpatch_configs, layer._hfpatch_traits = (
-            runtime,
-            configs,
-            answer,
-        )
-        layer._hfpatch_kinds = kinds_in(layer)
+        layer._hfpatch_runtime = runtime
+        layer._hfpatch_configs = configs
+        layer._hfpatch_traits = replace(answer, kinds=kinds_in(layer))
     return ours

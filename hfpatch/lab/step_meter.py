@@ -53,7 +53,7 @@ class StepMeter(Meter):
         self.ahead = ahead
         self.own = trained_bytes_of(model)
 
-    def plan(self, first: Policy, settings, able: Layers, rows: int, grows: bool = True) -> Policy:
+    def plan(self, first: Policy, settings, able: Layers, rows: int) -> Policy:
         step, self.able = self.step, able
         step.rows, step.gate_up = rows, able.gate_up
         step.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))

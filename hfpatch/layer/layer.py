@@ -76,14 +76,12 @@ class UntiledLayer:
 
     Attributes:
         _hfpatch_traits: the LayerTraits of the layer's kind, from a small instance.
-        _hfpatch_kinds: the known classes in that small instance's layers (strangers.kinds_in).
         _hfpatch_configs: the configs that the layer's modules read.
         _hfpatch_condition: the Condition of the last look (condition.py).
         _hfpatch_streams: the residual streams of the hidden states (residual_streams.py), or None.
     """
 
     _hfpatch_condition: Condition | None = None
-    _hfpatch_kinds: frozenset[type] = frozenset()
     _hfpatch_streams: Streams | None = None
 
     def __call__(self, hidden_states, *args, **kwargs):
@@ -316,7 +314,7 @@ class TiledLayer(UntiledLayer):
             with runtime.turn, our_attention(configs, batch):
                 return whole(h)
 
-        return offloaded_checkpoint(runtime, policy, self, r.mask, run, r.given)
+        return offloaded_checkpoint(runtime, policy, self, run, r.given)
 
 
 def needs_no_gradient(layer: nn.Module, *given) -> bool:

@@ -35,7 +35,7 @@ class Forward:
 
     Attributes:
         room: bytes that the sources of copies may take while the current layer runs.
-        open: (kind, bytes that stood) of an untiled layer that runs now.
+        open: (index, kind, bytes that stood) of an untiled layer that runs now.
         kept: bytes that untiled layers kept.
         clocks: events as it began and ended.
         ends: the counters as it ended.
@@ -203,25 +203,21 @@ class Meter:
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
         return next(found, None), False
 
-    def plan(
-        self, first: Policy, settings: Checkpointing, able: Layers, rows: int, grows: bool = True
-    ) -> Policy:
-        """The policy of the step that begins. first: of one of which nothing is known; grows:
-        whether layers may keep more."""
+    def plan(self, first: Policy, settings: Checkpointing, able: Layers, rows: int) -> Policy:
+        """The policy of the step that begins. first: of one of which nothing is known."""
         step = self.step
         call, own = self._call_of(step.key)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
         step.plan, step.gate_up = Plan(first, untiled=[False] * self.n_layers), able.gate_up
-        if not grows:
-            settings = replace(settings, tile=first.tile, plain=0, keep=())
         if call is not None:
             step.share = min(UNSURE, SURE + self.gaps / self.card) if own and call.sure else UNSURE
             room = step.limit - step.base.allocated - step.share * self.card - self.spare
             room -= 0 if own else step.coming
             step.plan = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
-            step.ahead = grows * COPIES * (able.wide + able.gate_up) * rows
+            if settings.aim != "least":
+                step.ahead = COPIES * (able.wide + able.gate_up) * rows
         return step.plan.policy
 
     def firm(self, policy: Policy) -> None:
@@ -282,7 +278,7 @@ class Meter:
         if (left < 0 or not self.kinds[kind].known) and not plan.firm:
             plan.untiled[index] = False
             return False
-        step.forward.open = (kind, solid)
+        step.forward.open = (index, kind, solid)
         step.ran[index] = True
         # Sources of copies do not raise the peak that was announced.
         most = step.planned - kept if step.planned else left
@@ -295,10 +291,12 @@ class Meter:
         step = self.step
         if step.forward.open is None:
             return
-        name, before = step.forward.open
+        index, name, before = step.forward.open
         step.forward.open = None
         kept = max(0, solid - before)
-        self.kinds[name].kept = kept / step.rows
+        # the first one keeps its input, which later ones share with the layer before
+        if self.kinds[name].kept is None or any(step.ran[:index]):
+            self.kinds[name].kept = kept / step.rows
         step.forward.kept += kept
 
     def ended(self) -> None:

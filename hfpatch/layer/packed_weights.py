@@ -162,10 +162,6 @@ class Packed:
         for piece in self.pieces:  # in a second loop: two names may be one tensor's
             piece.storage = storage_of(piece.tensor)
 
-    def trained_by_now(self) -> str | None:
-        """The name of a parameter that was frozen and is trained now, or None."""
-        return next((name for _, name, tensor in self.tables if tensor.requires_grad), None)
-
     def given_others(self) -> bool:
         """Whether a tensor at rest lies in other memory now: its `.data` was replaced."""
         return any(storage_of(piece.tensor) != piece.storage for piece in self.pieces)

@@ -234,14 +234,13 @@ class Policies:
         step, whole, (B, T) = meter.step, key[4], x.shape[:2]
         if begins or step.plan is None or step.whole != whole:
             settings = self._settings(x, layer)
-            grows = settings.aim != "least"
             traits, itemsize = layer._hfpatch_traits, x.element_size()
             columns = 0 if whole else gate_up_columns(layer, traits, x.device.type)
             queue = self.queues[x.device, first.offload].transfers
             able = Layers(
                 columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.speed.now()
             )
-            policy, step.whole = meter.plan(first, settings, able, B * T, grows), whole
+            policy, step.whole = meter.plan(first, settings, able, B * T), whole
             group = None if whole else tensor_parallel_group(layer)
             if self.sequence is not None or group is not None:
                 policy = self._agreed(meter, key, policy, group)

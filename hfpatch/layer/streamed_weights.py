@@ -55,19 +55,13 @@ class StreamedWeights:
     @torch.inference_mode(False)
     def pack(self, layers, device: torch.device) -> None:
         """Moves the frozen weights of these layers to host memory, once. ValueError if an engine or
-        several ranks hold them, if one is trained by now, or if two layers have it.
+        several ranks hold them, or if two layers have one.
         """
         if self.transfers is not None and self.transfers.on_device != device:
             self.close()  # the model is on another device now
         for layer in layers:
             packed = self.packed.get(layer._hfpatch_index)
             if packed is not None:
-                if name := packed.trained_by_now():
-                    raise ValueError(
-                        "hfpatch: weights that wait on the host must stay frozen, and "
-                        f"{packed.kind}'s {name} wants a gradient now. Call hfpatch.undo(model) "
-                        "and hfpatch.apply(model) again."
-                    )
                 if same(packed.tables, noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
@@ -101,15 +95,8 @@ class StreamedWeights:
         those that wait on the host.
         """
         taken = noted(layer) if self.on else []
-        made = [
-            (t.dtype, function(torch.empty(0, dtype=t.dtype, device="cpu"))) for _, _, t in taken
-        ]
-        if any(new.dtype != dtype for dtype, new in made) and self.packed:
-            raise ValueError(
-                "hfpatch: weights that wait on the host must keep their dtype, and they were "
-                "cast. Cast the model before its first forward, or call hfpatch.undo(model)."
-            )
-        if not self.packed and all(new.device.type == "cpu" for _, new in made):
+        to = function(torch.empty(0, device="cpu")).device
+        if not self.packed and to.type == "cpu":
             taken = []
         for table, n, tensor in taken:
             not_for_deepspeed(tensor, True)

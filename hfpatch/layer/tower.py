@@ -64,7 +64,7 @@ class TowerBlock:
                 return super(TowerBlock, self).forward(x, *rest, **kwargs)
 
         place = _place(tower, x, first)
-        return offloaded_checkpoint(tower, place, self, kwargs.get("attention_mask"), run, x)
+        return offloaded_checkpoint(tower, place, self, run, x)
 
 
 def find_towers(model: nn.Module, stack: nn.Module) -> dict[str, list[tuple]]:

@@ -30,6 +30,7 @@ class LayerTraits:
         softcap: the cap of attention's scores, or None.
         looked: the probe searched for modules that mix tokens.
         attends: the mixers only call attention, in a way that cannot be intercepted.
+        kinds: the known classes in the small instance's layers (strangers.kinds_in).
     """
 
     attention: tuple[str, ...] = ()
@@ -45,6 +46,7 @@ class LayerTraits:
     softcap: float | None = None
     looked: bool = False
     attends: bool = False
+    kinds: frozenset = frozenset()
 
     def in_time(self, mixer: str) -> str:
         """How this mixer runs, as a phrase for the report."""

@@ -15,9 +15,8 @@ from hfpatch.compat import (
     collecting,
     modules_in,
     same_memory,
-    version,
 )
-from hfpatch.layer.forward_state import ForwardState, as_in_forward, edited
+from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.graph_bytes import whole_graph
 
 
@@ -50,18 +49,13 @@ class _Held:
 
 
 class _AsFirst:
-    """Calls run(x), which uses this layer and mask. Later calls use the tensors and switches of the
-    first.
-    """
+    """Calls run(x), which uses this layer. Later calls use the tensors and switches of the first."""
 
-    def __init__(self, run, layer: nn.Module, mask, step=None):
+    def __init__(self, run, layer: nn.Module, step=None):
         self.run, self.layer, self.then, self.step = run, layer, None, step
-        self.mask, self.version = mask, version(mask) if isinstance(mask, Tensor) else None
 
     def __call__(self, x):
         if self.then is not None:
-            if self.version is not None and version(self.mask) != self.version:
-                raise edited(f"the mask of a {type(self.layer).__name__}", "modified in place")
             # A hook that computes a gradient reruns this within the forward, which records outputs.
             graph = None if self.step is None else whole_graph(self.step, self.layer, x)
             try:
@@ -76,15 +70,14 @@ class _AsFirst:
         return y
 
 
-def offloaded_checkpoint(runtime, policy, layer: nn.Module, mask, run, x_BTD: Tensor):
+def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
     """run(x), checkpointed. x [B, T, D] waits in the policy's tier; without a policy (another
     shape), on the device.
 
-    `run` uses this layer and this attention mask (None, a tensor, another object). Backward calls
-    it again.
+    `run` uses this layer. Backward calls it again.
     """
     meter = runtime.meters.get(x_BTD.device)
-    run = _AsFirst(run, layer, mask, meter and meter.step)
+    run = _AsFirst(run, layer, meter and meter.step)
     if policy is None or policy.offload == "gpu":
         return _checkpoint(run, x_BTD)
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers

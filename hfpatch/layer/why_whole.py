@@ -219,7 +219,7 @@ REASONS = (
     # What nobody tried.
     Reason("untried", "no small instance of it could be tried ({})"),
     Reason("other kind", "no layer of its kind in the small instance"),
-    _layer("unknown module", "{}", lambda layer, c: stranger_in(layer, layer._hfpatch_kinds)),
+    _layer("unknown module", "{}", lambda layer, c: stranger_in(layer, c.traits.kinds)),
     # What the small instance showed.
     Reason("masks of its own", "its model reads masks itself, and cannot read ours ({})"),
     Reason("raised", "asked, it raised {}"),

@@ -136,9 +136,8 @@ class Ladder:
     def plan(self, way: str) -> Plan:
         """As evaluate."""
         run, policy, sure, ahead = self.run, self.first, False, NONE
-        grows = way == SETTLED and self.settings.aim == "fastest"
         cost, call = self.steps.cost(run.seq_len, policy, ahead, False), Call()
-        for _ in range(STEPS if grows and cost.kinds else 0):
+        for _ in range(STEPS if way == SETTLED and cost.kinds else 0):
             self._note(call, cost)
             found = self._next(call, cost, sure)
             if any(found.untiled) and self._unknown(call):
@@ -152,13 +151,8 @@ class Ladder:
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
         cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
         found = _said(run, self.placement, policy, cost)
-        if (
-            way == GLANCE
-            and run.host is not None
-            and found.host_peak_bytes > found.host_usable_bytes
-        ):
-            found = self.plan(FIRST)
-        return found
+        short = run.host is not None and found.host_peak_bytes > found.host_usable_bytes
+        return self.plan(FIRST) if short and way == GLANCE else found
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
@@ -195,6 +189,8 @@ class Ladder:
         """Bytes per token that the sources of copies may take while tiled layers run and while
         untiled ones do, as layer/meter.py has them; None where they need not wait for memory."""
         room = self._room(any(found.untiled))
+        if self.settings.aim == "least":  # no more than its backward takes
+            room = min(room, found.top)
         tiled = room - found.working - call.stands.most(self.rows)
         enough = COPIES * (cost.able.wide + cost.able.gate_up)
 
@@ -202,7 +198,7 @@ class Ladder:
             most = max(0, int(spare / self.rows))
             return None if most >= enough else most // 8192 * 8192
 
-        return each(tiled), each(room - found.top)
+        return each(tiled), each(min(room - found.top, found.need))
 
 
 def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:

@@ -1,5 +1,6 @@
 """Plans of the cells of dry.csv, beside what the same steps took on the dry device (tests/dry): the
-policy on which the run settled, and the most bytes of torch's allocator in its last step.
+policy on which the run settled, and the most bytes of torch's allocator in its last step (torch 2.11,
+AdamW, six steps, expandable segments).
 
     python profiles/plan/dry.py    plans every cell anew, into dry.csv
 """
@@ -16,6 +17,7 @@ from hfpatch.planner.evaluate import evaluate
 TABLE = Path(__file__).with_name("dry.csv")
 DRY_CONTEXT = 520 << 20
 ADAPTERS = {"lora-all16": Adapters(16), "lora-all": Adapters(16, itemsize=4), "full": None}
+ADAPTERS["qlora-all"] = Adapters(16, "4bit", itemsize=4)
 
 
 def planned(row: dict) -> dict:
@@ -26,11 +28,11 @@ def planned(row: dict) -> dict:
     )  # fmt: skip
     found = evaluate(run, "adamw")
     peak = found.gpu_peak_bytes - found.gpu_bytes["slack"]
-    keep = "+".join(found.policy["keep"])
-    tiled = run.shape.num_layers - found.policy["plain"] - found.policy["again"]
+    plain, again = found.policy["plain"], found.policy["again"]
+    gates = 0 if again is None else run.shape.num_layers - plain - again
     return row | {
-        "plan_untiled": found.policy["plain"], "plan_tile": found.policy["tile"],
-        "plan_gate_up": tiled if keep else 0, "plan_gib": f"{peak / GiB:.1f}",
+        "plan_untiled": plain, "plan_tile": found.policy["tile"],
+        "plan_gate_up": gates, "plan_gib": f"{peak / GiB:.1f}",
     }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
         if stock_first:
             step(model, mine, uneven)
         hfpatch.apply(model, **WAYS[way])
-        layers = [m for m in model.modules() if hasattr(m, "_hfpatch_kinds")]
+        layers = [m for m in model.modules() if hasattr(m, "_hfpatch_index")]
         # A second step has what the first left behind.
         with (
             mock.patch.object(Traced, "post", autospec=True, side_effect=Traced.post) as tiles,

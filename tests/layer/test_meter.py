@@ -10,6 +10,7 @@ import torch
 from tiny import gradients
 
 import hfpatch
+from hfpatch.budget.measured import Kind, Plan
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
@@ -223,3 +224,38 @@ def test_what_one_run_measured_another_begins_with(monkeypatch):
 
     assert second.run(again, 12000)[0].plain >= plain[2] - 1 > 0
     assert max(second.peaks) <= 8.0 * GiB
+
+
+class Card(Told):
+    """A card of 310 bytes, of which `now` are allocated."""
+
+    now = 0
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+
+    def read(self) -> Counters:
+        return Counters(self.now, self.now)
+
+    def limit(self) -> int:
+        return 310
+
+    def card(self) -> int:
+        return 0
+
+    def clock(self):
+        return None
+
+
+def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
+    """Later ones share theirs with the layer before. If each were taken to keep as much as the first,
+    they would run tiled although there is room."""
+    gauge = Card()
+    meter = Meter(gauge, list, 4)
+    meter.kinds["a"] = Kind(kept=100)
+    meter.begin()
+    meter.step.rows = 1
+    meter.step.plan = Plan(None, ["a"] * 4, [False, True, True, True])
+    for index, gauge.now in enumerate([0, 0, 108, 208]):
+        meter.layer(index, "a", 0)
+    assert meter.step.ran == meter.step.plan.untiled == [False, True, True, True]
