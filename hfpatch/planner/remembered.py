@@ -29,12 +29,9 @@ def _file(asked: dict) -> Path:
 def recall(asked: dict) -> dict | None:
     """The fields of the Plan of these arguments, None if there is none."""
     try:
-        found = json.loads(_file(asked).read_text())
+        return json.loads(_file(asked).read_text())
     except (OSError, ValueError):
         return None
-    if isinstance(found["policy"], dict):
-        found["policy"]["keep"] = tuple(found["policy"]["keep"])
-    return found
 
 
 def remember(asked: dict, fields: dict) -> None:
