@@ -11,6 +11,7 @@ import weakref
 import pytest
 import tiny
 import torch
+from families import small_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -471,6 +472,20 @@ def test_compile_with_the_tiled_layer():
     torch._dynamo.reset()
     ours.compile(backend="aot_eager")
     tiny.assert_as_good(ours, stock, tiny.labelled())
+
+
+@breaks
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+def test_compile_of_logits_that_are_scaled_or_capped(family):
+    stock = small_model(family).double()
+    ids = torch.randint(3, stock.config.vocab_size, (2, tiny.TOKENS))
+    ours, batch = tiny.patched(stock), {"input_ids": ids, "labels": ids}
+    torch._dynamo.reset()
+    ours.compile(backend="eager")
+    got, true = tiny.step(ours, batch), tiny.step(stock, batch)
+    for name, wanted in true.items():
+        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    assert ours(**batch).logits is None, "the loss is fused"
 
 
 # --- other architectures --------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """`hfpatch plan`: the arguments, and the answer as text or JSON."""
 
+import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 
 from hfpatch.budget.limits import parse_length
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing
@@ -45,6 +47,9 @@ def add_arguments(parser) -> None:
     add_adapters(add)
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
+    add(
+        "--extended", action="store_true", help=argparse.SUPPRESS
+    )  # of a run file with rope_scaling
     add("--json", action="store_true", help="one JSON object")
 
 
@@ -71,5 +76,7 @@ def main(args) -> int:
             video_tokens=args.video_tokens, max_seq_len=args.max_seq_len,
             progress=_lengths_tried(),
         )  # fmt: skip
+    if args.extended:
+        found = replace(found, positions=None)
     print(json.dumps(found.to_dict(), indent=1) if args.json else found)
     return 0 if found.fits else 3

@@ -4,8 +4,11 @@ import argparse
 import shlex
 import sys
 
+from hfpatch.budget.free import gpu_free, host_free
 from hfpatch.cli.flags import add_checkpointing
 from hfpatch.cli.table import show_table
+from hfpatch.lab.hardware import GiB
+from hfpatch.lab.models import text_config_of
 from hfpatch.lab.profile.options import CHOICES, words_of
 from hfpatch.lab.profile.run import profile, results
 from hfpatch.lab.profile.timeline import size
@@ -87,6 +90,8 @@ def main(args) -> int:
         else "hfpatch profile"
     )
     lengths, impls = parse_lengths(args.seq_len), args.impl.split(",")
+    if not args.simulate:
+        _expect_room(args.model, args.batch * max(lengths))
     wanted = {
         "seq_len": lengths,
         "impl": impls,
@@ -100,6 +105,18 @@ def main(args) -> int:
         return 0
     show(profile(args.model, progress=progress, **wanted))
     return 0
+
+
+def _expect_room(model: str, tokens: int) -> None:
+    """ValueError for tokens whose layer inputs alone, in 2 bytes, this machine cannot hold."""
+    values = text_config_of(model)[1]
+    needed = 2 * tokens * values.get("hidden_size", 0) * values.get("num_hidden_layers", 0)
+    room = (host_free() or 1 << 60) + (gpu_free() or 0)
+    if needed > room:
+        raise ValueError(
+            f"hfpatch: {tokens:,} tokens must fit this machine's {room / GiB:.0f} GiB, and their "
+            f"layer inputs alone take {needed / GiB:.0f}. Pass fewer tokens, or --simulate."
+        )
 
 
 def progress(impl: str, seq_len: int, text: str) -> None:

@@ -66,8 +66,8 @@ class ForwardState:
     """A layer's tensors, each once, and its modules' switches, as of one forward.
 
     Attributes:
-        places: (module, name) of each tensor; tensors: the tensors there; counts: their versions
-            after the forward; trained: those that required a gradient.
+        places: (module, name) of each tensor; tensors: the tensors there; counts: their versions, or
+            None where the forward wrote to it; trained: those that required a gradient.
         gathered: whether an engine swaps the tensors.
         units: modules that FSDP2 gathers separately.
     """
@@ -93,11 +93,11 @@ class ForwardState:
         self.wanted = [x for x in self.tensors if x.requires_grad]
         if self.gathered:
             self.tensors = []
-        self.counts = []
+        self.counts = list(map(version, self.tensors))
 
     def ran(self) -> None:
-        """Called after the forward: what the layer itself wrote to, its rerun writes again."""
-        self.counts = list(map(version, self.tensors))
+        """Called after the forward: what the layer itself wrote to, each of its runs writes to."""
+        self.counts = [n if version(x) == n else None for x, n in zip(self.tensors, self.counts)]
 
     def refuse_others(self) -> None:
         """Raises RuntimeError if the layer has other modules, hooks, forwards, merged adapters or
@@ -115,13 +115,12 @@ class ForwardState:
                 "backward."
             )
         for (module, name), x, count in zip(self.places, self.tensors, self.counts):
-            if tensor_at(module, name) is not x or version(x) != count:
+            if tensor_at(module, name) is not x or count not in (None, version(x)):
                 raise edited(f"{type(module).__name__}.{name}", "replaced or modified in place")
 
     def trained_now(self) -> list[Tensor]:
         """The trained tensors, as they are now."""
-        found = zip(self.places, self.trained)
-        return [tensor_at(*place) for place, trained in found if trained]
+        return [tensor_at(*at) for at, trained in zip(self.places, self.trained) if trained]
 
 
 @contextmanager

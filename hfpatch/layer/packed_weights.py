@@ -80,10 +80,6 @@ def _travelling(layer: nn.Module) -> list:
     )
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
-
-
 def _own_storage(bytes_N: Tensor) -> Tensor:
     """The same bytes as a storage of their own: saving a tensor must not save the whole block."""
     return bytes_N if is_fake(bytes_N) else torch.from_numpy(bytes_N.numpy())
@@ -142,7 +138,7 @@ class Packed:
             # One place for two names of the same memory (an 8-bit weight and its state's).
             known = id(tensor) if is_fake(tensor) else (tensor.data_ptr(), nbytes)
             if starts.setdefault(known, self.nbytes) == self.nbytes:
-                self.nbytes += _aligned(nbytes)
+                self.nbytes += -(-nbytes // ALIGNED) * ALIGNED
             self.pieces.append(_Piece(tensor, starts[known], nbytes, strides))
         self.tables, self.saved = noted(layer), None
         if self.nbytes:

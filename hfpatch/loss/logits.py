@@ -93,6 +93,7 @@ class Logits(Tensor):
         return through(self.owner._hfpatch_head(), loss, hidden, labels, **options)
 
     @classmethod
+    @torch.compiler.disable  # dynamo cannot trace tensors without memory
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.__name__
         if name == "__get__":  # of an attribute

@@ -86,7 +86,7 @@ class Area:
             while i < len(self.rows) and self.rows[i][2]() is None:
                 del self.rows[i]
             room, start = -at % PINNED_AT_ONCE, at
-            if room < nbytes <= PINNED_AT_ONCE:
+            if room < nbytes:
                 start += room
             if (self.rows[i][0] if i < len(self.rows) else self.nbytes) - start >= nbytes:
                 break
@@ -142,9 +142,12 @@ class HostPool:
 
     def take(self, nbytes: int) -> Loan:
         """A loan of a Piece of at least nbytes, from a new block of that size if no block
-        has room.
+        has room. One of more than PINNED_AT_ONCE is pageable, and a block of its own.
         """
         nbytes += -nbytes % ALIGNED
+        if nbytes > PINNED_AT_ONCE:  # a copy may not cross two registrations
+            block = Block(self.device, nbytes, pin=False)
+            return Loan(Piece(block, block.bytes))
         for area in self.areas:
             loan = area.take(nbytes)
             if loan is not None:
@@ -157,7 +160,11 @@ class HostPool:
         most: limit in bytes of all blocks, as far as they hold spare room, which serves longer
             batches later.
         """
-        aligned = [(nbytes + -nbytes % ALIGNED, count) for nbytes, count in sizes.items()]
+        aligned = [
+            (nbytes + -nbytes % ALIGNED, count)
+            for nbytes, count in sizes.items()
+            if nbytes <= PINNED_AT_ONCE
+        ]
         wanted = sum(nbytes * count for nbytes, count in aligned)
         # No piece spans two blocks, so the end of each but the last may stay empty.
         largest = max(aligned, default=(0,))[0]

@@ -90,7 +90,7 @@ class Callback(TrainerCallback):
             try:
                 return step(*positional, **named)
             except Exception as error:
-                if memory.is_out_of_memory(error) and self._last:
+                if isinstance(error, torch.OutOfMemoryError) and self._last:
                     memory.explain(trainer.model, trainer.args, self._last, error)
                 raise
 
@@ -278,12 +278,6 @@ def _compute_dtype(args, model) -> torch.dtype:
     return torch.float16 if args.fp16 else next(model.parameters()).dtype
 
 
-def published_peak(device_name: str) -> float | None:
-    """The data sheet's dense bf16 FLOP/s of a GPU; None for one outside of the planner's table."""
-    row = gpu_named(device_name)
-    return row and row.peak_flops
-
-
 def peak_flops(device, dtype: torch.dtype) -> float | None:
     """FLOP/s of the device: the published dense peak of a known GPU in bf16 or fp16, else the rate
     of a large matmul. None for a CPU.
@@ -292,7 +286,7 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
     if device.type == "cpu":
         return None
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        known = published_peak(torch.cuda.get_device_name(device))
-        if known:
-            return known
+        known = gpu_named(torch.cuda.get_device_name(device))
+        if known is not None:
+            return known.peak_flops
     return matmul_rate(device, False, dtype)

@@ -129,9 +129,9 @@ def prepared(table, documents, name: str, data, pad_id: int, windows, say) -> tu
     """(RowDataset, bytes a token, share of attention) of these documents of a tokenized table."""
     lengths = pyarrow.compute.list_value_length(table.data.column("ids")).to_numpy()
     chosen = lengths[documents]
-    cut = packing.cut(chosen, data.seq_len, long_rows=data.long_rows)
+    pieces = packing.cut(chosen, data.seq_len, long_rows=data.long_rows)
     learned, kept, labels = table.data.column("learned"), [], 0
-    for piece in cut.pieces:
+    for piece in pieces:
         document = int(documents[piece.document])
         flags = learned[document].values[piece.start + 1 : piece.start + piece.length]
         count = flags.true_count if piece.length > 1 else 0
@@ -181,8 +181,8 @@ class Stream(torch.utils.data.IterableDataset):
                     f"hfpatch: rows left out: {reason} (the first at {malformed.reasons[reason][1]})"
                 )
             malformed.expect_few(self.data, least=100)
-            cut = packing.cut([len(ids)], self.data.seq_len, long_rows=self.data.long_rows)
-            for p in cut.pieces:
+            pieces = packing.cut([len(ids)], self.data.seq_len, long_rows=self.data.long_rows)
+            for p in pieces:
                 if any(learned[p.start + 1 : p.start + p.length]):
                     yield ids[p.start : p.start + p.length], learned[p.start : p.start + p.length]
         malformed.report(self.data, self.say)

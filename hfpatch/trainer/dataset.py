@@ -76,7 +76,7 @@ def pack(dataset, seq_len: int, *, pad_id: int = 0, long_rows: str = "split") ->
     """
     limit = parse_length(seq_len)
     lengths = [len(row["input_ids"]) for row in dataset]
-    pieces = packing.cut(lengths, limit, long_rows=long_rows).pieces
+    pieces = packing.cut(lengths, limit, long_rows=long_rows)
     return Packed(dataset, packing.pack(pieces, limit), pad_to=limit, pad_id=pad_id)
 
 

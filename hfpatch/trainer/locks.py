@@ -1,14 +1,10 @@
 """A lock on a run's folder."""
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 
 @contextlib.contextmanager
@@ -21,9 +17,6 @@ def alone_in(folder: str) -> Iterator[None]:
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
     held = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

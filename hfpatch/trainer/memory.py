@@ -80,10 +80,6 @@ def write(model, args, folder=None) -> Path | None:
     return path
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError)
-
-
 def explain(model, args, shape: tuple, error: BaseException) -> None:
     """Writes what was measured up to a step that ran out of memory, and adds a sentence to the
     error.

@@ -18,33 +18,20 @@ class Piece:
     length: int
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The pieces, how many documents were too long to keep whole, and how many tokens they lost."""
-
-    pieces: list[Piece]
-    documents: int
-    tokens: int
-
-
-def cut(lengths, limit: int, *, long_rows: str = "split") -> Cut:
+def cut(lengths, limit: int, *, long_rows: str = "split") -> list[Piece]:
     """One piece a document, or several where it is longer than `limit` tokens.
 
     long_rows: "split" keeps all tokens, as pieces of their own; "truncate" keeps the first `limit`;
     "drop" leaves the document out.
     """
-    pieces, documents, tokens = [], 0, 0
-    for document, length in enumerate(lengths):
-        length = int(length)
+    pieces = []
+    for document, length in enumerate(map(int, lengths)):
         if length <= limit or long_rows == "split":
             starts = range(0, length, limit)
             pieces += [Piece(document, start, min(limit, length - start)) for start in starts]
-            continue
-        documents += 1
-        if long_rows == "truncate":
+        elif long_rows == "truncate":
             pieces.append(Piece(document, 0, limit))
-        tokens += length - limit if long_rows == "truncate" else length
-    return Cut(pieces, documents, tokens)
+    return pieces
 
 
 def pack(pieces, limit: int) -> list[list[Piece]]:

@@ -17,6 +17,8 @@ FLAGS = {
     "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
     "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",
 }  # fmt: skip
+EXTENDS = ("rope_scaling", "max_position_embeddings")  # keys that extend the model's positions
+EXTENDED = "--extended"  # plan's flag for them
 BITS = {"load_in_4bit": "4bit", "load_in_8bit": "8bit"}
 
 
@@ -87,6 +89,8 @@ def words(name: str, known) -> list[str]:
         near = "" if key in FLAGS else did_you_mean(key, FLAGS, 0.9)
         if near:
             raise ValueError(f"hfpatch: {path} has an unknown key {key!r}.{near}")
+        if key in EXTENDS and EXTENDED in known:
+            found.append(EXTENDED)
         if FLAGS.get(key) not in known or key in BITS and value.lower() not in ("true", "yes"):
             continue
         if FLAGS[key] == "--placement":

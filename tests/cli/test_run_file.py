@@ -45,6 +45,9 @@ def test_a_flag_wins_over_the_file_and_a_model_needs_no_flag(tmp_path, capsys):
     found = planned(capsys, str(file))
     assert (found["seq_len"], found["batch"], found["gpu"]) == (131072, 2, "a10g")
     assert found["policy"]["tile"] == 4096 and found["policy"]["offload"] == "host"
+    assert found["positions"] == 4096, "which a plan compares with the sequence"
+    file.write_text(file.read_text() + "rope_scaling: {rope_type: yarn, factor: 32.0}\n")
+    assert planned(capsys, str(file))["positions"] is None, "the run extends them"
     assert planned(capsys, str(file), "--seq-len", "8k")["seq_len"] == 8192
     assert planned(capsys, "llama-tiny", "--seq-len", "8k", "--gpu", "16GiB")["gpu"] == "16GiB"
 

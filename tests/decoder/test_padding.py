@@ -117,3 +117,26 @@ def test_labels_at_padding_behind_a_row_count_as_in_transformers(how):
     if how in ("own class", "logits", "hook"):
         line = "an attention mask with holes, or with labels at padding."
         assert [n for n in ours._hfpatch_report.notes if n.endswith(line)]
+
+
+@pytest.mark.parametrize("where", [slice(15, None), slice(0, 9)])
+def test_a_loss_of_ones_own_that_the_mask_weighs(where):
+    """A KL divergence to another model's logits, without labels, and a mean of hidden states."""
+    stock, teacher = (
+        tiny.llama(dtype=torch.float64),
+        tiny.llama(dtype=torch.float64, rope_theta=50.0),
+    )
+    ids, mask = tiny.ids(), torch.ones(2, tiny.TOKENS, dtype=torch.long)
+    mask[1, where] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    ours = tiny.patched(stock)
+    with torch.no_grad():
+        wanted = teacher(**batch).logits.log_softmax(-1)
+    for model in (ours, stock):
+        out = model(**batch, output_hidden_states=True)
+        apart = F.kl_div(out.logits.log_softmax(-1), wanted, log_target=True, reduction="none")
+        loss = (apart.sum(-1) * mask).sum() / mask.sum()
+        means = [(h * mask[..., None]).sum(1) / mask.sum(1)[:, None] for h in out.hidden_states]
+        (loss + torch.stack(means).square().sum()).backward()
+    for (name, p), q in zip(stock.named_parameters(), ours.parameters()):
+        assert (q.grad - p.grad).norm() <= 1e-5 * p.grad.norm(), name

@@ -426,10 +426,17 @@ def from_step(at: int, act):
     return action
 
 
-def held(model, batch: dict, now: bool) -> None:
-    """4 GiB of the user's own, or of another model's."""
+def held(model, batch: dict, now: bool, gib: int = 4) -> None:
+    """Memory of the user's own, or of another model's."""
     if now and "_dry_held" not in vars(model):
-        vars(model)["_dry_held"] = torch.empty(4 * GiB, dtype=torch.uint8, device="cuda")
+        vars(model)["_dry_held"] = torch.empty(gib * GiB, dtype=torch.uint8, device="cuda")
+
+
+def held_late(model, batch: dict, now: bool) -> None:
+    """The same in the midst of a step, which did not plan for it."""
+    if now:
+        hook = OfAnEngine(lambda *_: held(model, batch, now, gib=8))
+        layers_of(model)[-1].register_forward_pre_hook(hook)
 
 
 def half_frozen(model, batch: dict, now: bool) -> None:
@@ -468,6 +475,7 @@ ACTIONS = {
     "whole": whole,
     "written at rest": written_at_rest,
     "hold": from_step(3, held),
+    "hold late": from_step(3, held_late),
     "unfreeze": from_step(3, half_frozen),
     "evaluate": from_step(0, evaluated),
     "image": image,

@@ -14,6 +14,8 @@ RESERVED_OF = {
     "131k": 1.17,  # untiled layers have the peak in forward, copies to the device theirs in backward
     "131k, LoRA": 1.25,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
 }
+# Before a layer was untiled once, it is announced with 1.3 times the graphs of its tiles.
+UNTRIED = {"131k, LoRA": 0.12}
 # What the last line of a policy announces.
 ANNOUNCED = re.compile(r"([\d.]+) of [\d.]+ GiB of the device")
 MODEL = "llama-3.1-8b"
@@ -50,7 +52,7 @@ def test_steps_settle_on_what_fits(name, dry, table):
     announced = [float(x) for s in ran.steps for x in ANNOUNCED.findall(s["said"])]
     if announced:
         table("memory", name, "announced, GiB", announced[-1])
-        assert peak == pytest.approx(announced[-1], rel=0.03)
+        assert peak == pytest.approx(announced[-1], rel=UNTRIED.get(name, 0.03))
     table("memory", name, "first peak, GiB", ran.steps[0]["allocated_peak"] / GiB)
     table("memory", name, "peak, GiB", peak, CARD)
     most = RESERVED_OF.get(name, RESERVED) * peak
@@ -181,3 +183,14 @@ def test_memory_runs_out_where_it_would_and_auto_fits(dry, table):
     errors = [step["error"] for step in ran.steps if "error" in step]
     table("out of memory", "14,000 MiB, auto", "errors in 3 steps", len(errors), 0)
     assert ran.end == "ok" and not errors
+
+
+@long
+def test_after_memory_ran_out_the_next_step_fits_and_says_why(dry, table):
+    case = {"layers": 8, "rows": [(1, 32768)] * 6, "env": {"DRY_MEM_MIB": 24210}}
+    ran = dry.run(MODEL, **case, before="hold late")
+    errors = [i for i, step in enumerate(ran.steps) if "error" in step]
+    case = "8 GiB are taken in the midst of step 3"
+    table("out of memory", case, "errors in 6 steps", len(errors), 1)
+    assert ran.end == "ok" and errors == [3]
+    assert "memory ran out; " in ran.steps[4]["said"]

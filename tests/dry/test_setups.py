@@ -17,7 +17,7 @@ SETUPS = {
     "LoRA, float32 adapters": {"adapters": "lora float32"},
     "QLoRA": {"adapters": "lora", "four_bits": True},
     "QLoRA of 70B on 24 GiB": {
-        "model": "llama-3.1-70b", "layers": 80, "rows": [(1, 32768)] * 3, "adapters": "lora",
+        "model": "llama-3.1-70b", "layers": 80, "rows": [(1, 8192)] * 3, "adapters": "lora",
         "four_bits": True, "checkpointing": AWAY, "card": 24, "env": {"DRY_MEM_MIB": 200000},
     },
     "float8 by rows": {"float8": True},
@@ -26,7 +26,7 @@ SETUPS = {
     "LoRA on experts": {"model": "qwen3_moe", "adapters": "lora experts"},
     "checkpoints on a disk": {"checkpointing": HOST | {"offload": "DISK"}},
     "packed": {"batch": "packed"},
-    "padded": {"batch": "padded", "rows": [(3, 4096)] * 3},
+    "padded": {"batch": "padded", "rows": [(3, 4096)] * 5},
     "packed, tiles on the host": {"batch": "packed", "checkpointing": HOST},
 }  # fmt: skip
 SHORT = ("LoRA", "packed")

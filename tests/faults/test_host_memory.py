@@ -15,7 +15,9 @@ import torch
 import hfpatch
 from hfpatch.context.documents import find_rows
 from hfpatch.store import device as device_module
+from hfpatch.store import pool as pool_module
 from hfpatch.store.device import CudaDevice, Device, host_empty
+from hfpatch.store.pool import HostPool
 from tests.faults.test_exceptions import assert_same, patched, step
 from tests.layer.devices import standing_in
 
@@ -120,6 +122,16 @@ def test_memory_is_pinned_in_parts_of_64_gib(room, monkeypatch):
     assert sorted(held.items()) == [(i * most, most) for i in range(8)] + [(8 * most, 64)]
     device.unpin(block)
     assert held == {}
+
+
+def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
+    monkeypatch.setattr(pool_module, "PINNED_AT_ONCE", 1024)
+    device = Pinning()
+    pool = HostPool(device)
+    pool.reserve({1088: 2, 320: 1})
+    loans = [pool.take(n) for n in (1088, 320, 1088)]
+    assert [loan.thing.bytes.numel() for loan in loans] == [1088, 320, 1088]
+    assert [nbytes for call, _, nbytes in device.calls if call == "pin"] == [320]
 
 
 @pytest.mark.parametrize(

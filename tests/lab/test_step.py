@@ -262,7 +262,7 @@ def test_options_refuse(tmp_path, wrong, named):
 @pytest.mark.parametrize("impl", ["hf", "hfpatch"])
 def test_gpu_peak_is_the_allocators(tmp_path, impl):
     """The followed peak is max_memory_allocated, but for what other users of the device's memory
-    took (3%).
+    took: cuBLAS 32 MiB for each thread. tests/dry runs it too.
     """
     wanted = options(tmp_path, impl=impl, device="cuda", seq_len=4096, model="llama-160m")
     model = step.build_model(wanted)
@@ -271,7 +271,8 @@ def test_gpu_peak_is_the_allocators(tmp_path, impl):
     run = step.record_run(
         model, optimizer, step.make_batch(32000, wanted, torch.device("cuda", 0)), wanted
     )
-    assert run.peak_bytes == pytest.approx(run.memory["allocated_peak_bytes"], rel=0.03), notes
+    allocated = run.memory["allocated_peak_bytes"]
+    assert run.peak_bytes == pytest.approx(allocated, rel=0.02, abs=66 << 20), notes
     assert run.memory["reserved_peak_bytes"] >= run.memory["allocated_peak_bytes"]
     snapshot = pickle.loads((tmp_path / run.memory["snapshot_file"]).read_bytes())
     assert snapshot["segments"] and snapshot["device_traces"], "what PyTorch's memory viewer reads"

@@ -112,6 +112,21 @@ def test_gradients_are_those_over_stock_layers(name):
     assert_as_good(got, plain, true)
 
 
+def test_adapters_on_parameters_may_run_again_before_backward():
+    """PEFT's parametrization writes to the weight in each forward."""
+    stock = adapted("target_parameters").double()
+    ours = copy.deepcopy(stock)
+    hfpatch.apply(ours, checkpointing=tiny.TILED)
+    for model in (ours, stock):
+        first, second = model(**tiny.labelled()).loss, model(**tiny.labelled(1, 17)).loss
+        (first + second).backward(retain_graph=True)
+        first.backward()
+    trained = [(n, p) for n, p in stock.named_parameters() if p.requires_grad]
+    for name, p in trained:
+        got = ours.get_parameter(name).grad
+        assert (got - p.grad).norm() <= 1e-5 * p.grad.norm(), name
+
+
 def test_tuned_norms_do_not_make_another_kind_of_layer():
     """PEFT keeps its copies of norms within the layers, under wrappers, also before apply()."""
     report = hfpatch.apply(adapted("LN tuning"), checkpointing=tiny.TILED)

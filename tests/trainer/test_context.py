@@ -72,9 +72,13 @@ def test_limit_and_base_alone():
 @pytest.mark.parametrize(
     "config, limit, scaling, words",
     [
-        (LlamaConfig(), 0, None, "must be 1 or more, got 0"),
         (LlamaConfig(), None, "yarn", "must be a JSON object"),
-        (LlamaConfig(), None, '{"rope_type": "moon"}', "must be one of default, linear"),
+        (
+            LlamaConfig(),
+            None,
+            '{"rope_type": "moon"}',
+            "does not work with this model .'moon'.",
+        ),
         (LlamaConfig(), None, '{"factor": 4.0}', "needs a rope_type"),
         (LlamaConfig(), None, '{"rope_type": "dynamic", "factor": 2.0}', "Use yarn or linear"),
         (

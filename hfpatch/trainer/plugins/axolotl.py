@@ -59,7 +59,11 @@ def _settings(value: str | dict) -> Checkpointing | str:
     """The value for `apply` of a word or a block. Raises ValueError."""
     if isinstance(value, str):
         return parse_checkpointing(value)
-    return Checkpointing(**{n: tuple(v) if isinstance(v, list) else v for n, v in value.items()})
+    fields = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items()}
+    try:
+        return Checkpointing(**fields)
+    except TypeError as error:  # an unknown field
+        raise ValueError(f"hfpatch: checkpointing: {error}. Correct the block.") from error
 
 
 class Arguments(BaseModel):
