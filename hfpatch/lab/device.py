@@ -49,6 +49,8 @@ def nan_in_new_memory():
 
         return wrapper
 
+    with torch.device("cpu"):  # torch notes once which functions `with torch.device` is for
+        torch.empty(0)
     places = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
     before = [getattr(owner, name) for owner, name in places]
     try:

@@ -13,10 +13,8 @@ def test_prove_fails_where_nothing_is_computed(table, tmp_path):
     page = (tmp_path / "prove.md").read_text()
     row = json.loads((tmp_path / "prove.json").read_text())
     assert "SOMETHING IS WRONG" in page and "all is well" not in page
-    assert not row["ok"] and row["failed"][0]["what"] == "against the CPU"
-    assert "FAILED against the CPU bfloat16" in run.stderr
-    failed = {line.split()[2] for line in run.stderr.splitlines() if "FAILED" in line}
-    assert {"against", "model,"} <= failed, "a product and a model's gradients fail"
+    assert not row["ok"] and row["failed"][0]["what"].startswith("model")
+    assert "RuntimeError" not in page, "the numbers fail, not the program"
     table("prove --small", "a device that computes nothing", "comparisons", row["checks"])
     failures = run.stderr.count("hfpatch: FAILED")
     table("prove --small", "a device that computes nothing", "of them fail", failures)
