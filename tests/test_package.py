@@ -304,6 +304,7 @@ def test_train_runs_without_a_checkout(wheel, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_prove_needs_no_checkout(wheel, tmp_path):
     """Its imports and its files; without time it leaves every piece out, which is no success."""
     done = run_from(

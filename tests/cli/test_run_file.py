@@ -8,7 +8,7 @@ from hfpatch.cli.main import main
 from hfpatch.trainer import arguments, run_file
 
 READY = sorted(path.name for path in run_file.READY.glob("*.yaml"))
-SHORT = ("llama-3.1-8b-full-80g.yaml", "qwen3-8b-qlora-24g.yaml")
+SHORT = ("qwen3-8b-qlora-24g.yaml",)
 SLOW = [n if n in SHORT else pytest.param(n, marks=pytest.mark.long) for n in READY]
 
 

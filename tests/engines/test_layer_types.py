@@ -27,7 +27,8 @@ def check(reports: list[dict], names: tuple[str, ...]) -> None:
                 numerics.assert_close(got, plain, exact, f"{what} of {name}")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_windows_under_context_parallelism(ranks, tmp_path):
     """Packed rows; on four ranks two pairs, with rows of their own."""
     worker = "types_worker.py", "context", ",".join(WINDOWS)

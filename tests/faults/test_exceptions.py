@@ -142,7 +142,15 @@ def interrupt_everywhere(tier, way, directory, every_nth, first=1):
 
 # Lines are drawn evenly; more of them are the long test below.
 @pytest.mark.parametrize(
-    "tier, way", [("gpu", "every 2"), ("host", "tiles"), ("disk", "tiles"), ("host", "every 2")]
+    "tier, way",
+    [
+        ("gpu", "every 2"),
+        ("host", "tiles"),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in (("disk", "tiles"), ("host", "every 2"))
+        ),
+    ],
 )
 def test_ctrl_c_at_any_line(tier, way, tmp_path):
     interrupt_everywhere(tier, way, tmp_path, every_nth=509, first=37)
@@ -173,7 +181,7 @@ def raise_in(module, nth):
 # Out of memory in forward and in backward, in post and in pre, a hundred times; and no step between
 # that clears up.
 @pytest.mark.parametrize("tier, way", [
-    ("host", "tiles"), ("disk", "tiles"), ("gpu", "every 3"),
+    ("host", "tiles"), ("gpu", "every 3"),
     *(pytest.param(t, w, marks=pytest.mark.long) for t in ("gpu", "host", "disk") for w in WAYS),
 ])  # fmt: skip
 def test_a_hundred_exceptions_leak_nothing(tier, way, tmp_path):

@@ -77,8 +77,9 @@ def test_reference_figures(implementation, tokens, expected):
 
 
 # Liger rebinds transformers' modules, so each figure has a process of its own.
+@pytest.mark.long
 @pytest.mark.parametrize("implementation, expected, host", [
-    pytest.param("liger", 52.6, 0, marks=pytest.mark.long), ("liger-tiled-offload", 12.1, 34.0),
+    ("liger", 52.6, 0), ("liger-tiled-offload", 12.1, 34.0),
 ])  # fmt: skip
 def test_reference_figures_of_liger(implementation, expected, host):
     pytest.importorskip("liger_kernel")

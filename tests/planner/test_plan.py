@@ -418,7 +418,7 @@ HYBRIDS = {
 
 
 @tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
-@pytest.mark.parametrize("family", longer(list(HYBRIDS), "qwen3_5_text"))
+@pytest.mark.parametrize("family", longer(list(HYBRIDS)))
 def test_a_hybrid_s_plan_is_what_its_whole_length_takes(family):
     """What is told by steps of three to five tiles, beside a simulated step of eight."""
     from hfpatch.decoder.small_instance import scaled_config

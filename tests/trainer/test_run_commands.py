@@ -80,13 +80,9 @@ def assert_patched(folder: Path, ranks: int, err: str) -> None:
     assert "2 x LlamaDecoderLayer" in err and not WHOLE.search(err)
 
 
+@tiny.LONG
 @pytest.mark.parametrize(
-    "name, variables",
-    [
-        pytest.param("swift", {}, marks=tiny.LONG),
-        ("axolotl", {}),
-        pytest.param("llamafactory-cli", {"FORCE_TORCHRUN": 1}, marks=tiny.LONG),
-    ],
+    "name, variables", [("swift", {}), ("axolotl", {}), ("llamafactory-cli", {"FORCE_TORCHRUN": 1})]
 )
 def test_other_trainers_commands_are_patched(name, variables, tmp_path):
     out = tmp_path / "out"
