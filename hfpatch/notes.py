@@ -11,7 +11,7 @@ from torch import nn
 from hfpatch.budget.free import ALLOCATOR, GROWS, expand_segments
 from hfpatch.decoder.find import Decoder
 from hfpatch.layer.condition import look
-from hfpatch.parts.quantised import is_quantised
+from hfpatch.parts.quantised import dense_of
 from hfpatch.report import Report
 
 
@@ -82,7 +82,7 @@ def widened(model: nn.Module) -> list[str]:
     """Names of frozen float32 parameters in a 16-bit model whose Linear layers are quantised."""
     named = getattr(getattr(model, "config", None), "dtype", None)
     narrow = str(named).rpartition(".")[2] in ("bfloat16", "float16")
-    if not narrow or not any(is_quantised(m) for m in model.modules()):
+    if not narrow or not any(dense_of(m) for m in model.modules()):
         return []
     return [
         n for n, p in model.named_parameters() if p.dtype == torch.float32 and not p.requires_grad

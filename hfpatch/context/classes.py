@@ -28,6 +28,7 @@ class Mixed:
 
     _hfpatch_base: type
     _hfpatch_part: type
+    _hfpatch_code: object  # the base's forward at that time; a later forward is another library's
 
     def __reduce_ex__(self, protocol):
         state = super().__reduce_ex__(protocol)
@@ -48,7 +49,7 @@ def mixed(part: type, base: type) -> type:
 def _mixed(part: type, base: type, forward) -> type:
     made = type(
         base.__name__, (part, Mixed, base),
-        {"_hfpatch_base": base, "_hfpatch_part": part,
+        {"_hfpatch_base": base, "_hfpatch_part": part, "_hfpatch_code": forward,
          "__module__": base.__module__,
          "__doc__": base.__doc__},
     )  # fmt: skip

@@ -209,10 +209,6 @@ def _with_mixers(
     return replace(known, softcap=count.softcap)
 
 
-def _far(x):
-    return x + 2**20 if isinstance(x, Tensor) and x.dtype == torch.int64 else x
-
-
 class _Probe:
     """Runs `pre` and `post` of one layer and compares their values and gradients."""
 
@@ -325,7 +321,8 @@ class _Probe:
         # A layer that reads positions itself (Ministral 3 scales queries by them) differs from the
         # block at large positions only.
         args, kwargs = pytree.tree_map(
-            _far, pytree.tree_unflatten(self.arguments.leaves, self.arguments.spec)
+            lambda x: x + 2**20 if isinstance(x, Tensor) and x.dtype == torch.int64 else x,
+            pytree.tree_unflatten(self.arguments.leaves, self.arguments.spec),
         )
         far = Arguments(args, kwargs, *self.x.shape[:2])
         own, its = self._ask(block=True), self._ask()

@@ -23,7 +23,7 @@ from hfpatch.context.classes import (
     package_of,
     replaced_forward,
 )
-from hfpatch.parts.quantised import WRAPPED, class_of, is_fake_quantised, is_quantised
+from hfpatch.parts.quantised import WRAPPED, class_of, dense_of, is_fake_quantised
 
 _DECLARED: set[type] = set()
 
@@ -84,7 +84,7 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
             return f"{name}: {replaced_forward(module)}"
         if kind in _DECLARED:
             continue
-        if not in_adapter and as_made and (is_quantised(module) or _projects(module, kind)):
+        if not in_adapter and as_made and (dense_of(module) or _projects(module, kind)):
             continue
         if not (as_made and package in LIBRARIES if in_adapter else kind in known):
             return (

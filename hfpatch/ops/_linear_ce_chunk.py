@@ -170,18 +170,17 @@ def cross_entropy_chunk_bwd_plain_(
         _gradient_(logits_CV[rows], u_RV, labels_R1, keep_R, rows_KC[:, rows], inner, outer)
 
 
-def _chunk(logits_CV, *args) -> None:
-    run = cross_entropy_chunk_plain_
-    if use_kernel(logits_CV):
-        from hfpatch.kernels.cross_entropy import cross_entropy_fwd as run
-    run(logits_CV, *args)
+def _chunk(plain, kernel: str):
+    """The op's implementation: the kernel of this name, or plain torch."""
 
+    def run(logits_CV, *args) -> None:
+        if not use_kernel(logits_CV):
+            return plain(logits_CV, *args)
+        from hfpatch.kernels import cross_entropy
 
-def _chunk_bwd(logits_CV, *args) -> None:
-    run = cross_entropy_chunk_bwd_plain_
-    if use_kernel(logits_CV):
-        from hfpatch.kernels.cross_entropy import cross_entropy_bwd as run
-    run(logits_CV, *args)
+        getattr(cross_entropy, kernel)(logits_CV, *args)
+
+    return run
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:
@@ -205,7 +204,7 @@ cross_entropy_chunk_ = define(
     "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor(b!) loss, "
     "Tensor(c!) lse, Tensor(d!)? best, Tensor(e!)? stats, int ignore_index, float smoothing, "
     "float inner, float outer, float z_loss, bool grad) -> ()",
-    _chunk,
+    _chunk(cross_entropy_chunk_plain_, "cross_entropy_fwd"),
     _no_output,
 )
 # rows: [K, C] in the wide dtype, a column per row of logits: largest u, P, Y (K = 3), U (K = 4),
@@ -213,7 +212,7 @@ cross_entropy_chunk_ = define(
 cross_entropy_chunk_bwd_ = define(
     "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, int ignore_index, "
     "float inner, float outer) -> ()",
-    _chunk_bwd,
+    _chunk(cross_entropy_chunk_bwd_plain_, "cross_entropy_bwd"),
     _no_output,
 )
 # x *= factor. The kernel reads the factor on the device, and does not touch x if the factor is 1.

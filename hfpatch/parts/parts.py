@@ -40,6 +40,10 @@ class FusedRMSNorm:
     """
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
+        if self._hfpatch_base.forward is not type(self)._hfpatch_code:
+            total = hidden_states if residual is None else hidden_states + residual
+            normed = super().forward(total)
+            return normed if residual is None else (normed, total)
         eps, offset, cast = self._hfpatch_norm
         weight, eps = getattr(self, "weight", None), getattr(self, eps)
         if residual is None:
@@ -162,10 +166,13 @@ def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
 
 def activation_as_found(mlp: nn.Module) -> bool:
     """Whether the fused form, which does not call the activation module, still computes the same:
-    the activation has the class that apply() found, its class's forward, and no hooks.
+    the MLP's class has the forward that apply() found, and the activation its class, its class's
+    forward and no hooks.
     """
     now = _activations(mlp, mlp._hfpatch_gates)
     if hooks_on_all() or [type(m) for m in now] != mlp._hfpatch_activations:
+        return False
+    if mlp._hfpatch_base.forward is not type(mlp)._hfpatch_code:
         return False
     for m in now:
         if forward_hooks(m) or other_hooks(m) or "forward" in m.__dict__:
@@ -206,7 +213,11 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
     others = {n: m for n, m in modules_of(mlp).items() if n not in inner}  # the activation
     twin = twin_of(mlp, {n: linear(*inner[n]) for n in modules_of(mlp) if n in inner} | others)
     ours = twin_of(mlp, modules_of(twin))
-    ours.__class__ = type("Probe", (FusedMLP, nn.Module), {})
+    ours.__class__ = type(
+        "Probe",
+        (FusedMLP, nn.Module),
+        {"_hfpatch_base": nn.Module, "_hfpatch_code": nn.Module.forward},
+    )
     kinds = [type(m) for m in _activations(mlp, gates)]
     found = {"_hfpatch_gates": gates, "_hfpatch_activations": kinds}
     ours.__dict__.update(found)

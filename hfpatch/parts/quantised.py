@@ -58,15 +58,10 @@ _QUANTISED = {
 _PACKED = "bitsandbytes.Bnb4bitParametrization"
 
 
-def _quantised(module: nn.Module) -> Callable | None:
-    kinds = kinds_of(type(module))
-    return next((make for kind, make in _QUANTISED.items() if kind in kinds), None)
-
-
 def dense_of(module: nn.Module) -> Callable[[torch.dtype], Tensor] | None:
     """A function dtype -> dense weight [out, in] of a quantised Linear; None for other modules."""
-    make = _quantised(module)
-    return None if make is None else partial(make, module)
+    kinds = kinds_of(type(module))
+    return next((partial(_QUANTISED[k], module) for k in _QUANTISED if k in kinds), None)
 
 
 def holds_packed(module: nn.Module) -> bool:
@@ -81,11 +76,6 @@ def holds_packed(module: nn.Module) -> bool:
 def class_of(module: nn.Module) -> type:
     """The module's class; for packed experts, the class beneath bitsandbytes' parametrization."""
     return type(module).__mro__[1] if holds_packed(module) else type(module)
-
-
-def is_quantised(module: nn.Module) -> bool:
-    """Whether this is a known quantised Linear."""
-    return _quantised(module) is not None
 
 
 # --- torchao's projections that train -------------------------------------------------------------

@@ -177,7 +177,7 @@ def _on_cuda(supported):
 
 
 @contextlib.contextmanager
-def _hfpatch_as(model: nn.Module, policy, cuda: bool):
+def _patched_as(model: nn.Module, policy, cuda: bool):
     """A context in which hfpatch follows the policy, if there is one, and its CUDA paths as far as
     these differ in memory.
 
@@ -349,7 +349,7 @@ def simulate(
         shares = sharded(LoneRank(ranks))
         inputs = {"position_ids": torch.arange(seq_len).repeat(batch, 1), **(inputs or {})}
     around = (
-        mode, _transformers_as_if_real(), _hfpatch_as(model, policy, cuda), shares, parks,
+        mode, _transformers_as_if_real(), _patched_as(model, policy, cuda), shares, parks,
         plain_scans(), scans_by_blocks(),
         few_blocks(follower), few_queries(follower), fake_weights(model, shadows),
     )  # fmt: skip
