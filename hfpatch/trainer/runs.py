@@ -103,7 +103,7 @@ class RunCheckpoints:
             super()._save(output_dir, state_dict)
         except Exception as error:
             weights = self.model.state_dict() if state_dict is None else state_dict
-            if self.args.should_save:
+            if self.args.should_save and weights:  # save_pretrained empties what it has written
                 save_torch_state_dict(weights, output_dir or self.args.output_dir)
             # Under DeepSpeed Trainer takes a ValueError here for a missing state dict, and writes
             # an empty file over the weights: save_model raises it.
