@@ -24,10 +24,10 @@ FOLDERS = {
     "layer": (3200, 38629),
     "trainer": (2483, 26372),
     "budget": (496, 5528),
-    "planner": (921, 11550),
+    "planner": (936, 11678),  # plan --fp8, for who trains with train --fp8
     "decoder": (1066, 13451),
     "ops": (952, 14193),
-    "cli": (798, 8126),
+    "cli": (800, 8159),
     "context": (763, 9366),
     "store": (606, 6196),
     "kernels": (597, 10086),

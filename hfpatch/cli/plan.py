@@ -11,6 +11,7 @@ from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing
 from hfpatch.cli.quiet import progress
 from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import MODELS, PRESETS
+from hfpatch.planner.float8 import RECIPES
 from hfpatch.planner.limits import flag
 from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.planner.plan import plan
@@ -44,6 +45,8 @@ def add_arguments(parser) -> None:
     add("--video-tokens", type=int, default=0, help="visual tokens of each row's videos (0)")
     add("--host-ram", help="the machine's memory, as 256GiB (twice the cards', at least 64GiB)")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
+    add("--fp8", nargs="?", const="rowwise", choices=list(RECIPES),
+        help="the layers' products in torchao's float8, by rows (rowwise)")  # fmt: skip
     add_adapters(add)
     add_checkpointing(add, "; or stock, stock-checkpointing: transformers without hfpatch (auto)")
     add("--max-seq-len", action="store_true", help="also find the longest sequence that fits")
@@ -73,7 +76,7 @@ def main(args) -> int:
             args.model, seq_len=args.seq_len, batch=args.batch, gpu=args.gpu, gpus=args.gpus,
             host_ram=args.host_ram, placement=args.placement, checkpointing=args.checkpointing,
             adapters=adapters_of(args), sp_size=args.sp_size, images=args.images,
-            video_tokens=args.video_tokens, max_seq_len=args.max_seq_len,
+            video_tokens=args.video_tokens, fp8=args.fp8, max_seq_len=args.max_seq_len,
             progress=_lengths_tried(),
         )  # fmt: skip
     if args.extended:

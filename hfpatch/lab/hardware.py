@@ -50,6 +50,7 @@ class Gpu:
     peer: one direction of the links to the machine's other GPUs; 0 if they exchange through the
         host.
     sharing: GPUs that use the machine's disk at once.
+    float8: speedup of the layers' matmuls in float8 (`plan --fp8`); 1.0 without it.
     """
 
     name: str
@@ -64,12 +65,13 @@ class Gpu:
     measured: bool = False
     peer: float = 0.0
     sharing: int = 1
+    float8: float = 1.0
 
     @property
     def matmul_flops(self) -> float:
         """FLOP/s of large matmuls, for plans."""
         share = 1.0 if self.measured else MATMUL_SHARE
-        return share * self.peak_flops
+        return share * self.peak_flops * self.float8
 
     @property
     def memory_rate(self) -> float:

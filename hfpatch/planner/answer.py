@@ -20,6 +20,7 @@ from hfpatch.lab.shallow import (
     shared,
 )
 from hfpatch.lab.steps import Cost
+from hfpatch.planner.float8 import cast_bytes
 from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.machine import card
 from hfpatch.planner.placements import (
@@ -159,11 +160,12 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
 
 
 def stays_of(run: Run, placement: str, policy) -> Resident:
-    """placements.resident, with the bytes of the image tower."""
+    """placements.resident, with the bytes of the image tower and of casts to float8."""
     stays = resident(placement, run.shape, run.gpus, policy)
     if run.tower is not None:
         stays = run.tower.resident(stays, run.shape.parameters, bool(run.shape.adapters))
-    return stays
+    more = cast_bytes(run)
+    return replace(stays, parameters=stays.parameters + more, passed=stays.passed + more)
 
 
 def settings_of(checkpointing) -> Checkpointing | str:

@@ -24,6 +24,7 @@ from hfpatch.lab.shallow import model_of
 from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.steps import Cost, Steps
 from hfpatch.layer.meter import COPIES
+from hfpatch.planner import float8
 from hfpatch.planner.answer import (
     PROCESS_BYTES,
     WHOLE,
@@ -218,6 +219,7 @@ def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
         said += [f"checkpoints wait in files, on {DISK}"] * (policy.offload == "disk")
         if steps_of(run, placement).carried_on(run.seq_len, policy):
             said.append("run on shorter rows and carried on")
+    said += [float8.SAID] * (run.gpu.float8 > 1)
     why = "; ".join(["simulated on few layers", *said])
     return assembled(run, placement, policy, why, cost)
 
@@ -294,5 +296,13 @@ def longest(run: Run, names, progress=None) -> int:
 
 
 def placements(run: Run, asked: str) -> list[str]:
-    """The placements that a plan tries."""
-    return candidates(asked, run.gpus, bool(run.shape.adapters))
+    """The placements that a plan tries; in float8 those without an engine."""
+    found = candidates(asked, run.gpus, bool(run.shape.adapters))
+    if run.gpu.float8 > 1:
+        found = [name for name in found if not PLACEMENTS[name].sharded]
+    if not found:
+        raise ValueError(
+            f"hfpatch: --fp8 is planned without an engine, got --gpus {run.gpus} --placement "
+            f"{asked}. Pass --gpus 1 with --placement auto, or leave --fp8 out."
+        )
+    return found

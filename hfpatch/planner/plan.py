@@ -30,7 +30,7 @@ def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
-    adapters: Adapters | None = None, progress=None, images: int = 0,
+    adapters: Adapters | None = None, progress=None, fp8: str | None = None, images: int = 0,
     video_tokens: int = 0,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
@@ -51,6 +51,7 @@ def plan(
         max_seq_len: also search the longest sequence.
         adapters: LoRA over a frozen base (lab/adapters.py).
         progress: called with each length that the search tries.
+        fp8: "rowwise" or "rowwise_with_gw_hp", the recipes of `hfpatch train --fp8`.
         images, video_tokens: in each row. The image tower is then planned too: trained with all
             weights, frozen with adapters.
 
@@ -72,19 +73,20 @@ def plan(
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
         "video_tokens": video_tokens, "adapters": adapters,
     }  # fmt: skip
-    key = asked | {"seq_len": seq_len, "placement": placement, "max": max_seq_len}
+    key = asked | {"seq_len": seq_len, "placement": placement, "max": max_seq_len, "fp8": fp8}
     key["model"] = config_of(model)
     if gpu != "this" and (known := recall(key)):
         return Plan(**known)
-    found = _planned(model, seq_len, placement, max_seq_len, progress, asked)
+    found = _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked)
     if gpu != "this":
         remember(key, found.to_dict())
     return found
 
 
-def _planned(model, seq_len, placement, max_seq_len, progress, asked) -> Plan:
+def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Plan:
     from hfpatch.planner.answer import make_run, settings_of
     from hfpatch.planner.evaluate import FIRST, best, faster, longest, placements
+    from hfpatch.planner.float8 import in_float8
     from hfpatch.planner.machine import common_host
     from hfpatch.planner.suggestions import suggestions
 
@@ -92,6 +94,8 @@ def _planned(model, seq_len, placement, max_seq_len, progress, asked) -> Plan:
     if getattr(asked["checkpointing"], "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(asked["adapters"], asked["sp_size"])
     run = make_run(model, seq_len=seq_len, **asked)
+    if fp8:
+        run = in_float8(run, fp8)
     assumed = run.host is None
     if assumed:
         run = replace(run, host=common_host(run.gpu, run.gpus))

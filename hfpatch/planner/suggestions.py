@@ -92,6 +92,8 @@ def _of_adapters(change: str, adapters: Adapters, run: Run, offers: Offers) -> b
 
 
 def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
+    if run.gpu.float8 > 1:  # several GPUs need an engine, which float8 excludes
+        return
     for gpus in (2, 4, 8):
         wider = replace(run, gpus=gpus)
         if gpus > run.gpus and offers.add(
