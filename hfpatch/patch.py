@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hfpatch import notes, swaps
-from hfpatch.budget.policy import Checkpointing, parse_checkpointing
+from hfpatch.budget.policy import Checkpointing, names_the_nearest, parse_checkpointing
 from hfpatch.compat import (
     Turn,
     as_before_fsdp2,
@@ -129,6 +129,7 @@ def _base_config(model: nn.Module):
     return config
 
 
+@names_the_nearest
 def apply(
     model: nn.Module,
     *,

@@ -23,8 +23,8 @@ FOLDERS = {
     "lab": (3558, 42866),  # the cards' data sheets and a config's sizes came from budget, for plan
     "layer": (3200, 38629),
     "trainer": (2483, 26372),
-    "budget": (496, 5528),
-    "planner": (936, 11678),  # plan --fp8, for who trains with train --fp8
+    "budget": (503, 5595),  # misspelt keywords and places, for who writes Python as for flags
+    "planner": (937, 11688),  # plan --fp8, for who trains with train --fp8
     "decoder": (1066, 13451),
     "ops": (952, 14193),
     "cli": (800, 8159),

@@ -180,9 +180,19 @@ def test_layers_that_peft_hands_its_own_states_refused():
     refused(model, "ShadowLayer", "Call apply() before get_peft_model()")
 
 
-@pytest.mark.parametrize("value", ["on", 3, {"tile": 8}])
+@pytest.mark.parametrize("value", ["on", 3])
 def test_unknown_checkpointing_refused(value):
     refused(tiny.llama(), "checkpointing must be", repr(value), checkpointing=value)
+
+
+def test_a_misspelt_keyword_names_the_nearest():
+    """Of every public entry; Checkpointing's are in tests/budget."""
+    refused(tiny.llama(), "apply() takes model, rope, ", "got checkpoint. Did you mean "
+            "checkpointing?", checkpoint="least")  # fmt: skip
+    with pytest.raises(ValueError, match=r"^hfpatch: plan\(\) .* Did you mean seq_len\?$"):
+        hfpatch.plan("llama-3.1-8b", seqlen=8192)
+    with pytest.raises(ValueError, match=r"^hfpatch: Callback\(\) .* Did you mean apply\?$"):
+        hfpatch.Callback(aply=True)
 
 
 def test_unknown_logits_refused():

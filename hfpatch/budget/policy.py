@@ -1,15 +1,20 @@
 """What layers keep for backward: the user's `Checkpointing`, and the `Policy` derived from it."""
 
+import functools
+import inspect
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from typing import TypeVar, cast
 
 from hfpatch.budget.limits import did_you_mean, parse_word
 
 # What a layer may keep beside x, out and lse.
 KEEPABLE = ("gate_up",)
 PLACES = ("auto", "gpu", "host")
+WORDS = ("auto", "least", "off", "gpu", "host")  # of apply's checkpointing
+_MEANT = {"cpu": "host", "cuda": "gpu"}  # words of other libraries
 AIMS = ("fastest", "least")
 WEIGHTS = ("auto", "gpu", "host")
 TILE_MOST = 8192
@@ -30,6 +35,37 @@ def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
         if name not in known:
             end = did_you_mean(name, known) or " Name one of these."
             raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}.{end}")
+
+
+Named = TypeVar("Named", bound=Callable)
+
+
+def names_the_nearest(function: Named) -> Named:
+    """Wraps the function: an unknown keyword raises ValueError with the nearest known one."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    of = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*given, **named):
+        refuse_unknown(named, known, f"{of}()")
+        return function(*given, **named)
+
+    return cast(Named, checked)
+
+
+def _place(argument: str, words: tuple, value) -> str:
+    """The value, one of the words or a directory. Raises ValueError that names the argument."""
+    if isinstance(value, (str, os.PathLike)):
+        # Python does not expand "~", nor does a shell in a file or behind a `=`
+        place = os.path.expanduser(value)
+        if place in words or os.sep in str(place) and not os.path.isfile(place):
+            return place
+    quoted = ", ".join(f'"{word}"' for word in words)
+    near = did_you_mean(_MEANT.get(str(value), str(value)), words)
+    raise ValueError(
+        f'hfpatch: {argument} must be {quoted} or a directory written as a path ("./name"), got '
+        f"{str(value)!r}." + (near or ' Pass "host" for pinned memory.')
+    )
 
 
 def _is_number(value, least: int) -> bool:
@@ -77,13 +113,7 @@ class Checkpointing:
     aim: str = "fastest"
 
     def __post_init__(self):
-        # Python does not expand "~", nor does a shell in a file or behind a `=`
-        if isinstance(self.offload, (str, os.PathLike)) and str(self.offload).startswith("~"):
-            object.__setattr__(self, "offload", os.path.expanduser(self.offload))
-        place = self.offload
-        path = isinstance(place, (str, os.PathLike)) and os.sep in str(place)
-        if place not in PLACES and (not path or os.path.isfile(place)):
-            raise _not_checkpointing(place)
+        object.__setattr__(self, "offload", _place("offload", PLACES, self.offload))
         self._check()
         if self.keep != "auto":
             object.__setattr__(self, "keep", tuple(self.keep))  # a list has no hash
@@ -134,6 +164,8 @@ class Checkpointing:
         return None if self.offload in PLACES else os.fspath(self.offload)
 
 
+setattr(Checkpointing, "__init__", names_the_nearest(Checkpointing.__init__))  # noqa: B010
+
 _FIELD = "[a-z_-]+="
 # A comma inside a folder's name, or between names of keep=, separates nothing.
 _NEXT = f",(?={_FIELD}|[./~]|(?:auto|least|off|gpu|host)(?:,|$))"
@@ -149,8 +181,8 @@ def parse_checkpointing(value) -> "Checkpointing | str":
     """Parses `checkpointing=`, in Python and on every command line.
 
     Args:
-        value: a Checkpointing; "auto", "least", "off", or a place ("gpu", "host", a directory). A
-            command line also names fields, alone or after a word: "least,tile=4096,keep=gate_up". A
+        value: a Checkpointing, or its fields in a dict; "auto", "least", "off", or a place ("gpu",
+            "host", a directory). A command line also names fields, alone or after a word: "least,tile=4096,keep=gate_up". A
             list of such texts is read as one.
 
     Returns:
@@ -161,11 +193,13 @@ def parse_checkpointing(value) -> "Checkpointing | str":
     """
     if isinstance(value, Checkpointing):
         return value
+    if isinstance(value, dict):
+        return Checkpointing(**value)
     texts = [value] if isinstance(value, (str, os.PathLike)) else value
     if not isinstance(texts, (list, tuple)) or not all(
         isinstance(t, (str, os.PathLike)) for t in texts
     ):
-        raise _not_checkpointing(value)
+        _place("checkpointing", WORDS, value)
     words = [word for text in texts for word in re.split(_NEXT, os.fspath(text))]
     if words == ["off"]:
         return "off"
@@ -188,11 +222,9 @@ def _field(word: str) -> tuple[str, object]:
             raise ValueError(
                 'hfpatch: checkpointing "off" takes no fields, and got some. Leave them out.'
             )
-        if word in ("true", "false"):  # YAML's yes and no, not a folder
-            raise _not_checkpointing(word)
         if word in ("auto", "least"):
             return ("aim", "least") if word == "least" else ("", None)
-        return "offload", word
+        return "offload", _place("checkpointing", WORDS, word)
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
     refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
@@ -204,13 +236,6 @@ def _field(word: str) -> tuple[str, object]:
     if name == "keep" and text != "auto":
         return name, tuple(text.split(","))
     return name, text if name in ("offload", "frozen_weights", "aim") else parse_word(text)
-
-
-def _not_checkpointing(value) -> ValueError:
-    return ValueError(
-        'hfpatch: checkpointing must be "auto", "least", "off", "gpu", "host" or a directory '
-        f'written as a path ("./name"), got {str(value)!r}. Pass "host" for pinned memory.'
-    )
 
 
 def auto_tile(tokens: int) -> int:

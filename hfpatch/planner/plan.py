@@ -6,6 +6,7 @@ changes.
 
 from dataclasses import replace
 
+from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.planner.remembered import recall, remember
@@ -26,6 +27,7 @@ def _refuse_weights_on_host(adapters: Adapters | None, sp_size: int) -> None:
         )
 
 
+@names_the_nearest
 def plan(
     model, *, seq_len: int, batch: int = 1, gpu="h100", gpus: int = 1, host_ram=None,
     placement: str = "auto",

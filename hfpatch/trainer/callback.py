@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from hfpatch.budget.limits import beyond_positions
+from hfpatch.budget.policy import names_the_nearest
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
 from hfpatch.lab.device import matmul_rate
@@ -52,6 +53,7 @@ class Callback(TrainerCallback):
         ValueError: an argument has another value.
     """
 
+    @names_the_nearest
     def __init__(self, apply: bool | dict = False, *, attention_share: float = 1.0, plan=None):
         if not isinstance(apply, (bool, dict)):
             raise ValueError(

@@ -149,8 +149,7 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
     + [("aim", w) for w in ("slowest", 1, None)],
 )  # fmt: skip
 def test_a_field_out_of_range_is_refused_by_name(field, wrong):
-    name = "checkpointing" if field == "offload" else field
-    said = f"^hfpatch: {name} must be [^\n]*, got [^\n]*{re.escape(str(wrong))}[^\n]*[.]$"
+    said = f"^hfpatch: {field} must be [^\n]*, got [^\n]*{re.escape(str(wrong))}[^\n]*[.?]$"
     with pytest.raises(ValueError, match=said):
         Checkpointing(**{field: wrong})
 
@@ -164,6 +163,7 @@ def test_a_field_out_of_range_is_refused_by_name(field, wrong):
         ("least,tile=4k,keep=gate_up,frozen-weights=host,plain=0",
          Checkpointing(aim="least", tile=4096, keep=("gate_up",), frozen_weights="host",
                        plain=0)),
+        ({"aim": "least", "tile": 8}, Checkpointing(aim="least", tile=8)),
         ("least,host", Checkpointing(aim="least", offload="host")),
         ("least,/tmp,tile=8", Checkpointing(aim="least", offload="/tmp", tile=8)),
         (["host", "every=2", "save_attention=false"], Checkpointing(offload="host", every=2,
@@ -178,17 +178,35 @@ def test_checkpointing_means_the_same_everywhere(value, wanted):
 
 @pytest.mark.parametrize(
     "value",
-    [True, False, None, 3, {"tile": 8}, [3], "hots", "tile=x", "off,tile=8", "gpu,host", "keep="],
+    [True, False, None, 3, {"tile": "x"}, [3], "tile=x", "off,tile=8", "gpu,host", "keep="],
 )
 def test_what_checkpointing_does_not_mean_is_one_sentence(value):
     with pytest.raises(ValueError, match="^hfpatch: [^\n]*[.]$"):
         parse_checkpointing(value)
 
 
-def test_a_misspelt_field_names_the_nearest():
+@pytest.mark.parametrize("ask", [
+    lambda: parse_checkpointing("offlod=host"),
+    lambda: parse_checkpointing({"offlod": "host"}),
+    lambda: Checkpointing(offlod="host"),
+])  # fmt: skip
+def test_a_misspelt_field_names_the_nearest(ask):
     with pytest.raises(
         ValueError,
         match=r"^hfpatch: .* takes offload, every, .*, got offlod. Did you mean offload\?$",
     ):
-        parse_checkpointing("offlod=host")
+        ask()
     assert copy.deepcopy(pickle.loads(pickle.dumps(Checkpointing(tile=8)))) == Checkpointing(tile=8)
+
+
+@pytest.mark.parametrize("argument, ask, word, meant", [
+    ("checkpointing", parse_checkpointing, "lest", "least"),
+    ("checkpointing", parse_checkpointing, "cpu", "host"),
+    ("offload", lambda word: Checkpointing(offload=word), "cpu", "host"),
+    ("offload", lambda word: Checkpointing(offload=word), "hots", "host"),
+])  # fmt: skip
+def test_a_misspelt_place_names_the_nearest(argument, ask, word, meant):
+    with pytest.raises(
+        ValueError, match=f"^hfpatch: {argument} must be .*, got '{word}'. Did you mean {meant}\\?$"
+    ):
+        ask(word)
