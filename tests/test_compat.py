@@ -15,6 +15,7 @@ NOT_THEIRS = {
     "_option_string_actions",
     "_fields",
     "_replace",
+    "_unsafe_view",
     "_name_or_path",
     "_fingerprint",
     "_load_best_model",

@@ -56,6 +56,7 @@ TRANSFORMERS = (
 STANDARD_LIBRARY_ONLY = (
     "budget",
     "lab.hardware",
+    "planner.placements",
     "report",
     "trainer.configs",
     "trainer.locks",

@@ -84,7 +84,7 @@ class RunCheckpoints:
     def _save_checkpoint(self, model, trial, *args, **kwargs):
         super()._save_checkpoint(model, trial, *args, **kwargs)
         if self.args.should_save:
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (folder / RUN_FILE).write_text(json.dumps(self.record))
 
     def save_model(self, output_dir=None, _internal_call=False):

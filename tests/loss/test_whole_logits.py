@@ -120,4 +120,4 @@ def test_the_loss_is_not_the_peak(tokens):
     hfpatch.apply(model)
     found = simulate(model, 1, tokens, policy=Policy(tile=8192))
     assert found.phase_peaks["forward"] < found.phase_peaks["backward"] == found.peak_bytes
-    assert found.most_beyond_bytes / 2**30 <= {8192: 1.7, 32768: 2.9, 131072: 5.6}[tokens]
+    assert found.most_beyond_bytes / 2**30 <= {8192: 1.7, 32768: 2.9, 131072: 6.3}[tokens]
