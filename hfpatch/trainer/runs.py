@@ -79,7 +79,6 @@ class RunCheckpoints:
     """A mixin of Trainer: writes `record` into each checkpoint."""
 
     record: dict = {}
-    _unsaved: Exception | None = None
 
     def _save_checkpoint(self, model, trial, *args, **kwargs):
         super()._save_checkpoint(model, trial, *args, **kwargs)
@@ -94,17 +93,13 @@ class RunCheckpoints:
         kind = self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.state_dict_type
         if not _internal_call and "SHARDED" in str(kind):
             self._save(output_dir, self.accelerator.get_state_dict(self.model))
-        if self._unsaved:
-            raise self._unsaved
 
     def _save(self, output_dir=None, state_dict=None):
         """As Trainer's. If a config or the tokenizer cannot be written, the weights still are."""
         try:
             super()._save(output_dir, state_dict)
-        except Exception as error:
+        except Exception:
             weights = self.model.state_dict() if state_dict is None else state_dict
             if self.args.should_save and weights:  # save_pretrained empties what it has written
                 save_torch_state_dict(weights, output_dir or self.args.output_dir)
-            # Under DeepSpeed Trainer takes a ValueError here for a missing state dict, and writes
-            # an empty file over the weights: save_model raises it.
-            self._unsaved = error
+            raise
