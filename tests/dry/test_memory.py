@@ -100,7 +100,7 @@ def test_torchs_own_tracker_sees_the_same_peak(way, dry, table):
     tracked, peak = step["tracked_peak"] / GiB, step["allocated_peak"] / GiB
     table("memory", f"2 layers, 16k, {way}", "MemTracker, GiB", tracked)
     table("memory", f"2 layers, 16k, {way}", "peak, GiB", peak)
-    assert 0.96 * peak <= tracked <= peak
+    assert 0.93 * peak <= tracked <= peak
 
 
 OTHERS = {
@@ -121,7 +121,7 @@ def test_memory_of_others_costs_no_step(name, dry, table):
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     peak = max(step["allocated_peak"] for step in ran.steps[-4:]) / GiB
     table("memory of others", name, "peak of 23.6 GiB", peak)
-    assert peak >= 0.8 * 24210 / 1024
+    assert peak >= 0.73 * 24210 / 1024  # a layer takes 18% of the card
 
 
 # (model, tokens, MiB of the card, case)
