@@ -175,7 +175,7 @@ def test_nothing_is_left_and_a_process_that_trains_nothing_loads_nothing(tmp_pat
     code, out, _ = execute(*RUN, sys.executable, "-c", script, TMPDIR=tmp_path)
     assert (
         code == 0
-        and set(out.split()) - set(stock) == {"sitecustomize"}
+        and set(out.split()) - set(stock) <= {"sitecustomize"}  # some systems' Python has one
         and not list(tmp_path.iterdir())
     )
 
