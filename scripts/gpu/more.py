@@ -94,8 +94,14 @@ def _steps(rows, part, model, tokens: int, count: int, said: dict) -> None:
 def lora(rows, part: str) -> None:
     """8B with PEFT's float32 adapters, where memory once ran out under the default."""
     for tokens in (64,) if rows.args.small else (8192, 32768):
-        model = adapted(_model(rows, "llama-3.1-8b", 32, tokens), "bf16")
-        _steps(rows, part, model, tokens, 4, {"what": "LoRA, all Linears", "base": "bf16"})
+        _steps(
+            rows,
+            part,
+            adapted(_model(rows, "llama-3.1-8b", 32, tokens), "bf16"),
+            tokens,
+            4,
+            {"what": "LoRA, all Linears", "base": "bf16"},
+        )
 
 
 def qlora(rows, part: str) -> None:
@@ -105,8 +111,14 @@ def qlora(rows, part: str) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, 24 * common.GiB / total))
     try:
         for tokens in (64,) if rows.args.small else (32768, 131072):
-            model = adapted(_model(rows, "llama-3.1-8b", 32, tokens), "4bit")
-            _steps(rows, part, model, tokens, 2, {"what": "QLoRA on 24 GiB", "base": "4bit"})
+            _steps(
+                rows,
+                part,
+                adapted(_model(rows, "llama-3.1-8b", 32, tokens), "4bit"),
+                tokens,
+                2,
+                {"what": "QLoRA on 24 GiB", "base": "4bit"},
+            )
     finally:
         if rows.args.cuda:
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -121,21 +133,32 @@ def hybrid(rows, part: str) -> None:
         values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 256}
         values |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     for tokens in (64,) if rows.args.small else (8192, 32768):
-        model = made_of(values, rows.args.device, torch.bfloat16)
-        _steps(rows, part, model, tokens, 3, {"what": "Qwen3.5, 8 layers"})
+        _steps(
+            rows,
+            part,
+            made_of(values, rows.args.device, torch.bfloat16),
+            tokens,
+            3,
+            {"what": "Qwen3.5, 8 layers"},
+        )
 
 
 def moe(rows, part: str) -> None:
     """Four layers of Qwen3-30B-A3B."""
     for tokens in (64,) if rows.args.small else (8192, 32768):
-        model = _model(rows, "Qwen/Qwen3-30B-A3B", 4, tokens)
-        _steps(rows, part, model, tokens, 3, {"what": "Qwen3-30B-A3B, 4 layers"})
+        _steps(
+            rows,
+            part,
+            _model(rows, "Qwen/Qwen3-30B-A3B", 4, tokens),
+            tokens,
+            3,
+            {"what": "Qwen3-30B-A3B, 4 layers"},
+        )
 
 
 def longest(rows, part: str) -> None:
     """Four layers of 8B at 786,432 tokens: rows of more than 2^31 elements."""
     tokens = 64 if rows.args.small else 786432
     begin = time.time()
-    model = _model(rows, "llama-3.1-8b", 4, tokens)
-    _steps(rows, part, model, tokens, 1, {"what": "8B, 4 layers"})
+    _steps(rows, part, _model(rows, "llama-3.1-8b", 4, tokens), tokens, 1, {"what": "8B, 4 layers"})
     rows.add(part=part, all_s=time.time() - begin)
