@@ -79,29 +79,32 @@ def _model(rows, preset: str, layers: int, tokens: int):
     return made(preset, changes, rows.args.device, torch.bfloat16, tokens)
 
 
-def _steps(rows, part, model, tokens: int, count: int, said: dict) -> None:
-    """Steps of a model that is given to this function alone; "out of memory" is a row."""
-    become(model, "hfpatch")
-    try:
-        tokens = 64 if rows.args.small else tokens
-        timed_steps(rows, part, model, tokens, count, True, False, said)
-    except torch.OutOfMemoryError as error:
-        rows.add(part=part, **said, tokens=tokens, **common.failure(error))
-    model = None
-    clean()
+def _steps(rows, part, make, lengths: tuple[int, ...], count: int, said: dict) -> None:
+    """Steps at each length of a model from `make`, gone before the next; "out of memory" is a row.
+
+    make: (tokens) -> the model.
+    """
+    for tokens in (64,) if rows.args.small else lengths:
+        model = make(tokens)
+        become(model, "hfpatch")
+        try:
+            timed_steps(rows, part, model, tokens, count, True, False, said)
+        except torch.OutOfMemoryError as error:
+            rows.add(part=part, **said, tokens=tokens, **common.failure(error))
+        model = None
+        clean()
+
+
+def _adapted_steps(rows, part, base: str, lengths, count: int, what: str) -> None:
+    def make(tokens):
+        return adapted(_model(rows, "llama-3.1-8b", 32, tokens), base)
+
+    _steps(rows, part, make, lengths, count, {"what": what, "base": base})
 
 
 def lora(rows, part: str) -> None:
     """8B with PEFT's float32 adapters, where memory once ran out under the default."""
-    for tokens in (64,) if rows.args.small else (8192, 32768):
-        _steps(
-            rows,
-            part,
-            adapted(_model(rows, "llama-3.1-8b", 32, tokens), "bf16"),
-            tokens,
-            4,
-            {"what": "LoRA, all Linears", "base": "bf16"},
-        )
+    _adapted_steps(rows, part, "bf16", (8192, 32768), 4, "LoRA, all Linears")
 
 
 def qlora(rows, part: str) -> None:
@@ -110,15 +113,7 @@ def qlora(rows, part: str) -> None:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, 24 * common.GiB / total))
     try:
-        for tokens in (64,) if rows.args.small else (32768, 131072):
-            _steps(
-                rows,
-                part,
-                adapted(_model(rows, "llama-3.1-8b", 32, tokens), "4bit"),
-                tokens,
-                2,
-                {"what": "QLoRA on 24 GiB", "base": "4bit"},
-            )
+        _adapted_steps(rows, part, "4bit", (32768, 131072), 2, "QLoRA on 24 GiB")
     finally:
         if rows.args.cuda:
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -132,33 +127,28 @@ def hybrid(rows, part: str) -> None:
         values |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 256}
         values |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    for tokens in (64,) if rows.args.small else (8192, 32768):
-        _steps(
-            rows,
-            part,
-            made_of(values, rows.args.device, torch.bfloat16),
-            tokens,
-            3,
-            {"what": "Qwen3.5, 8 layers"},
-        )
+
+    def make(tokens):
+        return made_of(values, rows.args.device, torch.bfloat16)
+
+    _steps(rows, part, make, (8192, 32768), 3, {"what": "Qwen3.5, 8 layers"})
 
 
 def moe(rows, part: str) -> None:
     """Four layers of Qwen3-30B-A3B."""
-    for tokens in (64,) if rows.args.small else (8192, 32768):
-        _steps(
-            rows,
-            part,
-            _model(rows, "Qwen/Qwen3-30B-A3B", 4, tokens),
-            tokens,
-            3,
-            {"what": "Qwen3-30B-A3B, 4 layers"},
-        )
+
+    def make(tokens):
+        return _model(rows, "Qwen/Qwen3-30B-A3B", 4, tokens)
+
+    _steps(rows, part, make, (8192, 32768), 3, {"what": "Qwen3-30B-A3B, 4 layers"})
 
 
 def longest(rows, part: str) -> None:
     """Four layers of 8B at 786,432 tokens: rows of more than 2^31 elements."""
-    tokens = 64 if rows.args.small else 786432
+
+    def make(tokens):
+        return _model(rows, "llama-3.1-8b", 4, tokens)
+
     begin = time.time()
-    _steps(rows, part, _model(rows, "llama-3.1-8b", 4, tokens), tokens, 1, {"what": "8B, 4 layers"})
+    _steps(rows, part, make, (786432,), 1, {"what": "8B, 4 layers"})
     rows.add(part=part, all_s=time.time() - begin)
