@@ -20,7 +20,7 @@ LAYOUT = {
 
 # Folder of hfpatch ("." are its own files): most statements without docstrings, most tokens.
 FOLDERS = {
-    "lab": (3558, 42866),  # the cards' data sheets and a config's sizes came from budget, for plan
+    "lab": (3558, 42866),  # with the cards' data sheets and a config's sizes, for plan
     "layer": (3200, 38629),
     "trainer": (2483, 26372),
     "budget": (503, 5595),  # misspelt keywords and places, for who writes Python as for flags
