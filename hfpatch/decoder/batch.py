@@ -72,6 +72,8 @@ class Given:
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
         watched: other code may read outputs.
+        reads: outputs at the padding behind a row must be transformers', if other code may read
+            them: a loss reads them, or the layers are transformers'.
         sequence: the ranks that share the rows, or None.
     """
 
@@ -100,6 +102,7 @@ class Given:
     encoder: bool = False
     idle_BT: Tensor | None = None
     watched: bool = False
+    reads: bool = False
     sequence: object = None
 
     @property
@@ -173,6 +176,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
         idle_BT=idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None,
         watched=watched,
+        reads=stack._hfpatch_runtime is None or stack._hfpatch_runtime.padding_is_read(),
         sequence=sequence_now(config, training),
     )
 
@@ -273,6 +277,9 @@ def decide(
                 f"{given.T // given.sequence.size}. Pad the sequences, or share them between fewer "
                 "ranks."
             )
+    idle_BT, others = given.idle_BT, given.idle_BT is None or given.watched
+    if others and given.reads and given.rows_mask is not None and not (shared or given.packed):
+        idle_BT = torch.zeros_like(given.rows_mask, dtype=torch.bool)
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
     batch = Batch(
@@ -282,7 +289,7 @@ def decide(
         given.rows_mask,
         given.positions,
         None if shared else given.offsets,
-        given.idle_BT,
+        idle_BT,
         given.watched,
         given.sequence,
     )
@@ -292,7 +299,16 @@ def decide(
         if shared:
             raise not_exchanged(why)
         return None, _by_transformers(given, traits, why, changes)
-    return batch, None
+    if not (others and given.rows_mask is not None and batch.rows().behind):
+        return batch, None
+    batch.watched_BT = ~given.rows_mask.bool()
+    return batch, _PADDING.format(given.kind.__name__)
+
+
+_PADDING = (
+    "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask. "
+    "Once a gradient reaches them, layers run untiled, with transformers' mask."
+)
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:

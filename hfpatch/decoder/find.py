@@ -2,6 +2,7 @@
 head and the loss."""
 
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import nn
 
@@ -16,7 +17,8 @@ class Decoder:
         layers: the decoder layers in order.
         stack: the module whose forward runs them.
         causal: the module around it that has the head, or None.
-        around: outer models of `causal` that compute a loss from its head's output.
+        around: outer models of `causal` that compute a loss from its head's output. Without
+            `causal`: the innermost module around the stack whose forward is given targets.
     """
 
     layers: tuple[nn.Module, ...]
@@ -104,7 +106,8 @@ def find_decoder(model: nn.Module) -> Decoder | None:
         ),
         None,
     )
-    around = ()
+    outer = [m for m in model.modules() if m is not stack and _takes_targets(m)]
+    around = tuple(m for m in outer if any(inner is stack for inner in m.modules()))[-1:]
     if causal is not None:
         head = causal.get_output_embeddings()
         outer = (
@@ -120,6 +123,10 @@ def find_decoder(model: nn.Module) -> Decoder | None:
 
 def _computes_losses(module: nn.Module) -> bool:
     return hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
+
+
+def _takes_targets(module: nn.Module) -> bool:
+    return bool({"labels", "start_positions"} & signature(type(module).forward).parameters.keys())
 
 
 def _has_head(module: nn.Module) -> bool:
