@@ -43,7 +43,7 @@ def test_stock_runs_where_liger_cannot(capfd, tmp_path):
     assert len(notes) == 1 and notes[0].startswith("hfpatch: ")
     assert "trace of one step" in out and "KiB" in out
     assert {p.name for p in tmp_path.iterdir()} == {
-        "report.md", "results.json", "trace-hf-64.json.gz",
+        "memory.png", "report.md", "results.json", "trace-hf-64.json.gz",
     }  # fmt: skip
     assert notes[0] in (tmp_path / "report.md").read_text()
 

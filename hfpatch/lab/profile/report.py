@@ -171,6 +171,8 @@ def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) 
         " ".join(sentences(runs)),
     ]
     parts.append("\n".join(f"- {line}" for line in [*facts(runs, command, commit), *notes]))
+    if any(run.curve for run in runs):  # without matplotlib a note says how to get it
+        parts.append("![memory over the step](memory.png)")
     for length, group in by_length(runs).items():
         head = columns(group)
         parts.append(f"## {length:,} tokens")

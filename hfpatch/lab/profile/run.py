@@ -15,6 +15,7 @@ from pathlib import Path
 from hfpatch.lab.children import ends_with
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
+from hfpatch.lab.profile.picture import PICTURE, save
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
 from hfpatch.lab.profile.worker import PROGRESS
@@ -105,8 +106,7 @@ def profile(
     if not runs:
         raise ValueError(notes[0])
     called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
-    write(folder, runs, command=command or called, notes=notes)
-    return Profile(folder, runs, notes)
+    return Profile(folder, runs, write(folder, runs, command=command or called, notes=notes))
 
 
 def _each_in_process(asked: list[dict], progress) -> tuple[list[Run], list[str]]:
@@ -172,18 +172,18 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
     ) else f"hfpatch: {options['impl']} did not run: {last}"
 
 
-def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
-    """Writes report.md and results.json into the folder."""
-    commit = _commit()
-    (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
-    (folder / "results.json").write_text(
-        results(runs, command=command, commit=commit, notes=notes) + "\n"
-    )
+def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> list[str]:
+    """Writes report.md, memory.png and results.json into the folder. Returns the notes."""
+    told = {"command": command, "commit": _commit()}
+    told["notes"] = [*notes, *save(runs, folder / PICTURE)]
+    (folder / "report.md").write_text(markdown(runs, **told))
+    (folder / "results.json").write_text(results(runs, **told) + "\n")
+    return told["notes"]
 
 
 def results(runs: list[Run], *, command="", commit="", notes=()) -> str:
     """JSON for machines: the sentences and every Run."""
-    rows = [r.to_dict() | {"peak_split": r.peak_split} for r in runs]
+    rows = [r.to_dict() | {"peak_split": r.peak_split, "curve": []} for r in runs]
     values = {
         "command": command,
         "commit": commit,
@@ -192,12 +192,6 @@ def results(runs: list[Run], *, command="", commit="", notes=()) -> str:
         "runs": rows,
     }
     return json.dumps(values, indent=1)
-
-
-def read(folder: Path) -> list[Run]:
-    """The Runs of a folder written before."""
-    rows = json.loads((Path(folder) / "results.json").read_text())["runs"]
-    return [Run.from_dict({k: v for k, v in row.items() if k != "peak_split"}) for row in rows]
 
 
 def _commit() -> str:

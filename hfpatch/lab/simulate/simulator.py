@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import closing_checkpoints, plain_scans
+from hfpatch.compat import plain_scans
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.compat import simulation_parts
 from hfpatch.lab.simulate.follow import Follower
@@ -359,7 +359,7 @@ def simulate(
         with _young_garbage(), contextlib.ExitStack() as stack:
             for context in around:
                 stack.enter_context(context)
-            with following(model, follower), closing_checkpoints():
+            with following(model, follower):
                 both = shadows.fake(ids), shadows.fake(ids if labels is None else labels)
                 more = {
                     k: shadows.fake(v) if isinstance(v, Tensor) else v
