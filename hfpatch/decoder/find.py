@@ -98,23 +98,12 @@ def find_decoder(model: nn.Module) -> Decoder | None:
             return None
         stack = max(stacks, key=lambda m: len(list_of_layers(m)))
     layers = tuple(list_of_layers(stack))
-    causal = next(
-        (
-            m
-            for m in model.modules()
-            if m is not stack and _has_head(m) and any(inner is stack for inner in m.modules())
-        ),
-        None,
-    )
-    outer = [m for m in model.modules() if m is not stack and _takes_targets(m)]
-    around = tuple(m for m in outer if any(inner is stack for inner in m.modules()))[-1:]
+    outer = [m for m in model.modules() if m is not stack and stack in set(m.modules())]
+    causal = next((m for m in outer if _has_head(m)), None)
+    around = tuple(m for m in outer if _takes_targets(m))[-1:]
     if causal is not None:
         head = causal.get_output_embeddings()
-        outer = (
-            m
-            for m in model.modules()
-            if m is not causal and any(inner is causal for inner in m.modules())
-        )
+        outer = (m for m in outer if m is not causal and causal in set(m.modules()))
         around = tuple(
             m for m in outer if _computes_losses(m) and m.get_output_embeddings() is head
         )

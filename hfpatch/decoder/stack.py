@@ -142,7 +142,7 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
         stack._hfpatch_runtime.begin(batch.device)
     with our_attention(stack._hfpatch_configs, batch):
         out = stack._hfpatch_stock(kwargs)
-    if batch.watched_BT is not None and stack._hfpatch_runtime is not None:
+    if batch.watched_BT is not None:
         stack._hfpatch_runtime.watch_padding(out, batch.watched_BT)
     return out
 
@@ -184,7 +184,7 @@ def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
         given = share_rows(given, changes)
     batch, warning = decide(given, stack._hfpatch_traits, cached, changes)
     kwargs.update(changes)
-    if warning is not None and stack._hfpatch_runtime is not None:
+    if warning is not None:
         stack._hfpatch_runtime.tell(warning)
     return batch
 
