@@ -15,7 +15,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = ROOT / "profiles" / "dry" / "results.csv"
-COLUMNS = ("check", "case", "card", "torch", "quantity", "value", "limit")
+COLUMNS = ("check", "case", "card", "torch", "quantity", "value", "limit", "commit")
 CARDS = {80: "sm_80", 90: "sm_90", 100: "sm_100"}
 
 
@@ -133,13 +133,15 @@ def table():
     replace their rows in profiles/dry/results.csv.
     """
     rows: dict[tuple, tuple] = {}
+    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True)
+    commit = git.stdout.decode().strip()
 
     def note(check: str, case: str, quantity: str, value, limit="", sm: int = 90) -> None:
         value = f"{value:.4g}" if isinstance(value, float) else value
         limit = f"{limit:.4g}" if isinstance(limit, float) else limit
         version = torch.__version__.split("+")[0]
         key = (check, case, CARDS[sm], version, quantity)
-        rows[key] = (value, limit)
+        rows[key] = (value, limit, commit)
         print(f"{check}, {case}: {quantity} {value}" + (f" (at most {limit})" if limit else ""))
 
     yield note
