@@ -27,7 +27,7 @@ from tests.dry.test_memory import ANNOUNCED  # noqa: E402
 
 TABLE = Path(__file__).with_name("cells.csv")
 GiB = 2**30
-ALLOCATORS = {"segments that grow": "expandable_segments:True", "torch's default": ""}
+ALLOCATORS = {"segments that grow": "expandable_segments:True", "torch's default": None}
 ACTIONS = {
     "eval": "evaluate", "gen": "generate", "ref": "refer", "hold": "hold", "unfreeze": "unfreeze",
 }  # fmt: skip

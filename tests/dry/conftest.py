@@ -42,11 +42,12 @@ def pytest_collection_modifyitems(items):
 
 
 def environment(**changes) -> dict:
-    """The environment of a process on the dry device."""
+    """The environment of a process on the dry device. A change to None takes a variable away."""
     host = {"HFPATCH_HOST_MEMORY": str(200 << 30), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     host |= {"PYTHONPATH": str(ROOT), "DRY_PYTHON": sys.executable, "TOKENIZERS_PARALLELISM": "0"}
     host |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return {**os.environ, **host, **{name: str(value) for name, value in changes.items()}}
+    found = {**os.environ, **host, **changes}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def command(*words: str) -> list[str]:
