@@ -96,17 +96,6 @@ def supported(
     return reason and f"head_dim {head_dim} needs torch's efficient attention, and {reason}"
 
 
-def copies_inputs(q_BTHE: Tensor, v_BTVE: Tensor, pattern: Pattern) -> bool:
-    """Whether the kernel for these inputs runs on wider, longer or expanded copies of them.
-
-    Forward then runs by groups of heads too, so that only one group is copied at a time.
-    """
-    E, E_v = q_BTHE.shape[3], v_BTVE.shape[3]
-    if E != E_v or E > WIDEST_HEAD:
-        return True
-    return q_BTHE.dtype not in HALF and q_BTHE.device.type != "cpu"
-
-
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     """The backend for a pattern. On a GPU: blocks for what no kernel serves, efficient above
     WIDEST_HEAD, FA2's own entry for documents and windows, flash in place of cuDNN and FA3 for

@@ -1,8 +1,7 @@
 """Attention of one layer's call over whole rows: forward in one launch, backward by groups of KV
 heads.
 
-Only the backward has scratch, and the size of a group bounds it. Forward uses the same groups if a
-kernel copies its inputs.
+Only the backward has scratch, and the size of a group bounds it.
 
 The layer's mixers (layer/mixers.py) come after the attention calls. They run in forward and again
 in backward.
@@ -15,11 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hfpatch.attention.attention import attention_backward, attention_forward, copies_inputs, pick
+from hfpatch.attention.attention import attention_backward, attention_forward, pick
 from hfpatch.attention.backends import packed
 from hfpatch.budget.cuts import heads_per_group
 
-ALL = slice(None)
 # Of a group's q: some versions of FA2 compute offsets into their dq, of 128 columns or more, in 32
 # bits, and cuDNN may too.
 MOST_ELEMENTS = 1 << 31
@@ -44,12 +42,25 @@ class Heads:
         }  # fmt: skip
 
 
-def groups_of(B: int, T: int, H: int, K: int) -> tuple[tuple[slice, slice], ...]:
-    """The query heads and the KV heads of each group."""
-    width, repeat, groups = heads_per_group(B, T, H, K), H // K, []
-    for a in range(0, K, width):
-        groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
-    return tuple(groups)
+def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
+    """The query heads and the KV heads of each group. wide: one group, below MOST_ELEMENTS.
+
+    Raises:
+        ValueError: the queries of one group would have MOST_ELEMENTS elements or more.
+    """
+    B, T, H, E = q_BTHE.shape
+    elements = B * T * H * max(E, 128)
+    width = heads_per_group(B, T, H, K)
+    if wide and elements < MOST_ELEMENTS:
+        width = K
+    if elements // K * width >= MOST_ELEMENTS:
+        raise ValueError(
+            f"hfpatch: the queries of a KV head must have fewer than 2^31 elements, got "
+            f"{elements // K * width:,}. Share each row between GPUs."
+        )
+    repeat = H // K
+    starts = range(0, K, width)
+    return [(slice(a * repeat, (a + width) * repeat), slice(a, a + width)) for a in starts]
 
 
 @dataclass(eq=False)
@@ -85,35 +96,19 @@ class Attention:
             outs: out [B, T, H, E] of every call, then the mixers' outputs [B, T, D].
             lses: one per call.
         """
-        self.heads, self.mixers, self.states, outs, lses = [], mixers, [], [], []
-        for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
-            B, T, H, _ = q.shape
-            groups = groups_of(B, T, H, k.shape[2])
-            elements = B * T * H * max(q.shape[3], 128)
-            if self.wide and elements < MOST_ELEMENTS:
-                groups = [(slice(0, H), slice(0, k.shape[2]))]
-            if elements // len(groups) >= MOST_ELEMENTS:
-                raise ValueError(
-                    f"hfpatch: the queries of a KV head must have fewer than 2^31 elements, got "
-                    f"{elements // len(groups):,}. Share each row between GPUs."
-                )
-            heads = Heads(ask, groups, pick(q))
+        self.heads = []
+        self.states = []
+        self.mixers = mixers
+        outs = []
+        lses = []
+        for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
+            heads = Heads(call, groups_of(q, k.shape[2], self.wide), pick(q))
+            out, lse, state = attention_forward(q, k, v, **heads.part(slice(None)))
             self.heads.append(heads)
-            several = len(groups) > 1
-            whole, by_group = None, several and copies_inputs(q, v, ask.pattern)
-            for hs, ks in groups if by_group else [(ALL, ALL)]:
-                part = (q[:, :, hs], k[:, :, ks], v[:, :, ks]) if by_group else (q, k, v)
-                out, lse, state = attention_forward(*part, **heads.part(hs))
-                if by_group:
-                    whole = whole or _room_for(out, lse, H)
-                    whole[0][:, :, hs], _heads_of(whole[1], hs)[...] = out, lse
-                else:
-                    whole = out, lse
-                del part, out, lse
-            outs.append(whole[0])
-            lses.append(whole[1])
             self.states.append(state)
-        return outs + self.mixed(parts) if mixers else outs, lses
+            outs.append(out)
+            lses.append(lse)
+        return outs + self.mixed(parts), lses
 
     def mixed(self, parts) -> list[Tensor]:
         """The mixers' outputs."""
@@ -137,38 +132,36 @@ class Attention:
         dsinks = []
         for n, (heads, dout) in enumerate(zip(self.heads, douts)):
             q, k, v = parts[3 * n : 3 * n + 3]
-            of_sinks, plain = [], len(heads.groups) == 1
-            out, lse, state, lses[n] = outs(n), lses[n], self.states[n], None
+            out = outs(n)
+            lse = lses[n]
+            lses[n] = None
+            of_sinks = []
             for hs, ks in heads.groups:
-                # Kernels assume a contiguous lse.
-                mine = (out, lse) if plain else (out[:, :, hs], packed(_heads_of(lse, hs)))
-                # Avoids views of all heads: a view costs the host as much as a small op.
-                given = (
-                    (dout, q, k, v)
-                    if plain
-                    else (dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks])
-                )
-                grads = attention_backward(*given, *mine, state, **heads.part(hs))
-                del mine, given
-                for j, like, part, grad in zip(
-                    range(3 * n, 3 * n + 3), (q, k, v), (hs, ks, ks), grads
-                ):
-                    if plain and grad.is_contiguous() and grad.dtype is like.dtype:
-                        into[j] = grad
+                # One group needs no views: a view costs the host as much as a small op.
+                one = len(heads.groups) == 1
+                if one:
+                    given = [dout, q, k, v, out, lse]
+                else:
+                    given = [dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs]]
+                    # [B, G, T] or [G, N]; kernels assume that it is contiguous.
+                    given.append(packed(lse[hs] if lse.dim() == 2 else lse[:, hs]))
+                grads = attention_backward(*given, self.states[n], **heads.part(hs))
+                del given
+                for i, like, part, grad in zip(range(3), (q, k, v), (hs, ks, ks), grads):
+                    i += 3 * n
+                    if one and grad.is_contiguous() and grad.dtype is like.dtype:
+                        into[i] = grad
                         continue
-                    if into[j] is None:
-                        into[j] = torch.empty_like(like)
-                    if plain:
-                        into[j].copy_(grad)
-                    else:
-                        into[j][:, :, part] = grad
+                    if into[i] is None:
+                        into[i] = torch.empty_like(like)
+                    target = into[i] if one else into[i][:, :, part]
+                    target.copy_(grad)
                 like = grad = None
                 of_sinks += grads[3:]
                 del grads
             dsinks.append(torch.cat(of_sinks) if of_sinks else None)
             q = k = v = out = lse = None
-        if self.mixers:
-            self.mixed_backward(parts, douts, into)
+        self.mixed_backward(parts, douts, into)
         return dsinks
 
     def mixed_backward(self, parts, douts, into) -> None:
@@ -177,14 +170,3 @@ class Attention:
         for i, mixer in enumerate(self.mixers, 3 * n):
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
-
-
-def _heads_of(lse: Tensor, hs: slice) -> Tensor:
-    """lse of the heads `hs`. lse: [B, H, T] or, from packed kernels, [H, N]."""
-    return lse[hs] if lse.dim() == 2 else lse[:, hs]
-
-
-def _room_for(out: Tensor, lse: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Memory for out and lse of all heads. out, lse: those of one group."""
-    shape = (heads, *lse.shape[1:]) if lse.dim() == 2 else (lse.shape[0], heads, *lse.shape[2:])
-    return out.new_empty(*out.shape[:2], heads, out.shape[3]), lse.new_empty(shape)

@@ -1,8 +1,6 @@
 """Private names of torch: autograd, storages, the dispatcher, fake tensors, the allocator."""
 
-import traceback
 from contextlib import contextmanager, nullcontext
-from inspect import isgenerator
 from types import SimpleNamespace
 
 import torch
@@ -23,26 +21,6 @@ def transforming() -> bool:
     """Whether torch.func (grad, vjp, vmap) or forward-mode differentiation runs."""
     dual = torch.autograd.forward_ad._current_level >= 0
     return dual or torch._C._are_functorch_transforms_active()
-
-
-@contextmanager
-def closing_checkpoints():
-    """A context in which a torch checkpoint whose forward raises removes its hooks at once.
-
-    torch 2.11 leaves them active for as long as the error is referenced (in a notebook).
-    """
-    try:
-        yield
-    except BaseException as error:
-        frames = [
-            frame
-            for frame, _ in traceback.walk_tb(error.__traceback__)
-            if frame.f_code.co_name == "checkpoint"
-        ]
-        for frame in reversed(frames):
-            if isgenerator(held := frame.f_locals.get("gen")):
-                held.close()
-        raise
 
 
 def version(x: Tensor) -> int:
@@ -146,3 +124,7 @@ def has_values(x: Tensor) -> bool:
 
 # A context in which torch computes real values, also inside a simulation on fake tensors.
 real_tensors = _disable_current_modes
+
+# Sets options of the caching allocator, for memory that it takes from then on; all others return to
+# their defaults. None: only the environment does, before CUDA starts.
+set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

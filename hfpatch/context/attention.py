@@ -4,7 +4,6 @@ Attention hands its call to the role that is current, or computes the result its
 """
 
 import inspect
-import sys
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ def attention(
     asked = Asked(
         module, query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None
         else scaling, softcap, s_aux,
-        dropout if module.training else 0.0, _told(module, kwargs),
+        dropout if getattr(module, "training", True) else 0.0, _told(module, kwargs),
     )  # fmt: skip
     return _whole(asked, kwargs) if current.role is None else (current.role(asked), None)
 
@@ -195,13 +194,10 @@ def _whole_mask(asked: Asked) -> Tensor | None:
 def _torchs_own(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Replaces torch's function of this name where the mask is a Mask: [B, H, T, E]."""
-    frame, module = sys._getframe(1), None  # torch's function gets no module: the caller has it
-    while not isinstance(module, torch.nn.Module):
-        module, frame = frame.f_locals.get("self"), frame.f_back
-    return attention(module, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)[
-        0
-    ].transpose(1, 2)
+    """Replaces torch's function of this name where the mask is a Mask: [B, H, T, E]. No module comes
+    with such a call (Falcon's)."""
+    out, _ = attention(None, query, key, value, attn_mask, scaling=scale, dropout=dropout_p)
+    return out.transpose(1, 2)
 
 
 ANSWERED[torch.nn.functional.scaled_dot_product_attention] = _torchs_own

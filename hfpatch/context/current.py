@@ -85,7 +85,7 @@ class _Current(threading.local):  # a second thread may run another model meanwh
 current = _Current()
 
 
-def why_not_causal(module: torch.nn.Module, mask) -> str | None:
+def why_not_causal(module: torch.nn.Module | None, mask) -> str | None:
     """The reason why attention with this mask cannot be tiled, or None. Queries are not checked."""
     if isinstance(mask, Tensor):
         return "an attention mask of the caller's own"
@@ -98,7 +98,7 @@ def why_not_causal(module: torch.nn.Module, mask) -> str | None:
 class Asked:
     """One call of attention: q_BHTE, k_BKTE, v_BKTE as the layer passes them, and its options."""
 
-    module: torch.nn.Module
+    module: torch.nn.Module | None
     q_BHTE: Tensor
     k_BKTE: Tensor
     v_BKTE: Tensor

@@ -9,7 +9,6 @@ model passes it to attention unchanged.
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import CellType, FunctionType
 
 import torch
 from torch import Tensor
@@ -51,6 +50,7 @@ class Batch:
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.weights = False  # whether attention returns its probabilities too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
+        self.watched_BT = None  # padding whose outputs other code may read, unlike transformers'
         self.even = True  # whether the ranks that exchange tokens per tile have batches of one size
         self._rows: dict = {}
         self._parts: dict = {}
@@ -98,15 +98,16 @@ class Batch:
             or self.sequence is not None
         ):
             return function
-        at_BT = positions.expand(self.B, -1).to(self.device)
-        of_BT = masking_utils.find_packed_sequence_indices(at_BT)
-        if of_BT is None:
+        positions = positions.expand(self.B, -1).to(self.device)
+        number_BT = masking_utils.find_packed_sequence_indices(positions)
+        if number_BT is None:
             return function
-        inside = hasattr(masking_utils, "remap_positions_for_packed_sequence")
-        at = (lambda b, i: at_BT[b, i]) if inside else (lambda b, i: i)
-        return lambda b, h, q, kv: (
-            (of_BT[b, q] == of_BT[b, kv]) & function(b, h, at(b, q), at(b, kv))
-        )
+        # transformers before 5.8 asks at positions in the row.
+        inside = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+        if inside is not None:
+            function = inside(function, positions)
+        same = masking_utils.packed_sequence_mask_function(number_BT)
+        return masking_utils.and_masks(function, same)
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:
@@ -280,47 +281,35 @@ def _structure(function, tensors: list) -> list:
     return found
 
 
-def _unpadded(function):
-    """The closure with zeros in place of its tensors, which have no values in a simulation.
-
-    Such a tensor is the left padding, from which chunks count.
-    """
-    if isinstance(function, (tuple, list)):
-        return type(function)(map(_unpadded, function))
-    if isinstance(function, Tensor):
-        return torch.zeros(function.shape, dtype=function.dtype, device="cpu")
-    if not hasattr(function, "__code__"):
-        return function
-    cells = tuple(CellType(_unpadded(c.cell_contents)) for c in function.__closure__ or ())
-    return FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
-
-
 def _ask(function, T: int, local: int | None, device):
     """("causal" | "window" | "chunk", size) of a closure, or None for another kind."""
     zero = torch.zeros((), dtype=torch.long, device=device)
+
+    def seen(q, kv):
+        return torch.as_tensor(function(zero, zero, q.to(device), kv.to(device))).cpu()
+
+    # 1. Pairs near the diagonal and at random.
     generator = torch.Generator().manual_seed(0)
     q = torch.randint(T, (SAMPLES,), generator=generator)
-    near = (q - torch.randint(-2, (local or 2) + 2, (SAMPLES,), generator=generator)).clamp(
-        0, T - 1
-    )
+    back = torch.randint(-2, (local or 2) + 2, (SAMPLES,), generator=generator)
     far = torch.randint(T, (SAMPLES,), generator=generator)
-    q, kv = torch.cat([q, q]), torch.cat([near, far])
-    seen = lambda q, kv: torch.as_tensor(function(zero, zero, q.to(device), kv.to(device))).cpu()  # noqa: E731
-    found, causal = seen(q, kv), kv <= q
+    kv = torch.cat([(q - back).clamp(0, T - 1), far])
+    q = torch.cat([q, q])
+    found = seen(q, kv)
+    # 2. The descriptions that they may fit.
+    causal = kv <= q
     if torch.equal(found, causal):
         return "causal", None
     if local is None:
         return None
     if torch.equal(found, causal & (kv > q - local)):
         return "window", local
+    # 3. Chunks begin where a token does not see the one before.
     every = torch.arange(1, T)
     starts = (~seen(every, every - 1)).nonzero().flatten() + 1
     chunk_of = torch.bucketize(torch.arange(T), starts, right=True)
-    if bool((starts.diff() == local).all()) and torch.equal(
-        found, causal & (chunk_of[q] == chunk_of[kv])
-    ):
+    chunked = causal & (chunk_of[q] == chunk_of[kv])
+    if (starts.diff() == local).all() and torch.equal(found, chunked):
         return "chunk", local
     return None
 
@@ -334,19 +323,18 @@ def describe(function, T: int, local: int | None, device) -> tuple | None:
             return _kinds[key]
     except (TypeError, ValueError):  # an unhashable value, an empty cell
         return None
-    has_tensor, simulated = bool(tensors), any(map(is_fake, tensors))
+    if any(map(is_fake, tensors)):
+        # A simulation has no values. Only a chunk's closure holds a tensor: the left padding, from
+        # which chunks count.
+        return None if local is None else ("chunk", local)
+    if not tensors:
+        device = torch.device("cpu")
     try:
-        with (
-            real_tensors() if simulated or not has_tensor else nullcontext(),
-            torch.device("cpu"),
-        ):
-            function, device = (
-                (_unpadded(function), torch.device("cpu")) if simulated else (function, device)
-            )
-            kind = _ask(function, T, local, device if has_tensor else torch.device("cpu"))
+        with nullcontext() if tensors else real_tensors(), torch.device("cpu"):
+            kind = _ask(function, T, local, device)
     except (RuntimeError, IndexError, TypeError, ValueError):
         kind = None
-    if has_tensor and (kind is None or kind[0] != "chunk"):
+    if tensors and (kind is None or kind[0] != "chunk"):
         # A tensor's values may change with the batch, so the kind is not cached. The tensor of
         # a chunk's closure is the left padding, which find_rows counts too.
         return None

@@ -157,7 +157,7 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
             x_BTD,
             configs,
             batch,
-            () if inside else tuple(count.modules),
+            () if inside else tuple(m or _calls_torchs_own(layer) for m in count.modules),
             found,
             count.reasons,
         )
@@ -177,6 +177,13 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
         return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, answers).answers()
     except Exception as error:  # a family's own code
         return replace(answers, reason=_said(error))
+
+
+def _calls_torchs_own(layer) -> nn.Module:
+    """The module whose forward calls torch's attention itself, which names no module (Falcon's)."""
+    name = "scaled_dot_product_attention"
+    codes = ((m, getattr(type(m).forward, "__code__", None)) for m in layer.modules())
+    return next(m for m, code in codes if code is not None and name in code.co_names)
 
 
 def _with_mixers(

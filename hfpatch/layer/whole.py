@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hfpatch.compat import (
-    closing_checkpoints,
-    collecting,
-    modules_in,
-    same_memory,
-)
+from hfpatch.compat import collecting, modules_in, same_memory
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.graph_bytes import whole_graph
 
@@ -79,7 +74,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
     meter = runtime.meters.get(x_BTD.device)
     run = _AsFirst(run, layer, meter and meter.step)
     if policy is None or policy.offload == "gpu":
-        return _checkpoint(run, x_BTD)
+        return checkpoint(run, x_BTD, use_reentrant=False)
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers
     before, y_before = runtime.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
@@ -98,15 +93,10 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = _checkpoint(run, x_BTD)
+            y = checkpoint(run, x_BTD, use_reentrant=False)
     finally:
         given.clear()
         transfers.settle()
     first = y if isinstance(y, Tensor) else y[0]
     runtime.last_held = (held[0], weakref.ref(first)) if held else None
     return y
-
-
-def _checkpoint(run, x: Tensor):
-    with closing_checkpoints():
-        return checkpoint(run, x, use_reentrant=False)

@@ -4,6 +4,7 @@ Classes are recognised by name: neither PEFT nor bitsandbytes is imported for a 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -81,8 +82,6 @@ def class_of(module: nn.Module) -> type:
 # --- torchao's projections that train -------------------------------------------------------------
 
 _SAME_SCALE = "it rounds several tokens by one scale, and a tile's is not a row's"
-# The casts of torchao.Float8Linear whose tensor has tokens. A weight is whole in every tile.
-_FLOAT8_CASTS = ("input", "grad_output", "input_for_grad_weight", "grad_output_for_grad_weight")
 
 
 def is_fake_quantised(module: nn.Module) -> bool:
@@ -101,7 +100,7 @@ def scales_over_tokens(module: nn.Module) -> str | None:
     if not isinstance(module, nn.Linear):
         return None
     if "torchao.Float8Linear" in kinds_of(type(module)):
-        return _SAME_SCALE if _float8_over_tokens(module.config) else None
+        return None if _float8_by_rows(module.config) else _SAME_SCALE
     weight = module.weight
     trained = type(weight) if weight.requires_grad else nn.Parameter
     for kind in (type(module), trained):
@@ -111,17 +110,10 @@ def scales_over_tokens(module: nn.Module) -> str | None:
     return _SAME_SCALE if type(granularity).__name__ == "PerTensor" else None
 
 
-def _float8_over_tokens(config) -> bool:
-    """Whether a Float8LinearConfig has a cast with one scale for all tokens, or with one scale per
-    channel in the weight gradient's matmul.
+def _float8_by_rows(config) -> bool:
+    """Whether a Float8LinearConfig is one of torchao's recipes with a scale for each token.
 
-    A per-channel scale that is a power of two changes only the exponent, so it is allowed.
+    Their scales per channel are powers of two, which change only the exponent.
     """
-    for name in _FLOAT8_CASTS:
-        cast = getattr(config, f"cast_config_{name}")
-        if cast.scaling_type.name != "DYNAMIC":
-            continue
-        by_channel = name.endswith("grad_weight") and not config.round_scales_to_power_of_2
-        if cast.scaling_granularity.name == "TENSORWISE" or by_channel:
-            return True
-    return False
+    recipes = (config.from_recipe_name(name) for name in ("rowwise", "rowwise_with_gw_hp"))
+    return config in [replace(recipe, emulate=config.emulate) for recipe in recipes]

@@ -1,12 +1,16 @@
 """The report's files and what each must say."""
 
 import json
+import sys
 
 import pytest
+from matplotlib import image
+from matplotlib.figure import Figure
 
 from hfpatch.lab.profile import run as writer
+from hfpatch.lab.profile.picture import draw
 from hfpatch.lab.profile.report import markdown, module_table
-from hfpatch.lab.profile.timeline import Run
+from hfpatch.lab.profile.timeline import SLICES, Allocation, Run, measure
 from tests.lab.test_timeline import MIB, a_run
 
 
@@ -68,17 +72,35 @@ def test_simulated_is_marked_everywhere():
     assert "hf (simulated)" in markdown(runs) and "| figure |" in markdown(runs)
 
 
-def test_folder_and_back(tmp_path, runs):
-    writer.write(tmp_path, runs, command="c")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "report.md",
-        "results.json",
-    ]
+def test_the_folder_has_a_report_a_picture_and_results(tmp_path, runs):
+    assert writer.write(tmp_path, runs, command="c") == []
+    assert {p.name for p in tmp_path.iterdir()} == {"memory.png", "report.md", "results.json"}
     results = json.loads((tmp_path / "results.json").read_text())
-    assert (
-        results["runs"][1]["peak_split"]["parameters"] == 10 * MIB
-        and len(results["sentences"]) == 2
-    )
-    assert [r.to_dict() for r in writer.read(tmp_path)] == json.loads(
-        json.dumps([r.to_dict() for r in runs])
-    )
+    assert results["runs"][1]["peak_split"]["parameters"] == 10 * MIB
+    assert len(results["sentences"]) == 2
+    assert image.imread(tmp_path / "memory.png").std() > 0.1, "a picture, and no empty one"
+    assert "(memory.png)" in (tmp_path / "report.md").read_text()
+
+
+def test_the_picture_shows_the_peak_that_the_report_names(runs):
+    run = runs[0]
+    axis = Figure().subplots()
+    areas = draw(axis, run, "hf", MIB)
+    top = areas[-1].get_paths()[0].vertices[:, 1].max()  # of the stack's last category
+    assert top == run.peak_bytes / MIB == 17
+    assert axis.get_title().endswith("peak 17.0 MiB") and "**17.0 MiB**" in markdown(runs)
+
+
+def test_a_picture_keeps_a_peak_that_is_shorter_than_a_pixel():
+    run = a_run()
+    short = [Allocation(MIB, at / 9000, (at + 1) / 9000, "other") for at in range(9000)]
+    peak = Allocation(40 * MIB, 0.5, 0.50001, "loss")
+    measure(run, [*short, peak])
+    assert len(run.curve) <= 2 * SLICES + 2
+    assert max(sum(level) for _, level in run.curve) == run.peak_bytes
+
+
+def test_without_matplotlib_a_note_says_what_to_install(tmp_path, runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'hfpatch[report]'" in writer.write(tmp_path, runs)[0]
+    assert "pip install 'hfpatch[report]'" in (tmp_path / "report.md").read_text()

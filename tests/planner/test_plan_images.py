@@ -3,6 +3,7 @@
 import copy
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tiny import LONG
 from transformers import AutoConfig
 
 import hfpatch
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS
@@ -77,7 +78,7 @@ def test_the_whole_model_is_that_of_the_simulator():
     values, tokens, visual = values_of("qwen3_vl"), 12_048, 10_240
     model = with_images(values).train()
     hfpatch.apply(model, checkpointing="host")
-    policy = Policy("host", tile=4096)
+    policy = replace(LEAST, tile=4096)
     found = simulate(model, 1, tokens, policy=policy, **row(model.config, tokens, visual))
     assert not found.whole
     text = model_of(Values(values["text_config"] | {"model_type": "qwen3"}))

@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfpatch.budget.free import gpu_free, host_free
 from hfpatch.lab.children import ends_with
+from hfpatch.lab.models import config_of
 from hfpatch.lab.profile.advice import sentences
 from hfpatch.lab.profile.options import Options, check_together, words_of
+from hfpatch.lab.profile.picture import PICTURE, save
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
 from hfpatch.lab.profile.worker import PROGRESS
+from hfpatch.lab.tables import gib
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,14 +103,30 @@ def profile(
         raise ValueError("hfpatch: impl or seq_len is empty. Name at least one.")
     for options in asked:
         Options(**options)
+        if not simulate:
+            _expect_room(options["model"], batch * options["seq_len"])
     check_together(names, shared["checkpointing"], gradient_checkpointing)
     folder.mkdir(parents=True, exist_ok=True)
     runs, notes = _each_in_process(asked, progress)
     if not runs:
         raise ValueError(notes[0])
     called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
-    write(folder, runs, command=command or called, notes=notes)
-    return Profile(folder, runs, notes)
+    return Profile(folder, runs, write(folder, runs, command=command or called, notes=notes))
+
+
+def _expect_room(model: str, tokens: int) -> None:
+    """ValueError for tokens whose layer inputs alone, in 2 bytes, this machine cannot hold."""
+    values = config_of(model)[1]
+    values = values.get("text_config", values)
+    needed = 2 * tokens * values.get("hidden_size", 0) * values.get("num_hidden_layers", 0)
+    room = host_free() or 1 << 60
+    if needed > room:  # torch loads for seconds
+        room += gpu_free() or 0
+    if needed > room:
+        raise ValueError(
+            f"hfpatch: {tokens:,} tokens must fit this machine's {gib(room)}, and their layer "
+            f"inputs alone take {gib(needed)}. Pass fewer tokens, or --simulate."
+        )
 
 
 def _each_in_process(asked: list[dict], progress) -> tuple[list[Run], list[str]]:
@@ -156,7 +176,7 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
             errors.seek(0)
             said = [text for text in errors.read().splitlines() if text.strip()]
         if code == 0 and result.exists():
-            return Run.from_dict(json.loads(result.read_text())), None
+            return Run(**json.loads(result.read_text())), None
     last = next(
         (text for text in reversed(said) if text.startswith("hfpatch:")),
         said[-1] if said else f"exit code {code}",
@@ -172,18 +192,18 @@ def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
     ) else f"hfpatch: {options['impl']} did not run: {last}"
 
 
-def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> None:
-    """Writes report.md and results.json into the folder."""
-    commit = _commit()
-    (folder / "report.md").write_text(markdown(runs, command=command, commit=commit, notes=notes))
-    (folder / "results.json").write_text(
-        results(runs, command=command, commit=commit, notes=notes) + "\n"
-    )
+def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> list[str]:
+    """Writes report.md, memory.png and results.json into the folder. Returns the notes."""
+    told = {"command": command, "commit": _commit()}
+    told["notes"] = [*notes, *save(runs, folder / PICTURE)]
+    (folder / "report.md").write_text(markdown(runs, **told))
+    (folder / "results.json").write_text(results(runs, **told) + "\n")
+    return told["notes"]
 
 
 def results(runs: list[Run], *, command="", commit="", notes=()) -> str:
     """JSON for machines: the sentences and every Run."""
-    rows = [r.to_dict() | {"peak_split": r.peak_split} for r in runs]
+    rows = [vars(r) | {"peak_split": r.peak_split, "curve": []} for r in runs]
     values = {
         "command": command,
         "commit": commit,
@@ -192,12 +212,6 @@ def results(runs: list[Run], *, command="", commit="", notes=()) -> str:
         "runs": rows,
     }
     return json.dumps(values, indent=1)
-
-
-def read(folder: Path) -> list[Run]:
-    """The Runs of a folder written before."""
-    rows = json.loads((Path(folder) / "results.json").read_text())["runs"]
-    return [Run.from_dict({k: v for k, v in row.items() if k != "peak_split"}) for row in rows]
 
 
 def _commit() -> str:

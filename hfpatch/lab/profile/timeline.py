@@ -6,8 +6,10 @@ library only.
 
 import importlib.metadata
 import itertools
+import os
 import platform
-from dataclasses import asdict, dataclass, field
+import statistics
+from dataclasses import dataclass, field
 
 from hfpatch import __version__
 
@@ -36,6 +38,7 @@ MEANING = {
 }
 NOWHERE = "(outside of modules)"  # as a block's module; "" is the model itself
 ROWS = 60  # of the stored peak
+SLICES = 300  # of a picture's time
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Run:
     peak_phase: str = ""
     # alive at the peak: {bytes, count, category, module, phase, op, line}
     rows: list = field(default_factory=list)
+    # [time, [bytes of each of CATEGORIES]], for the picture
+    curve: list = field(default_factory=list)
     step_seconds: list = field(default_factory=list)  # of the steps that ran without the profiler
     memory: dict = field(default_factory=dict)  # allocator, host and copy figures, by name
     setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
@@ -79,8 +84,14 @@ class Run:
     error: str | None = None  # one line, where the run did not finish
 
     @property
-    def key(self) -> str:
-        return f"{self.impl}@{self.seq_len}"
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.impl}-{self.seq_len}"
+
+    def keep(self, kind: str, folder: str, name: str) -> None:
+        """Notes a file of the run, and its size."""
+        self.memory[f"{kind}_file"] = name
+        self.memory[f"{kind}_file_bytes"] = os.path.getsize(os.path.join(folder, name))
 
     @property
     def peak_split(self) -> dict:
@@ -90,12 +101,10 @@ class Run:
             split[row["category"]] += row["bytes"]
         return split
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "Run":
-        return cls(**values)
+    @property
+    def seconds(self) -> float | None:
+        """The median of the steps that were timed."""
+        return statistics.median(self.step_seconds) if self.step_seconds else None
 
 
 def generic(module: str) -> str:
@@ -108,14 +117,18 @@ def measure(run: Run, allocations: list[Allocation]) -> Run:
     host = [a for a in allocations if a.category == "host"]
     if host:
         run.memory["host_peak_bytes"] = max(
-            itertools.accumulate(nbytes for _, nbytes in _changes(host))
+            itertools.accumulate(nbytes for _, nbytes, _ in _changes(host))
         )
     allocations = [a for a in allocations if a.category != "host"]
-    total = 0
-    for at, nbytes in _changes(allocations):
-        total += nbytes
-        if total > run.peak_bytes:
-            run.peak_bytes, run.peak_at = total, at
+    level = dict.fromkeys(CATEGORIES, 0)
+    points = []
+    for at, nbytes, category in _changes(allocations):
+        level[category] += nbytes
+        points.append([at, [*level.values()]])
+    if points:
+        run.peak_at, peak = max(points, key=lambda point: sum(point[1]))
+        run.peak_bytes = sum(peak)
+        run.curve = _thinned(points)
     run.peak_phase = next(
         (name for name, start, stop in run.phases if start <= run.peak_at <= stop), ""
     )
@@ -127,12 +140,23 @@ def measure(run: Run, allocations: list[Allocation]) -> Run:
 
 
 def _changes(allocations) -> list:
-    """(time, signed bytes) of every birth and death. At one instant deaths come first, as in an
-    allocator that reuses a block.
+    """(time, signed bytes, category) of every birth and death. At one instant deaths come first, as
+    in an allocator that reuses a block.
     """
-    died = [(a.died, -a.bytes) for a in allocations if a.died is not None]
-    born = [(a.born, a.bytes) for a in allocations]
+    died = [(a.died, -a.bytes, a.category) for a in allocations if a.died is not None]
+    born = [(a.born, a.bytes, a.category) for a in allocations]
     return sorted([*died, *born], key=lambda change: change[0])  # stable
+
+
+def _thinned(points: list) -> list:
+    """The highest and the last point of each slice of time, so that a short peak is drawn."""
+    width = (points[-1][0] - points[0][0]) / SLICES or 1
+    slices: dict = {}
+    for point in points:
+        kept = slices.setdefault(point[0] // width, [])
+        highest = not kept or sum(point[1]) >= sum(kept[0][1])
+        kept[0 if highest else 1 :] = [point]
+    return [point for kept in slices.values() for point in kept]
 
 
 def grouped(alive: list[Allocation]) -> list:
@@ -177,15 +201,3 @@ def versions(packages) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", 1 << 30: "GiB"}
-
-
-def size(count: float) -> str:
-    """1536 -> '1.5 KiB', with one or two decimals."""
-    unit = max((unit for unit in UNITS if abs(count) >= unit), default=1)
-    if unit == 1:
-        return f"{count:.0f} B"
-    decimals = 1 if abs(count) >= 10 * unit else 2
-    return f"{count / unit:.{decimals}f} {UNITS[unit]}"
