@@ -1,8 +1,7 @@
 """Writes the generated parts of docs/: `python scripts/docs.py [NAME]...`, all by default.
 
-models: docs/models.md, from
-scripts/families.py (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. axolotl:
-docs/assets/axolotl-yaml.svg, from the block of docs/start/run.md. description: DESCRIPTION.md, from README.md.
+models: docs/models.md, from scripts/families.py (minutes). memory: docs/assets/memory.svg, from
+profiles/plan/results.csv. description: DESCRIPTION.md, from README.md.
 untiled: docs/internals/untiled.md, from the list in hfpatch/layer/why_whole.py.
 Tests hold each to what it would be now.
 """
@@ -178,25 +177,6 @@ def memory() -> str:
     return "\n".join(out) + "\n"
 
 
-def axolotl() -> str:
-    """The picture of docs/start/run.md: its diff of Axolotl's YAML, new lines in green."""
-    page = (ROOT / "docs/start/run.md").read_text()
-    lines = re.search(r"```diff\n(.*?)```", page, re.S)[1].splitlines()
-    high, top = 26, 44
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {high * len(lines) + top + 12}" '
-           'font-family="monospace" font-size="16" xml:space="preserve">',
-           '<rect width="100%" height="100%" fill="#ffffff"/>',
-           '<text x="18" y="27" font-family="sans-serif" font-weight="bold">config.yaml</text>',
-           ]  # fmt: skip
-    for i, line in enumerate(lines):
-        y, colour = top + high * i, "#24292f"
-        if line.startswith("+"):
-            colour = "#116329"
-            out.append(f'<rect y="{y}" width="100%" height="{high}" fill="#dafbe1"/>')
-        out.append(f'<text x="18" y="{y + 18}" fill="{colour}">{escaped(line)}</text>')
-    return "\n".join([*out, "</svg>"]) + "\n"
-
-
 def description() -> str:
     """README for a package index, which has neither the pictures nor the pages that it links to."""
     text = re.sub(r"\n<!-- docs: \w+ -->(?=\n)", "", (ROOT / "README.md").read_text())
@@ -236,7 +216,6 @@ WRITTEN = {
     "models": (models, "docs/models.md"),
     "untiled": (untiled, "docs/internals/untiled.md"),
     "memory": (memory, "docs/assets/memory.svg"),
-    "axolotl": (axolotl, "docs/assets/axolotl-yaml.svg"),
     "description": (description, "DESCRIPTION.md"),
 }
 

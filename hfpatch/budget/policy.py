@@ -76,7 +76,8 @@ def _is_number(value, least: int) -> bool:
 class Checkpointing:
     """What decoder layers keep for backward, for `hfpatch.apply(model, checkpointing=...)`.
 
-    Every field but aim may be "auto" (the default): chosen at the first step from the free memory.
+    Every field but aim may be "auto" (the default): chosen from what steps measure. The last four
+    are for experts.
 
     Args:
         offload: the place of checkpoints: "gpu", "host" (pinned memory) or a directory (NVMe, one
@@ -87,8 +88,6 @@ class Checkpointing:
         frozen_weights: the place of frozen weights (LoRA's base): "gpu", or "host" (pinned memory;
             each layer's weights come to the device one layer ahead of use). "auto" uses the host if
             they do not fit on the device.
-
-    For expert users; the policy chooses these by default:
         save_attention: keep attention outputs too, one more [batch, tokens, hidden] per layer, so
             that the attention forward never runs twice.
         plain: how many of the last layers keep everything that autograd saves; nothing in them runs
@@ -100,7 +99,8 @@ class Checkpointing:
     Raises:
         ValueError: a value outside these.
 
-    >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
+    Examples:
+        >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
     """
 
     offload: str = "auto"
@@ -302,7 +302,8 @@ def describe(policy: Policy, num_layers: int | None = None) -> str:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
         kept += ["attention"] if policy.save_attention and policy.every == 1 else []
         if policy.again is not None:
-            kept.append("gate and up" + (f" in all but {policy.again}" if policy.again else ""))
+            some = num_layers and policy.again and num_layers - plain - policy.again
+            kept.append("gate and up" + (f" (in {some} of them)" if some else ""))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"
