@@ -162,8 +162,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
         swap(causal, TellsPositions)
     if not found.apart:
         report.notes.append(
-            "sequences that hold several documents are refused: its layers were not seen to keep "
-            "them apart."
+            "sequences that hold several documents are refused: its layers may not keep them apart."
         )
 
 

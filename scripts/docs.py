@@ -105,13 +105,13 @@ hfpatch check llama-3.1-8b
 ## What to expect
 
 Default configs of transformers 5.24, by `scripts/families.py`. *Packed rows* are documents that
-`position_ids` tell apart, also beside an attention mask of ones. *Verdict* is the comparison of the
+`position_ids` separate, also with an attention mask of ones. *Verdict* is the comparison of the
 small instance with stock.
 
 {table}
 
 Of models with [images](guides/images.md) the language tower is in tiles; mixers of [hybrids](guides/hybrids.md) run in tiles
-through time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole rows.
+through time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it runs over whole rows.
 
 ## Attention
 
@@ -131,8 +131,8 @@ transformers 5.0. Some things need more:
 
 | you want | you need |
 | --- | --- |
-| hybrids and OPT in tiles | transformers above 5.0 |
-| Qwen3-Next in tiles beside flash-linear-attention | transformers 5.16 |
+| layers of hybrids and OPT in tiles | transformers above 5.0 |
+| mixers of hybrids in tiles through time; Qwen3-Next with flash-linear-attention | transformers 5.16 |
 | experts within the planned memory in a layer of one tile | transformers 5.4 ([figures](benchmarks/plan/index.md)) |
 | FSDP config files in a Trainer | transformers 5.17 |
 | Ulysses | accelerate 1.12, transformers above 5.0 |
