@@ -99,8 +99,9 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         return
     configs = _configs(decoder)
     _patch_stack(decoder, found, configs, report)
-    if settings == "off" or found.alone:
-        skipped.append(("checkpointing", "not asked for" if settings == "off" else found.alone))
+    if settings.offload == "off" or found.alone:
+        off = settings.offload == "off"
+        skipped.append(("checkpointing", "not asked for" if off else found.alone))
         for layer, answer in zip(layers, found.answers):
             _swap_layer(layer, UntiledLayer, replace(answer, kinds=found.kinds), configs)
         return

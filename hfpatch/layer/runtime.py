@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import Turn, gradient_is_watched, not_for_deepspeed, same_memory, version
 from hfpatch.layer import policies
 from hfpatch.layer.call import LayerCall
@@ -103,7 +103,7 @@ class LayerRuntime(Policies):
         )
         return last() if as_given else None
 
-    def ran_plain(self, layer: nn.Module, policy: Policy, x: Tensor, y) -> None:
+    def ran_plain(self, layer: nn.Module, policy: Checkpointing, x: Tensor, y) -> None:
         """Called after a layer that keeps everything, with its output y."""
         y = y if isinstance(y, Tensor) else y[0]
         meter = self.meters.get(x.device)

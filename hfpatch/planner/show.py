@@ -4,7 +4,7 @@ import math
 
 from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.budget.policy import Policy, describe
+from hfpatch.budget.policy import Checkpointing, describe
 from hfpatch.lab.hardware import SECONDS_ERROR, GiB
 from hfpatch.planner.placements import PLACEMENTS
 
@@ -37,7 +37,7 @@ def policy_text(policy, num_layers: int | None = None) -> str:
     """Plan.policy in a few words. num_layers: the model's, or None if unknown."""
     if not isinstance(policy, dict):
         return str(policy)
-    return describe(Policy(**policy), num_layers)
+    return describe(Checkpointing(**policy), num_layers)
 
 
 def text(plan) -> str:

@@ -76,8 +76,7 @@ class Options:
 
 def words_of(checkpointing) -> list[str]:
     """The value of checkpointing= as a command line's words; none for "auto". Raises ValueError."""
-    found = parse_checkpointing(checkpointing)
-    return ["off"] if found == "off" else found.words()
+    return parse_checkpointing(checkpointing).words()
 
 
 def check_together(
