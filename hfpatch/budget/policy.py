@@ -274,7 +274,7 @@ def describe(policy: Checkpointing, num_layers: int | None = None, below: int = 
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
         if policy.saves_attention:
             kept.append("attention")
-        if policy.keep > 0:
+        if policy.keep > below:
             few = num_layers is not None and policy.keep < below + num_layers - plain
             kept.append("gate and up" + (f" (in {policy.keep - below} of them)" if few else ""))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
