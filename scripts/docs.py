@@ -35,7 +35,7 @@ def cli() -> str:
     from hfpatch.cli.failures import Parser
     from hfpatch.cli.main import COMMANDS, MODELS
 
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "90"
     out = ["# Command line", "", "Each command's `--help`. Lengths may be written `8192`, `128k` or `1M`. "
            "Exit codes: 0 done, 2 bad input, 1 a failure of the machine, 3 a plan that does not fit. `--debug` shows a "
            "failure's traceback.", ""]  # fmt: skip
@@ -53,7 +53,7 @@ def cli() -> str:
             continue
         parser = Parser(
             prog=f"hfpatch {name}", description=summary,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100),
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=90),
         )  # fmt: skip
         if name in MODELS:
             parser.usage = f"hfpatch {name} MODEL [flags] | RUN.yaml [flags]"
