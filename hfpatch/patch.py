@@ -58,6 +58,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
     """Raises ValueError for a model that an engine wrapped, that a device_map offloads, or whose
     modules Liger replaced.
     """
+    devices = set()
     for module in model.modules():
         for kind in type(module).__mro__:
             home = kind.__module__.split(".")[0]
@@ -69,11 +70,13 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 )
         _refuse_liger(module)
         hook = engine_hook(module)  # accelerate's; several are one hook with a list
-        if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook])):
+        parts = getattr(hook, "hooks", [hook])
+        devices |= {getattr(part, "execution_device", None) for part in parts} - {None}
+        if len(devices) > 1 or any(getattr(part, "offload", False) for part in parts):
             raise ValueError(
-                "hfpatch: the model must be on one device, got weights that a device_map keeps on "
-                "the CPU or on disk. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread "
-                "a model that does not fit)."
+                "hfpatch: the model must be on one device, got a device_map that spreads it or "
+                "keeps weights on the CPU or on disk. Load it without device_map (FSDP or "
+                "DeepSpeed ZeRO-3 spread a model that does not fit)."
             )
 
 

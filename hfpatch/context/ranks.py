@@ -2,14 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.compat import (
     context_parallel,
     context_parallel_group,
     deepspeed_config,
-    engine_hook,
     has_values,
     ulysses,
     ulysses_group,
@@ -94,30 +93,6 @@ def sharded(sequence: Sequence | None | bool):
     it is False.
     """
     return having(sequence=sequence)
-
-
-def weights_move(modules: list[nn.Module]) -> bool:
-    """Whether accelerate's hooks on these modules bring weights to the device for each call, or
-    spread the model over several devices.
-    """
-    devices = set()
-    for hook in filter(None, map(engine_hook, modules)):
-        for one in getattr(hook, "hooks", (hook,)):
-            if getattr(one, "offload", False):
-                return True
-            devices.add(getattr(one, "execution_device", None))
-    return len(devices - {None}) > 1
-
-
-def refuse_training_over_a_device_map(training: bool) -> None:
-    """Raises ValueError in training: hooks have removed a layer's weights when its backward runs it
-    again."""
-    if training:
-        raise ValueError(
-            "hfpatch: a model that trains must be on one device, got one with a device map or "
-            "offloaded weights. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread a "
-            "model that does not fit), or call hfpatch.undo(model)."
-        )
 
 
 def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:

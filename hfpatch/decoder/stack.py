@@ -14,8 +14,6 @@ from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    modules_in,
-    modules_of,
     submodule,
     transforming,
 )
@@ -32,9 +30,7 @@ from hfpatch.context.current import (
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
     refuse_shared_mixers,
-    refuse_training_over_a_device_map,
     shared_in_a_graph,
-    weights_move,
 )
 from hfpatch.decoder.batch import (
     Given,
@@ -102,21 +98,11 @@ class OurAttention(KeepsSignature):
             "hfpatch.undo(model)."
         )
         layers = list_of_layers(self) or ()
-        hooked = {self, *modules_of(self).values()} - {None}
-        for module in layers:
-            # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
-            layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
-            hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
-        if weights_move(hooked if layers else modules_in(self)):
-            refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
-            if given is not None and given.sequence is not None:
-                raise not_exchanged("a model with a device map or offloaded weights")
-            return _run_stock(self, kwargs)
         batch = None if given is None else _batch_of(self, given, kwargs)
         if runtime is not None and runtime.exchange is not None:
             # Ranks that send tokens to each other's experts must run equal numbers of tiles.
