@@ -176,17 +176,18 @@ def _refuse_unasked(stack: "OurAttention") -> None:
     """ValueError for layers without traits (replaced since apply(), or with another forward):
     they may mix tokens outside attention."""
     layers = list_of_layers(stack)
-    if layers is None:
+    if layers is None or not all(map(_was_asked, layers)):
         refuse_shared_mixers(type(stack), "its layers changed after apply()")
-    for layer in layers:
-        why = replaced_forward(layer)
-        if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
-            why = why or (package_of(layer) != "torch" and "put in after apply()")
-        elif compiled_by_itself(layer):
-            known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
-            why = why or (not known and "it is compiled by itself")
-        if why:
-            refuse_shared_mixers(type(layer), why)
+
+
+def _was_asked(layer) -> bool:
+    """Whether the layer runs as its traits say."""
+    if replaced_forward(layer):
+        return False
+    if not isinstance(layer, UntiledLayer):
+        return package_of(layer) == "torch"  # torch's own wrappers
+    shares = why_not_shared(layer._hfpatch_traits, look(layer)) is None
+    return shares or not compiled_by_itself(layer)
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:
@@ -199,10 +200,12 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     for layer in layers:
         names = layer._hfpatch_traits.attention if isinstance(layer, UntiledLayer) else ()
         with suppress(AttributeError):  # a layer that was rebuilt runs untiled
-            said += [vars(submodule(layer, name)).get("is_causal") for name in names]
-    if said and not any(answer is None or answer for answer in said):
+            said += [
+                vars(submodule(layer, name)).get("is_causal") in (None, True) for name in names
+            ]
+    if said and not any(said):
         kwargs["is_causal"] = False
-    return any(answer is not None and not answer for answer in (kwargs.get("is_causal"), *said))
+    return not all(said) or kwargs.get("is_causal") not in (None, True)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))

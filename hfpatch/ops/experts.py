@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import grouped_mm, is_fake
-from hfpatch.ops._library import define, refuse, use_kernel, wide_dtype
+from hfpatch.ops._library import by_device, define, refuse, wide_dtype
 from hfpatch.ops.swiglu import _act, _dgate
 
 CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
@@ -102,10 +102,6 @@ def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def _expert_product(x_SI, w_EIO, offs_E):
-    if use_kernel(x_SI, w_EIO) and x_SI.numel() and not is_fake(x_SI):
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_product(x_SI, w_EIO, offs_E)
     y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
     if is_fake(y_SO):
         return y_SO
@@ -117,7 +113,7 @@ def _expert_product(x_SI, w_EIO, offs_E):
 # Each row of x [S, I] times its expert's matrix of w [E, I, O]. Rows behind offs[-1] stay unset.
 EXPERT_PRODUCT = define(
     "expert_product(Tensor x, Tensor w, Tensor offs) -> Tensor",
-    _expert_product,
+    by_device(_expert_product, "experts", "expert_product"),
     lambda x, w, offs: x.new_empty(x.shape[0], w.shape[2]),
 )
 
@@ -125,10 +121,6 @@ EXPERT_PRODUCT = define(
 def _expert_sums(out, a_SM, b_SN, offs_E, first):
     if is_fake(out):
         return
-    if use_kernel(out, a_SM, b_SN):
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_sums(out, a_SM, b_SN, offs_E, first)
     for e, a, b in _parts(offs_E):
         wide = a_SM[a:b].t().to(out.dtype), b_SN[a:b].to(out.dtype)
         out[e].addmm_(*wide, beta=0 if first else 1)
@@ -138,7 +130,7 @@ def _expert_sums(out, a_SM, b_SN, offs_E, first):
 # `first` overwrites it instead.
 EXPERT_SUMS = define(
     "expert_sums(Tensor(a!) out, Tensor a, Tensor b, Tensor offs, bool first) -> ()",
-    _expert_sums,
+    by_device(_expert_sums, "experts", "expert_sums"),
     lambda out, a, b, offs, first: None,
 )
 
@@ -162,10 +154,6 @@ def _acted(gate, up, activation, alpha, limit):
 
 
 def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
-    if use_kernel(gu, w, bias) and gu.numel():
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved)
     gate, up = _gate_up(gu, bias, ids, interleaved)
     return (_acted(gate, up, activation, alpha, limit) * w.to(gate.dtype)[:, None]).to(gu.dtype)
 
@@ -173,18 +161,12 @@ def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
 EXPERT_ACT = define(
     "expert_act(Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, float alpha, "
     "float limit, bool interleaved) -> Tensor",
-    _expert_act,
+    by_device(_expert_act, "experts", "expert_act"),
     lambda gu, w, *_: gu.new_empty(gu.shape[0], gu.shape[1] // 2),
 )
 
 
 def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a):
-    if use_kernel(da, gu, w, bias) and gu.numel():
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_act_bwd(
-            da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a
-        )
     gate, up = _gate_up(gu, bias, ids, interleaved)
     da, w_S1 = da.to(gate.dtype), w.to(gate.dtype)[:, None]
     act = _acted(gate, up, activation, alpha, limit)
@@ -206,7 +188,7 @@ def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved,
 EXPERT_ACT_BACK = define(
     "expert_act_bwd(Tensor da, Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, "
     "float alpha, float limit, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
-    _expert_act_bwd,
+    by_device(_expert_act_bwd, "experts", "expert_act_bwd"),
     lambda da, gu, *rest: (
         torch.empty_like(gu),
         da.new_empty(da.shape if rest[-1] else 0),
@@ -219,10 +201,6 @@ EXPERT_ACT_BACK = define(
 
 
 def _expert_combine(z, inverse):
-    if use_kernel(z) and z.numel():
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_combine(z, inverse)
     y = z.new_zeros(inverse.shape[0], z.shape[1], dtype=wide_dtype(z.dtype))
     for at in inverse.unbind(1):
         y += torch.where(at[:, None] < 0, 0, z[at.clamp(min=0)])
@@ -232,7 +210,7 @@ def _expert_combine(z, inverse):
 # The sum [N, D] of each token's rows of z [S, D], in float32 and rounded once.
 EXPERT_COMBINE = define(
     "expert_combine(Tensor z, Tensor inverse) -> Tensor",
-    _expert_combine,
+    by_device(_expert_combine, "experts", "expert_combine"),
     lambda z, inverse: z.new_empty(inverse.shape[0], z.shape[1]),
 )
 
