@@ -211,22 +211,20 @@ def untiled() -> str:
     stages = why_whole.__doc__.split("known:\n\n")[1].split("\n\n")[0].splitlines()
     out = ["# Why a layer runs untiled", "",
            "Written by `python scripts/docs.py untiled` from `REASONS` in "
-           "`hfpatch/layer/why_whole.py`. The first that holds decides.", "",
+           "`hfpatch/layer/why_whole.py`. The first reason that holds decides.", "",
            "An untiled layer gives the numbers of transformers' own. It runs again in backward, and "
-           "its input waits where those of tiled layers do, so it is still long-context. Layers "
-           "that keep everything because the device has room for it are another matter: "
-           "[What to keep](../guides/keep.md).", "",
-           "| stage | asked |", "| --- | --- |"]  # fmt: skip
+           "its input is offloaded, so it is still long-context. (Layers that keep everything because "
+           "memory is free are another matter: [What to keep](../guides/keep.md).)", "",
+           "Each reason is looked for at one stage:", ""]  # fmt: skip
     for line in stages:
-        stage, asked = line.split(maxsplit=1)
-        out.append(f"| {stage} | {re.sub(r' [(][^)]*[)]$', '', asked)} |")
-    out += ["", "Reasons of `apply` are in the report. The others are printed once, at the first "
-            "step that they hold in.", "",
-            "| reason | stage | the line says |", "| --- | --- | --- |"]  # fmt: skip
-    for reason in why_whole.REASONS:
-        keeps = " (keeps everything)" if reason.keeps else ""
+        stage, facts = line.split(maxsplit=1)
+        out.append(f"- *{stage}*: {re.sub(r' [(][^)]*[)]$', '', facts)}")
+    out += ["", "Reasons of *apply* are in the report. The others are printed once, at the first "
+            "step that they hold in. Here with their names, stages and sentences:", ""]  # fmt: skip
+    for number, reason in enumerate(why_whole.REASONS, 1):
+        keeps = ", keeps everything" if reason.keeps else ""
         said = reason.sentence.replace("{}", "…")
-        out.append(f"| {reason.name}{keeps} | {reason.when} | {said} |")
+        out.append(f"{number}. **{reason.name}** ({reason.when}{keeps}): {said}")
     return "\n".join(out) + "\n"
 
 
