@@ -43,7 +43,8 @@ def _four_bits(module, dtype) -> Tensor:
 
 
 def _eight_bits(module, dtype) -> Tensor:
-    codes, scales = module.state.CB, module.state.SCB
+    codes = module.state.CB
+    scales = module.state.SCB
     return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 

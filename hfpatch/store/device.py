@@ -198,7 +198,8 @@ class Speed:
     LEAST = 16 << 20  # bytes of a copy that is timed
 
     def __init__(self, device: Device):
-        self.device, self.found = device, 0.0
+        self.device = device
+        self.found = 0.0
         self.copy: list | None = None  # [bytes, event before, event after]
 
     def begin(self, nbytes: int) -> None:
@@ -213,7 +214,8 @@ class Speed:
         """Of the last copy that was timed; 0 before one."""
         took = self.copy and len(self.copy) == 3 and seconds_between(*self.copy[1:])
         if took:
-            self.found, self.copy = self.copy[0] / took, None
+            self.found = self.copy[0] / took
+            self.copy = None
         return self.found
 
 

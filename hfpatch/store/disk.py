@@ -19,7 +19,9 @@ from hfpatch.store.pool import Loan, Shelf
 
 PREFIX = "hfpatch-"
 # Bounce buffers: bytes of one, buffers per direction, and those among them that do not read ahead.
-PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
+PIECE = 64 << 20
+BUFFERS = 8
+RESERVE = 2
 
 
 class File:
@@ -36,7 +38,8 @@ class File:
                 "directory as Checkpointing(offload=...)",
             ) from error
         os.unlink(path)
-        self.directory, self.writes = directory, []
+        self.directory = directory
+        self.writes = []
 
     def wait_written(self) -> None:
         for write in self.writes:
@@ -51,7 +54,8 @@ class Bounce:
     """A pinned buffer between the device and the threads, with its last file job and last copy."""
 
     def __init__(self, loan: Loan):
-        self.loan, self.bytes = loan, loan.thing.bytes
+        self.loan = loan
+        self.bytes = loan.thing.bytes
         self.job: Future | None = None  # the last read or write, in a thread
         self.copied = None  # event of the last copy to the device
 
@@ -69,7 +73,9 @@ class DiskDirectory:
     """Writes and reads tensors' bytes in `directory` (bounce buffers come from `pool`)."""
 
     def __init__(self, directory: str, pool, threads: int = 4):
-        self.directory, self.pool, self.device = directory, pool, pool.device
+        self.directory = directory
+        self.pool = pool
+        self.device = pool.device
         self.writers = self.device.threads(threads, "hfpatch-write")
         self.readers = self.device.threads(threads, "hfpatch-read")
         self.write_bounces: deque[Bounce] = deque()
@@ -99,7 +105,8 @@ class DiskDirectory:
 
     def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
         self.device.synchronize(event)
-        view, done = self.device.host_bytes(bounce, writes=False)[:nbytes], 0
+        view = self.device.host_bytes(bounce, writes=False)[:nbytes]
+        done = 0
         try:
             while done < nbytes:
                 done += os.pwrite(file.fd, view[done:], start + done)
@@ -116,7 +123,8 @@ class DiskDirectory:
         """Starts reading tokens [a, b) of each batch row of `saved`, as far as buffers are free."""
         pieces = []
         for row in range(saved.shape[0]):
-            first, nbytes = (row * saved.shape[1] + a) * saved.row_bytes, (b - a) * saved.row_bytes
+            first = (row * saved.shape[1] + a) * saved.row_bytes
+            nbytes = (b - a) * saved.row_bytes
             pieces += [
                 (row, at, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)
             ]
@@ -148,7 +156,8 @@ class DiskDirectory:
         if copied is not None:
             self.device.synchronize(copied)
         file.wait_written()
-        view, done = self.device.host_bytes(bounce, writes=True)[:nbytes], 0
+        view = self.device.host_bytes(bounce, writes=True)[:nbytes]
+        done = 0
         while done < nbytes:
             got = os.preadv(file.fd, [view[done:]], first + done)
             if not got:
@@ -172,7 +181,9 @@ class Read:
     """
 
     def __init__(self, disk: DiskDirectory, file: File, pieces: list):
-        self.disk, self.file, self.pieces = disk, file, deque(pieces)
+        self.disk = disk
+        self.file = file
+        self.pieces = deque(pieces)
         self.started: deque[tuple[tuple, Loan, Future]] = deque()
         self._ahead()
 
@@ -181,7 +192,8 @@ class Read:
             loan = self.disk.take_bounce(wanted)
             if loan is None:
                 return
-            piece, wanted = self.pieces.popleft(), False
+            piece = self.pieces.popleft()
+            wanted = False
             self.started.append((piece, loan, self.disk.start(self.file, loan.thing, *piece[2:])))
 
     def land(self, destination: Tensor, stream) -> None:

@@ -71,7 +71,8 @@ class Area:
     """
 
     def __init__(self, block, nbytes: int):
-        self.block, self.nbytes = block, nbytes
+        self.block = block
+        self.nbytes = nbytes
         self.rows: list[tuple] = []  # (start, end, weak reference to the loan), ascending
 
     @property
@@ -85,14 +86,16 @@ class Area:
         while True:
             while i < len(self.rows) and self.rows[i][2]() is None:
                 del self.rows[i]
-            room, start = -at % PINNED_AT_ONCE, at
+            room = -at % PINNED_AT_ONCE
+            start = at
             if room < nbytes:
                 start += room
             if (self.rows[i][0] if i < len(self.rows) else self.nbytes) - start >= nbytes:
                 break
             if i == len(self.rows):
                 return None
-            at, i = self.rows[i][1], i + 1
+            at = self.rows[i][1]
+            i = i + 1
         end = start + nbytes
         loan = Loan(Piece(self.block, self.block.bytes[start:end]))
         self.rows.insert(i, (start, end, weakref.ref(loan)))
@@ -113,7 +116,8 @@ class HostPool:
     """
 
     def __init__(self, device: Device):
-        self.device, self.pinned = device, device.pins
+        self.device = device
+        self.pinned = device.pins
         self.areas: list[Area] = []
 
     @property

@@ -88,14 +88,20 @@ class Ticket:
     memory.
     """
 
-    slot, copying, device = None, False, None  # for __del__ after Ctrl-C in __init__
+    # for __del__ after Ctrl-C in __init__
+    slot = None
+    copying = False
+    device = None
 
     def __init__(self, device: Device, side, tensors: list[Tensor], slot: Slot | None, free=None):
-        self.device, self.side, self.tensors = device, side, tensors
+        self.device = device
+        self.side = side
+        self.tensors = tensors
         self.owner = device.current()  # the stream that allocated the tensors
         self.user = self.ready = None
         self.reads: list[tuple[Tensor, Read]] = []
-        self.slot, self.free = slot, free
+        self.slot = slot
+        self.free = free
 
     def wait(self) -> list[Tensor]:
         """The tensors, safe to use on the current stream."""
@@ -128,7 +134,8 @@ class Ticket:
             self.slot.after = device.mark(self.user or self.owner)
             self.free.append(self.slot)
             self.slot = None
-        self.tensors, self.reads = [], []
+        self.tensors = []
+        self.reads = []
 
     def __del__(self, finalizing=sys.is_finalizing):
         if not finalizing():
@@ -141,11 +148,13 @@ class Transfers:
     late = False  # whether settle() starts every copy to the tier, as it does those to files
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
-        self.device, self.tier = device_for(device), tier
+        self.device = device_for(device)
+        self.tier = tier
         self.on_device = device
         self.pool = HostPool(self.device)
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
-        self.to_host, self.to_device = self.device.stream(), self.device.stream()
+        self.to_host = self.device.stream()
+        self.to_device = self.device.stream()
         # (source, its version, its stream) of the copies since the last settle(), and their bytes
         self.unsettled: list[tuple[Tensor, int, object]] = []
         self.unsettled_bytes = 0
@@ -179,7 +188,8 @@ class Transfers:
     def put(self, saved: Saved, a: int, x: Tensor) -> None:
         """Copies x [B, t, ...] to the tokens of `saved` from a on. x stays alive until settle()."""
         # Detached: a source that outlives its layer must not hold a graph.
-        device, x = self.device, x.detach().contiguous()
+        device = self.device
+        x = x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
         self.unsettled_bytes += x.untyped_storage().nbytes()
         # The event also orders earlier readers of the block: their tickets made this stream wait.
@@ -192,13 +202,15 @@ class Transfers:
         while self.unwritten:
             complete, saved, a, x = self.unwritten[0]
             device.wait(complete, self.to_host)
-            T, b = saved.shape[1], a + x.shape[1]
+            T = saved.shape[1]
+            b = a + x.shape[1]
             with device.on(self.to_host), torch.no_grad():
                 self.speed.begin(x.numel() * x.element_size())
                 for first, piece in (
                     [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
                 ):
-                    flat, at = piece.view(-1).view(torch.uint8), first * saved.row_bytes
+                    flat = piece.view(-1).view(torch.uint8)
+                    at = first * saved.row_bytes
                     if saved.file is not None:
                         self.disk.write(flat, self.to_host, saved.file, at)
                     elif saved.block is not None:
@@ -223,8 +235,11 @@ class Transfers:
         if self.unsettled:
             copied = self.device.mark(self.to_host)
             self.copied.append((self.unsettled, self.unsettled_bytes, copied))
-            self.unsettled, self.unsettled_bytes = [], 0
-        held, streams, written_to = 0, set(), False
+            self.unsettled = []
+            self.unsettled_bytes = 0
+        held = 0
+        streams = set()
+        written_to = False
         for _, nbytes, _ in self.copied:
             held += nbytes
         while len(self.copied) > under_way and held > room:
@@ -253,7 +268,10 @@ class Transfers:
         A piece without a destination goes to the slot, or without a slot to a new buffer. free:
         receives the slot once the ticket is done.
         """
-        device, tensors, copies, offset = self.device, [], [], 0
+        device = self.device
+        tensors = []
+        copies = []
+        offset = 0
         for saved, a, b, destination in pieces:
             if saved.resident:
                 whole = saved.tensor()
