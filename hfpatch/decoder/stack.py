@@ -101,6 +101,11 @@ class OurAttention(KeepsSignature):
             "hfpatch.undo(model)."
         )
         layers = list_of_layers(self) or ()
+        for module in layers:
+            # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
+            for layer in module.modules():
+                if isinstance(layer, UntiledLayer):
+                    look(layer)  # the layers read what they found here
         given = read_batch(self, kwargs)
         runtime = self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):

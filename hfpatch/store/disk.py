@@ -10,7 +10,7 @@ wait can hang, wherever a step was interrupted.
 import os
 import tempfile
 from collections import deque
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -62,11 +62,8 @@ class Bounce:
 
 def _ended(job: Future | None) -> None:
     """Waits for a thread's job. Ignores its error, which the reader of the file raises."""
-    try:
-        if job is not None:
-            job.exception()
-    except CancelledError:
-        pass
+    if job is not None:
+        job.exception()
 
 
 class DiskDirectory:
@@ -82,9 +79,6 @@ class DiskDirectory:
         self.read_bounces = Shelf()
 
     # -- writing -----------------------------------------------------------------------------------
-    def file(self) -> File:
-        return File(self.directory)
-
     def write(self, source: Tensor, stream, file: File, at: int = 0) -> None:
         """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on. stream: the
         current one.
@@ -97,7 +91,7 @@ class DiskDirectory:
             bounce = self.write_bounces[0]
             _ended(bounce.job)
             bounce.bytes[: piece.numel()].copy_(piece, non_blocking=self.device.pins)
-            written = self.device.mark_for_thread(stream)
+            written = self.device.mark(stream, blocking=True)
             bounce.job = self.writers.submit(
                 self._write, file, bounce.bytes, piece.numel(), at + start, written
             )
@@ -106,10 +100,11 @@ class DiskDirectory:
     def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
         self.device.synchronize(event)
         view = self.device.host_bytes(bounce, writes=False)[:nbytes]
-        done = 0
         try:
-            while done < nbytes:
-                done += os.pwrite(file.fd, view[done:], start + done)
+            while view:
+                done = os.pwrite(file.fd, view, start)
+                start += done
+                view = view[done:]
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -122,25 +117,22 @@ class DiskDirectory:
     def read(self, file: File, saved, a: int, b: int) -> "Read":
         """Starts reading tokens [a, b) of each batch row of `saved`, as far as buffers are free."""
         pieces = []
+        nbytes = (b - a) * saved.row_bytes
         for row in range(saved.shape[0]):
             first = (row * saved.shape[1] + a) * saved.row_bytes
-            nbytes = (b - a) * saved.row_bytes
-            pieces += [
-                (row, at, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)
-            ]
+            for at in range(0, nbytes, PIECE):
+                pieces.append((row, at, first + at, min(PIECE, nbytes - at)))
         return Read(self, file, pieces)
 
     def take_bounce(self, wanted: bool) -> Loan | None:
         """A bounce buffer to read into, or None if too many are in use. wanted: never None, a new
         one is made if none is free.
         """
-        if not wanted and len(self.read_bounces) - self.read_bounces.free >= BUFFERS - RESERVE:
+        if not wanted and self.read_bounces.taken >= BUFFERS - RESERVE:
             return None
-        loan = self.read_bounces.take()
-        if loan is None:
+        if not self.read_bounces.free:
             self.read_bounces.add(Bounce(self.pool.take(PIECE)))
-            loan = self.read_bounces.take()
-        return loan
+        return self.read_bounces.take()
 
     def start(self, file: File, bounce: Bounce, first: int, nbytes: int) -> Future:
         bounce.job = self.readers.submit(
@@ -157,15 +149,15 @@ class DiskDirectory:
             self.device.synchronize(copied)
         file.wait_written()
         view = self.device.host_bytes(bounce, writes=True)[:nbytes]
-        done = 0
-        while done < nbytes:
-            got = os.preadv(file.fd, [view[done:]], first + done)
-            if not got:
+        while view:
+            done = os.preadv(file.fd, [view], first)
+            if not done:
                 raise OSError(
                     f"hfpatch: {file.directory} must hold {nbytes} bytes, and the file ends early. "
                     "Is the disk full?"
                 )
-            done += got
+            first += done
+            view = view[done:]
 
     def close(self) -> None:
         """Frees the bounce buffers that no read holds. Files that a graph holds stay readable."""
@@ -188,12 +180,9 @@ class Read:
         self._ahead()
 
     def _ahead(self, wanted: bool = False) -> None:
-        while self.pieces:
-            loan = self.disk.take_bounce(wanted)
-            if loan is None:
-                return
-            piece = self.pieces.popleft()
+        while self.pieces and (loan := self.disk.take_bounce(wanted)) is not None:
             wanted = False
+            piece = self.pieces.popleft()
             self.started.append((piece, loan, self.disk.start(self.file, loan.thing, *piece[2:])))
 
     def land(self, destination: Tensor, stream) -> None:
@@ -209,4 +198,4 @@ class Read:
             flat[offset : offset + nbytes].copy_(
                 loan.thing.bytes[:nbytes], non_blocking=device.pins
             )
-            loan.thing.copied = device.mark_for_thread(stream)
+            loan.thing.copied = device.mark(stream, blocking=True)

@@ -26,8 +26,8 @@ class Loan:
 class Shelf:
     """Interchangeable buffers (bounce buffers). Used by one thread at a time."""
 
-    def __init__(self, things=()):
-        self.rows = [[thing, lambda: None] for thing in things]
+    def __init__(self):
+        self.rows = []  # [buffer, weak reference to its loan]
 
     def __len__(self):
         return len(self.rows)
@@ -39,6 +39,10 @@ class Shelf:
     def free(self) -> int:
         """The number of free buffers."""
         return sum(loan() is None for _, loan in self.rows)
+
+    @property
+    def taken(self) -> int:
+        return len(self.rows) - self.free
 
     def take(self) -> Loan | None:
         """A loan of a free buffer, or None."""

@@ -155,9 +155,8 @@ class Transfers:
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
         self.to_host = self.device.stream()
         self.to_device = self.device.stream()
-        # (source, its version, its stream) of the copies since the last settle(), and their bytes
+        # (source, its version, its stream) of the copies since the last settle()
         self.unsettled: list[tuple[Tensor, int, object]] = []
-        self.unsettled_bytes = 0
         # copies to start, as put() has them: (event after which x is complete, saved, a, x)
         self.unwritten: deque = deque()
         self.speed = Speed(self.device)  # of copies to the host, under load
@@ -180,7 +179,7 @@ class Transfers:
         row_bytes = prod(shape[2:]) * dtype.itemsize
         saved = Saved(tuple(shape), dtype, row_bytes=row_bytes, resident=False)
         if self.disk is not None:
-            saved.file = self.disk.file()
+            saved.file = File(self.disk.directory)
         else:
             saved.block = self.pool.take(shape[0] * shape[1] * saved.row_bytes)
         return saved
@@ -191,7 +190,6 @@ class Transfers:
         device = self.device
         x = x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
-        self.unsettled_bytes += x.untyped_storage().nbytes()
         # The event also orders earlier readers of the block: their tickets made this stream wait.
         self.unwritten.append((device.mark(), saved, a, x))
         if not (self.late or self.disk):
@@ -203,12 +201,12 @@ class Transfers:
             complete, saved, a, x = self.unwritten[0]
             device.wait(complete, self.to_host)
             T = saved.shape[1]
-            b = a + x.shape[1]
+            pieces = [(0, x)]  # (first token, tokens), whole or by rows
+            if x.shape[1] != T:
+                pieces = [(i * T + a, row) for i, row in enumerate(x)]
             with device.on(self.to_host), torch.no_grad():
                 self.speed.begin(x.numel() * x.element_size())
-                for first, piece in (
-                    [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
-                ):
+                for first, piece in pieces:
                     flat = piece.view(-1).view(torch.uint8)
                     at = first * saved.row_bytes
                     if saved.file is not None:
@@ -234,27 +232,25 @@ class Transfers:
             self._write()
         if self.unsettled:
             copied = self.device.mark(self.to_host)
-            self.copied.append((self.unsettled, self.unsettled_bytes, copied))
+            nbytes = sum(x.untyped_storage().nbytes() for x, _, _ in self.unsettled)
+            self.copied.append((self.unsettled, nbytes, copied))
             self.unsettled = []
-            self.unsettled_bytes = 0
-        held = 0
-        streams = set()
-        written_to = False
-        for _, nbytes, _ in self.copied:
-            held += nbytes
+        held = sum(nbytes for _, nbytes, _ in self.copied)
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            streams.clear()
-            for x, before, stream in sources:
-                streams.add(stream)
-                written_to = written_to or version(x) != before
-            x = None
-            for stream in streams:
+            written_to = any(version(x) != before for x, before, _ in sources)
+            for stream in {stream for _, _, stream in sources}:
                 self.device.wait(copied, stream)
             self.copied.popleft()
             held -= nbytes
             if written_to:
                 raise RuntimeError(WRITTEN_TO)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the sources that settle() did not release."""
+        held = sum(x.untyped_storage().nbytes() for x, _, _ in self.unsettled)
+        return held + sum(nbytes for _, nbytes, _ in self.copied)
 
     # -- from the tier -----------------------------------------------------------------------------
     def fetch(
@@ -381,15 +377,14 @@ class FetchQueue(Ring):
         """Queues the pieces of each tile. Just before a tile's fetch, owner.destinations(pieces)
         adds the destinations.
         """
-        for pieces in tiles:
-            self.pending.append((owner, pieces))
+        self.pending += ((owner, pieces) for pieces in tiles)
         self._fill()
 
     def _fill(self) -> None:
         while self.pending and self.free:
             owner, pieces = self.pending[0]
-            pieces = owner.destinations(pieces)
-            ticket = self.transfers.fetch(pieces, self.free.popleft(), self.free)
+            filled = owner.destinations(pieces)
+            ticket = self.transfers.fetch(filled, self.free.popleft(), self.free)
             self.under_way.append((owner, ticket))
             self.pending.popleft()
 
@@ -397,10 +392,8 @@ class FetchQueue(Ring):
         """Whether fetches for `owner` are queued. All are dropped if the first in the queue is
         another layer's: one pass interleaves graphs that two threads made.
         """
-        for one, _ in (*self.under_way, *self.pending):
-            if one is not owner:
-                self.reset()
-                break
+        if any(one is not owner for one, _ in (*self.under_way, *self.pending)):
+            self.reset()
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:
