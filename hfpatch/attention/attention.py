@@ -194,7 +194,7 @@ def attention_forward(
     else:
         qkv = [q_BTHE, k_BTKE, v_BTKE]
         # Kernels assume that a head's columns are contiguous; torch's CPU kernels do not check.
-        if any(x.stride(3) != 1 for x in qkv):
+        if not q_BTHE.stride(3) == k_BTKE.stride(3) == v_BTKE.stride(3) == 1:
             qkv = [x.contiguous() for x in qkv]
         width = v_BTKE.shape[3]
         if q_BTHE.shape[3] != width:
@@ -241,7 +241,7 @@ def attention_backward(
         # plans are cached by the strides of q, k and v alone in torch up to 2.13
         # (aten/native/cudnn/MHA.cpp); later versions expect q's layout in both.
         ends = [dout_BTHE.contiguous(), out.contiguous()]
-        if chosen == "cudnn" or any(x.stride(3) != 1 for x in qkv):
+        if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
             qkv = [x.contiguous() for x in qkv]
         widens = q.shape[3] != v.shape[3]
         if widens:

@@ -55,8 +55,7 @@ def blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
     out = q_BTHE.new_empty(B, T, H, v_BTKE.shape[3])
     lse = q_BTHE.new_empty(B, H, T, dtype=dtype)
     for queries, keys in _blocks(q_BTHE, pattern):
-        rows = slice(queries.start, queries.stop)
-        seen = slice(keys.start, keys.stop)
+        rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         q = _grouped(q_BTHE[:, rows], K, dtype)
         k = k_BTKE[:, seen].to(dtype)
         v = v_BTKE[:, seen].to(dtype)
@@ -76,8 +75,7 @@ def blocks_backward(dout, q_BTHE, k_BTKE, v_BTKE, out, lse, state, pattern: Patt
     dk = k_BTKE.new_zeros(k_BTKE.shape, dtype=dtype)
     dv = v_BTKE.new_zeros(v_BTKE.shape, dtype=dtype)
     for queries, keys in _blocks(q_BTHE, pattern):
-        rows = slice(queries.start, queries.stop)
-        seen = slice(keys.start, keys.stop)
+        rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
         q, do, o = (_grouped(x[:, rows], K, dtype) for x in (q_BTHE, dout, out))
         k = k_BTKE[:, seen].to(dtype)
         v = v_BTKE[:, seen].to(dtype)

@@ -115,8 +115,7 @@ class _Attention(torch.autograd.Function):
 
 def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """(out, probabilities or None) of whole rows. kwargs: the other arguments of the call."""
-    batch = current.batch
-    reason = asked.why_not_tiled()
+    batch, reason = current.batch, asked.why_not_tiled()
     scaled = asked.softcap is not None or asked.sinks_H is not None
     sequence = None if batch is None else batch.sequence
     if sequence is not None and reason:
@@ -141,9 +140,7 @@ def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
     """(out, probabilities [B, H, T, T]) of the family's own eager attention. Families differ in
     what else they take, and in whether their probabilities include sinks.
     """
-    eager = _own_eager(asked.module)
-    mask = _whole_mask(asked)
-    q = asked.q_BHTE
+    eager, mask, q = _own_eager(asked.module), _whole_mask(asked), asked.q_BHTE
     if eager is None:
         raise NotImplementedError(
             f"hfpatch: {type(asked.module).__name__} has no eager attention to fall back to. Call "
@@ -161,9 +158,7 @@ def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
 
 def _plain(asked: Asked) -> Tensor:
     """Attention with a dense mask or dropout, computed as transformers' own functions do."""
-    q = asked.q_BHTE
-    k = asked.k_BKTE
-    v = asked.v_BKTE
+    q, k, v = asked.q_BHTE, asked.k_BKTE, asked.v_BKTE
     mask, causal = _mask_and_causal(asked)
     out = torch.nn.functional.scaled_dot_product_attention(
         q,

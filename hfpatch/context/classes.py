@@ -126,9 +126,7 @@ LIBRARIES = PROJECTIONS | sys.stdlib_module_names | {
     "peft", "transformer_engine", "trl",
 }  # fmt: skip
 
-# torch's own, from before any replacement
-LINEAR = nn.Linear.forward
-CALL = nn.Linear.__call__
+LINEAR, CALL = nn.Linear.forward, nn.Linear.__call__  # torch's own, from before any replacement
 
 
 def whose(code) -> str:
@@ -214,7 +212,6 @@ class KeepsSignature:
         taken = inspect.signature(base.forward).parameters
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = (n for n, p in taken.items() if p.kind in kinds)
-        cls.forward = forward
-        cls._hfpatch_positional = tuple(names)[1:]
+        cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]
         any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         cls._hfpatch_taken = None if any_name else frozenset(taken)  # None: any

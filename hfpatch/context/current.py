@@ -147,9 +147,7 @@ class Noting:
     """
 
     def __init__(self, n_calls: int):
-        self.n_calls = n_calls
-        self.calls = []
-        self.mixed = {}
+        self.n_calls, self.calls, self.mixed = n_calls, [], {}
 
     def _noted(self, answer: Tensor) -> Tensor:
         if len(self.calls) + len(self.mixed) == self.n_calls:
@@ -160,8 +158,7 @@ class Noting:
 
     def __call__(self, asked: Asked):
         self.calls.append(asked)
-        q = asked.q_BHTE
-        v = asked.v_BKTE
+        q, v = asked.q_BHTE, asked.v_BKTE
         return self._noted(q.new_zeros(()).expand(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
     def not_stopped(self) -> NotStopped:
@@ -185,8 +182,7 @@ class Answering:
     """
 
     def __init__(self, answers: list[Tensor], mixed: dict | None = None):
-        self.answers = list(answers)
-        self.mixed = mixed
+        self.answers, self.mixed = list(answers), mixed
 
     def __call__(self, asked: Asked):
         if not self.answers:  # a decoder layer that the user calls with an encoder's states
@@ -230,8 +226,7 @@ def asks_for_hidden_states(model, kwargs) -> bool:
 @contextmanager
 def asking(role):
     """A context in which layers meet `role` at their attention."""
-    before = current.role
-    current.role = role
+    before, current.role = current.role, role
     try:
         yield role
     finally:
@@ -256,8 +251,7 @@ _entered: dict = {}
 @contextmanager
 def our_attention(configs, batch: Batch | None):
     """A context in which the configs name our attention, and masks describe `batch`."""
-    before = current.batch
-    entered = []
+    before, entered = current.batch, []
     try:
         current.batch = batch
         for config in configs:

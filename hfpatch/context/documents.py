@@ -132,8 +132,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     Raises:
         ValueError: the offsets do not cover the tokens.
     """
-    B = batch.B
-    T = batch.T
+    B, T = batch.B, batch.T
     mask, positions, offsets = batch.said
     # 1. The caller's offsets override positions.
     bounds = None if offsets is None else _checked(offsets, B * T)
@@ -179,8 +178,7 @@ def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) ->
 
     bounds: the caller's offsets; the others as in find_rows.
     """
-    B = batch.B
-    T = batch.T
+    B, T = batch.B, batch.T
     mask, positions, _ = batch.said
     values = [x for x in (mask, positions, batch.idle_BT) if x is not None]
     device = batch.device if values else torch.device("cpu")  # no wait where no value is on it

@@ -149,8 +149,7 @@ class Mask:
 
     def dense(self) -> Tensor | None:
         """The mask of sdpa: bool [B, 1, T, T], True where seen; None for plain causality."""
-        pattern = self.pattern()
-        b = self.batch
+        pattern, b = self.pattern(), self.batch
         if pattern.plain and self.build is None:
             return None
         theirs = None if self.build is None else self.build()
@@ -165,8 +164,7 @@ class Mask:
     @cached_property
     def tensor(self) -> Tensor:
         """[B, 1, T, T], dense also for plain causality."""
-        allowed = self.dense()
-        b = self.batch
+        allowed, b = self.dense(), self.batch
         if allowed is None:
             allowed = torch.ones(1, 1, b.t, b.t, dtype=torch.bool, device=b.device).tril()
         allowed = allowed.expand(b.B, -1, -1, -1)
@@ -260,11 +258,9 @@ def _structure(function, tensors: list) -> list:
         tensors.append(function)
         return [Tensor]
     if isinstance(function, (tuple, list)):
-        found = [len(function)]
-        held = function
+        found, held = [len(function)], function
     elif callable(function) and hasattr(function, "__code__"):
-        found = [function.__code__, getattr(function, "__self__", None)]
-        held = []
+        found, held = [function.__code__, getattr(function, "__self__", None)], []
         for cell in function.__closure__ or ():
             held.append(cell.cell_contents)
         held += function.__defaults__ or ()

@@ -71,8 +71,7 @@ def summed_gradients(config: dict, size: int) -> None:
     not.
     """
     zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 3)
-    scatters = zero.get("reduce_scatter", True)
+    stage, scatters = zero.get("stage", 3), zero.get("reduce_scatter", True)
     if stage != 3 or not scatters:
         came = f"stage {stage}" if stage != 3 else "reduce_scatter: false"
         raise ValueError(

@@ -287,7 +287,7 @@ class Policies:
             return index >= self.n_layers - policy.plain
         waiting = 0
         for transfers in (queue.transfers for queue in self.queues.values()):
-            waiting += transfers.waiting_bytes
+            waiting += transfers.unsettled_bytes + sum(n for _, n, _ in transfers.copied)
         planned = meter.layer(index, kind_of(layer, x), waiting)
         self._settle(meter.step.forward.room)
         fixed = self.checkpointing.plain != "auto"

@@ -98,9 +98,16 @@ def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int)
     dentropy_N, dmean_N, dsquare_N = dstats_3N
     q_N = 2.0 * dsquare_N
     p_N = (p_N - q_N * square_N) * c_N
-    u_N = dmean_N / -vocab_size
     return torch.stack(
-        [top_N, p_N, y_N, u_N, entropy_N - log_N, -dentropy_N * c_N, q_N * c_N.square()]
+        [
+            top_N,
+            p_N,
+            y_N,
+            dmean_N / -vocab_size,
+            entropy_N - log_N,
+            -dentropy_N * c_N,
+            q_N * c_N.square(),
+        ]
     )
 
 
@@ -185,8 +192,8 @@ def linear_log_prob(
     names = LinearLogProbOutput._fields
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     message = "outputs must be among {}, got {}. Name at least one of them"
-    known = outputs and set(outputs) <= set(names)
-    refuse("linear_log_prob", (not known, message, ", ".join(names), outputs))
+    unknown = not outputs or set(outputs) - set(names)
+    refuse("linear_log_prob", (unknown, message, ", ".join(names), outputs))
     dtype = check(
         "linear_log_prob", hidden, weight, labels, bias, shift,
         softcap=softcap, scale=scale, temperature=temperature, num_valid=num_valid,
@@ -211,8 +218,9 @@ def linear_log_prob(
     is_top1_N = (best_N == labels_N) & (labels_N != ignore_index) if best else None
     entropy_N, mean_N, square_N = stats_3N
     values = (log_prob_N, entropy_N, whole_lse(lse_2N, outer), mean_N, square_N, is_top1_N)
-    fields = zip(names, values)
-    return LinearLogProbOutput(*(x.view(labels.shape) if n in outputs else None for n, x in fields))
+    return LinearLogProbOutput(
+        *(x.view(labels.shape) if n in outputs else None for n, x in zip(names, values))
+    )
 
 
 def linear_cross_entropy_ref(
@@ -272,13 +280,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             no_second_derivative("linear_cross_entropy")(ctx)
         if dloss is None:
             return (None,) * 7
-        keep = keeps_graph()  # another backward may follow
         # Known on a CPU alone; the kernel of scale_ reads it on the device.
         is_one = dloss.device.type == "cpu" and not is_fake(dloss) and bool(dloss == 1.0)
         grads = []
         for grad in ctx.saved_tensors:
             if grad is not None:
-                grad = grad.clone() if keep else grad
+                grad = grad.clone() if keeps_graph() else grad  # another backward may follow
                 if not is_one:
                     scale_(grad, dloss)
             grads.append(grad)
@@ -390,5 +397,5 @@ def linear_cross_entropy(
         num_valid=num_valid, workspace_bytes=workspace_bytes,
     )  # fmt: skip
     hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-    grad = torch.is_grad_enabled()
-    return _total(hidden_ND, weight, bias, labels.reshape(-1), total_by, opts, grad)
+    labels_N = labels.reshape(-1)
+    return _total(hidden_ND, weight, bias, labels_N, total_by, opts, torch.is_grad_enabled())

@@ -37,10 +37,8 @@ class Sequence:
     """
 
     def __init__(self, group, zigzag: bool = False):
-        self.group = group
-        self.zigzag = zigzag
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.group, self.zigzag = group, zigzag
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._agreed: dict = {}
         self._leaving: deque = deque()  # (handle, tensor) of each send() in flight
 
@@ -130,8 +128,7 @@ class _Coming:
     def wait(self) -> Tensor:
         if self.handle is not None:
             self.handle.wait()
-        got = self.got
-        self.got = self.send = None
+        got, self.got, self.send = self.got, None, None
         return self.finish(got)
 
 
@@ -151,10 +148,10 @@ class ExchangedAttention(Attention):
         heads that this rank owns."""
         return [_Coming(self.sequence, x.contiguous(), self.sequence.in_order) for x in xs_PBtwE]
 
-    def _to_tokens(self, x_BTwE: Tensor) -> _Coming:
+    def _to_tokens(self, x_BTwE: Tensor, finish=lambda got: got) -> _Coming:
         """Sends whole rows of this rank's heads; receives all ranks' heads of this rank's tokens,
         [P, B, t, w, E]."""
-        return _Coming(self.sequence, self.sequence.dealt(x_BTwE).contiguous(), lambda got: got)
+        return _Coming(self.sequence, self.sequence.dealt(x_BTwE).contiguous(), finish)
 
     def _by_rank(self, x_BtHE: Tensor, heads: slice) -> Tensor:
         """These heads of each rank's, [P, B, t, w, E]."""
@@ -182,11 +179,9 @@ class ExchangedAttention(Attention):
     # -- the layer's side --------------------------------------------------------------------------
     def join(self, outs: list[Tensor]) -> list[Tensor]:
         """Each call's out [B, t, H, E] from its rounds' [B, t, P*w, E]."""
-        joined = []
-        rest = list(outs)
+        joined, rest = [], list(outs)
         for rounds in self.rounds:
-            mine = rest[: rounds.count]
-            rest = rest[rounds.count :]
+            mine, rest = rest[: rounds.count], rest[rounds.count :]
             by_rank = [out.unflatten(2, (self.sequence.size, -1)) for out in mine]
             joined.append(torch.stack(by_rank, 3).flatten(2, 4) if len(mine) > 1 else mine[0])
         return joined + rest
@@ -199,15 +194,12 @@ class ExchangedAttention(Attention):
 
         mixers: mixers that pass their states from rank to rank (layer/time_ranks.py).
         """
-        self.heads = []
-        self.rounds = []
-        self.states = []
+        self.heads, self.rounds, self.states = [], [], []
         self.mixers = mixers
-        outs = []
-        lses = []
+        outs, lses = [], []
         for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             self._forward_of(call, q, k, v, outs, lses)
-        return outs + self.mixed(parts), lses
+        return outs + self.mixed(parts) if mixers else outs, lses
 
     def _forward_of(self, call, q: Tensor, k: Tensor, v: Tensor, outs: list, lses: list) -> None:
         """One call's rounds, appended to outs and lses."""
@@ -234,15 +226,12 @@ class ExchangedAttention(Attention):
             lses.append(lse)
             self.states.append(state)
             if back is not None:
-                outs.append(self._local(back))
-            back = self._to_tokens(out)
+                outs.append(back.wait())
+            back = self._to_tokens(out, lambda got: got.movedim(0, 2).flatten(2, 3))
             del q_w, new, out, lse
-        outs.append(self._local(back))
+        outs.append(back.wait())
         self.heads.append(heads)
         self.rounds.append(rounds)
-
-    def _local(self, back: _Coming) -> Tensor:
-        return back.wait().movedim(0, 2).flatten(2, 3)
 
     def backward(self, parts, douts, outs, lses, into) -> list:
         into[:] = [torch.empty_like(part) if dx is None else dx for part, dx in zip(parts, into)]
@@ -251,13 +240,13 @@ class ExchangedAttention(Attention):
         for n, rounds in enumerate(self.rounds):
             dsinks.append(self._backward_of(n, first, parts, douts[n], outs, lses, into))
             first += rounds.count
-        self.mixed_backward(parts, douts, into)
+        if self.mixers:
+            self.mixed_backward(parts, douts, into)
         return dsinks
 
     def _backward_of(self, n: int, first: int, parts, dout, outs, lses, into) -> Tensor | None:
         """Writes dq, dk and dv of call n. Returns the gradient of its sinks, None without sinks."""
-        heads = self.heads[n]
-        rounds = self.rounds[n]
+        heads, rounds = self.heads[n], self.rounds[n]
         q, k, v = parts[3 * n : 3 * n + 3]
         dq_whole, *dkv_whole = into[3 * n : 3 * n + 3]
         dsinks = None if heads.call.sinks_H is None else torch.zeros_like(heads.call.sinks_H)
@@ -274,14 +263,19 @@ class ExchangedAttention(Attention):
             # 1. The kernel, on whole rows of this rank's heads.
             keys = new or keys
             owned = heads.groups[r][0]
-            lse = lses[first + r]
-            lses[first + r] = None
             dq, dk, dv, *dsink = attention_backward(
-                dout_w, q_w, *keys, out_w, lse, self.states[first + r], **heads.part(owned)
+                dout_w,
+                q_w,
+                *keys,
+                out_w,
+                lses[first + r],
+                self.states[first + r],
+                **heads.part(owned),
             )
+            lses[first + r] = None
             if dsink:
                 dsinks[owned] = dsink[0]
-            del q_w, dout_w, out_w, new, lse
+            del q_w, dout_w, out_w, new
             # 2. dq returns while the next round's kernel runs.
             if back is not None:
                 self._queries(dq_whole, rounds, r - 1).copy_(back.wait())
@@ -300,8 +294,7 @@ class ExchangedAttention(Attention):
     def _put_keys(self, back: _Coming, whole_BtKE: Tensor, rounds: Rounds, r: int) -> None:
         got_PBtnE = back.wait()
         if rounds.sharing == 1:
-            self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
-            return
+            return self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
         wide = torch.promote_types(got_PBtnE.dtype, torch.float32)
         summed = got_PBtnE.unflatten(0, (-1, rounds.sharing)).sum(1, dtype=wide)
         whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
@@ -313,6 +306,4 @@ def _added(sums, grads, wide: bool):
     """
     if sums is not None:
         return [total.add_(grad) for total, grad in zip(sums, grads)]
-    if not wide:
-        return grads
-    return [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    return [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads] if wide else grads

@@ -69,8 +69,7 @@ def together(group, work):
     """Runs work() on every rank of a group. If one raises, all raise: they would wait for it
     forever.
     """
-    found = None
-    error = None
+    found = error = None
     try:
         found = work()
     except Exception as raised:
@@ -92,14 +91,12 @@ class Shards:
 
     def __init__(self, group):
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.buffer: Tensor | None = None
 
     def bounds(self, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The range of each tile [a, b) in mine()'s result; the same lengths on every rank."""
-        found = []
-        start = 0
+        found, start = [], 0
         for a, b in bounds:
             length = -(-(b - a) // self.world)
             found.append((start, start + length))

@@ -28,8 +28,7 @@ def keeping(noted: list | None, known: list | None):
         known: gate and up, recorded earlier, which replace the computed ones.
     """
     before = _here.noted, _here.known
-    _here.noted = noted
-    _here.known = known
+    _here.noted, _here.known = noted, known
     try:
         yield
     finally:

@@ -45,8 +45,7 @@ class FusedRMSNorm:
             normed = super().forward(total)
             return normed if residual is None else (normed, total)
         eps, offset, cast = self._hfpatch_norm
-        weight = getattr(self, "weight", None)
-        eps = getattr(self, eps)
+        weight, eps = getattr(self, "weight", None), getattr(self, eps)
         if residual is None:
             return ops.rms_norm(hidden_states, weight, eps, offset=offset, cast=cast)
         return ops.add_rms_norm(hidden_states, residual, weight, eps, offset=offset, cast=cast)
@@ -57,8 +56,7 @@ def close(ours: Tensor, theirs: Tensor, steps: float) -> bool:
     magnitude."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    step = torch.finfo(ours.dtype).eps
-    theirs = theirs.double()
+    step, theirs = torch.finfo(ours.dtype).eps, theirs.double()
     allowed = steps * step * theirs.abs().clamp_min(theirs.abs().mean())
     return bool(((ours.double() - theirs).abs() <= allowed).all())
 
@@ -132,8 +130,7 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
             parameters_of(probe)["weight"] = weight
         try:
             with torch.no_grad():
-                theirs = probe(x)
-                ours = ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
+                theirs, ours = probe(x), ops.rms_norm(x, weight, eps, offset=offset, cast=cast)
         except Exception:  # a family's code may raise anything on a probe: it is another norm then
             return False
         # In float32 the order of a sum may differ.

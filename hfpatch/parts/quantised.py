@@ -43,8 +43,7 @@ def _four_bits(module, dtype) -> Tensor:
 
 
 def _eight_bits(module, dtype) -> Tensor:
-    codes = module.state.CB
-    scales = module.state.SCB
+    codes, scales = module.state.CB, module.state.SCB
     return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 

@@ -53,10 +53,7 @@ def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype, halves: bool) ->
     """(q, k, cos, sin). halves: angles of width E / 2, as in gpt-oss."""
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    q = make(2, 4, 5, 16)
-    k = make(2, 2, 5, 16)
-    cos = make(1, 5, 8)
-    sin = make(1, 5, 8)
+    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
     cos, sin = (cos, sin) if halves else (_repeated(cos), _repeated(sin))
     return q.to(dtype), k.to(dtype), cos.to(of_angles), sin.to(of_angles)
 
@@ -93,8 +90,7 @@ def rotates_into_what_came(theirs) -> bool:
 def rotation(theirs):
     """Replaces the rotation `theirs`: the fused op where whole heads are rotated, else `theirs`
     itself."""
-    as_given = rotates_into_what_came(theirs)
-    halves = rotates_by_halves(theirs)
+    as_given, halves = rotates_into_what_came(theirs), rotates_by_halves(theirs)
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3

@@ -19,9 +19,7 @@ from hfpatch.store.pool import Loan, Shelf
 
 PREFIX = "hfpatch-"
 # Bounce buffers: bytes of one, buffers per direction, and those among them that do not read ahead.
-PIECE = 64 << 20
-BUFFERS = 8
-RESERVE = 2
+PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
 
 
 class File:
@@ -70,9 +68,7 @@ class DiskDirectory:
     """Writes and reads tensors' bytes in `directory` (bounce buffers come from `pool`)."""
 
     def __init__(self, directory: str, pool, threads: int = 4):
-        self.directory = directory
-        self.pool = pool
-        self.device = pool.device
+        self.directory, self.pool, self.device = directory, pool, pool.device
         self.writers = self.device.threads(threads, "hfpatch-write")
         self.readers = self.device.threads(threads, "hfpatch-read")
         self.write_bounces: deque[Bounce] = deque()
@@ -173,9 +169,7 @@ class Read:
     """
 
     def __init__(self, disk: DiskDirectory, file: File, pieces: list):
-        self.disk = disk
-        self.file = file
-        self.pieces = deque(pieces)
+        self.disk, self.file, self.pieces = disk, file, deque(pieces)
         self.started: deque[tuple[tuple, Loan, Future]] = deque()
         self._ahead()
 

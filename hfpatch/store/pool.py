@@ -75,8 +75,7 @@ class Area:
     """
 
     def __init__(self, block, nbytes: int):
-        self.block = block
-        self.nbytes = nbytes
+        self.block, self.nbytes = block, nbytes
         self.rows: list[tuple] = []  # (start, end, weak reference to the loan), ascending
 
     @property

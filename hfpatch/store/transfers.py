@@ -88,20 +88,14 @@ class Ticket:
     memory.
     """
 
-    # for __del__ after Ctrl-C in __init__
-    slot = None
-    copying = False
-    device = None
+    slot, copying, device = None, False, None  # for __del__ after Ctrl-C in __init__
 
     def __init__(self, device: Device, side, tensors: list[Tensor], slot: Slot | None, free=None):
-        self.device = device
-        self.side = side
-        self.tensors = tensors
+        self.device, self.side, self.tensors = device, side, tensors
         self.owner = device.current()  # the stream that allocated the tensors
         self.user = self.ready = None
         self.reads: list[tuple[Tensor, Read]] = []
-        self.slot = slot
-        self.free = free
+        self.slot, self.free = slot, free
 
     def wait(self) -> list[Tensor]:
         """The tensors, safe to use on the current stream."""
@@ -134,8 +128,7 @@ class Ticket:
             self.slot.after = device.mark(self.user or self.owner)
             self.free.append(self.slot)
             self.slot = None
-        self.tensors = []
-        self.reads = []
+        self.tensors, self.reads = [], []
 
     def __del__(self, finalizing=sys.is_finalizing):
         if not finalizing():
@@ -153,10 +146,10 @@ class Transfers:
         self.on_device = device
         self.pool = HostPool(self.device)
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
-        self.to_host = self.device.stream()
-        self.to_device = self.device.stream()
-        # (source, its version, its stream) of the copies since the last settle()
+        self.to_host, self.to_device = self.device.stream(), self.device.stream()
+        # (source, its version, its stream) of the copies since the last settle(), and their bytes
         self.unsettled: list[tuple[Tensor, int, object]] = []
+        self.unsettled_bytes = 0
         # copies to start, as put() has them: (event after which x is complete, saved, a, x)
         self.unwritten: deque = deque()
         self.speed = Speed(self.device)  # of copies to the host, under load
@@ -190,6 +183,7 @@ class Transfers:
         device = self.device
         x = x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
+        self.unsettled_bytes += x.untyped_storage().nbytes()
         # The event also orders earlier readers of the block: their tickets made this stream wait.
         self.unwritten.append((device.mark(), saved, a, x))
         if not (self.late or self.disk):
@@ -232,25 +226,26 @@ class Transfers:
             self._write()
         if self.unsettled:
             copied = self.device.mark(self.to_host)
-            nbytes = sum(x.untyped_storage().nbytes() for x, _, _ in self.unsettled)
-            self.copied.append((self.unsettled, nbytes, copied))
+            self.copied.append((self.unsettled, self.unsettled_bytes, copied))
             self.unsettled = []
-        held = sum(nbytes for _, nbytes, _ in self.copied)
+            self.unsettled_bytes = 0
+        held = 0
+        for _, nbytes, _ in self.copied:
+            held += nbytes
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            written_to = any(version(x) != before for x, before, _ in sources)
-            for stream in {stream for _, _, stream in sources}:
+            written_to = False
+            streams = set()
+            for x, before, stream in sources:
+                streams.add(stream)
+                written_to = written_to or version(x) != before
+            x = None
+            for stream in streams:
                 self.device.wait(copied, stream)
             self.copied.popleft()
             held -= nbytes
             if written_to:
                 raise RuntimeError(WRITTEN_TO)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the sources that settle() did not release."""
-        held = sum(x.untyped_storage().nbytes() for x, _, _ in self.unsettled)
-        return held + sum(nbytes for _, nbytes, _ in self.copied)
 
     # -- from the tier -----------------------------------------------------------------------------
     def fetch(
