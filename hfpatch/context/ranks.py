@@ -122,7 +122,7 @@ def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | Non
     present = sum(1 << i for i, name in enumerate(beside) if name in shapes)
     sizes = (B, t, present)
     mine = [*sizes, *(MOST - n for n in sizes), int(fits)]  # the least of both: no rank differs
-    if not fits or sequence.least(mine) != mine:
+    if sequence.least(mine) != mine or not fits:
         raise ValueError(
             "hfpatch: all ranks that share a sequence must get parts of one shape, with labels and "
             f"position_ids as long as input_ids; rank {sequence.rank} got input_ids {(B, t)} and "
