@@ -119,8 +119,10 @@ def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | Non
     B, t = given.shape[:2]
     shapes = {name: tuple(x.shape[:2]) for name, x in beside.items() if x is not None}
     fits = all(shape in ((B, t), (1, t)) for shape in shapes.values())
-    mine = [B, t, MOST - B, MOST - t, int(fits)]
-    if not fits or sequence.least(mine) != mine:
+    present = sum(1 << i for i, name in enumerate(beside) if name in shapes)
+    sizes = (B, t, present)
+    mine = [*sizes, *(MOST - n for n in sizes), int(fits)]  # the least of both: no rank differs
+    if sequence.least(mine) != mine or not fits:
         raise ValueError(
             "hfpatch: all ranks that share a sequence must get parts of one shape, with labels and "
             f"position_ids as long as input_ids; rank {sequence.rank} got input_ids {(B, t)} and "

@@ -28,7 +28,8 @@ class Decoder:
 def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     """The longest nn.ModuleList among the module's own children that holds only modules which
     transformers can checkpoint; None if there is none."""
-    found, most = None, 0
+    found = None
+    most = 0
     for module in modules_of(stack).values():
         if not isinstance(module, nn.ModuleList) or len(module) <= most:
             continue
@@ -36,7 +37,8 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
             if not hasattr(layer, "gradient_checkpointing"):
                 break
         else:
-            found, most = module, len(module)
+            found = module
+            most = len(module)
     return found
 
 
@@ -54,9 +56,11 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     For a multimodal model this is the text tower, which may have a head or an encoder of its own.
     """
     for module in model.modules():
-        stack, inner = module, _decoder_of(module)
+        stack = module
+        inner = _decoder_of(module)
         while inner is not None and inner is not stack:
-            stack, inner = inner, _decoder_of(inner)
+            stack = inner
+            inner = _decoder_of(inner)
         if (module is model or stack is not module) and list_of_layers(stack) is not None:
             return stack
         if _has_head(module):  # CSM names no decoder; that of a model inside is another's

@@ -111,7 +111,8 @@ class _Keyed:
     """An argument of a cached function: equal to others with the same key."""
 
     def __init__(self, value, key):
-        self.value, self.key = value, key
+        self.value = value
+        self.key = key
 
     def __eq__(self, other):
         return self.key == other.key
@@ -207,7 +208,8 @@ class _Expected:
 
     def __init__(self, stack: nn.Module, packed: bool):
         self.stack = stack
-        dtype, vocabulary = next(stack.parameters()).dtype, stack.config.vocab_size
+        dtype = next(stack.parameters()).dtype
+        vocabulary = stack.config.vocab_size
         self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
         ids = torch.randint(1, vocabulary, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
@@ -259,7 +261,8 @@ class _Expected:
         except Exception:  # an argument that a layer cannot take for the packed row
             return False
         # Rounding may send a single token to another expert.
-        error, size = (got[~idle_BT] - wanted).norm(dim=-1), wanted.norm(dim=-1)
+        error = (got[~idle_BT] - wanted).norm(dim=-1)
+        size = wanted.norm(dim=-1)
         return bool((~(error <= CLOSE * size)).sum() <= 1)
 
     def differs(self, found: Verdict) -> Why | None:
@@ -276,7 +279,8 @@ class _Expected:
             if got.keys() != wanted.keys():
                 return why("other gradients", name)
             for what, value in wanted.items():
-                error, size = (got[what] - value).norm(), value.norm()
+                error = (got[what] - value).norm()
+                size = value.norm()
                 # A bias of unrotated keys shifts all scores alike. Its gradient is zero up to the
                 # rounding of its weight's gradient.
                 weight = wanted.get(what.removesuffix(".bias") + ".weight")
@@ -310,7 +314,8 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     layers = list_of_layers(ours)
     how = {"offload": "gpu", "save_attention": True, "tile": TILE, "every": 1}
     runtime = LayerRuntime(Checkpointing(**how), len(layers))
-    ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
+    ours._hfpatch_configs = configs
+    ours._hfpatch_runtime = runtime
     ours._hfpatch_traits = StackTraits(found.ours, unpads=found.unpads)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):

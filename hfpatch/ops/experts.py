@@ -168,13 +168,17 @@ EXPERT_ACT = define(
 
 def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a):
     gate, up = _gate_up(gu, bias, ids, interleaved)
-    da, w_S1 = da.to(gate.dtype), w.to(gate.dtype)[:, None]
+    da = da.to(gate.dtype)
+    w_S1 = w.to(gate.dtype)[:, None]
     act = _acted(gate, up, activation, alpha, limit)
-    dw, dact = (act * da).sum(-1), da * w_S1
+    dw = (act * da).sum(-1)
+    dact = da * w_S1
     if activation != CLAMPED:
-        dgate, dup = _dgate(dact * up, gate, activation), dact * _act(gate, activation)
+        dgate = _dgate(dact * up, gate, activation)
+        dup = dact * _act(gate, activation)
     else:
-        low, mid = gate.clamp(max=limit), up.clamp(-limit, limit)
+        low = gate.clamp(max=limit)
+        mid = up.clamp(-limit, limit)
         s = torch.sigmoid(alpha * low)
         dgate = dact * (mid + 1) * (s + alpha * low * s * (1 - s)) * (gate <= limit)
         dup = dact * low * s * (up.abs() <= limit)
@@ -260,11 +264,14 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, ids, w1, w2, b1, b2, a1, z1, a2, z2, layout, adds, value):
         ids_S, perm, inverse, offs = _sorted(ids, w1.shape[0])
-        token, w_S = perm // ids.shape[1], w.flatten()[perm]
+        token = perm // ids.shape[1]
+        w_S = w.flatten()[perm]
         one, two = layout.views(w1, w2)
         xs = x[token]
         gu, low = _up(xs, one, a1, z1, offs)
-        ctx.layout, ctx.adds, need = layout, adds, ctx.needs_input_grad
+        ctx.layout = layout
+        ctx.adds = adds
+        need = ctx.needs_input_grad
         keep_x = need[3] or need[7] or need[8]
         ctx.save_for_backward(
             w, ids, ids_S, w_S, token, inverse, offs, xs if keep_x else None, gu, low,
@@ -283,8 +290,11 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy):
         w, ids, ids_S, w_S, token, inverse, offs, xs, gu, low1, *weights = ctx.saved_tensors
         w1, w2, b1, b2, a1, z1, a2, z2 = weights
-        need, layout, grads = ctx.needs_input_grad, ctx.layout, [None] * 14
-        train1, train2 = need[7] or need[8], need[9] or need[10]
+        need = ctx.needs_input_grad
+        layout = ctx.layout
+        grads = [None] * 14
+        train1 = need[7] or need[8]
+        train2 = need[9] or need[10]
         one, two = layout.views(w1, w2)
         dys = dy[token]
         da, dlow = _down(dys, two, a2, z2, offs)
@@ -293,7 +303,8 @@ class _Experts(torch.autograd.Function):
         grads[4] = _weight_gradient(need[4], layout, dys, a, offs, ctx.adds[1])
         if train2:
             low2 = product(a, a2.transpose(1, 2), offs)
-            grads[9], grads[10] = products(dlow, a, offs), products(dys, low2, offs)
+            grads[9] = products(dlow, a, offs)
+            grads[10] = products(dys, low2, offs)
         del dys, a
         grads[3] = _weight_gradient(need[3], layout, dgu, xs, offs, ctx.adds[0])
         grads[5] = _sums(dgu, offs) if need[5] else None
@@ -301,7 +312,8 @@ class _Experts(torch.autograd.Function):
             dxs, dlow = _down(dgu, one, a1, z1, offs)
             grads[0] = EXPERT_COMBINE(dxs, inverse) if need[0] else None
         if train1:
-            grads[7], grads[8] = products(dlow, xs, offs), products(dgu, low1, offs)
+            grads[7] = products(dlow, xs, offs)
+            grads[8] = products(dgu, low1, offs)
         if need[1]:
             dw = torch.where(inverse < 0, 0, dw_S[inverse.clamp(min=0)])
             if b2 is not None:

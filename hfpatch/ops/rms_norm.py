@@ -74,7 +74,9 @@ def _factor(weight, offset, wide):
 
 def _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
-    dy, rstd, w = dy.to(wide), rstd.to(wide).unsqueeze(-1), _factor(weight, offset, wide)
+    dy = dy.to(wide)
+    rstd = rstd.to(wide).unsqueeze(-1)
+    w = _factor(weight, offset, wide)
     x_hat = x.to(wide) * rstd
     dx = dw = None
     if need_dw:

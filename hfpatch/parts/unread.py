@@ -35,8 +35,7 @@ class _Product(torch.autograd.Function):
         ctx.add = add
         ctx.make = None if isinstance(weight, Tensor) else weight
         # A frozen weight needs no x; a saved x would live next to its own gradient.
-        x_kept = x if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(x_kept, None if ctx.make else weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
         if value is None:
             return nn.functional.linear(x, ctx.make(x.dtype) if ctx.make else weight, bias)
         # A whole row is stored: a rotation in complex numbers (Llama 4) needs contiguous pairs.
@@ -67,8 +66,7 @@ _product = _Product.apply
 def _unread_forward(module: nn.Linear, dense, value: float, adding, filled: bool, input: Tensor):
     """Replaces `module.forward` while its values are unread. dense: from quantised.dense_of."""
     add = adding(module.weight) if adding and not dense else None
-    weight = dense or module.weight
-    y = _product(input, weight, module.bias, value, module.out_features, add)
+    y = _product(input, dense or module.weight, module.bias, value, module.out_features, add)
     return y.contiguous() if filled else y
 
 
