@@ -140,7 +140,7 @@ def apply(
     rms_norm: bool = True,
     mlp: bool = True,
     loss: bool = True,
-    checkpointing: "str | Checkpointing" = "auto",
+    checkpointing: "str | dict | Checkpointing" = "auto",
     logits: "str | bool" = "auto",
 ) -> Report:
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place.

@@ -312,7 +312,7 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
-    how = {"offload": "gpu", "save_attention": True, "tile": TILE, "every": 1}
+    how = {"offload": "gpu", "keep": "attention", "tile": TILE, "every": 1}
     runtime = LayerRuntime(Checkpointing(**how), len(layers))
     ours._hfpatch_configs = configs
     ours._hfpatch_runtime = runtime

@@ -14,7 +14,7 @@ import torch
 from hfpatch.attention import heads
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.measured import Layers
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import ALL, Checkpointing
 from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
 from hfpatch.lab.hardware import Gpu
@@ -154,11 +154,11 @@ class Steps:
 
     def carried_on(self, tokens: int, policy) -> bool:
         """Whether a step of rows of `tokens` tokens is carried on from shorter rows."""
-        tiled = isinstance(policy, Policy)
+        tiled = isinstance(policy, Checkpointing)
         return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
 
     def cost(self, tokens: int, policy, ahead: tuple = FREE, deep: bool = True) -> Cost:
-        """The cost of a step of rows of `tokens` tokens (of one rank), under a Policy or a word for
+        """The cost of a step of rows of `tokens` tokens (of one rank), under a Checkpointing or a word for
         layers that run untiled.
 
         ahead: as of lab.clock.StepMeter. deep: False for what a meter
@@ -183,12 +183,12 @@ class Steps:
         numbers = self._ran(tokens, None, FREE, word, layers, 0).numbers
         return {key[1]: value for key, value in numbers.items() if key[0] == "seconds"}
 
-    def try_untiled(self, tokens: int, policy: Policy, ahead: tuple) -> None:
+    def try_untiled(self, tokens: int, policy: Checkpointing, ahead: tuple) -> None:
         """Measures what an untiled layer of each kind keeps."""
         n, period = self.model.depths(policy.every)
         while self.carried_on(tokens, policy):
             tokens //= 2
-        policy = replace(policy, again=None)
+        policy = replace(policy, keep=min(policy.keep, 0))
         self._ran(tokens, None, ahead, policy, min(self.model.layers, n + period), period or n)
 
     def _deep(self, tokens: int, policy, width, ahead, deep: bool) -> Cost:
@@ -201,14 +201,15 @@ class Steps:
             room = ahead if plain else (ahead[0], None)
             return self._ran(tokens, width, room, policy, layers, plain)
 
-        if not isinstance(policy, Policy):
+        if not isinstance(policy, Checkpointing):
             n, period = self.model.depths()
             return self._cost_of(run(policy, n, 0), [(partial(run, policy), n, 0, L - n, period)])
         streams = policy.frozen_weights == "host"
         fewer, period = self.model.depths(policy.every, 4 if streams else 2)
-        less = replace(policy, plain=0, again=None)
-        full = less if policy.again is None else replace(less, again=0)
-        plain, again = min(policy.plain, L), policy.again or 0
+        less = replace(policy, plain=0, keep=min(policy.keep, 0))
+        full = less if policy.keep <= 0 else replace(less, keep=ALL)
+        plain = min(policy.plain, L)
+        again = max(0, L - plain - policy.keep) if policy.keep > 0 else 0
         few = (plain - 1) % period + 1 if plain and period else plain
         n = L
         if period:
@@ -221,7 +222,7 @@ class Steps:
             host = found.host * L // max(1, n - few)  # at most
             return replace(found, host=host, passed=found.passed * L / n)
         if n == L and again:
-            base = run(replace(full, again=again), n, few)
+            base = run(replace(full, keep=policy.keep), n, few)
         grow = []
         if n < L:
             tiled = L - n - (plain - few)
@@ -234,7 +235,7 @@ class Steps:
         return self._cost_of(base, grow)
 
     def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:
-        tiled = isinstance(policy, Policy)
+        tiled = isinstance(policy, Checkpointing)
         policy = replace(policy, plain=plain) if tiled else policy
         how = {
             "ranks": self.sizes.ranks, "gradients": self.sizes.trained_bytes, "kinds": self.kinds,

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store.pool import HostPool
 
@@ -30,7 +30,7 @@ def pinned_bytes(model) -> int:
     return total
 
 
-def policy_used(model) -> Policy | None:
+def policy_used(model) -> Checkpointing | None:
     """The policy of the last batch shape; None where nothing ran in tiles."""
     used = (policy for r in runtimes(model) for policy in reversed(r.policies.values()))
     return next(used, None)

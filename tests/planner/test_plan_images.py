@@ -5,6 +5,7 @@ simulator.
 import copy
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import hfpatch
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS
@@ -65,7 +66,7 @@ def test_a_towers_closed_form_is_the_simulators(kind, way):
         model = AutoModelForImageTextToText.from_config(
             AutoConfig.for_model(**copy.deepcopy(values)), dtype=torch.bfloat16
         )
-    policy = Policy("host") if way == "host" else way
+    policy = LEAST if way == "host" else way
     if way == "host":
         hfpatch.apply(model, checkpointing="host")
     visual = model.model.visual
@@ -106,7 +107,7 @@ def test_the_whole_model_is_that_of_the_simulator():
     values, tokens, visual = values_of("qwen3_vl"), 12_048, 10_240
     model = with_images(values).train()
     hfpatch.apply(model, checkpointing="host")
-    policy = Policy("host", tile=4096)
+    policy = replace(LEAST, tile=4096)
     found = simulate(model, 1, tokens, policy=policy, **row(model.config, tokens, visual))
     assert not found.whole
     text = model_of(Values(values["text_config"] | {"model_type": "qwen3"}))
@@ -127,7 +128,7 @@ def test_beside_adapters_the_tower_is_frozen():
     full = plan(QWEN, **RUN, video_tokens=4096)
     assert found.seconds["image_tower"] < full.seconds["image_tower"] / 3
     tower = tower_in_front(QWEN, 0, 4096, 8192)
-    assert tower.host(1, Policy("host"), True) == 0 < tower.host(1, Policy("host"), False)
+    assert tower.host(1, LEAST, True) == 0 < tower.host(1, LEAST, False)
 
 
 @pytest.mark.parametrize("kind, per_image", [
