@@ -151,9 +151,8 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     # 3. Rows that may run without their padding, and those that begin with padding that is read.
     documents = _from_bounds(_bounds(starts_N), B, T, batch.device)
     seen_BT = seen_N.view(B, T)
-    real = None
-    if padding and not (holes or read or seen_N.all()):
-        real = _bounds(starts_N[seen_N])
+    alone = padding and not (holes or read or seen_N.all())
+    real = _bounds(starts_N[seen_N]) if alone else None
     behind = padding and not seen_BT[:, -1].all()
     blind_BT = None
     if padding and read and not seen_BT[:, 0].all():
@@ -201,8 +200,7 @@ def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) ->
     holes = read = torch.zeros((), dtype=torch.bool, device=device)
     seen_BT = torch.ones_like(starts_BT) if visible_BT is None else visible_BT
     if visible_BT is not None and padding:
-        before_BT = seen_BT.cumsum(1) == 0
-        after_BT = seen_BT.flip(1).cumsum(1).flip(1) == 0
+        before_BT, after_BT = seen_BT.cumsum(1) == 0, seen_BT.flip(1).cumsum(1).flip(1) == 0
         starts_BT[:, 1:] |= before_BT[:, :-1] & ~before_BT[:, 1:]
         # A loss that reads padding counts what transformers' mask makes of it.
         if batch.idle_BT is not None:
