@@ -164,8 +164,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
             swap(model, TellsPositions)
     if not found.apart:
         report.notes.append(
-            "sequences that hold several documents are refused: its layers were not seen to keep "
-            "them apart."
+            "sequences that hold several documents are refused: its layers may not keep them apart."
         )
 
 
