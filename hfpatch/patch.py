@@ -68,7 +68,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"{late}."
                 )
         _refuse_liger(module)
-    hooks = [hook for hook in map(engine_hook, model.modules()) if hook is not None]
+    hooks = filter(None, map(engine_hook, model.modules()))
     parts = [part for hook in hooks for part in getattr(hook, "hooks", [hook])]  # accelerate's
     devices = {getattr(part, "execution_device", None) for part in parts} - {None}
     if len(devices) > 1 or any(getattr(part, "offload", False) for part in parts):
