@@ -94,13 +94,14 @@ def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, off, dry, table
 
 @pytest.mark.parametrize("way", ["hfpatch", pytest.param("stock checkpointed", marks=long)])
 def test_torchs_own_tracker_sees_the_same_peak(way, dry, table):
-    """MemTracker counts tensors, and no memory that a kernel takes within itself."""
-    case = {"layers": 2, "rows": [(1, 16384)] * 2, "checkpointing": "least", "way": way}
+    """MemTracker counts tensors, and no memory that a kernel takes within itself: at 16k tokens the
+    peak is the embedding's backward, whose sorted rows take 0.27 of 6.0 GiB."""
+    case = {"layers": 2, "rows": [(1, 65536)] * 2, "checkpointing": "least", "way": way}
     step = dry.run(MODEL, **case, tracked=True).last
     tracked, peak = step["tracked_peak"] / GiB, step["allocated_peak"] / GiB
-    table("memory", f"2 layers, 16k, {way}", "MemTracker, GiB", tracked)
-    table("memory", f"2 layers, 16k, {way}", "peak, GiB", peak)
-    assert 0.93 * peak <= tracked <= peak
+    table("memory", f"2 layers, 64k, {way}", "MemTracker, GiB", tracked)
+    table("memory", f"2 layers, 64k, {way}", "peak, GiB", peak)
+    assert 0.98 * peak <= tracked <= peak
 
 
 OTHERS = {
