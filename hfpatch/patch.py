@@ -172,8 +172,9 @@ def apply(
         ValueError: the model is wrapped already, has Liger's modules or no decoder layers, or a
             setting is out of range. The message says what to do.
 
-    >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
-    >>> print(hfpatch.apply(model))
+    Examples:
+        >>> model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
+        >>> print(hfpatch.apply(model))
     """
     switches = {
         "rope": rope,

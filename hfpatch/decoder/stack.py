@@ -141,7 +141,10 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
     if stack._hfpatch_runtime is not None:
         stack._hfpatch_runtime.begin(batch.device)
     with our_attention(stack._hfpatch_configs, batch):
-        return stack._hfpatch_stock(kwargs)
+        out = stack._hfpatch_stock(kwargs)
+    if batch.watched_BT is not None:
+        stack._hfpatch_runtime.watch_padding(out, batch.watched_BT)
+    return out
 
 
 def _run_compiled(stack: "OurAttention", kwargs):
