@@ -232,8 +232,7 @@ class Transfers:
             held += nbytes
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            written_to = False
-            streams = set()
+            written_to, streams = False, set()
             for x, before, stream in sources:
                 streams.add(stream)
                 written_to = written_to or version(x) != before
