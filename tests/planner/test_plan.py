@@ -78,6 +78,7 @@ def test_the_job_this_is_for_fits():
     assert "fits" in str(found) and "zero3-offload" in str(found)
 
 
+@LONG  # 17 s: stock's step is simulated as no other test does
 def test_stock_does_not_fit_and_is_told_what_would():
     asked = {"gpu": "rtx4090", "checkpointing": "stock-checkpointing", "placement": "gpu8bit"}
     found = plan("llama-160m", seq_len=131072, **asked)
@@ -189,7 +190,7 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
             [sys.executable, "-c", code.format(name)], capture_output=True, text=True
         )
 
-    assert "Qwen/Qwen3-8B, 1 x 8,192 tokens" in ask("Qwen/Qwen3-8B").stdout
+    assert config_of("Qwen/Qwen3-8B")[1]["hidden_size"] == 4096
     done = ask("owner/name")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "'owner/name' is no preset" in done.stderr and "Download its config.json" in done.stderr
@@ -220,7 +221,9 @@ def test_command_json_and_exit_codes(capsys):
     answer = json.loads(capsys.readouterr().out)
     assert all(key in answer for key in KEYS) and answer["fits"] is True
     assert cli.main([*common, "--gpu", "rtx4090", "--placement", "gpu8bit"]) == 3
-    assert json.loads(capsys.readouterr().out)["fits"] is False
+    answer = json.loads(capsys.readouterr().out)
+    changes = {suggestion["change"].split()[0] for suggestion in answer["suggestions"]}
+    assert answer["fits"] is False and {"--seq-len", "--lora-r"} <= changes
     assert cli.main([*common, "--gpu", "abacus"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
