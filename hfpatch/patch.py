@@ -36,6 +36,7 @@ from hfpatch.context.classes import (
 )
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import ask_model
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.report import Report
 
@@ -254,7 +255,7 @@ def undo(model: nn.Module) -> None:
         ValueError: the argument is no model.
     """
     expect_module(model)
-    runtimes = set()
+    runtimes = {*runtimes_in(model)}
     for module in model.modules():
         _unpin(module)
         if is_mixed(module):
@@ -262,13 +263,11 @@ def undo(model: nn.Module) -> None:
         trl = vars(module).get("_hfpatch_trl")
         if trl is not None:
             vars(module)["forward"] = trl.theirs
-        runtime = vars(module).get("_hfpatch_runtime")
         not_for_ddp(module)
-        if runtime is not None:
-            runtimes.add(runtime)
+        if getattr(vars(module).get("_hfpatch"), "runtime", None) is not None:
             gather_as_one(module, False)
         runtimes |= {*vars(module).get("_hfpatch_tower", ())[:1]}
-        for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
+        for mark in [name for name in vars(module) if name.startswith("_hfpatch")]:
             del vars(module)[mark]
     for runtime in runtimes:
         runtime.close()

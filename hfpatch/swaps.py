@@ -26,7 +26,7 @@ from hfpatch.decoder.stack import OurAttention
 from hfpatch.layer.layer import TiledLayer, UntiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
 from hfpatch.layer.tower import Tower, TowerBlock, find_towers
-from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.traits import Patched
 from hfpatch.layer.why_whole import OTHER_MIXER
 from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
@@ -103,7 +103,8 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         off = settings.offload == "off"
         skipped.append(("checkpointing", "not asked for" if off else found.alone))
         for layer, answer in zip(layers, found.answers):
-            _swap_layer(layer, UntiledLayer, replace(answer, kinds=found.kinds), configs)
+            traits = replace(answer, kinds=found.kinds)
+            _swap_layer(layer, UntiledLayer, Patched(traits, configs))
         return
     for layer in layers:
         if "forward" in vars(layer):
@@ -112,14 +113,14 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     runtime = LayerRuntime(settings, len(layers), turn)
     runtime.owner = weakref.ref(decoder.causal or stack)
     runtime.exchange = token_exchange_group(runtime.owner())
-    stack._hfpatch_runtime = runtime
+    stack._hfpatch.runtime = runtime
     not_for_ddp(runtime.owner(), Waiting(runtime))
     names = Counter(type(layer).__name__ for layer in layers)
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         if isinstance(layer, TiledLayer):  # a layer that runs again later in the same forward
             continue
-        layer._hfpatch_index, layer._hfpatch_runtime = index, runtime
-        _swap_layer(layer, TiledLayer, replace(answer, kinds=found.kinds), configs)
+        traits = replace(answer, kinds=found.kinds)
+        _swap_layer(layer, TiledLayer, Patched(traits, configs, runtime, index))
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, FreeEmbedding)
@@ -157,8 +158,8 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
     mixers = bool(mixing)
     timed = mixers and all(a.all_timed for a in mixing)
-    stack._hfpatch_configs = configs
-    stack._hfpatch_traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
+    traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
+    stack._hfpatch = Patched(traits, configs)
     if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
         swap(causal, TellsPositions)
     if not found.apart:
@@ -168,10 +169,10 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
         )
 
 
-def _swap_layer(layer: nn.Module, part: type, answers: LayerTraits, configs: tuple) -> None:
+def _swap_layer(layer: nn.Module, part: type, known: Patched) -> None:
     if not is_mixed(layer):
         swap(layer, part)
-        layer._hfpatch_configs, layer._hfpatch_traits = configs, answers
+        layer._hfpatch = known
 
 
 def _configs(decoder: Decoder) -> tuple:

@@ -54,9 +54,7 @@ def support_of(name: str, config: dict) -> Support:
     layers = decoder.layers
     whole = Counter(reason for layer in layers if (reason := look(layer).reason))
     fused = tuple(word for option, word in PARTS.items() if report.count(option))
-    packed = "isolated" if decoder.stack._hfpatch_traits.apart else "refused"
-    notes = (*report.notes, *report.details)
-    traits = [layer._hfpatch_traits for layer in layers]
+    traits = [layer._hfpatch.traits for layer in layers]
     mixing = [t for t in traits if t.reason is None and t.mixers]
     in_rows = sum(len(t.timed) < len(t.mixers) for t in mixing)
     return Support(
@@ -65,8 +63,8 @@ def support_of(name: str, config: dict) -> Support:
         len(layers) - sum(whole.values()),
         dict(whole),
         fused,
-        packed,
-        notes,
+        "isolated" if decoder.stack._hfpatch.traits.apart else "refused",
+        (*report.notes, *report.details),
         len(mixing) - in_rows,
         in_rows,
     )

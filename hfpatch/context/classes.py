@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 from functools import cache, partial, wraps
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -181,6 +182,14 @@ def forwards_for_now(pairs, name: str = "forward"):
 # --- forwards that keep the signature of transformers' own ----------------------------------------
 
 
+class Takes(NamedTuple):
+    """The arguments of a forward: names in order of those that may come by position; names: of all
+    of them, None for any."""
+
+    positional: tuple[str, ...]
+    names: frozenset[str] | None
+
+
 class KeepsSignature:
     """Mixed over a model's class: gives the class a forward that calls `_hfpatch_forward(args,
     kwargs)` and keeps the original signature.
@@ -212,6 +221,6 @@ class KeepsSignature:
         taken = inspect.signature(base.forward).parameters
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = (n for n, p in taken.items() if p.kind in kinds)
-        cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]
         any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        cls._hfpatch_taken = None if any_name else frozenset(taken)  # None: any
+        cls.forward = forward
+        cls._hfpatch_takes = Takes(tuple(names)[1:], None if any_name else frozenset(taken))

@@ -13,6 +13,7 @@ other code that reads `config._attn_implementation`, and other models see the us
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,22 +65,46 @@ class NotStopped(RuntimeError):
     """
 
 
+class Outer(NamedTuple):
+    """The forward around the decoder's.
+
+    Attributes:
+        causal: it is a causal model's.
+        embeds: the patched model that runs, if it does not return its embeddings.
+        positions: the caller's. Some models drop them before their layers (Mamba, Bloom).
+        uncached: the caller passed neither a cache nor use_cache.
+    """
+
+    causal: bool = False
+    embeds: torch.nn.Module | None = None
+    positions: Tensor | None = None
+    uncached: bool = False
+
+
+class Labelled(NamedTuple):
+    """What the loss of the running forward reads.
+
+    Attributes:
+        labels: of the loss, or None.
+        idle_BT: tokens whose outputs that loss does not read, or None.
+        watched: whether other code may read outputs.
+    """
+
+    labels: Tensor | None = None
+    idle_BT: Tensor | None = None
+    watched: bool = False
+
+
 class _Current(threading.local):  # a second thread may run another model meanwhile
     role = None  # Noting or Answering
     batch: Batch | None = None  # of the decoder's forward that runs, for the mask function
     declined = False  # whether the decoder runs with transformers' own code
-    causal = False  # whether a causal model's forward runs around the decoder's
-    embeds = None  # the patched model that runs, if it does not return its embeddings
-    # The caller's positions: some models drop them before their layers (Mamba, Bloom).
-    positions: Tensor | None = None
-    uncached = False  # whether the caller passed neither a cache nor use_cache
+    outer = Outer()
     # The parallel.exchange.Sequence that shares the rows (context/ranks.py); False for no ranks.
     sequence = None
     # (the model that computes a loss, its labels, whether to shift them, their count)
     target: tuple | None = None
-    labels: Tensor | None = None  # of the loss that the running forward computes
-    # (tokens whose output that loss does not read or None, whether other code may read outputs)
-    unread: tuple = (None, False)
+    labelled = Labelled()
 
 
 current = _Current()

@@ -62,15 +62,15 @@ class Condition:
 
 def look(layer: nn.Module) -> Condition:
     """The layer's condition, found anew if the layer changed."""
-    known, traits = layer._hfpatch_condition, layer._hfpatch_traits
+    known, traits = layer._hfpatch.condition, layer._hfpatch.traits
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
-        known = layer._hfpatch_condition = _condition_of(layer)
+        known = layer._hfpatch.condition = _condition_of(layer)
     known.now = first("forward", known.reason, layer, known)
     return known
 
 
 def _condition_of(layer: nn.Module) -> Condition:
-    traits = layer._hfpatch_traits
+    traits = layer._hfpatch.traits
     found = Condition(Snapshot(layer), traits)
     inside = found.snapshot.inside
     found.units = fsdp2_units(inside)

@@ -80,7 +80,7 @@ def tiled_layer(runtime, policy: Checkpointing, parts: Traced, x: Tensor) -> lis
         call.queue = runtime.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
-    if policy.keeps_gates(layer._hfpatch_index):
+    if policy.keeps_gates(layer._hfpatch.index):
         call.keeps_gates = spares_gates(layer, parts.traits, x.device.type)
     meter = runtime.meters.get(x.device)
     call.step = meter and meter.step

@@ -17,7 +17,7 @@ def kind_of(layer, x) -> str | None:
     trains = any(p.requires_grad for p in layer.parameters())
     if not (trains or x.requires_grad):
         return None
-    condition = layer._hfpatch_condition
+    condition = layer._hfpatch.condition
     if condition.kind is None:
         count = Counter(type(m).__name__ for m in layer.modules())
         names = " ".join(f"{name}*{n}" if n > 1 else name for name, n in sorted(count.items()))
@@ -35,8 +35,8 @@ def measured(step, layer):
     if step is None:
         yield
         return
-    before, index = step.meter.backward(step), layer._hfpatch_index
-    _running.now = step, step.kinds[index]
+    before, index = step.meter.backward(step), layer._hfpatch.index
+    _running.now = step, step.forward.kinds[index]
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ def tile_graph(part: str, x) -> "TileGraph | None":
 def whole_graph(step, layer, x) -> "TileGraph | None":
     """The backward of a layer begins that is checkpointed whole; measures its graph, once."""
     step.meter.backward(step)
-    kind = step.meter.kinds.get(step.kinds[layer._hfpatch_index])
+    kind = step.meter.kinds.get(step.forward.kinds[layer._hfpatch.index])
     if kind is None or "whole" in kind.parts:
         return None
     return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1])

@@ -239,15 +239,16 @@ class Policies:
     ) -> Checkpointing:
         """The policy of the step that begins, by what earlier ones have shown; then the step's."""
         step, whole, (B, T) = meter.step, key[4], x.shape[:2]
-        if begins or step.plan is None or step.whole != whole:
+        if begins or step.plan is None or step.plan.whole != whole:
             settings = self._settings(x, layer)
-            traits, itemsize = layer._hfpatch_traits, x.element_size()
+            traits, itemsize = layer._hfpatch.traits, x.element_size()
             columns = 0 if whole else gate_up_columns(layer, traits, x.device.type)
             queue = self.queues[x.device, first.offload].transfers
             able = Layers(
                 columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.speed.now()
             )
-            policy, step.whole = meter.plan(first, settings, able, B * T), whole
+            policy = meter.plan(first, settings, able, B * T)
+            step.plan.whole = whole
             group = None if whole else tensor_parallel_group(layer)
             if self.sequence is not None or group is not None:
                 policy = self._agreed(meter, key, policy, group)
@@ -283,7 +284,7 @@ class Policies:
 
     def untiled(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
         """Whether this layer keeps everything. Called as its forward begins."""
-        meter, index = self.meters.get(x.device), layer._hfpatch_index
+        meter, index = self.meters.get(x.device), layer._hfpatch.index
         if not torch.is_grad_enabled():
             return False
         if meter is None or meter.step is None:
@@ -299,7 +300,7 @@ class Policies:
 
     def ended(self, layer: nn.Module, device: torch.device) -> None:
         """A layer's forward has ended."""
-        if layer._hfpatch_index != self.n_layers - 1 or not torch.is_grad_enabled():
+        if layer._hfpatch.index != self.n_layers - 1 or not torch.is_grad_enabled():
             return
         self._settle(0)
         meter = self.meters.get(device)
@@ -315,7 +316,7 @@ class Policies:
 
     def _mixes(self, layer: nn.Module) -> bool:
         """Whether some layers mix tokens other than by attention."""
-        return any(bool(one._hfpatch_traits.mixers) for one in (layer, *self._layers()))
+        return any(bool(one._hfpatch.traits.mixers) for one in (layer, *self._layers()))
 
     def _keeping(self, x: Tensor) -> int:
         """How many layers keep something: those from the first trained one on."""
@@ -323,7 +324,7 @@ class Policies:
         if not layers:
             return self.n_layers
         trains = (one for one in layers if any(p.requires_grad for p in one.parameters()))
-        return self.n_layers - next((one._hfpatch_index for one in trains), self.n_layers)
+        return self.n_layers - next((one._hfpatch.index for one in trains), self.n_layers)
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""
@@ -349,9 +350,9 @@ class Policies:
         computed = (autocast_dtype(x.device.type) or x.dtype).itemsize
 
         def named(name: str) -> int:
-            return max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)
+            return max((getattr(c, name, 0) or 0 for c in layer._hfpatch.configs), default=0)
 
-        heads, head = named("num_attention_heads"), layer._hfpatch_condition.head_dim
+        heads, head = named("num_attention_heads"), layer._hfpatch.condition.head_dim
         saved = layers * policy.saves_attention
         one = rows * x.shape[-1] * x.element_size()
         sizes = Counter({one // ranks: layers})
@@ -363,6 +364,6 @@ class Policies:
         gates = min(policy.keep, self.n_layers - policy.plain) - below
         if meter is not None and meter.step is not None and gates > 0:
             for a, b in bounds:
-                sizes[x.shape[0] * (b - a) * meter.step.gate_up // 2] += 2 * gates
+                sizes[x.shape[0] * (b - a) * meter.step.plan.gate_up // 2] += 2 * gates
         most = self._host_free()
         pool.reserve(+sizes, most and int(HOST_SHARE * most))

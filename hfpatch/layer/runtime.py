@@ -108,7 +108,7 @@ class LayerRuntime(Policies):
         y = y if isinstance(y, Tensor) else y[0]
         meter = self.meters.get(x.device)
         if meter is not None and meter.step is not None and y.requires_grad:
-            y.register_hook(partial(_measure, meter.step, layer._hfpatch_index))
+            y.register_hook(partial(_measure, meter.step, layer._hfpatch.index))
 
     # -- frozen weights ----------------------------------------------------------------------------
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
@@ -130,7 +130,7 @@ class LayerRuntime(Policies):
         """StreamedWeights.staying. Weights that do not fit on their new device stay on the host
         from then on.
         """
-        owner, first = self.owner(), layer._hfpatch_index == 0 and not self.weights.on
+        owner, first = self.owner(), layer._hfpatch.index == 0 and not self.weights.on
         if (
             first
             and self.checkpointing.frozen_weights == "auto"

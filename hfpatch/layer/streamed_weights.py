@@ -60,12 +60,12 @@ class StreamedWeights:
         if self.transfers is not None and self.transfers.on_device != device:
             self.close()  # the model is on another device now
         for layer in layers:
-            packed = self.packed.get(layer._hfpatch_index)
+            packed = self.packed.get(layer._hfpatch.index)
             if packed is not None:
                 if same(packed.tables, noted(layer)) and not packed.given_others():
                     continue
                 self.drop()
-                del self.packed[layer._hfpatch_index]
+                del self.packed[layer._hfpatch.index]
             flat = any(map(is_view_of_flat, layer.parameters()))
             if flat or is_sharded(layer) or tensor_parallel_group(layer) is not None:
                 raise ValueError(
@@ -77,7 +77,7 @@ class StreamedWeights:
                 self.transfers = Transfers(device, "host")
                 self.ring = Ring(self.transfers)
             others = {id(piece.tensor) for p in self.packed.values() for piece in p.pieces}
-            self.packed[layer._hfpatch_index] = Packed(layer, self.transfers, others)
+            self.packed[layer._hfpatch.index] = Packed(layer, self.transfers, others)
 
     @property
     def host_bytes(self) -> int:
@@ -124,7 +124,7 @@ class StreamedWeights:
         if not self.on:
             yield
             return
-        index = layer._hfpatch_index
+        index = layer._hfpatch.index
         with self.lock:
             self.pack([layer], device)
             if self.prefetched != index:
@@ -139,11 +139,11 @@ class StreamedWeights:
             yield
             return
         with self.lock:
-            packed = self.packed.get(layer._hfpatch_index)
+            packed = self.packed.get(layer._hfpatch.index)
             if self.packed and (packed is None or packed.given_others()):
                 raise edited(f"a weight of a {type(layer).__name__}", "replaced")
-            following = None if then is None else then._hfpatch_index
-            with self._on_device(layer._hfpatch_index, following):
+            following = None if then is None else then._hfpatch.index
+            with self._on_device(layer._hfpatch.index, following):
                 yield
 
     @contextmanager

@@ -137,7 +137,7 @@ def in_time(parts, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     layer, carries = parts.layer, parts.traits.carries
     if policy.every > 1 or parts.records is not None or parts.wanted or runtime.shards:
         return None
-    if layer._hfpatch_streams is not None or parts.batch.sequence is not None:
+    if layer._hfpatch.streams is not None or parts.batch.sequence is not None:
         return None
     mixer = LayerAsMixer.of(parts)
     tile = policy.tile

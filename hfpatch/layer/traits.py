@@ -79,6 +79,34 @@ def looks_like_a_block(layer: nn.Module) -> bool:
     )
 
 
+@dataclass(eq=False)
+class Patched:
+    """`module._hfpatch`: what a patched layer knows, and the stack of layers.
+
+    Attributes:
+        traits: a layer's LayerTraits, or the stack's decoder.batch.StackTraits.
+        configs: the configs that the modules inside read.
+        runtime: the model's layer.runtime.LayerRuntime; None where transformers' own forward runs.
+        index: of a layer that has a runtime.
+        condition: the layer's Condition, as of the last look (condition.py).
+        streams: the residual streams of the layer's hidden states (residual_streams.py), or None.
+    """
+
+    traits: object
+    configs: tuple = ()
+    runtime: object = None
+    index: int | None = None
+    condition: object = None
+    streams: tuple | None = None
+
+
 def layers_in(module: nn.Module) -> list[nn.Module]:
     """The patched layers in a module, in their order."""
-    return [m for m in modules_in(module) if "_hfpatch_index" in vars(m)]
+    known = ((m, vars(m).get("_hfpatch")) for m in modules_in(module))
+    return [m for m, found in known if getattr(found, "index", None) is not None]
+
+
+def runtimes_in(model: nn.Module) -> list:
+    """The LayerRuntimes of a model, one per stack of layers; none for a stock one."""
+    found = (getattr(vars(m).get("_hfpatch"), "runtime", None) for m in model.modules())
+    return [runtime for runtime in dict.fromkeys(found) if runtime is not None]

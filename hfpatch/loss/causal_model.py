@@ -34,7 +34,8 @@ from hfpatch.context.classes import (
     is_mixed,
     package_of,
 )
-from hfpatch.context.current import asks_for_hidden_states, current, having
+from hfpatch.context.current import Labelled, asks_for_hidden_states, current, having
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.loss.head import why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
@@ -54,19 +55,19 @@ EVAL_LOGITS_BYTES = 2 << 30
 BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its loss
 
 
-def _labelled(target, ignore: int, kwargs, watched: bool) -> dict:
+def _labelled(target, ignore: int, kwargs, watched: bool) -> Labelled:
     """The labels of a forward, and the tokens whose outputs its loss does not read: neither the
     token nor the next one has a label. watched: other code may read their outputs."""
-    idle_BT, mask = current.unread[0], kwargs.get("attention_mask")
+    idle_BT, mask = current.labelled.idle_BT, kwargs.get("attention_mask")
     # A mask of another length is cut or filled to the tokens' (decoder/batch.py).
     by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == len(target)
     if by_rows and target.dim() == 2:
         labelled = target != ignore
         idle_BT = ~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))
-    return {"labels": target, "unread": (idle_BT, watched)}
+    return Labelled(target, idle_BT, watched)
 
 
-def _as_called(kwargs) -> dict:
+def _as_called(kwargs, **outer) -> dict:
     """The caller's arguments for the decoder: positions, whether the caller passed neither a cache
     nor use_cache, and labels, unless the fused loss has noted them.
 
@@ -74,13 +75,14 @@ def _as_called(kwargs) -> dict:
     """
     given, target = kwargs.get("position_ids"), kwargs.get("labels")
     uncached = kwargs.get(cache_name(kwargs)) is None and kwargs.get("use_cache") is None
-    labels = {}
-    if current.labels is None and isinstance(target, Tensor):
-        labels = _labelled(target, kwargs.get("ignore_index", -100), kwargs, watched=True)
-    return labels | {
-        "positions": current.positions if given is None else given,
-        "uncached": current.uncached or uncached,
-    }
+    outer["uncached"] = current.outer.uncached or uncached
+    if given is not None:
+        outer["positions"] = given
+    found = {"outer": current.outer._replace(**outer)}
+    if current.labelled.labels is None and isinstance(target, Tensor):
+        ignore = kwargs.get("ignore_index", -100)
+        found["labelled"] = _labelled(target, ignore, kwargs, watched=True)
+    return found
 
 
 class TellsPositions(KeepsSignature):
@@ -88,7 +90,7 @@ class TellsPositions(KeepsSignature):
     isolates packed documents, and computes padding that has labels as transformers does."""
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(self._hfpatch_positional, args)
+        kwargs |= zip(self._hfpatch_takes.positional, args)
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
         with having(**_as_called(kwargs)):
@@ -115,7 +117,7 @@ class FusedCausalLM(KeepsSignature):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        for runtime in {vars(m).get("_hfpatch_runtime") for m in self.modules()} - {None}:
+        for runtime in runtimes_in(self):
             runtime.owner = weakref.ref(self)
 
     @property
@@ -152,11 +154,11 @@ class FusedCausalLM(KeepsSignature):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
         embeds = None if asks_for_hidden_states(self, kwargs) else self
-        with having(causal=True, embeds=embeds, **_as_called(kwargs)):
+        with having(**_as_called(kwargs, causal=True, embeds=embeds)):
             return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(self._hfpatch_positional, args)
+        kwargs |= zip(self._hfpatch_takes.positional, args)
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
         labels = kwargs.get("labels")
@@ -205,7 +207,7 @@ class FusedCausalLM(KeepsSignature):
         theirs = package_of(self) == "transformers" and {home_of(x) for x in code} <= LIBRARIES
         hooked = hooks_on_all() or watched_by_user(inside) is not None
         watched = not theirs or bool(hooked) or asks_for_hidden_states(self, kwargs)
-        return having(**_labelled(target, ignore, kwargs, watched))
+        return having(labelled=_labelled(target, ignore, kwargs, watched))
 
     def _hfpatch_log_probs(self, kwargs):
         """The outputs of TRL's fused head, from our op where both compute the same."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hfpatch.context.ranks import SHORTEST_PART
-from hfpatch.decoder.stack import OurAttention
+from hfpatch.decoder.stack import OurAttention, runs_on_a_part
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.parallel.shards import of_hosts
 
@@ -55,4 +55,4 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
 def shares_rows(model) -> bool:
     """Whether the ranks can exchange this model's attention in evaluation."""
     stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
-    return bool(stacks) and all(m._hfpatch_shares_rows for m in stacks)
+    return bool(stacks) and all(map(runs_on_a_part, stacks))

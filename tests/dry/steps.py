@@ -17,6 +17,8 @@ from unittest import mock
 import stub
 import torch
 
+from hfpatch.layer.traits import layers_in
+
 GiB = 2**30
 
 
@@ -281,7 +283,7 @@ def dropped_graph(model, batch: dict) -> None:
 
 def handed_over(model, batch: dict) -> None:
     """Tensors of a fetch that another stream uses."""
-    queues = model.model._hfpatch_runtime.queues
+    queues = model.model._hfpatch.runtime.queues
     if not queues:
         return  # before the first step
     transfers = next(iter(queues.values())).transfers
@@ -321,7 +323,7 @@ class OfAnEngine:
 
 
 def layers_of(model) -> list:
-    return [module for module in model.modules() if "_hfpatch_index" in vars(module)]
+    return layers_in(model)
 
 
 def loss_of(model, batch: dict):

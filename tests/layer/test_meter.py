@@ -43,7 +43,7 @@ class Run:
     def step(self, ids, rows: int):
         ids = ids[:, :rows]
         self.model(input_ids=ids, labels=ids).loss.backward()
-        (self.meter,) = self.model.model._hfpatch_runtime.meters.values()
+        (self.meter,) = self.model.model._hfpatch.runtime.meters.values()
         self.policies.append(self.meter.step.plan.policy)
         self.peaks.append(self.meter.gauge.read().peak)
 
@@ -96,7 +96,7 @@ def test_fixed_settings_have_the_same_bits_in_each_step(settings, monkeypatch):
         model(tokens(), labels=tokens()).loss.backward()
         found.append(gradients(model))
         model.zero_grad()
-    policies = {p for p in model.model._hfpatch_runtime.policies.values()}
+    policies = {p for p in model.model._hfpatch.runtime.policies.values()}
     assert len(policies) == 1
     assert all(torch.equal(found[0][name], g) for one in found for name, g in one.items())
 
@@ -134,7 +134,7 @@ def told_steps(monkeypatch, count=3, **fields):
     for _ in range(count):
         model(tokens(), labels=tokens()).loss.backward()
         model.zero_grad()
-    (meter,) = model.model._hfpatch_runtime.meters.values()
+    (meter,) = model.model._hfpatch.runtime.meters.values()
     return model, meter
 
 
@@ -219,7 +219,7 @@ def test_what_one_run_measured_another_begins_with(monkeypatch):
     second = Run(monkeypatch, 8.0)
 
     def again(run, ids):
-        run.model.model._hfpatch_runtime.meter_of(ids.device).load(state)
+        run.model.model._hfpatch.runtime.meter_of(ids.device).load(state)
         work(run, ids)
 
     assert second.run(again, 12000)[0].plain >= plain[2] - 1 > 0
