@@ -53,11 +53,8 @@ class Request:
         x: [B, T, D], residual streams joined; given: x as the caller passed it.
         batch: the description of the tokens, None if transformers' attention runs.
         sequence: the ranks that share the rows, or None.
-        mask: the layer's attention_mask; shared: keys of earlier layers, or None; cache: its KV
-            cache, or None.
     """
 
-    layer: nn.Module
     x: Tensor
     given: Tensor
     args: tuple
@@ -65,9 +62,17 @@ class Request:
     batch: Batch | None
     sequence: object
     condition: Condition
-    mask: object
-    shared: object
-    cache: Cache | None = None
+
+    @property
+    def mask(self):
+        """The layer's attention_mask."""
+        return self.kwargs.get("attention_mask")
+
+    @property
+    def cache(self) -> Cache | None:
+        """The KV cache that comes with the call."""
+        values = (*self.args, *self.kwargs.values())
+        return next((value for value in values if isinstance(value, Cache)), None)
 
 
 class UntiledLayer:
@@ -199,7 +204,9 @@ class TiledLayer(UntiledLayer):
 
     def _untiled(self, r: Request, why: Why):
         """Runs a call whole, for the reason `why`: checkpointed, unless it must or may keep all."""
-        reason, runtime, whole = BY_NAME[why.name], self._hfpatch.runtime, self._whole(r)
+        reason = BY_NAME[why.name]
+        runtime = self._hfpatch.runtime
+        whole = self._whole(r)
         nothing_to_keep = not (self.training and torch.is_grad_enabled()) or not r.given.numel()
         if nothing_to_keep or r.kwargs.get("output_attentions"):
             return whole(r.given)
@@ -224,36 +231,27 @@ class TiledLayer(UntiledLayer):
         """The Request of this call. The stack has looked at the layer's condition already. A layer
         that something else calls looks itself, and has no batch: it runs untiled.
         """
-        condition, x, cache = self._hfpatch.condition, given, None
+        known = self._hfpatch
+        condition = known.condition
         if condition is None or batch is None and not current.declined:
             condition = look(self)
+        x = given
         if batch is not None and given.dim() == 4:
-            self._hfpatch.streams = streams_of(given, batch.B, batch.t)
-            x = joined(given, self._hfpatch.streams)
-        for value in (*args, *kwargs.values()):
-            cache = value if isinstance(value, Cache) else cache
-        return Request(
-            self,
-            x,
-            given,
-            args,
-            kwargs,
-            batch,
-            self._sequence(None) if batch is None else batch.sequence,
-            condition,
-            kwargs.get("attention_mask"),
-            kwargs.get(SHARED_KEYS),
-            cache,
-        )
+            known.streams = streams_of(given, batch.B, batch.t)
+            x = joined(given, known.streams)
+        return Request(x, given, args, kwargs, batch, self._sequence(batch), condition)
 
     def _in_tiles(self, r: Request, policy) -> object:
-        runtime, lists, units = self._hfpatch.runtime, collected_now(), r.condition.units
-        records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
-        records = records if lists else None
-        own = of_its_own(r.kwargs)
+        known = self._hfpatch
+        runtime = known.runtime
+        lists = collected_now()
+        units = r.condition.units
+        records = None
+        if lists:
+            records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
+        arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
         parts = Traced(
-            self, Arguments(r.args, own, *r.x.shape[:2]), self._hfpatch.traits,
-            self._hfpatch.configs, r.batch,
+            self, arguments, known.traits, known.configs, r.batch,
             records=records, condition=r.condition, rng={} if r.condition.draws else None,
             autocast=(autocast_dtype(r.x.device.type), torch.is_autocast_cache_enabled()),
         )  # fmt: skip
@@ -268,8 +266,7 @@ class TiledLayer(UntiledLayer):
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = freed_with(units, y) if units else y
-        y = y if self._hfpatch.streams is None else split(y, self._hfpatch.streams)
-        return parts.hand_on(y, extras, lists, r.shared)
+        return parts.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))
 
     def _whole(self, r: Request):
         """A function that runs the layer whole on given hidden states. Mixers take packed documents

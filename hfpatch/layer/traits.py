@@ -103,7 +103,7 @@ class Patched:
 def layers_in(module: nn.Module) -> list[nn.Module]:
     """The patched layers in a module, in their order."""
     known = ((m, vars(m).get("_hfpatch")) for m in modules_in(module))
-    return [m for m, found in known if getattr(found, "index", None) is not None]
+    return [m for m, one in known if isinstance(one, Patched) and one.index is not None]
 
 
 def runtimes_in(model: nn.Module) -> list:
