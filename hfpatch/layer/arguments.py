@@ -143,15 +143,10 @@ class Arguments:
         wanted = {id(self.cut[i]) for i in self._wanted}
         learnt = any(id(x) in wanted for x in leaves)
         if len(new) != 1 or learnt:
-            came = (
-                "an argument of its layer that wants a gradient"
-                if learnt
-                else f"{len(new)} tensors made in its layer"
-            )
             raise ValueError(
-                f"hfpatch: a {type(module).__name__} must take hidden states and arguments that "
-                f"want no gradient, got {came}: backward would miss it. Call hfpatch.apply(model, "
-                "checkpointing='off')."
+                f"hfpatch: a {type(module).__name__} must take one tensor made in its layer and "
+                f"arguments that want no gradient, got {len(new)} such tensors: backward would miss "
+                "the others. Call hfpatch.apply(model, checkpointing='off')."
             )
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]

@@ -99,7 +99,9 @@ class LayerCall(Kept):
             outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
-                self.save_gates(noted, self.runtime.spare)
+                transfers = self.queue.transfers
+                self.gates.append(list(map(transfers.save, noted)))
+                transfers.settle(under_way=1, room=self.runtime.spare)
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles

@@ -118,10 +118,6 @@ class ForwardState:
             if tensor_at(module, name) is not x or count not in (None, version(x)):
                 raise edited(f"{type(module).__name__}.{name}", "replaced or modified in place")
 
-    def trained_now(self) -> list[Tensor]:
-        """The trained tensors, as they are now."""
-        return [tensor_at(*at) for at, trained in zip(self.places, self.trained) if trained]
-
 
 @contextmanager
 def as_in_forward(then: ForwardState):

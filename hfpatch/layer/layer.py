@@ -279,7 +279,12 @@ class TiledLayer(UntiledLayer):
 
         def whole(h):
             if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):
-                runtime.weights.refuse_a_graph(self)
+                # autograd would save views of a slot, which the next layer overwrites
+                raise ValueError(
+                    'hfpatch: Checkpointing(frozen_weights="host") needs layers that run tiled, got a '
+                    f"{type(self).__name__} that runs untiled: its backward would find other weights. "
+                    "Leave frozen_weights out, or call it under torch.no_grad()."
+                )
             apart = nullcontext()
             if traits.mixers and batch is not None and batch.apart is not None:
                 arguments = Arguments(args, kwargs, *sizes)

@@ -80,11 +80,6 @@ def _travelling(layer: nn.Module) -> list:
     )
 
 
-def _own_storage(bytes_N: Tensor) -> Tensor:
-    """The same bytes as a storage of their own: saving a tensor must not save the whole block."""
-    return bytes_N if is_fake(bytes_N) else torch.from_numpy(bytes_N.numpy())
-
-
 @dataclass
 class _Piece:
     """A frozen tensor, its place in the layer's block, and its view of the block at rest
@@ -153,7 +148,11 @@ class Packed:
                 piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=device.pins)
         device.synchronize(device.mark())
         for piece in self.pieces:
-            piece.tensor.data = piece.host = piece.of(_own_storage(piece.cut(block)))
+            own_N = piece.cut(block)
+            if not is_fake(own_N):
+                # A storage of its own: saving a tensor must not save the whole block.
+                own_N = torch.from_numpy(own_N.numpy())
+            piece.tensor.data = piece.host = piece.of(own_N)
             not_for_deepspeed(piece.tensor, True)
         for piece in self.pieces:  # in a second loop: two names may be one tensor's
             piece.storage = storage_of(piece.tensor)

@@ -47,6 +47,24 @@ def arrival_counts() -> bool:
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
 
 
+@dataclasses.dataclass
+class Shape:
+    """What was decided for batches of one shape.
+
+    Attributes:
+        first: the policy of its first step.
+        policy: of its current or last step.
+        reserved: the policy whose host memory is reserved.
+        steps: of ranks that decide alike, so far; agreed: what they decided last.
+    """
+
+    first: Checkpointing
+    policy: Checkpointing
+    reserved: Checkpointing | None = None
+    steps: int = 0
+    agreed: Checkpointing | None = None
+
+
 class Policies:
     """The part of a model's LayerRuntime that chooses what layers keep, and reserves memory for it.
     The runtime's `weights` are the frozen ones that may wait on the host.
@@ -54,12 +72,11 @@ class Policies:
     Attributes:
         checkpointing: the user's settings.
         n_layers: how many layers share this runtime.
-        policies: by batch shape; firsts: those of their first steps.
+        shapes: what was decided, by batch shape.
         queues: by (device, tier), each with transfers of its own.
         shards: how tensor-parallel ranks share a layer's input, or None.
         meters: the Meter of each device, None if its free memory is unknown.
-        opened: policies, by shape, whose host memory is reserved; said: those of the last lines;
-            agreed: (steps, those) of ranks that decide alike.
+        said: policies of the last lines.
         sequence: the ranks that share the rows of the current call, or None.
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
@@ -67,19 +84,24 @@ class Policies:
     """
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int):
-        self.checkpointing, self.n_layers = checkpointing, n_layers
-        self.policies: dict[tuple, Checkpointing] = {}
-        self.firsts: dict[tuple, Checkpointing] = {}
+        self.checkpointing = checkpointing
+        self.n_layers = n_layers
+        self.shapes: dict[tuple, Shape] = {}
         self.queues: dict[tuple, FetchQueue] = {}
         self.shards: Shards | None = None
         self.meters: dict[torch.device, Meter | None] = {}
-        self.opened: dict[tuple, Checkpointing] = {}
         self.said: dict[tuple, Checkpointing] = {}
-        self.agreed: dict[tuple, tuple[int, Checkpointing]] = {}
-        self.owner, self.sequence, self.exchange = lambda: None, None, None
+        self.owner = lambda: None
+        self.sequence = None
+        self.exchange = None
         self.spare = 0
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
+
+    @property
+    def policies(self) -> list[Checkpointing]:
+        """Those of the last steps, one a batch shape."""
+        return [shape.policy for shape in self.shapes.values()]
 
     @property
     def transfers(self) -> Transfers | None:
@@ -101,7 +123,8 @@ class Policies:
         """Called by the stack before its layers' forward, or by a layer that a user calls before."""
         for queue in self.queues.values():
             queue.begin()
-        meter, self.spare = self.meter_of(device), 0
+        meter = self.meter_of(device)
+        self.spare = 0
         if meter is not None and torch.is_grad_enabled():
             meter.begin()
         self._begun = True
@@ -116,34 +139,42 @@ class Policies:
         (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
         hold what the settings demand.
         """
-        device, training = x_BTD.device, torch.is_grad_enabled()
+        device = x_BTD.device
         if device not in self.meters:
             self.begin(device)
-        begins, self._begun, self.sequence = self._begun, False, sequence
-        meter, B, T = self.meters[device], *x_BTD.shape[:2]
+        begins = self._begun
+        self._begun = False
+        self.sequence = sequence
+        meter = self.meters[device]
+        B, T = x_BTD.shape[:2]
         # Close lengths have one first policy, chosen for the longest of them.
         longest = T if meter is None else rounded(T)
         key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
-        policy = self.policies.get(key)
-        if policy is None and not training:  # nothing is kept
+        shape = self.shapes.get(key)
+        if not torch.is_grad_enabled():  # nothing is kept
+            if shape is not None:
+                return shape.policy
             tile = self.checkpointing.tile
             tile = auto_tile(B * T) if tile == "auto" else tile
             return dataclasses.replace(LEAST, offload="gpu", tile=tile)
-        if training:
-            # A forked process has no queues.
-            if policy is None or (device, policy.offload) not in self.queues:
-                self.firsts[key] = policy = self._opened(layer, x_BTD, longest, whole)
-            self.policies[key] = policy
-            if meter is not None and meter.step is not None:
-                policy = self._grown(meter, key, self.firsts[key], layer, x_BTD, begins)
-            if self.opened.get(key) != policy:
-                del self.policies[key]  # a reservation that fails is tried again
-                group = None if whole else tensor_parallel_group(layer)
-                reserve = partial(self._reserve, policy, layer, x_BTD, longest, meter)
-                self._together(group, reserve)
-                self.policies[key] = policy
-                self.opened[key] = policy
-        return policy
+        # [Step 1] The first policy of a new shape. A forked process has no queues.
+        if shape is None or (device, shape.policy.offload) not in self.queues:
+            first = self._opened(layer, x_BTD, longest, whole)
+            shape = self.shapes[key] = Shape(first, first)
+        # [Step 2] What this step keeps, decided as it begins.
+        step = None if meter is None else meter.step
+        if step is not None and (begins or step.plan is None or step.plan.whole != whole):
+            self._grow(meter, shape, layer, x_BTD, whole)
+            self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
+        # [Step 3] Its host memory.
+        if shape.reserved != shape.policy:
+            del self.shapes[key]  # a reservation that fails is tried again
+            group = None if whole else tensor_parallel_group(layer)
+            reserve = partial(self._reserve, shape.policy, layer, x_BTD, longest, meter)
+            self._together(group, reserve)
+            self.shapes[key] = shape
+            shape.reserved = shape.policy
+        return shape.policy
 
     def _settle(self, room: int) -> None:
         """Releases sources of copies, until those that stay take at most `room` bytes."""
@@ -156,7 +187,13 @@ class Policies:
         group = None if whole else tensor_parallel_group(layer)
 
         def open_shape():
-            found = self._chosen(layer, x_BTD, longest, whole, group)
+            found = self._resolve(layer, longest, x_BTD, whole, group)
+            if found.every > 1 and is_sharded(layer):
+                raise ValueError(
+                    f"hfpatch: every={found.every} runs several layers at once, and parameters "
+                    "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
+                    "directory as offload if host memory is short."
+                )
             queue = x_BTD.device, found.offload
             if queue not in self.queues:
                 self.queues[queue] = FetchQueue(
@@ -164,7 +201,11 @@ class Policies:
                 )
             return found
 
-        return self._together(group, open_shape)
+        found = self._together(group, open_shape)
+        # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
+        if group is not None and found.every == 1 and self.shards is None:
+            self.shards = Shards(group)
+        return found
 
     def _together(self, group, work):
         """Runs work() on all ranks that must choose alike; if one raises, all raise. group: the
@@ -180,25 +221,10 @@ class Policies:
             return self.sequence.least(numbers)
         return numbers if group is None else least_of(group, numbers)
 
-    def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, group) -> Checkpointing:
-        """Chooses a first policy. group: the tensor-parallel ranks of each layer, which must choose
-        alike.
-        """
-        policy = self._resolve(layer, T, x_BTD, whole, group)
-        if policy.every > 1 and is_sharded(layer):
-            raise ValueError(
-                f"hfpatch: every={policy.every} runs several layers at once, and parameters "
-                "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
-                "directory as offload if host memory is short."
-            )
-        # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        if group is not None and policy.every == 1 and self.shards is None:
-            self.shards = Shards(group)
-        return policy
-
     def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
         """The first policy of a shape: what is sure to be little."""
-        settings, meter = self._settings(x, layer), self.meter_of(x.device)
+        settings = self._settings(x, layer)
+        meter = self.meter_of(x.device)
         # independent of one rank's free memory
         if self.exchange is not None and settings.tile == "auto":
             settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
@@ -214,14 +240,15 @@ class Policies:
         asked = settings.frozen_weights == "auto" and not self.weights.on
         if short and alone and asked and meter.trained and frozen_tables(layer):
             self.weights.on = True
-            self.policies.clear()  # those of other lengths may let layers keep everything
+            self.shapes.clear()  # those of other lengths may let layers keep everything
             self.weights_to_host(self.owner(), x.device)
             return self._resolve(layer, T, x, whole, group)
         return policy
 
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
-        settings, change = self.checkpointing, dataclasses.replace
+        settings = self.checkpointing
+        change = dataclasses.replace
         if settings.every == "auto" and is_sharded(layer):
             settings = change(settings, every=1)
         # The device is the host, so a copy would only take memory. The meta device has nothing to
@@ -234,57 +261,56 @@ class Policies:
         alike = arrival_counts() or self.exchange is not None
         return change(settings, plain=0) if alike and settings.plain == "auto" else settings
 
-    def _grown(
-        self, meter: Meter, key, first: Checkpointing, layer, x: Tensor, begins: bool
-    ) -> Checkpointing:
-        """The policy of the step that begins, by what earlier ones have shown; then the step's."""
-        step, whole, (B, T) = meter.step, key[4], x.shape[:2]
-        if begins or step.plan is None or step.plan.whole != whole:
-            settings = self._settings(x, layer)
-            traits, itemsize = layer._hfpatch.traits, x.element_size()
-            columns = 0 if whole else gate_up_columns(layer, traits, x.device.type)
-            queue = self.queues[x.device, first.offload].transfers
-            able = Layers(
-                columns * itemsize, 2 * x.shape[-1] * itemsize, self._host_free(), queue.speed.now()
-            )
-            policy = meter.plan(first, settings, able, B * T)
-            step.plan.whole = whole
-            group = None if whole else tensor_parallel_group(layer)
-            if self.sequence is not None or group is not None:
-                policy = self._agreed(meter, key, policy, group)
-            self.policies[key] = policy
-            self._say(meter, policy, (B, T, whole), (B, key[1], whole, step.key), x)
-        return self.policies.get(key, first)
+    def _grow(self, meter: Meter, shape: Shape, layer, x: Tensor, whole: bool) -> None:
+        """Sets the policy of the step that begins, by what earlier ones have shown."""
+        columns = 0
+        if not whole:
+            columns = gate_up_columns(layer, layer._hfpatch.traits, x.device.type)
+        able = Layers(
+            gate_up=columns * x.element_size(),
+            wide=2 * x.shape[-1] * x.element_size(),
+            host=self._host_free(),
+            link=self.queues[x.device, shape.first.offload].transfers.speed.now(),
+        )
+        settings = self._settings(x, layer)
+        shape.policy = meter.plan(shape.first, settings, able, x.shape[0] * x.shape[1])
+        meter.step.plan.whole = whole
+        group = None if whole else tensor_parallel_group(layer)
+        if self.sequence is not None or group is not None:
+            self._agree(meter, shape, group)
 
     def _say(
         self, meter: Meter, policy: Checkpointing, shape: tuple, key: tuple, x: Tensor
     ) -> None:
         """Prints a policy, if it is another than that of the last such step and of the last line."""
-        told, self.said[key] = self.said.get(key), policy
+        told = self.said.get(key)
+        self.said[key] = policy
         if policy in (told, self.said.get(shape)):
             return
         why = f"{meter.why}; " if meter.why and told else ""
-        self.said[shape], meter.why = policy, ""
+        self.said[shape] = policy
+        meter.why = ""
         layers = self._keeping(x)
         what = describe(policy, layers, self.n_layers - layers)
         say(f"{why}{shape[0]} x {shape[1]:,} tokens: {what}{meter.words()}.")
 
-    def _agreed(self, meter: Meter, key: tuple, own: Checkpointing, group) -> Checkpointing:
-        """The policy of ranks that must decide alike: the least of theirs, asked for at a shape's
-        1st, 2nd, 4th, 8th ... step.
+    def _agree(self, meter: Meter, shape: Shape, group) -> None:
+        """Sets the policy of ranks that must decide alike: the least of theirs, asked for at a
+        shape's 1st, 2nd, 4th, 8th ... step.
         """
-        steps, agreed = self.agreed.get(key, (0, own))
-        steps += 1
-        if steps & (steps - 1) == 0:
-            plain, tile, keep = self._least(group, [own.plain, own.tile, own.keep])
-            agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep)
-        self.agreed[key] = steps, agreed
-        meter.firm(agreed)
-        return agreed
+        own = shape.policy
+        shape.steps += 1
+        if shape.steps & (shape.steps - 1) == 0:
+            # numbers from 0
+            plain, tile, keep = self._least(group, [own.plain, own.tile, own.keep + 1])
+            shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
+        shape.policy = shape.agreed
+        meter.firm(shape.policy)
 
     def untiled(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
         """Whether this layer keeps everything. Called as its forward begins."""
-        meter, index = self.meters.get(x.device), layer._hfpatch.index
+        meter = self.meters.get(x.device)
+        index = layer._hfpatch.index
         if not torch.is_grad_enabled():
             return False
         if meter is None or meter.step is None:
@@ -328,7 +354,8 @@ class Policies:
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""
-        free, ranks = memory.host_free(), environment_number("LOCAL_WORLD_SIZE", 1, 1)
+        free = memory.host_free()
+        ranks = environment_number("LOCAL_WORLD_SIZE", 1, 1)
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
@@ -340,7 +367,8 @@ class Policies:
         """
         if policy.offload != "host" or self._mixes(layer):  # they save tensors of several sizes
             return
-        pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
+        pool = self.queues[x.device, "host"].transfers.pool
+        free = memory.host_free()
         if free is not None and free < SCARCE_HOST:
             pool.give_back()  # host memory is scarce: hold no more than this length takes
         below = self.n_layers - self._keeping(x)

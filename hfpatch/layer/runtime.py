@@ -156,10 +156,8 @@ class LayerRuntime(Policies):
         for parameter in () if owner is None else owner.parameters():
             not_for_deepspeed(parameter, False)
         self.queues.clear()
-        self.policies.clear()
-        self.opened.clear()
+        self.shapes.clear()
         self.said.clear()
-        self.agreed.clear()
         self.meters.clear()
 
 

@@ -107,14 +107,6 @@ class StreamedWeights:
             for table, n, tensor in taken:
                 table[n] = tensor
 
-    def refuse_a_graph(self, layer: nn.Module) -> None:
-        """Raises ValueError: autograd would save views of a slot for a layer that runs untiled."""
-        raise ValueError(
-            'hfpatch: Checkpointing(frozen_weights="host") needs layers that run tiled, got a '
-            f"{type(layer).__name__} that runs untiled: its backward would find other weights. "
-            "Leave frozen_weights out, or call it under torch.no_grad()."
-        )
-
     # -- bringing them to the device ---------------------------------------------------------------
     @contextmanager
     def forward(self, layer: nn.Module, device: torch.device):

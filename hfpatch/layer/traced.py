@@ -321,10 +321,6 @@ class Traced:
         finally:
             self.adding, self.found = None, {}
 
-    def start_anew(self) -> None:
-        """Drops the cached forwards before a rerun of the same forward."""
-        self.found = {}
-
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
         extras = iter(extras)
         for key, dims in self.recorded:

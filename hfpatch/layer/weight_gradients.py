@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import hooked, without_hooks
-from hfpatch.layer.forward_state import ForwardState, as_in_forward
+from hfpatch.layer.forward_state import ForwardState, as_in_forward, tensor_at
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
@@ -36,7 +36,8 @@ class WeightGradients(ExitStack):
     def __enter__(self):
         super().__enter__()
         self.enter_context(as_in_forward(self.then))
-        self.tensors = self.then.trained_now()
+        places = zip(self.then.places, self.then.trained)
+        self.tensors = [tensor_at(*place) for place, trained in places if trained]
         for x in self.tensors:
             if not x.requires_grad:  # frozen since the forward
                 self.callback(x.requires_grad_, False)
