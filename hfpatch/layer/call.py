@@ -56,7 +56,8 @@ class LayerCall(Kept):
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         """Context with the autocast state of forward."""
-        (dtype, cache), device = self.parts.autocast, self.device.type
+        (dtype, cache) = self.parts.autocast
+        device = self.device.type
         if dtype is None and autocast_dtype(device) is None:
             return nullcontext()
         return autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
@@ -92,7 +93,8 @@ class LayerCall(Kept):
         """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves each
         tile's gate and up.
         """
-        x_tiles, out_tiles = self.cut(x_BTD), list(map(self.cut, outs))
+        x_tiles = self.cut(x_BTD)
+        out_tiles = list(map(self.cut, outs))
         whole = None
         for a, b in self.bounds:
             noted: list | None = [] if noting else None
@@ -182,7 +184,8 @@ class LayerCall(Kept):
         retain: the graph stays for another pass.
         """
         # [Step 1] The input, and the first tiles' fetches.
-        queue, parts = self.queue, self.parts
+        queue = self.queue
+        parts = self.parts
         queue.begin()
         if self.segment and self.x is None:
             self._materialise()

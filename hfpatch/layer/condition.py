@@ -62,7 +62,8 @@ class Condition:
 
 def look(layer: nn.Module) -> Condition:
     """The layer's condition, found anew if the layer changed."""
-    known, traits = layer._hfpatch.condition, layer._hfpatch.traits
+    known = layer._hfpatch.condition
+    traits = layer._hfpatch.traits
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
         known = layer._hfpatch.condition = _condition_of(layer)
     known.now = first("forward", known.reason, layer, known)

@@ -35,7 +35,8 @@ def measured(step, layer):
     if step is None:
         yield
         return
-    before, index = step.meter.backward(step), layer._hfpatch.index
+    before = step.meter.backward(step)
+    index = layer._hfpatch.index
     _running.now = step, step.forward.kinds[index]
     try:
         yield
@@ -69,7 +70,10 @@ class TileGraph:
     takes in addition, sampled after each of its nodes."""
 
     def __init__(self, step, kind, part: str, tokens: int):
-        self.step, self.kind, self.part, self.tokens = step, kind, part, tokens
+        self.step = step
+        self.kind = kind
+        self.part = part
+        self.tokens = tokens
         self.before = step.meter.gauge.read().allocated
 
     def built(self, outputs) -> None:
@@ -77,7 +81,8 @@ class TileGraph:
         self.stands = self.step.meter.gauge.read().allocated
         self.kind.parts[self.part] = [max(0, self.stands - self.before) / self.tokens, 0.0]
         self._sample()
-        todo, seen = [y.grad_fn for y in outputs], set()
+        todo = [y.grad_fn for y in outputs]
+        seen = set()
         while todo:
             node = todo.pop()
             # gradients of leaves are captured, and a hook would keep others from taking them over
@@ -88,7 +93,8 @@ class TileGraph:
             todo += [following for following, _ in node.next_functions]
 
     def _sample(self, *_) -> None:
-        now, part = self.step.meter.gauge.read().allocated, self.kind.parts[self.part]
+        now = self.step.meter.gauge.read().allocated
+        part = self.kind.parts[self.part]
         part[1] = max(part[1], (now - self.stands) / self.tokens)
         if not self.step.backward.exact:
             self.step.backward.top = max(self.step.backward.top, now)

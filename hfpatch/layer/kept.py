@@ -69,7 +69,10 @@ class Kept:
             if saved is not None:
                 saved.release()
         self.x = None
-        self.outs, self.lses, self.gates, self.passes = [], [], [], []
+        self.outs = []
+        self.lses = []
+        self.gates = []
+        self.passes = []
         self.out_buffers = None
 
     # -- passes over the tiles ---------------------------------------------------------------------
@@ -210,7 +213,8 @@ class Kept:
             return lambda g: self.outs[g].tensor()
 
         def take(g):
-            out, outs[g] = outs[g], None
+            out = outs[g]
+            outs[g] = None
             return out
 
         return take

@@ -168,7 +168,8 @@ class TiledLayer(UntiledLayer):
 
     def forward(self, hidden_states, *args, **kwargs):
         try:
-            runtime, batch = self._hfpatch.runtime, current.batch
+            runtime = self._hfpatch.runtime
+            batch = current.batch
         except AttributeError:  # accelerate binds this method and keeps it after undo()
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or current.role is not None:
@@ -272,10 +273,14 @@ class TiledLayer(UntiledLayer):
         """A function that runs the layer whole on given hidden states. Mixers take packed documents
         one by one.
         """
-        runtime, traits, batch = self._hfpatch.runtime, self._hfpatch.traits, r.batch
+        runtime = self._hfpatch.runtime
+        traits = self._hfpatch.traits
+        batch = r.batch
         # The function lives until backward. Holding the request would keep the hidden states on the
         # device, which are offloaded meanwhile.
-        args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
+        args = r.args
+        kwargs = r.kwargs
+        sizes = r.x.shape[:2]
 
         def whole(h):
             if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):
@@ -297,7 +302,8 @@ class TiledLayer(UntiledLayer):
         return whole
 
     def _checkpointed(self, r: Request, policy, whole):
-        runtime, batch = self._hfpatch.runtime, r.batch
+        runtime = self._hfpatch.runtime
+        batch = r.batch
         configs = self._hfpatch.configs if batch is not None else ()
         if r.kwargs.get("use_cache"):
             r.kwargs["use_cache"] = False

@@ -126,14 +126,21 @@ class Meter:
     """
 
     def __init__(self, gauge: Gauge, parameters, n_layers: int):
-        self.gauge, self.parameters, self.n_layers = gauge, parameters, n_layers
+        self.gauge = gauge
+        self.parameters = parameters
+        self.n_layers = n_layers
         self.kinds: dict[str, Kind] = {}
         self.calls: dict[str, Call] = {}
         self.card = gauge.card()
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
-        self.spare, self.tile_most, self.why = 0, TILES[-1], ""
-        self.reached, self.highest, self.gaps, self.trained = 0.0, 0, 0, 0
+        self.spare = 0
+        self.tile_most = TILES[-1]
+        self.why = ""
+        self.reached = 0.0
+        self.highest = 0
+        self.gaps = 0
+        self.trained = 0
 
     # -- a step begins -----------------------------------------------------------------------------
     def begin(self) -> None:
@@ -145,7 +152,8 @@ class Meter:
         parameters = list(self.parameters() or ())
         self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         coming = to_come(parameters, self.gauge.device)
-        dtype, waiting = autocast_dtype(self.gauge.device.type), sum(not s.over for s in self.steps)
+        dtype = autocast_dtype(self.gauge.device.type)
+        waiting = sum(not s.over for s in self.steps)
         key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
         self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
         self.step.forward.kinds = [None] * self.n_layers
@@ -187,7 +195,8 @@ class Meter:
 
     def ran_out(self) -> None:
         """The step that runs has run out of memory, and the run ends."""
-        step, self.step = self.step, None
+        step = self.step
+        self.step = None
         self._keep_less(step, True)
 
     def _call_of(self, key: str) -> tuple[Call | None, bool]:
@@ -261,8 +270,10 @@ class Meter:
 
         waiting: bytes of the sources of copies, which are freed when their memory is needed.
         """
-        step, now = self.step, self._read()
-        plan, solid = step.plan, now.allocated - waiting
+        step = self.step
+        now = self._read()
+        plan = step.plan
+        solid = now.allocated - waiting
         self._ends(solid)
         limit = step.limit - plan.share * self.card - self.spare
         # More than `ahead` where the step's peak, which comes later, leaves room for it.
@@ -306,7 +317,8 @@ class Meter:
 
     def ended(self) -> None:
         """The forward of the last layer has ended; no copy's source is left."""
-        step, now = self.step, self._read()
+        step = self.step
+        now = self._read()
         self._ends(now.allocated)
         step.forward.ends = step.last = now
         call = self.calls.setdefault(step.key, Call())
@@ -336,7 +348,9 @@ class Meter:
 
     def _loss(self, step: Step, now: Counters) -> None:
         """What was allocated at most between the layers' forward and their backward."""
-        call, ends, rows = self.calls[step.key], step.forward.ends, step.rows
+        call = self.calls[step.key]
+        ends = step.forward.ends
+        rows = step.rows
         stood = max(0, now.allocated - ends.allocated)
         call.after.put(rows, stood)
         most = now.peak - ends.allocated  # at the most, if the counter did not rise
@@ -361,7 +375,8 @@ class Meter:
 
     def _tiled(self, step: Step, now: Counters | None) -> None:
         """The backward of the first layer has ended; now: the counters, None if it was not seen."""
-        call, base = self.calls.get(step.key), step.base.allocated
+        call = self.calls.get(step.key)
+        base = step.base.allocated
         step.over = step.backward.closed = True
         if call is None:
             return

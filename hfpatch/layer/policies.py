@@ -23,8 +23,8 @@ from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gauge import Gauge
 from hfpatch.layer.graph_bytes import kind_of
 from hfpatch.layer.meter import Meter
-from hfpatch.layer.packed_weights import frozen_tables
 from hfpatch.layer.parts import gate_up_columns
+from hfpatch.layer.streamed_weights import frozen_tables
 from hfpatch.layer.traits import layers_in
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.report import say
@@ -380,7 +380,8 @@ class Policies:
         def named(name: str) -> int:
             return max((getattr(c, name, 0) or 0 for c in layer._hfpatch.configs), default=0)
 
-        heads, head = named("num_attention_heads"), layer._hfpatch.condition.head_dim
+        heads = named("num_attention_heads")
+        head = layer._hfpatch.condition.head_dim
         saved = layers * policy.saves_attention
         one = rows * x.shape[-1] * x.element_size()
         sizes = Counter({one // ranks: layers})

@@ -120,7 +120,8 @@ class LayerRuntime(Policies):
             self.weights.pack(layers_in(owner), device)
             self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
-            host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
+            host = self.weights.host_bytes / 2**30
+            slot = self.weights.slot_bytes / 2**30
             say(
                 f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB "
                 "on the device take them in turn."
@@ -130,7 +131,8 @@ class LayerRuntime(Policies):
         """StreamedWeights.staying. Weights that do not fit on their new device stay on the host
         from then on.
         """
-        owner, first = self.owner(), layer._hfpatch.index == 0 and not self.weights.on
+        owner = self.owner()
+        first = layer._hfpatch.index == 0 and not self.weights.on
         if (
             first
             and self.checkpointing.frozen_weights == "auto"

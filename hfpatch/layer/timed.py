@@ -34,7 +34,8 @@ class LayerAsMixer(Mixer):
 
     @classmethod
     def of(cls, parts: Traced) -> "LayerAsMixer":
-        given, batch = parts.arguments, parts.batch
+        given = parts.arguments
+        batch = parts.batch
         leaves, spec = pytree.tree_flatten(((None, *given.args), given.kwargs))
         axes = Arguments((None, *given.args), given.kwargs, given.B, given.T).axes
         return cls(
@@ -113,7 +114,8 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
 
 def in_time(parts, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
-    layer, carries = parts.layer, parts.traits.carries
+    layer = parts.layer
+    carries = parts.traits.carries
     if policy.every > 1 or parts.records is not None or parts.wanted or runtime.shards:
         return None
     if layer._hfpatch.streams is not None or parts.batch.sequence is not None:

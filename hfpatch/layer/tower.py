@@ -83,7 +83,8 @@ def find_towers(model: nn.Module, stack: nn.Module) -> dict[str, list[tuple]]:
 
 
 def _lists(tower: nn.Module) -> list[tuple]:
-    found, taken = [], set()
+    found = []
+    taken = set()
     for blocks in tower.modules():
         if not isinstance(blocks, nn.ModuleList) or not len(blocks) or blocks[0] in taken:
             continue

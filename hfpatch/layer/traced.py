@@ -286,7 +286,8 @@ class Traced:
             """dsinks: gradients of the sinks, with the first tile only: the sinks are shared by all
             tiles.
             """
-            ys, dys = list(parts), list(grads)
+            ys = list(parts)
+            dys = list(grads)
             for asked, dsinks_H in zip(self.asked, dsinks or ()):
                 # A block's call has those of the forward, a leaf outside of this graph.
                 own = self.block is None or dsinks_H is None
@@ -313,13 +314,15 @@ class Traced:
     @contextmanager
     def again(self, weights, several: bool):
         if several:
-            self.adding, self.found = weights.adding, {}
+            self.adding = weights.adding
+            self.found = {}
         try:
             with self.arguments.gradients() if self.wanted else nullcontext(()) as gradients:
                 yield gradients
         # also after an out-of-memory error: the graph may live on, and would keep the sums
         finally:
-            self.adding, self.found = None, {}
+            self.adding = None
+            self.found = {}
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
         extras = iter(extras)

@@ -30,7 +30,8 @@ class WeightGradients(ExitStack):
 
     def __init__(self, then: ForwardState, several: bool):
         super().__init__()
-        self.then, self.several = then, several
+        self.then = then
+        self.several = several
         self.sums: list[Tensor | None] = [None] * sum(then.trained)
 
     def __enter__(self):
@@ -98,7 +99,8 @@ class WeightGradients(ExitStack):
         """Hands over the gradients of the trained tensors. No reference stays here: the engine would
         copy each gradient.
         """
-        sums, self.sums = self.sums, []
+        sums = self.sums
+        self.sums = []
         return sums
 
 

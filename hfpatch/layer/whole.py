@@ -21,9 +21,12 @@ class _Held:
     """
 
     def __init__(self, transfers, x: Tensor, before):
-        self.transfers, self.before, self.shape = transfers, before, x.shape
+        self.transfers = transfers
+        self.before = before
+        self.shape = x.shape
         # One row of tokens, whatever its dimensions: copies go by rows, and a tower has patches.
-        self.saved, self.ticket = transfers.save(x.flatten(0, -2)[None]), None
+        self.saved = transfers.save(x.flatten(0, -2)[None])
+        self.ticket = None
 
     def fetch(self):
         ticket = self.ticket
@@ -47,7 +50,10 @@ class _AsFirst:
     """Calls run(x), which uses this layer. Later calls use the tensors and switches of the first."""
 
     def __init__(self, run, layer: nn.Module, step=None):
-        self.run, self.layer, self.then, self.step = run, layer, None, step
+        self.run = run
+        self.layer = layer
+        self.then = None
+        self.step = step
 
     def __call__(self, x):
         if self.then is not None:
@@ -79,7 +85,8 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
     before, y_before = runtime.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
     # torch keeps the hooks and their closures until backward: x must not be in them.
-    held, given = [], [x_BTD]
+    held = []
+    given = [x_BTD]
 
     def pack(tensor):
         if not given or not same_memory(tensor, given[0]):

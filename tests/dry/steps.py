@@ -498,7 +498,7 @@ class Both(io.StringIO):
 def seen(left_out: list):
     """Within, the log has the host's own uses of pinned memory, and hfpatch's wait or synchronize at
     [file's end, line] does nothing."""
-    from hfpatch.layer.packed_weights import Packed
+    from hfpatch.layer.streamed_weights import Packed
     from hfpatch.store.device import CudaDevice
 
     host_bytes, to_host = CudaDevice.host_bytes, Packed._to_host
