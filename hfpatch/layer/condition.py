@@ -53,11 +53,8 @@ class Condition:
     @property
     def head_dim(self) -> int:
         """The largest of the layer's attention modules, 0 if they name none."""
-        largest = 0
-        for attn, _ in zip(self.mixing, self.traits.attention):
-            size = getattr(attn, "head_dim", 0) or 0
-            largest = size if size > largest else largest
-        return largest
+        attending = self.mixing[: len(self.traits.attention)]
+        return max((getattr(attn, "head_dim", 0) or 0 for attn in attending), default=0)
 
 
 def look(layer: nn.Module) -> Condition:

@@ -71,23 +71,21 @@ class WeightGradients(ExitStack):
         index = self.index.get(id(weight))
         if index is None or not self.several:
             return None
-        if weight.dim() == 3:
-            return partial(self._add_by_expert, index)
-        return partial(self._add, index) if sums_in_matmul(weight, weight.dtype) else None
+        if weight.dim() == 3 or sums_in_matmul(weight, weight.dtype):
+            return partial(self._add, index)
+        return None
 
-    def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
+    def _add(self, index: int, a_NM: Tensor, b_NK: Tensor, offs_E: Tensor | None = None) -> None:
         first = self._sum(index) is None
         if first:
-            self.sums[index] = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
-        into(self.sums[index], dy_NO.t(), x_NI, first)
-
-    def _add_by_expert(self, index: int, a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> None:
-        first = self._sum(index) is None
-        if first:
-            wide = torch.promote_types(a_SM.dtype, torch.float32)
-            shape = len(offs_E), a_SM.shape[1], b_SN.shape[1]
-            self.sums[index] = a_SM.new_empty(shape, dtype=wide)
-        EXPERT_SUMS(self.sums[index], a_SM, b_SN, offs_E, first)
+            experts = () if offs_E is None else (len(offs_E),)
+            wide = torch.promote_types(a_NM.dtype, torch.float32)
+            shape = *experts, a_NM.shape[1], b_NK.shape[1]
+            self.sums[index] = a_NM.new_empty(shape, dtype=wide)
+        if offs_E is None:
+            into(self.sums[index], a_NM.t(), b_NK, first)
+        else:
+            EXPERT_SUMS(self.sums[index], a_NM, b_NK, offs_E, first)
 
     def round(self) -> None:
         """Rounds the sums so far to each parameter's dtype, and frees the wide sums one by one."""
