@@ -45,24 +45,30 @@ def measured(step, layer):
         step.meter.backed(step, before, step.first == index)
 
 
-def tile_graph(part: str, x) -> "TileGraph | None":
+def unmeasured(outputs) -> None:
+    """What tile_graph returns where nothing is measured."""
+
+
+def tile_graph(part: str, x):
     """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
-    and part of it.
+    and part of it. Returns a function to call with the graph's outputs once it is built.
     """
     now = getattr(_running, "now", None)
     kind = now and now[0].meter.kinds.get(now[1])
     if not kind or part in kind.parts:
-        return None
-    return TileGraph(now[0], kind, part, x.shape[0] * x.shape[1])
+        return unmeasured
+    return TileGraph(now[0], kind, part, x.shape[0] * x.shape[1]).built
 
 
-def whole_graph(step, layer, x) -> "TileGraph | None":
-    """The backward of a layer begins that is checkpointed whole; measures its graph, once."""
+def whole_graph(step, layer, x):
+    """The same for a layer that is checkpointed whole, whose backward begins."""
+    if step is None:
+        return unmeasured
     step.meter.backward(step)
     kind = step.meter.kinds.get(step.forward.kinds[layer._hfpatch.index])
     if kind is None or "whole" in kind.parts:
-        return None
-    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1])
+        return unmeasured
+    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1]).built
 
 
 class TileGraph:

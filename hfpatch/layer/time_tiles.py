@@ -116,7 +116,7 @@ class TimeTiles:
             # The gradients of other tiles may be written into x_BTD, so the tile is copied.
             x = x.detach().clone().requires_grad_(into_BTD is not None)
             leaves = {key: state.detach().requires_grad_() for key, state in before.items()}
-            graph = tile_graph("time", x)
+            built = tile_graph("time", x)
             with torch.enable_grad():
                 out, after = self._run(mixer, x, (rows, a, b), index, leaves)
             ends = [(out, dout_BTD[rows, a:b].contiguous())]
@@ -126,8 +126,7 @@ class TimeTiles:
                 if d is not None and after[key].requires_grad
             ]
             inputs = [*leaves.values(), x] if into_BTD is not None else [*leaves.values()]
-            if graph is not None:
-                graph.built([y for y, _ in ends])
+            built([y for y, _ in ends])
             found = walk(mixer.weights, *zip(*ends), inputs)
             if into_BTD is not None:
                 into_BTD[rows, a:b] = found[-1]

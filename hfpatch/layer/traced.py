@@ -16,7 +16,7 @@ from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, ou
 from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
-from hfpatch.layer.graph_bytes import tile_graph
+from hfpatch.layer.graph_bytes import tile_graph, unmeasured
 from hfpatch.layer.mixers import Mixer, standing_in
 from hfpatch.layer.parts import gates_of
 from hfpatch.layer.random_state import replayed
@@ -259,15 +259,14 @@ class Traced:
     def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
-        graph = None if known else tile_graph("after", x)
+        built = unmeasured if known else tile_graph("after", x)
         with torch.enable_grad():
             # Aliases: FlopCounterMode hooks what modules are given, and autograd.grad refuses
             # hooks of this kind on leaves. The gradient of x.view_as(x) has other strides than dy.
             given = [y[...] for y in (x, *leaves)]
             run = partial(self.post, given[0], given[1:], a, b, unread=True, known=known)
             tiles = self.replayed("after", a, x.device, run)
-        if graph is not None:
-            graph.built(tiles)
+        built(tiles)
         known.clear()
         dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], self.arguments.stand_ins)
         # A product without a derivative gives no gradient (torchao's of int8 activations).
@@ -275,11 +274,10 @@ class Traced:
 
     def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
         x = x.detach().requires_grad_(need_x)
-        graph = tile_graph("before", x)
+        built = tile_graph("before", x)
         with torch.enable_grad():
             parts = self.before(x[...], a, b, unread)
-        if graph is not None:
-            graph.built(parts)
+        built(parts)
         given = self.arguments.stand_ins
 
         def back(grads, dsinks=None):

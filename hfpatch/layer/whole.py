@@ -58,13 +58,12 @@ class _AsFirst:
     def __call__(self, x):
         if self.then is not None:
             # A hook that computes a gradient reruns this within the forward, which records outputs.
-            graph = None if self.step is None else whole_graph(self.step, self.layer, x)
+            built = whole_graph(self.step, self.layer, x)
             try:
                 with as_in_forward(self.then), collecting({}):
                     return self.run(x)
             finally:  # torch stops the rerun by an exception once it has every tensor
-                if graph is not None:
-                    graph.built([])
+                built([])
         self.then = ForwardState(self.layer, modules_in(self.layer))
         y = self.run(x)
         self.then.ran()
