@@ -1,7 +1,7 @@
 """`apply(model)` gives a model's modules their fused classes; `undo(model)` restores the old ones.
 
-Classes and attributes named `_hfpatch_*` change, and two marks that DeepSpeed and DDP read. A
-forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
+Classes and attributes that begin with `_hfpatch` change, and two marks that DeepSpeed and DDP read.
+A forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
 same.
 """
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import (
     autocast_dtype,
     collected_now,
@@ -200,7 +199,7 @@ class TiledLayer(UntiledLayer):
         # Mixers of shared rows need their tiles.
         tiled = r.batch.sequence and self._hfpatch.traits.mixers
         if runtime.untiled(self, r.x, policy) and not tiled:
-            return self._keeping_all(r, policy)
+            return self._keeping_all(r)
         return self._in_tiles(r, policy)
 
     def _untiled(self, r: Request, why: Why):
@@ -220,12 +219,12 @@ class TiledLayer(UntiledLayer):
         if r.given.dim() == 3:  # another shape's input stays on the device
             policy = runtime.policy(self, r.given, r.sequence, whole=True)
             if runtime.untiled(self, r.given, policy):
-                return self._keeping_all(r, policy)
+                return self._keeping_all(r)
         return self._checkpointed(r, policy, whole)
 
-    def _keeping_all(self, r: Request, policy: Checkpointing):
+    def _keeping_all(self, r: Request):
         y = self._whole(r)(r.given)
-        self._hfpatch.runtime.ran_plain(self, policy, r.given, y)
+        self._hfpatch.runtime.ran_plain(self, r.given, y)
         return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:

@@ -103,7 +103,7 @@ class LayerRuntime(Policies):
         )
         return last() if as_given else None
 
-    def ran_plain(self, layer: nn.Module, policy: Checkpointing, x: Tensor, y) -> None:
+    def ran_plain(self, layer: nn.Module, x: Tensor, y) -> None:
         """Called after a layer that keeps everything, with its output y."""
         y = y if isinstance(y, Tensor) else y[0]
         meter = self.meters.get(x.device)

@@ -2,11 +2,11 @@
 their use, into one of two slots.
 
 A layer's frozen tensors lie one after another in one block of pinned host memory (`Packed`), each
-aligned; a quantised weight takes its scales, codes and bitsandbytes' state along. At rest the
-layer's parameters are views of that block: saving, loading and moving the model find them there. While the layer runs they are
-views of a slot, which one copy has filled. The copies have a stream of their own: one that waits
-for a slot delays no checkpoint. The next layer overwrites what autograd saves of a slot. So only
-layers in tiles may be differentiated: they leave no graph behind.
+aligned. A quantised weight takes its scales, codes and bitsandbytes' state along. At rest the
+layer's parameters are views of that block: saving, loading and moving the model find them there.
+While the layer runs they are views of a slot, which one copy has filled. The copies have a stream
+of their own: one that waits for a slot delays no checkpoint. The next layer overwrites what
+autograd saves of a slot. So only layers in tiles may be differentiated: they leave no graph behind.
 
 Adapters and trained parameters stay on the device, as do embeddings and head.
 """
