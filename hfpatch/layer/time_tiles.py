@@ -174,8 +174,14 @@ class TimeTiles:
         first states, or None for a negative index."""
         if index < 0:
             return None
-        (rows, a, b, _), states = pieces[index], self.first_states(index)
-        return lambda: (x_BTD[rows, a:b], states())
+        rows, a, b, _ = pieces[index]
+        tile = self.tile_of(x_BTD, rows, a, b)
+        states = self.first_states(index)
+        return lambda: (tile(), states())
+
+    def tile_of(self, x_BTD: Tensor, rows: slice, a: int, b: int):
+        """A function that returns a tile of x."""
+        return lambda: x_BTD[rows, a:b]
 
     def first_states(self, index: int):
         """Starts to fetch the first states of tile `index`. Returns a function that waits for them

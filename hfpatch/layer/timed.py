@@ -52,13 +52,9 @@ class SavedTiles(TimeTiles):
 
     saved: Saved | None = None
 
-    def _fetch(self, index: int, pieces: list, _):
-        if index < 0:
-            return None
-        rows, a, b, _ = pieces[index]
+    def tile_of(self, x_BTD: None, rows: slice, a: int, b: int):
         ticket = self.transfers.fetch([(self.saved, a, b, None)])
-        states = self.first_states(index)
-        return lambda: (ticket.wait()[0][rows], states())
+        return lambda: ticket.wait()[0][rows]
 
 
 @dataclass(eq=False, kw_only=True)
