@@ -14,7 +14,7 @@ import dataclasses
 import sys
 import weakref
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,12 @@ def arrival_counts() -> bool:
     lengths.
     """
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@cache
+def unkept(tile: int) -> Checkpointing:
+    """The policy of a forward without gradients."""
+    return dataclasses.replace(LEAST, offload="gpu", tile=tile)
 
 
 @dataclasses.dataclass
@@ -207,8 +213,7 @@ class LayerRuntime:
             if shape is not None:
                 return shape.policy
             tile = self.checkpointing.tile
-            tile = auto_tile(B * T) if tile == "auto" else tile
-            return dataclasses.replace(LEAST, offload="gpu", tile=tile)
+            return unkept(auto_tile(B * T) if tile == "auto" else tile)
         # [Step 1] The first policy of a new shape. A forked process has no queues.
         if shape is None or (device, shape.policy.offload) not in self.queues:
             first = self._opened(layer, x_BTD, longest, whole)
