@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 from torch import nn
 
+from hfpatch import compat
 from hfpatch.budget.free import ALLOCATOR, GROWS, expand_segments
 from hfpatch.decoder.find import Decoder
 from hfpatch.layer.condition import look
@@ -16,18 +17,21 @@ from hfpatch.report import Report
 
 
 def grow_segments(report: Report) -> None:
-    """Lets torch's allocator grow its segments, unless the user set it: fixed ones fragment at long
-    rows. Once CUDA has started the setting comes too late, and the report names it.
+    """Lets torch's allocator grow its segments from now on, unless the user set it: fixed ones
+    fragment at long rows. Where CUDA has started and this torch takes no settings then, the report
+    names the variable.
     """
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built() or any(name in os.environ for name in ALLOCATOR):
         return
-    if not torch.cuda.is_initialized():
-        expand_segments()
-    elif not any(name in os.environ for name in ALLOCATOR):
+    if compat.set_allocator is not None:
+        compat.set_allocator(GROWS)
+    elif torch.cuda.is_initialized():
         report.notes.append(
             f"set {ALLOCATOR[0]}={GROWS} before Python starts: without it long rows fragment the "
             "GPU's memory."
         )
+        return
+    expand_segments()
 
 
 def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:

@@ -9,8 +9,8 @@ tokens restart: at a smaller one, or at the row's least again. Jumps (PoSE), fra
 isolated, where transformers lets their documents see each other.
 
 Padding needs no mask: before a row's first visible token it is a document of its own, and behind the
-last one causality hides it. What its own outputs are is nobody's business. A mask with holes is left
-to transformers (decoder/batch.py): masked tokens between visible ones, or behind them with labels.
+last one causality hides it. A mask with holes is left to transformers (decoder/batch.py): masked
+tokens between visible ones, or behind them if a loss reads their outputs.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,14 @@ class Rows:
         real: the document starts among the visible tokens alone, and their number. None without
             padding, or where padding is read.
         holes: whether masked tokens lie between visible ones, or a loss reads those behind.
+        behind: whether a row ends with padding.
         blind_BT: tokens before a row's first visible one; None if their output is unread.
     """
 
     documents: Documents | None = None
     real: tuple[int, ...] | None = None
     holes: bool = False
+    behind: bool = False
     blind_BT: Tensor | None = None
 
     def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
@@ -168,12 +170,14 @@ def find_rows(
     if found is None:  # a simulation has no values: every row is one document
         return Rows()
     (starts_N, seen_N), (holes, read) = found[:-2].view(2, -1), found[-2:].tolist()
+    seen_BT = seen_N.view(B, T)
     documents = _from_bounds(_bounds(starts_N), B, T, device)
     alone = padding and not (holes or read or seen_N.all())
     # True for a row that begins with padding whose output is read.
-    left = padding and read and not seen_N.view(B, T)[:, 0].all()
+    left = padding and read and not seen_BT[:, 0].all()
+    behind = padding and not seen_BT[:, -1].all()
     blind_BT = attention_mask.bool().cumsum(1) == 0 if left else None
-    return Rows(documents, _bounds(starts_N[seen_N]) if alone else None, holes, blind_BT)
+    return Rows(documents, _bounds(starts_N[seen_N]) if alone else None, holes, behind, blind_BT)
 
 
 def _marks(

@@ -27,7 +27,6 @@ from hfpatch.context.current import (
     having,
     not_exchanged,
     our_attention,
-    standard,
 )
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
@@ -74,10 +73,11 @@ class OurAttention(KeepsSignature):
             kwargs = {n: x for n, x in kwargs.items() if n in taken or n not in _ADDED}
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        embeds = current.outer.embeds if current.outer.causal else self
+        outer = current.outer
+        embeds = outer.embeds if outer.causal else self
         if asks_for_hidden_states(self, kwargs):
             embeds = None
-        with having(outer=current.outer._replace(embeds=embeds)):
+        with having(outer=outer._replace(embeds=embeds)):
             return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
@@ -121,14 +121,6 @@ class OurAttention(KeepsSignature):
         return _run_ours(self, batch, kwargs)
 
 
-def runs_on_a_part(stack: OurAttention) -> bool:
-    """Whether the layers can run on a part of each row outside training."""
-    known, traits = standard(stack.config), stack._hfpatch.traits
-    causal = getattr(stack.config, "is_causal", True)
-    timed = traits.timed and stack._hfpatch.runtime is not None
-    return bool(traits.ours and (timed or not traits.mixers) and known and causal)
-
-
 def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
     if kwargs.get("attention_mask") is None:
         # Without a mask, transformers looks for documents itself, which waits for the device.
@@ -136,10 +128,14 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
         kwargs["attention_mask"] = torch.ones(
             batch.B, batch.t, dtype=torch.bool, device=batch.device
         )
-    if stack._hfpatch.runtime is not None:
-        stack._hfpatch.runtime.begin(batch.device)
-    with our_attention(stack._hfpatch.configs, batch):
-        return stack._hfpatch_stock(kwargs)
+    known = stack._hfpatch
+    if known.runtime is not None:
+        known.runtime.begin(batch.device)
+    with our_attention(known.configs, batch):
+        out = stack._hfpatch_stock(kwargs)
+    if batch.watched_BT is not None:
+        known.runtime.watch_padding(out, batch.watched_BT)
+    return out
 
 
 def _run_compiled(stack: "OurAttention", kwargs):

@@ -32,6 +32,7 @@ from hfpatch.compat import (
     autocast_dtype,
     gradient_is_watched,
     not_for_deepspeed,
+    pytree,
     same_memory,
     version,
 )
@@ -45,6 +46,7 @@ from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
 from hfpatch.layer.traits import layers_in
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.report import say
+from hfpatch.store.device import on_host
 from hfpatch.store.transfers import FetchQueue, Transfers
 
 SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
@@ -105,6 +107,8 @@ class LayerRuntime:
         owner: a weak reference to the module whose parameters a step trains.
         spare: bytes that the sources of copies may take while a layer runs.
         warned: lines already printed.
+        padding_read: whether a gradient came to outputs at padding, as a flag on the device until
+            the host reads it.
         tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
         turn: the model's lock.
@@ -127,6 +131,7 @@ class LayerRuntime:
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self.warned: set[str] = set()
+        self.padding_read: bool | Tensor = False
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
@@ -147,13 +152,33 @@ class LayerRuntime:
             self.owner = weakref.ref(module)
 
     def tell(self, line: str) -> None:
-        """Prints a line once, and adds it to the report."""
-        if line not in self.warned:
+        """Prints a line once, and adds it to the report. A small instance says nothing."""
+        report = getattr(self.owner(), "_hfpatch_report", None)
+        if line not in self.warned and report is not None:
             self.warned.add(line)
             say(line)
-            report = getattr(self.owner(), "_hfpatch_report", None)
-            if report is not None:
-                report.notes.append(line)
+            report.notes.append(line)
+
+    # -- padding -----------------------------------------------------------------------------------
+    # Causality hides the padding behind a row from real tokens, so layers need no mask. But padding
+    # sees itself, so its outputs are not transformers'. A loss that the model computes names the
+    # tokens that it reads (loss/causal_model.py). Any other reader shows by its gradient.
+    def watch_padding(self, out, hidden_BT: Tensor) -> None:
+        """Looks at the gradients of a stack's outputs [B, T, D]. hidden_BT: True at padding."""
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.requires_grad and x.shape[:-1] == hidden_BT.shape:
+                x.register_hook(partial(self._look, hidden_BT))
+
+    def _look(self, hidden_BT: Tensor, dy_BTD: Tensor) -> None:
+        # NaN, which a mask of zeros does not remove, is not above 0.
+        size_BT = torch.linalg.vector_norm(dy_BTD.detach(), torch.inf, -1)
+        self.padding_read |= (hidden_BT & (size_BT > 0)).any()
+
+    def padding_is_read(self) -> bool:
+        """Whether a gradient came to padding in an earlier backward of this model."""
+        if isinstance(self.padding_read, Tensor):
+            self.padding_read = bool(on_host(self.padding_read))
+        return self.padding_read
 
     # -- what layers keep --------------------------------------------------------------------------
     @property

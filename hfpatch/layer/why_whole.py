@@ -288,7 +288,7 @@ REASONS = (
     ),
     _batch(
         "holes",
-        "an attention mask with holes, or with labels at padding",
+        "an attention mask with holes, or a loss that reads padding",
         lambda given, traits, batch: given.rows_mask is not None and batch.rows().holes,
     ),
     # What this call of the layer was given.
