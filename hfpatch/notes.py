@@ -57,13 +57,13 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
     where = (
-        "chosen as steps show what fits (`hfpatch plan` says it before)"
+        "chosen from what steps measure (`hfpatch plan` predicts it)"
         if settings.offload == "auto"
         else settings.offload
     )
     notes.append(
-        f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
-        "of them is replaced."
+        f"checkpoints of {len(layers)} layers: {where}. They replace transformers' gradient "
+        "checkpointing."
     )
     if settings.frozen_weights == "host":
         notes.append(

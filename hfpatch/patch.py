@@ -36,7 +36,7 @@ from hfpatch.context.classes import (
 )
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import ask_model
-from hfpatch.layer.traits import runtimes_in
+from hfpatch.layer.traits import layers_in, runtimes_in
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.report import Report
 
@@ -173,8 +173,9 @@ def apply(
         ValueError: the model is wrapped already, has Liger's modules or no decoder layers, or a
             setting is out of range. The message says what to do.
 
-    >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
-    >>> print(hfpatch.apply(model))
+    Examples:
+        >>> model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
+        >>> print(hfpatch.apply(model))
     """
     switches = {
         "rope": rope,
@@ -255,7 +256,9 @@ def undo(model: nn.Module) -> None:
         ValueError: the argument is no model.
     """
     expect_module(model)
-    runtimes = {*runtimes_in(model)}
+    runtimes = runtimes_in(model)
+    for layer in layers_in(model):
+        gather_as_one(layer, False)
     for module in model.modules():
         _unpin(module)
         if is_mixed(module):
@@ -264,9 +267,6 @@ def undo(model: nn.Module) -> None:
         if trl is not None:
             vars(module)["forward"] = trl.theirs
         not_for_ddp(module)
-        if getattr(vars(module).get("_hfpatch"), "runtime", None) is not None:
-            gather_as_one(module, False)
-        runtimes |= {*vars(module).get("_hfpatch_tower", ())[:1]}
         for mark in [name for name in vars(module) if name.startswith("_hfpatch")]:
             del vars(module)[mark]
     for runtime in runtimes:

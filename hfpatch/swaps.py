@@ -144,9 +144,9 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
         swap(model.get_submodule(name), Tower)
         for blocks in lists:
             runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), len(blocks), turn)
-            for block in blocks:
+            for index, block in enumerate(blocks):
                 swap(block, TowerBlock)
-                block._hfpatch_tower = runtime, block is blocks[0]
+                block._hfpatch = Patched(None, runtime=runtime, index=index)
         report.notes.append(
             f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
             "without a graph where nothing in it is trained."
@@ -167,8 +167,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
             swap(model, TellsPositions)
     if not found.apart:
         report.notes.append(
-            "sequences that hold several documents are refused: its layers were not seen to keep "
-            "them apart."
+            "sequences that hold several documents are refused: its layers may not keep them apart."
         )
 
 

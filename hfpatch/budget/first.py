@@ -54,7 +54,7 @@ def first_policy(
     Args:
         rows: tokens of the batch; width: of hidden states.
         layers: how many; whole: they run untiled.
-        chains: some mix tokens by something else than attention, in tiles through time.
+        chains: some mix tokens by something other than attention, in tiles through time.
         card: bytes of the device, free: its free ones; None if unknown.
         host: free bytes of the host, None if unknown.
 

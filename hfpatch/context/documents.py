@@ -122,7 +122,7 @@ def refuse_packed(kind: type, advice: str = "do not pack"):
     """Raises ValueError: documents would see each other in this class of model or layer."""
     raise ValueError(
         f"hfpatch: a {kind.__name__} must get one document a sequence, got position_ids that "
-        f"restart: its layers were not seen to keep documents apart. To go on, {advice}."
+        f"restart: its layers may not keep documents apart. To go on, {advice}."
     )
 
 
