@@ -4,6 +4,7 @@ is left is used.
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from tiny import gradients
 
 import hfpatch
 from hfpatch.budget.measured import Kind, Plan
+from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.layer.meter import Meter
+from hfpatch.layer.runtime import LayerRuntime, Shape
 from tests.layer.deep import tiny_llama, tokens
 from tests.layer.devices import Counters, GiB, OfLedger, Told, on_device
 
@@ -259,3 +262,18 @@ def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
     for index, gauge.now in enumerate([0, 0, 108, 208]):
         meter.layer(index, "a", 0)
     assert meter.step.ran == meter.step.plan.untiled == [False, True, True, True]
+
+
+@pytest.mark.parametrize("keep, other, least", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])
+def test_ranks_agree_on_what_each_of_them_can_keep(keep, other, least):
+    """keep="input" is -1; a number below 0 means "unknown" to the ranks' own reduction."""
+    theirs = [0, 1024, other + 1]
+    runtime = LayerRuntime(Checkpointing(), 8)
+    runtime._least = lambda group, numbers: [
+        None if ours < 0 else min(ours, one) for ours, one in zip(numbers, theirs)
+    ]
+    meter = Meter(Card(), list, 8)
+    meter.begin()
+    shape = Shape(LEAST, replace(LEAST, keep=keep))
+    runtime._agree(meter, shape, None)
+    assert (shape.policy.keep, shape.policy.tile, meter.step.plan.firm) == (least, 1024, True)
