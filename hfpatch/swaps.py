@@ -158,9 +158,8 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
-    mixers = bool(mixing)
-    timed = mixers and all(a.all_timed for a in mixing)
-    traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
+    timed = bool(mixing) and all(a.all_timed for a in mixing)
+    traits = StackTraits(found.ours, bool(mixing), found.apart, found.unpads, timed)
     stack._hfpatch = Patched(traits, configs)
     for model in decoder.around if causal is None else (causal,):
         if not is_mixed(model) and "forward" not in vars(model):

@@ -236,8 +236,10 @@ class KeepsSignature:
                 return self._hfpatch_forward(args, kwargs)
 
         taken = inspect.signature(base.forward).parameters
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = (n for n, p in taken.items() if p.kind in kinds)
-        any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        # by position: (self, ...) up to the first that is not
+        names = (
+            n for n, p in taken.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        )
         cls.forward = forward
+        any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
         cls._hfpatch_takes = Takes(tuple(names)[1:], None if any_name else frozenset(taken))

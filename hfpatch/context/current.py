@@ -11,9 +11,9 @@ other code that reads `config._attn_implementation`, and other models see the us
 """
 
 import threading
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,34 +65,13 @@ class NotStopped(RuntimeError):
     """
 
 
-class Outer(NamedTuple):
-    """The forward around the decoder's.
-
-    Attributes:
-        causal: it is a causal model's.
-        embeds: the patched model that runs, if it does not return its embeddings.
-        positions: the caller's. Some models drop them before their layers (Mamba, Bloom).
-        uncached: the caller passed neither a cache nor use_cache.
-    """
-
-    causal: bool = False
-    embeds: torch.nn.Module | None = None
-    positions: Tensor | None = None
-    uncached: bool = False
-
-
-class Labelled(NamedTuple):
-    """What the loss of the running forward reads.
-
-    Attributes:
-        labels: of the loss, or None.
-        idle_BT: tokens whose outputs that loss does not read, or None.
-        watched: whether other code may read outputs.
-    """
-
-    labels: Tensor | None = None
-    idle_BT: Tensor | None = None
-    watched: bool = False
+# The forward around the decoder's. causal: it is a causal model's. embeds: the patched model that runs,
+# if it does not return its embeddings. positions: the caller's, which some models drop before their
+# layers (Mamba, Bloom). uncached: the caller passed neither a cache nor use_cache.
+Outer = namedtuple("Outer", "causal embeds positions uncached", defaults=(False, None, None, False))
+# What the loss of the running forward reads: its labels or None; idle_BT: tokens whose outputs it does
+# not read, or None; watched: whether other code may read outputs.
+Labelled = namedtuple("Labelled", "labels idle_BT watched", defaults=(None, None, False))
 
 
 class _Current(threading.local):  # a second thread may run another model meanwhile

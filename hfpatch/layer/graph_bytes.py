@@ -76,10 +76,7 @@ class TileGraph:
     takes in addition, sampled after each of its nodes."""
 
     def __init__(self, step, kind, part: str, tokens: int):
-        self.step = step
-        self.kind = kind
-        self.part = part
-        self.tokens = tokens
+        self.step, self.kind, self.part, self.tokens = step, kind, part, tokens
         self.before = step.meter.gauge.read().allocated
 
     def built(self, outputs) -> None:

@@ -277,9 +277,7 @@ class TiledLayer(UntiledLayer):
         batch = r.batch
         # The function lives until backward. Holding the request would keep the hidden states on the
         # device, which are offloaded meanwhile.
-        args = r.args
-        kwargs = r.kwargs
-        sizes = r.x.shape[:2]
+        args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
 
         def whole(h):
             if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):

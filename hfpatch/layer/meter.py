@@ -36,8 +36,7 @@ class Forward:
     Attributes:
         room: bytes that the sources of copies may take while the current layer runs.
         open: (index, kind, bytes that stood) of an untiled layer that runs now.
-        kept: bytes that untiled layers kept.
-        clocks: events as it began and ended.
+        kept: bytes that untiled layers kept. clocks: events as it began and ended.
         ends: the counters as it ended.
         kinds: of the layers that ran, None for one that keeps nothing.
     """
@@ -55,8 +54,7 @@ class Backward:
     """A step's backward of the layers, as it is measured.
 
     Attributes:
-        began: the counters as it began.
-        within: the backward of a layer runs that keeps little.
+        began: the counters as it began. within: the backward of a layer runs that keeps little.
         top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
         closed: what it showed of tiled layers is noted.
     """
@@ -78,8 +76,7 @@ class Step:
     """One forward of the layers and its backward: what is planned, and what is measured.
 
     Attributes:
-        key: of its Call. rows: tokens of its batch.
-        base: the counters as it began; last: the last ones read.
+        key: of its Call. rows: of its batch. base: the counters as it began; last: the last read.
         limit: the most bytes that can be allocated; coming: of gradients that do not exist yet.
         plan: budget.measured.Plan; ran: which layers ran untiled.
         over: its backward needs no more memory.
@@ -115,8 +112,7 @@ class Meter:
 
     Attributes:
         gauge: the device's counters; parameters: a function that returns the model's parameters.
-        trained: how many numbers train.
-        kinds: name -> Kind; calls: key -> Call.
+        trained: how many numbers train. kinds: name -> Kind; calls: key -> Call.
         step: the last one that began; steps: those whose graph lives.
         spare: bytes more to leave free, after memory ran out or was short.
         tile_most: the largest tile, after memory ran out in a step that kept the least.
@@ -126,21 +122,15 @@ class Meter:
     """
 
     def __init__(self, gauge: Gauge, parameters, n_layers: int):
-        self.gauge = gauge
-        self.parameters = parameters
-        self.n_layers = n_layers
+        self.gauge, self.parameters, self.n_layers = gauge, parameters, n_layers
         self.kinds: dict[str, Kind] = {}
         self.calls: dict[str, Call] = {}
         self.card = gauge.card()
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
-        self.spare = 0
+        self.spare = self.reached = self.highest = self.gaps = self.trained = 0
         self.tile_most = TILES[-1]
         self.why = ""
-        self.reached = 0.0
-        self.highest = 0
-        self.gaps = 0
-        self.trained = 0
 
     # -- a step begins -----------------------------------------------------------------------------
     def begin(self) -> None:
@@ -208,9 +198,7 @@ class Meter:
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
         return next(found, None), False
 
-    def plan(
-        self, first: Checkpointing, settings: Checkpointing, able: Layers, rows: int
-    ) -> Checkpointing:
+    def plan(self, first: Checkpointing, settings: Checkpointing, able: Layers, rows: int):
         """The policy of the step that begins. first: of one of which nothing is known."""
         step = self.step
         call, own = self._call_of(step.key)
@@ -260,9 +248,8 @@ class Meter:
         """What the planned step takes, for the line of a policy."""
         if not any(self.step.plan.untiled) or self.step.planned > self.step.limit:
             return ""
-        return (
-            f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB of the device"
-        )
+        most, limit = self.step.planned / 2**30, self.step.limit / 2**30
+        return f"; {most:.1f} of {limit:.1f} GiB of the device"
 
     # -- forward -----------------------------------------------------------------------------------
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:

@@ -1,8 +1,5 @@
-"""What a model's tiled layers share: what they keep, the order of their calls, frozen weights on the
-host, and the lines already printed.
-
-For a first step of a batch shape layers keep the least (budget/first.py), then what the model's own
-steps have shown that there is room for (meter.py, budget/measured.py).
+"""What a model's tiled layers share: policies (policies.py), the order of their calls, frozen weights
+on the host, and the lines already printed.
 
 A backward follows the order of calls from its end: the previous call, and when to prefetch its
 checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
@@ -10,87 +7,35 @@ its layers one by one.
 """
 
 import copy
-import dataclasses
-import sys
 import weakref
-from collections import Counter
-from functools import cache, partial
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.cuts import tile_bounds
-from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.limits import environment_number
-from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
-from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import (
     Turn,
-    all_parameters,
-    autocast_dtype,
     gradient_is_watched,
     not_for_deepspeed,
     pytree,
     same_memory,
     version,
 )
+from hfpatch.layer import policies
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.forward_state import is_sharded
-from hfpatch.layer.gauge import Gauge
-from hfpatch.layer.graph_bytes import kind_of
 from hfpatch.layer.meter import Meter
-from hfpatch.layer.parts import gate_up_columns
+from hfpatch.layer.policies import Policies, Shape
 from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
 from hfpatch.layer.traits import layers_in
-from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
+from hfpatch.parallel.shards import Shards
 from hfpatch.report import say
 from hfpatch.store.device import on_host
-from hfpatch.store.transfers import FetchQueue, Transfers
-
-SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
+from hfpatch.store.transfers import FetchQueue
 
 
-def metered(device: torch.device) -> bool:
-    """Whether the device has memory of its own whose free bytes are known."""
-    return device.type == "cuda"
-
-
-def arrival_counts() -> bool:
-    """Whether gradients must arrive in the same order on all ranks, as DeepSpeed's buckets need.
-
-    A plain layer and a tiled one differ in that order, and each rank chooses by its own memory and
-    lengths.
-    """
-    return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
-
-
-@cache
-def unkept(tile: int) -> Checkpointing:
-    """The policy of a forward without gradients."""
-    return dataclasses.replace(LEAST, offload="gpu", tile=tile)
-
-
-@dataclasses.dataclass
-class Shape:
-    """What was decided for batches of one shape.
-
-    Attributes:
-        first: the policy of its first step.
-        policy: of its current or last step.
-        reserved: the policy whose host memory is reserved.
-        steps: of ranks that decide alike, so far; agreed: what they decided last.
-    """
-
-    first: Checkpointing
-    policy: Checkpointing
-    reserved: Checkpointing | None = None
-    steps: int = 0
-    agreed: Checkpointing | None = None
-
-
-class LayerRuntime:
+class LayerRuntime(Policies):
     """One per patched model. A copy or a pickle starts with the same settings and nothing in
     flight.
 
@@ -125,8 +70,7 @@ class LayerRuntime:
         self.meters: dict[torch.device, Meter | None] = {}
         self.said: dict[tuple, Checkpointing] = {}
         self.owner = lambda: None
-        self.sequence = None
-        self.exchange = None
+        self.sequence = self.exchange = self.last_held = None
         self.spare = 0
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
@@ -136,7 +80,6 @@ class LayerRuntime:
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
         self.last_call = (lambda: None, lambda: None, 0)
-        self.last_held = None
 
     def __deepcopy__(self, memo):
         made = LayerRuntime(self.checkpointing, self.n_layers, copy.deepcopy(self.turn, memo))
@@ -179,305 +122,6 @@ class LayerRuntime:
         if isinstance(self.padding_read, Tensor):
             self.padding_read = bool(on_host(self.padding_read))
         return self.padding_read
-
-    # -- what layers keep --------------------------------------------------------------------------
-    @property
-    def policies(self) -> list[Checkpointing]:
-        """Those of the last steps, one a batch shape."""
-        return [shape.policy for shape in self.shapes.values()]
-
-    @property
-    def transfers(self) -> Transfers | None:
-        """The copies of the first device, None before the first step."""
-        return next((queue.transfers for queue in self.queues.values()), None)
-
-    def meter_of(self, device: torch.device) -> Meter | None:
-        """What is measured on a device; None if its free memory is unknown."""
-        if device not in self.meters:
-            owner = self.owner
-            self.meters[device] = (
-                Meter(Gauge(device), lambda: owner() and all_parameters(owner()), self.n_layers)
-                if metered(device)
-                else None
-            )
-        return self.meters[device]
-
-    def begin(self, device: torch.device) -> None:
-        """Called by the stack before its layers' forward, or by a layer that a user calls before."""
-        for queue in self.queues.values():
-            queue.begin()
-        meter = self.meter_of(device)
-        self.spare = 0
-        if meter is not None and torch.is_grad_enabled():
-            meter.begin()
-        self._begun = True
-
-    def policy(
-        self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
-    ) -> Checkpointing:
-        """The policy for this batch shape. A new shape gets a policy, and host memory is reserved
-        for it.
-
-        whole: the layer cannot be tiled; sequence: the ranks that share its rows
-        (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
-        hold what the settings demand.
-        """
-        device = x_BTD.device
-        if device not in self.meters:
-            self.begin(device)
-        begins = self._begun
-        self._begun = False
-        self.sequence = sequence
-        meter = self.meters[device]
-        B, T = x_BTD.shape[:2]
-        # Close lengths have one first policy, chosen for the longest of them.
-        longest = T if meter is None else rounded(T)
-        key = (B, longest, x_BTD.dtype, device, whole, sequence, autocast_dtype(device.type))
-        shape = self.shapes.get(key)
-        if not torch.is_grad_enabled():  # nothing is kept
-            if shape is not None:
-                return shape.policy
-            tile = self.checkpointing.tile
-            return unkept(auto_tile(B * T) if tile == "auto" else tile)
-        # [Step 1] The first policy of a new shape. A forked process has no queues.
-        if shape is None or (device, shape.policy.offload) not in self.queues:
-            first = self._opened(layer, x_BTD, longest, whole)
-            shape = self.shapes[key] = Shape(first, first)
-        # [Step 2] What this step keeps, decided as it begins.
-        step = None if meter is None else meter.step
-        if step is not None and (begins or step.plan is None or step.plan.whole != whole):
-            self._grow(meter, shape, layer, x_BTD, whole)
-            self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
-        # [Step 3] Its host memory.
-        if shape.reserved != shape.policy:
-            del self.shapes[key]  # a reservation that fails is tried again
-            group = None if whole else tensor_parallel_group(layer)
-            reserve = partial(self._reserve, shape.policy, layer, x_BTD, longest, meter)
-            self._together(group, reserve)
-            self.shapes[key] = shape
-            shape.reserved = shape.policy
-        return shape.policy
-
-    def _settle(self, room: int) -> None:
-        """Releases sources of copies, until those that stay take at most `room` bytes."""
-        self.spare = room
-        for queue in self.queues.values():
-            queue.transfers.settle(room=room)
-
-    def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
-        """The first policy of a shape. Ranks that must choose alike do so together."""
-        group = None if whole else tensor_parallel_group(layer)
-
-        def open_shape():
-            found = self._resolve(layer, longest, x_BTD, whole, group)
-            if found.every > 1 and is_sharded(layer):
-                raise ValueError(
-                    f"hfpatch: every={found.every} runs several layers at once, and parameters "
-                    "sharded layer by layer do not allow that. Use Checkpointing(every=1), with a "
-                    "directory as offload if host memory is short."
-                )
-            queue = x_BTD.device, found.offload
-            if queue not in self.queues:
-                self.queues[queue] = FetchQueue(
-                    Transfers(x_BTD.device, found.tier, found.directory)
-                )
-            return found
-
-        found = self._together(group, open_shape)
-        # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        if group is not None and found.every == 1 and self.shards is None:
-            self.shards = Shards(group)
-        return found
-
-    def _together(self, group, work):
-        """Runs work() on all ranks that must choose alike; if one raises, all raise. group: the
-        tensor-parallel ranks, or None.
-        """
-        if self.sequence is not None:
-            return self.sequence.together(work)
-        return work() if group is None else together(group, work)
-
-    def _least(self, group, numbers: list) -> list:
-        """The least of each number, of all ranks that must choose alike; group as in _together."""
-        if self.sequence is not None:
-            return self.sequence.least(numbers)
-        return numbers if group is None else least_of(group, numbers)
-
-    def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
-        """The first policy of a shape: what is sure to be little."""
-        settings = self._settings(x, layer)
-        meter = self.meter_of(x.device)
-        # independent of one rank's free memory
-        if self.exchange is not None and settings.tile == "auto":
-            settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
-        free = self._least(group, [meter and meter.free(), self._host_free()])
-        sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
-        policy = first_policy(
-            settings, **sizes, layers=self._keeping(x), whole=whole,
-            chains=self._mixes(layer),
-            card=meter and meter.card, free=free[0], host=free[1],
-        )  # fmt: skip
-        short = free[0] is not None and step_bytes(policy, **sizes) > free[0]
-        alone = not (whole or is_sharded(layer)) and group is None and self.sequence is None
-        asked = settings.frozen_weights == "auto" and not self.weights.on
-        if short and alone and asked and meter.trained and frozen_tables(layer):
-            self.weights.on = True
-            self.shapes.clear()  # those of other lengths may let layers keep everything
-            self.weights_to_host(self.owner(), x.device)
-            return self._resolve(layer, T, x, whole, group)
-        return policy
-
-    def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
-        """The user's settings, with the fields set that this device, engine or layer dictates."""
-        settings = self.checkpointing
-        change = dataclasses.replace
-        if settings.every == "auto" and is_sharded(layer):
-            settings = change(settings, every=1)
-        # The device is the host, so a copy would only take memory. The meta device has nothing to
-        # copy.
-        host = self.meter_of(x.device) is None and settings.offload == "auto"
-        if host or x.device.type == "meta":
-            settings = change(settings, offload="gpu")
-        if self.weights.on:
-            return change(settings, frozen_weights="host", plain=0)
-        alike = arrival_counts() or self.exchange is not None
-        return change(settings, plain=0) if alike and settings.plain == "auto" else settings
-
-    def _grow(self, meter: Meter, shape: Shape, layer, x: Tensor, whole: bool) -> None:
-        """Sets the policy of the step that begins, by what earlier ones have shown."""
-        columns = 0
-        if not whole:
-            columns = gate_up_columns(layer, layer._hfpatch.traits, x.device.type)
-        able = Layers(
-            gate_up=columns * x.element_size(),
-            wide=2 * x.shape[-1] * x.element_size(),
-            host=self._host_free(),
-            link=self.queues[x.device, shape.first.offload].transfers.speed.now(),
-        )
-        settings = self._settings(x, layer)
-        shape.policy = meter.plan(shape.first, settings, able, x.shape[0] * x.shape[1])
-        meter.step.plan.whole = whole
-        group = None if whole else tensor_parallel_group(layer)
-        if self.sequence is not None or group is not None:
-            self._agree(meter, shape, group)
-
-    def _say(
-        self, meter: Meter, policy: Checkpointing, shape: tuple, key: tuple, x: Tensor
-    ) -> None:
-        """Prints a policy, if it is another than that of the last such step and of the last line."""
-        told = self.said.get(key)
-        self.said[key] = policy
-        if policy in (told, self.said.get(shape)):
-            return
-        why = f"{meter.why}; " if meter.why and told else ""
-        self.said[shape] = policy
-        meter.why = ""
-        layers = self._keeping(x)
-        what = describe(policy, layers, self.n_layers - layers)
-        say(f"{why}{shape[0]} x {shape[1]:,} tokens: {what}{meter.words()}.")
-
-    def _agree(self, meter: Meter, shape: Shape, group) -> None:
-        """Sets the policy of ranks that must decide alike: the least of theirs, asked for at a
-        shape's 1st, 2nd, 4th, 8th ... step.
-        """
-        own = shape.policy
-        shape.steps += 1
-        if shape.steps & (shape.steps - 1) == 0:
-            # numbers from 0
-            plain, tile, keep = self._least(group, [own.plain, own.tile, own.keep + 1])
-            shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
-        shape.policy = shape.agreed
-        meter.firm(shape.policy)
-
-    def untiled(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
-        """Whether this layer keeps everything. Called as its forward begins."""
-        meter = self.meters.get(x.device)
-        index = layer._hfpatch.index
-        if not torch.is_grad_enabled():
-            return False
-        if meter is None or meter.step is None:
-            self._settle(0)
-            return index >= self.n_layers - policy.plain
-        waiting = 0
-        for transfers in (queue.transfers for queue in self.queues.values()):
-            waiting += transfers.unsettled_bytes + sum(n for _, n, _ in transfers.copied)
-        planned = meter.layer(index, kind_of(layer, x), waiting)
-        self._settle(meter.step.forward.room)
-        fixed = self.checkpointing.plain != "auto"
-        return index >= self.n_layers - policy.plain if fixed else planned
-
-    def ended(self, layer: nn.Module, device: torch.device) -> None:
-        """A layer's forward has ended."""
-        if layer._hfpatch.index != self.n_layers - 1 or not torch.is_grad_enabled():
-            return
-        self._settle(0)
-        meter = self.meters.get(device)
-        if meter is not None and meter.step is not None:
-            meter.ended()
-
-    def _layers(self) -> list[nn.Module]:
-        """The layers that share this runtime; found once, as a walk over all modules takes ms."""
-        owner = self.owner()
-        if owner is not None and not self._found:
-            self._found = [weakref.ref(m) for m in layers_in(owner)]
-        return [layer for one in self._found if (layer := one()) is not None]
-
-    def _mixes(self, layer: nn.Module) -> bool:
-        """Whether some layers mix tokens other than by attention."""
-        return any(bool(one._hfpatch.traits.mixers) for one in (layer, *self._layers()))
-
-    def _keeping(self, x: Tensor) -> int:
-        """How many layers keep something: those from the first trained one on."""
-        layers = [] if x.requires_grad else self._layers()
-        if not layers:
-            return self.n_layers
-        trains = (one for one in layers if any(p.requires_grad for p in one.parameters()))
-        return self.n_layers - next((one._hfpatch.index for one in trains), self.n_layers)
-
-    def _host_free(self) -> int | None:
-        """Free host memory of this rank, with the unused memory of this runtime's pools."""
-        free = memory.host_free()
-        ranks = environment_number("LOCAL_WORLD_SIZE", 1, 1)
-        waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
-        return None if free is None else free // ranks + waits
-
-    def _reserve(
-        self, policy: Checkpointing, layer, x: Tensor, T: int, meter: Meter | None
-    ) -> None:
-        """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
-        be pinned.
-        """
-        if policy.offload != "host" or self._mixes(layer):  # they save tensors of several sizes
-            return
-        pool = self.queues[x.device, "host"].transfers.pool
-        free = memory.host_free()
-        if free is not None and free < SCARCE_HOST:
-            pool.give_back()  # host memory is scarce: hold no more than this length takes
-        below = self.n_layers - self._keeping(x)
-        layers = -(-(self._keeping(x) - policy.plain) // policy.every)
-        ranks = 1 if self.shards is None else self.shards.world
-        rows = x[:, :1, ..., 0].numel() * T
-        computed = (autocast_dtype(x.device.type) or x.dtype).itemsize
-
-        def named(name: str) -> int:
-            return max((getattr(c, name, 0) or 0 for c in layer._hfpatch.configs), default=0)
-
-        heads = named("num_attention_heads")
-        head = layer._hfpatch.condition.head_dim
-        saved = layers * policy.saves_attention
-        one = rows * x.shape[-1] * x.element_size()
-        sizes = Counter({one // ranks: layers})
-        bounds = tile_bounds(len(x), T, policy.tile)
-        # the gradient of the input of the layer whose backward runs
-        sizes[one] += policy.parks_dx and len(bounds) > 1
-        sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
-        sizes[rows * heads * max(4, computed)] += saved
-        gates = min(policy.keep, self.n_layers - policy.plain) - below
-        if meter is not None and meter.step is not None and gates > 0:
-            for a, b in bounds:
-                sizes[x.shape[0] * (b - a) * meter.step.plan.gate_up // 2] += 2 * gates
-        most = self._host_free()
-        pool.reserve(+sizes, most and int(HOST_SHARE * most))
 
     # -- the order of calls ------------------------------------------------------------------------
     def link(self, call: LayerCall, x: Tensor) -> None:
@@ -525,7 +169,7 @@ class LayerRuntime:
         with self.weights.lock:
             self.weights.pack(layers_in(owner), device)
             self.weights.make_slots()  # before free memory is measured
-        if self.weights.host_bytes != before and metered(device):
+        if self.weights.host_bytes != before and policies.metered(device):
             host = self.weights.host_bytes / 2**30
             slot = self.weights.slot_bytes / 2**30
             say(
@@ -546,7 +190,7 @@ class LayerRuntime:
             and frozen_tables(layer)
         ):
             device = function(torch.empty(0, dtype=torch.uint8, device="cpu")).device
-            if metered(device):
+            if policies.metered(device):
                 coming = sum(
                     p.numel() * p.element_size() for p in owner.parameters() if p.device != device
                 )

@@ -103,8 +103,9 @@ class Patched:
 def layers_in(module: nn.Module) -> list[nn.Module]:
     """The patched layers in a module, in their order."""
     known = ((m, vars(m).get("_hfpatch")) for m in modules_in(module))
-    ours = ((m, one) for m, one in known if isinstance(one, Patched) and one.traits is not None)
-    return [m for m, one in ours if one.index is not None]
+    return [
+        m for m, one in known if isinstance(one, Patched) and one.traits and one.index is not None
+    ]
 
 
 def runtimes_in(model: nn.Module) -> list:

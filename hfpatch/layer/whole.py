@@ -21,9 +21,7 @@ class _Held:
     """
 
     def __init__(self, transfers, x: Tensor, before):
-        self.transfers = transfers
-        self.before = before
-        self.shape = x.shape
+        self.transfers, self.before, self.shape = transfers, before, x.shape
         # One row of tokens, whatever its dimensions: copies go by rows, and a tower has patches.
         self.saved = transfers.save(x.flatten(0, -2)[None])
         self.ticket = None
@@ -50,10 +48,8 @@ class _AsFirst:
     """Calls run(x), which uses this layer. Later calls use the tensors and switches of the first."""
 
     def __init__(self, run, layer: nn.Module, step=None):
-        self.run = run
-        self.layer = layer
+        self.run, self.layer, self.step = run, layer, step
         self.then = None
-        self.step = step
 
     def __call__(self, x):
         if self.then is not None:

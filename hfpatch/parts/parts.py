@@ -6,7 +6,7 @@ never read by `.weight`, because LoRA, quantisation and engine hooks act on the 
 """
 
 import inspect
-from dataclasses import dataclass
+from collections import namedtuple
 from functools import cache
 from inspect import isroutine
 
@@ -143,20 +143,9 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
 # --- MLPs -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Gated:
-    """What the probe of an MLP found.
-
-    Attributes:
-        gates: the projections that can be skipped where gate and up are kept: two, or one that
-            makes both.
-        kinds: the classes of its activation's modules at that time.
-        activation: the name of the activation.
-    """
-
-    gates: tuple[str, ...]
-    kinds: list[type]
-    activation: str
+# What the probe of an MLP found. gates: the projections that can be skipped where gate and up are kept,
+# two, or one that makes both; kinds: the classes of its activation's modules at that time.
+Gated = namedtuple("Gated", "gates kinds activation")
 
 
 class FusedMLP:

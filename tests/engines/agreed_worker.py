@@ -19,7 +19,7 @@ import torch
 
 import hfpatch
 from hfpatch.context.ranks import sequence_of, sharded
-from hfpatch.layer import runtime
+from hfpatch.layer import policies
 from hfpatch.layer.meter import Counters, Gauge, Meter
 from hfpatch.parallel import exchange, shards
 from hfpatch.store.device import Speed
@@ -72,12 +72,12 @@ class Noted:
     def on(self, card):
         """Every device is such a card."""
         with (
-            mock.patch.object(runtime, "metered", lambda device: True),
-            mock.patch.object(runtime, "Gauge", card),
-            mock.patch.object(runtime, "arrival_counts", lambda: False),  # DeepSpeed is imported
+            mock.patch.object(policies, "metered", lambda device: True),
+            mock.patch.object(policies, "Gauge", card),
+            mock.patch.object(policies, "arrival_counts", lambda: False),  # DeepSpeed is imported
             mock.patch.object(Speed, "now", lambda _: 1.0),
             mock.patch.object(Meter, "plan", lambda *args: self.planning(*args)),
-            mock.patch.object(runtime, "least_of", self.leasting),
+            mock.patch.object(policies, "least_of", self.leasting),
             mock.patch.object(exchange, "least_of", self.leasting),
         ):
             yield

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import hfpatch
-from hfpatch.layer import runtime as session_module
+from hfpatch.layer import policies as session_module
 
 
 def load(folder: Path, **settings) -> LlamaForCausalLM:

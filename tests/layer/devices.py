@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hfpatch.layer import runtime
+from hfpatch.layer import policies
 from hfpatch.layer.gauge import Counters, Gauge
 from hfpatch.store.device import DEVICES, Device
 
@@ -71,8 +71,8 @@ class OfLedger(Told):
 
 def on_device(monkeypatch, gauge: type, **fields) -> type:
     """Lets every device be one of `gauge`, with these fields."""
-    monkeypatch.setattr(runtime, "metered", lambda device: True)
-    monkeypatch.setattr(runtime, "Gauge", gauge)
+    monkeypatch.setattr(policies, "metered", lambda device: True)
+    monkeypatch.setattr(policies, "Gauge", gauge)
     for name, value in fields.items():
         monkeypatch.setattr(gauge, name, value)
     return gauge

@@ -425,7 +425,7 @@ def test_modified_input_is_noticed():
 
 
 def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
-    from hfpatch.layer import runtime as session_module
+    from hfpatch.layer import policies as session_module
 
     model = tiny_llama()
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=1))

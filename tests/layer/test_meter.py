@@ -17,7 +17,8 @@ from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.layer.meter import Meter
-from hfpatch.layer.runtime import LayerRuntime, Shape
+from hfpatch.layer.policies import Shape
+from hfpatch.layer.runtime import LayerRuntime
 from tests.layer.deep import tiny_llama, tokens
 from tests.layer.devices import Counters, GiB, OfLedger, Told, on_device
 

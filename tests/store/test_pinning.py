@@ -14,7 +14,7 @@ import hfpatch
 from hfpatch.budget import free as memory
 from hfpatch.budget.measured import HOST_SHARE, PINNED_MOST
 from hfpatch.lab.hardware import GiB
-from hfpatch.layer import runtime as session_module
+from hfpatch.layer import policies as session_module
 from hfpatch.store import device as store_device
 from hfpatch.store.transfers import HostPool
 from tests.faults.test_host_memory import CPU, Pinning
