@@ -58,7 +58,6 @@ def _refuse_wrapped(model: nn.Module) -> None:
     """Raises ValueError for a model that an engine wrapped, that a device_map offloads, or whose
     modules Liger replaced.
     """
-    devices = set()
     for module in model.modules():
         for kind in type(module).__mro__:
             home = kind.__module__.split(".")[0]
@@ -69,15 +68,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"{late}."
                 )
         _refuse_liger(module)
-        hook = engine_hook(module)  # accelerate's; several are one hook with a list
-        parts = getattr(hook, "hooks", [hook])
-        devices |= {getattr(part, "execution_device", None) for part in parts} - {None}
-        if len(devices) > 1 or any(getattr(part, "offload", False) for part in parts):
-            raise ValueError(
-                "hfpatch: the model must be on one device, got a device_map that spreads it or "
-                "keeps weights on the CPU or on disk. Load it without device_map (FSDP or "
-                "DeepSpeed ZeRO-3 spread a model that does not fit)."
-            )
+    hooks = filter(None, map(engine_hook, model.modules()))
+    parts = [part for hook in hooks for part in getattr(hook, "hooks", [hook])]  # accelerate's
+    devices = {getattr(part, "execution_device", None) for part in parts} - {None}
+    if len(devices) > 1 or any(getattr(part, "offload", False) for part in parts):
+        raise ValueError(
+            "hfpatch: the model must be on one device, got a device_map that spreads it or "
+            "keeps weights on the CPU or on disk. Load it without device_map (FSDP or "
+            "DeepSpeed ZeRO-3 spread a model that does not fit)."
+        )
 
 
 def _refuse_liger(module: nn.Module) -> None:
@@ -140,7 +139,7 @@ def apply(
     rms_norm: bool = True,
     mlp: bool = True,
     loss: bool = True,
-    checkpointing: "str | Checkpointing" = "auto",
+    checkpointing: "str | dict | Checkpointing" = "auto",
     logits: "str | bool" = "auto",
 ) -> Report:
     """Gives this model fused kernels and tiled, offloaded activation checkpointing, in place.
@@ -175,8 +174,9 @@ def apply(
         ValueError: the model is wrapped already, has Liger's modules or no decoder layers, or a
             setting is out of range. The message says what to do.
 
-    >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
-    >>> print(hfpatch.apply(model))
+    Examples:
+        >>> model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
+        >>> print(hfpatch.apply(model))
     """
     switches = {
         "rope": rope,

@@ -3,13 +3,7 @@
 import math
 
 from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.budget.policy import (
-    LOSS_WORKSPACE,
-    TILES,
-    Checkpointing,
-    Policy,
-    auto_tile,
-)
+from hfpatch.budget.policy import KEEPS, LOSS_WORKSPACE, TILES, Checkpointing, auto_tile
 
 GiB = 1 << 30
 # Bytes per token and hidden channel that a tile's backward takes at most: dense layers take 60 to
@@ -53,66 +47,70 @@ def first_policy(
     card: int | None = None,
     free: int | None = None,
     host: int | None = None,
-) -> Policy:
+) -> Checkpointing:
     """The policy of layers of which no step was measured: input and attention output go to the
     host, unless the settings name another place.
 
     Args:
         rows: tokens of the batch; width: of hidden states.
         layers: how many; whole: they run untiled.
-        chains: some mix tokens by something else than attention, in tiles through time.
+        chains: some mix tokens by something other than attention, in tiles through time.
         card: bytes of the device, free: its free ones; None if unknown.
         host: free bytes of the host, None if unknown.
 
     Raises:
         ValueError: the host cannot hold what the settings demand.
     """
-    tier = settings.offload
-    if settings.directory:
-        tier = "disk"
-    elif tier == "auto":
-        tier = "host"
+    # [Step 1] The place, and what each layer keeps there.
+    place = "host" if settings.offload == "auto" else settings.offload
     every = 1 if whole or settings.every == "auto" else settings.every
-    save = every == 1 if settings.save_attention == "auto" else settings.save_attention
-    save = save and not whole
-    one, room = rows * width * itemsize, host and HOST_SHARE * host
-    wide = settings.aim != "least" and free is not None and 2 * TENSORS * one < free
-    # a gradient of one layer's input waits there too, where attention does not run all heads at once
-    needs = lambda save: ((1 + save) * -(-layers // every) + (not wide)) * one  # noqa: E731
-    if tier == "host" and room is not None and needs(save) > room:
-        if settings.save_attention == "auto" and not chains:
-            save = False
-        if needs(save) > room and not chains:
-            raise ValueError(_host_too_small(needs(True), room, layers, one))
+    keep = KEEPS["attention"] if settings.keep == "auto" else settings.keep
+    if whole or every > 1:
+        keep = KEEPS["input"]
+    one = rows * width * itemsize
+    at_once = settings.aim != "least" and free is not None and 2 * TENSORS * one < free
+    # [Step 2] What the host cannot hold.
+    if place == "host" and host is not None:
+
+        def needs(keep: int) -> int:
+            inputs = -(-layers // every)
+            # The gradient of one layer's input waits there too, unless all heads run at once.
+            return (inputs * (2 if keep >= 0 else 1) + (not at_once)) * one
+
+        room = HOST_SHARE * host
+        if needs(keep) > room and not chains:
+            if settings.keep == "auto":
+                keep = KEEPS["input"]
+            if needs(keep) > room:
+                raise ValueError(_host_too_small(needs(0), room, layers, one))
+    # [Step 3] The tile.
     tile = settings.tile
     if tile == "auto" and settings.aim == "least":
         tile = LEAST_MIXER_TILE if chains else least_tile(rows)
     elif tile == "auto":
         tile = first_tile(rows, width, card, MIXER_BYTES if chains else TILE_BYTES)
-    gates = settings.keep not in ("auto", ()) and every == 1 and not whole
-    return Policy(
-        offload=tier,
+    return Checkpointing(
+        offload=place,
         every=every,
-        save_attention=save,
         tile=tile,
-        plain=0 if settings.plain == "auto" else settings.plain,
-        again=0 if gates else None,
-        wide=wide,
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
+        keep=keep,
+        plain=0 if settings.plain == "auto" else settings.plain,
+        aim="fastest" if at_once else "least",
     )
 
 
-def step_bytes(policy: Policy, rows: int, width: int, itemsize: int) -> int:
+def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:
     """About the bytes that a first step takes beside weights and gradients."""
     loss = 2 * LOSS_WORKSPACE
     return TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES + loss
 
 
 def _host_too_small(wanted: int, room: int, layers: int, one: int) -> str:
-    least = max(1, round(math.sqrt(layers)))
+    least = max(2, round(math.sqrt(layers)))
     saved = wanted - -(-layers // least) * one
     return (
         f"hfpatch: checkpoints need {wanted / GiB:.1f} GiB of host memory, and {room / GiB:.1f} "
-        f"GiB are free to a rank. Checkpointing(save_attention=False, every={least}) saves "
+        f"GiB are free to a rank. Checkpointing(every={least}) saves "
         f"{saved / GiB:.1f} GiB, a directory as offload saves all."
     )

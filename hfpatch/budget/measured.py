@@ -11,7 +11,7 @@ length showed serves every other. Standard library only.
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field, replace
 
-from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing, Policy
+from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing
 
 # Part of the card that stays free until a step with untiled layers was measured, and after it.
 UNSURE, SURE = 0.10, 0.04
@@ -160,7 +160,7 @@ class Plan:
         firm: ranks run it alike, whatever is free as a layer begins.
     """
 
-    policy: Policy
+    policy: Checkpointing
     kinds: list = field(default_factory=list)
     untiled: list = field(default_factory=list)
     working: float = 0.0
@@ -170,7 +170,7 @@ class Plan:
 
 
 def climb(
-    first: Policy,
+    first: Checkpointing,
     call: Call,
     kinds: dict,
     settings: Checkpointing,
@@ -189,7 +189,7 @@ def climb(
         tile_most: tokens of the largest tile.
     """
     if settings.aim == "least":  # its tiles stay as they are
-        settings = replace(settings, tile=first.tile, plain=0, keep=())
+        settings = replace(settings, tile=first.tile, plain=0, keep=first.keep)
     policy, rest = first, call.gradients + call.tiled.most(rows)
     takes = lambda tile, gate_up: rest + tile_bytes(call, kinds, min(tile, rows), gate_up)  # noqa: E731
     while settings.tile == "auto" and policy.tile < min(rows, tile_most):
@@ -206,7 +206,8 @@ def climb(
     left = sum(kind is not None for kind in call.kinds) - policy.plain
     count = min(left, in_time(call, able, rows, left)) if gates else 0
     if count > 0:
-        plan.policy = replace(policy, again=left - count)
+        below = len(call.kinds) - policy.plain - left  # layers that keep nothing
+        plan.policy = replace(policy, keep=below + count)
     return plan
 
 

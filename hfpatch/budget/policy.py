@@ -1,18 +1,19 @@
-"""What layers keep for backward: the user's `Checkpointing`, and the `Policy` derived from it."""
+"""What layers keep for backward: `Checkpointing`, as a user sets it and as a step uses it."""
 
 import functools
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TypeVar, cast
 
 from hfpatch.budget.limits import did_you_mean, parse_word
 
-# What a layer may keep beside x, out and lse.
-KEEPABLE = ("gate_up",)
-PLACES = ("auto", "gpu", "host")
+PLACES = ("auto", "gpu", "host", "off")
+ALL = 1 << 20  # more layers than any model has
+# The words of `keep`, as the number of layers that keep gate and up; -1: attention's output neither.
+KEEPS = {"input": -1, "attention": 0, "gate_up": ALL}
 WORDS = ("auto", "least", "off", "gpu", "host")  # of apply's checkpointing
 _MEANT = {"cpu": "host", "cuda": "gpu"}  # words of other libraries
 AIMS = ("fastest", "least")
@@ -72,61 +73,55 @@ def _is_number(value, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Checkpointing:
     """What decoder layers keep for backward, for `hfpatch.apply(model, checkpointing=...)`.
 
-    Every field but aim may be "auto" (the default): chosen at the first step from the free memory.
+    Every field but aim may be "auto" (the default): hfpatch then chooses it from what the model's
+    own steps have taken. What a step uses is a Checkpointing too, with no field left "auto".
 
     Args:
         offload: the place of checkpoints: "gpu", "host" (pinned memory) or a directory (NVMe, one
-            file per tensor).
+            file per tensor). "off" leaves checkpointing to transformers.
         every: layers per checkpoint: only the input of every k-th layer is kept, the layers between
             run again.
         tile: tokens per tile of the token-wise parts (norms, projections, MLP).
         frozen_weights: the place of frozen weights (LoRA's base): "gpu", or "host" (pinned memory;
             each layer's weights come to the device one layer ahead of use). "auto" uses the host if
             they do not fit on the device.
-
-    For expert users; the policy chooses these by default:
-        save_attention: keep attention outputs too, one more [batch, tokens, hidden] per layer, so
-            that the attention forward never runs twice.
+        keep: what a tiled layer keeps in addition to its input, if every is 1. "attention": attention's
+            output, one more [batch, tokens, hidden] per layer, so that the attention forward runs
+            once. "gate_up": the MLP's gate and up too; a number: in so many of the first layers.
+            "input": nothing more.
         plain: how many of the last layers keep everything that autograd saves; nothing in them runs
             again.
-        keep: ("gate_up",) where the other layers keep the MLP's gate and up in addition to input and
-            attention output, () where not.
-        aim: the aim of the "auto" fields: the "fastest" step that fits, or "least" device memory.
+        aim: the "fastest" step that fits, or "least" device memory: the smallest tiles, and
+            attention's backward by groups of heads.
 
     Raises:
         ValueError: a value outside these.
 
-    >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
+    Examples:
+        >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
     """
 
     offload: str = "auto"
     every: int | str = "auto"
     tile: int | str = "auto"
     frozen_weights: str = "auto"
-    save_attention: bool | str = "auto"
+    keep: int | str = "auto"
     plain: int | str = "auto"
-    keep: tuple | str = "auto"
     aim: str = "fastest"
 
     def __post_init__(self):
         object.__setattr__(self, "offload", _place("offload", PLACES, self.offload))
-        self._check()
-        if self.keep != "auto":
-            object.__setattr__(self, "keep", tuple(self.keep))  # a list has no hash
-
-    def _check(self) -> None:
-        listed = isinstance(self.keep, (tuple, list))
-        names = listed and all(name in KEEPABLE for name in self.keep)
+        if isinstance(self.keep, str):
+            object.__setattr__(self, "keep", KEEPS.get(self.keep, self.keep))
         for name, fits, wanted in (
             ("every", _is_number(self.every, 1), "a positive number of layers"),
             ("tile", _is_number(self.tile, 1), "a positive number of tokens"),
             ("plain", _is_number(self.plain, 0), "a number of layers"),
-            ("save_attention", isinstance(self.save_attention, bool), "True or False"),
-            ("keep", names, f"a tuple of {', '.join(KEEPABLE)}"),
+            ("keep", _is_number(self.keep, -1), f"{', '.join(KEEPS)} or a number of layers"),
             ("frozen_weights", self.frozen_weights in WEIGHTS, "gpu or host"),
         ):
             value = getattr(self, name)
@@ -143,31 +138,56 @@ class Checkpointing:
             raise ValueError(
                 f"hfpatch: aim must be one of {', '.join(AIMS)}, got {self.aim!r}. Leave it out."
             )
+        if self.offload == "off" and self.words() != ["off"]:
+            raise ValueError(
+                'hfpatch: checkpointing "off" takes no fields, and got some. Leave them out.'
+            )
 
     def words(self) -> list[str]:
-        """The fields that differ from their default, as FIELD=VALUE: parse_checkpointing reads them
-        back.
+        """The fields that differ from their default, as a command line's words, which
+        parse_checkpointing reads.
         """
-        chosen = (
-            (f.name, getattr(self, f.name))
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
-        )
-        return [
-            f"{n}={','.join(v) if n == 'keep' and v != 'auto' else os.fspath(v) if n == 'offload' else v}"
-            for n, v in chosen
-        ]
+        spelt = {number: word for word, number in KEEPS.items()}
+        usual = {name: field.default for name, field in self.__dataclass_fields__.items()}
+        found = ["off"] if self.offload == "off" else []
+        for name, value in asdict(self).items():
+            if value not in (usual[name], "off"):
+                found.append(f"{name}={spelt.get(value, value) if name == 'keep' else value}")
+        return found
+
+    @property
+    def tier(self) -> str:
+        """Where checkpoints wait: "gpu", "host" or "disk"."""
+        return self.offload if self.directory is None else "disk"
 
     @property
     def directory(self) -> str | None:
         """The disk tier's folder, or None if checkpoints stay in memory."""
-        return None if self.offload in PLACES else os.fspath(self.offload)
+        return None if self.offload in PLACES else self.offload
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether layers keep attention's output and log-sum-exp, so that its forward runs once."""
+        return self.every == 1 and self.keep >= 0
+
+    def keeps_gates(self, index: int) -> bool:
+        """Whether the tiled layer of this index keeps gate and up."""
+        return self.every == 1 and index < self.keep
+
+    @property
+    def parks_dx(self) -> bool:
+        """Whether the gradient of a layer's input waits on the host while attention's backward
+        runs. Short of memory only: where there is more, attention takes all heads at once.
+        """
+        return self.offload == "host" and self.aim == "least"
 
 
 setattr(Checkpointing, "__init__", names_the_nearest(Checkpointing.__init__))  # noqa: B010
+# The least of a step in host memory: every field is set.
+LEAST = Checkpointing("host", 1, TILE_MOST, "gpu", "attention", 0, "least")
 
 _FIELD = "[a-z_-]+="
-# A comma inside a folder's name, or between names of keep=, separates nothing.
+# A comma inside a folder's name separates nothing.
 _NEXT = f",(?={_FIELD}|[./~]|(?:auto|least|off|gpu|host)(?:,|$))"
 # The help text of --checkpointing on every command line.
 CHECKPOINTING = (
@@ -177,16 +197,13 @@ CHECKPOINTING = (
 )
 
 
-def parse_checkpointing(value) -> "Checkpointing | str":
-    """Parses `checkpointing=`, in Python and on every command line.
+def parse_checkpointing(value) -> Checkpointing:
+    """Reads `checkpointing=`, in Python and on every command line.
 
     Args:
         value: a Checkpointing, or its fields in a dict; "auto", "least", "off", or a place ("gpu",
-            "host", a directory). A command line also names fields, alone or after a word: "least,tile=4096,keep=gate_up". A
-            list of such texts is read as one.
-
-    Returns:
-        A Checkpointing, or "off" if transformers' own checkpointing stays.
+            "host", a directory). A command line also names fields, alone or after a word:
+            "least,tile=4096,keep=gate_up". A list of such texts is read as one.
 
     Raises:
         ValueError: anything else, an unknown field, or a field that comes twice.
@@ -200,30 +217,26 @@ def parse_checkpointing(value) -> "Checkpointing | str":
         isinstance(t, (str, os.PathLike)) for t in texts
     ):
         _place("checkpointing", WORDS, value)
-    words = [word for text in texts for word in re.split(_NEXT, os.fspath(text))]
-    if words == ["off"]:
-        return "off"
     found: dict = {}
-    for word in words:
+    for word in (word for text in texts for word in re.split(_NEXT, os.fspath(text))):
         name, given = _field(word)
         if name in found and found[name] != given:
             raise ValueError(
                 f"hfpatch: checkpointing names {name} twice, got {found[name]!r} and {given!r}. "
                 "Leave one out."
             )
-        found |= {name: given} if name else {}
+        if name:
+            found[name] = given
     return Checkpointing(**found)
 
 
 def _field(word: str) -> tuple[str, object]:
     """(the field of Checkpointing that a word sets, its value); ("", None) for "auto"."""
+    if word == "auto":
+        return "", None
+    if word == "least":
+        return "aim", "least"
     if not re.match(_FIELD, word):
-        if word == "off":
-            raise ValueError(
-                'hfpatch: checkpointing "off" takes no fields, and got some. Leave them out.'
-            )
-        if word in ("auto", "least"):
-            return ("aim", "least") if word == "least" else ("", None)
         return "offload", _place("checkpointing", WORDS, word)
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
@@ -233,9 +246,7 @@ def _field(word: str) -> tuple[str, object]:
             f"hfpatch: a field of checkpointing must be FIELD=VALUE, got {word!r}. Write "
             "offload=host, for example."
         )
-    if name == "keep" and text != "auto":
-        return name, tuple(text.split(","))
-    return name, text if name in ("offload", "frozen_weights", "aim") else parse_word(text)
+    return name, text if name == "offload" else parse_word(text)
 
 
 def auto_tile(tokens: int) -> int:
@@ -249,65 +260,29 @@ def auto_tile(tokens: int) -> int:
     return 4096 if TILE_MOST < tokens <= 4 * TILE_MOST else TILE_MOST
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What tiled layers keep, and where: a `Checkpointing` with every "auto" resolved for one
-    shape.
-
-    Attributes:
-        offload: the place of layer inputs and attention outputs: "gpu", "host" or "disk".
-        every: layers per checkpoint; the layers between run again from it.
-        save_attention: keep out and lse, so that the attention forward runs once.
-        tile: tokens per tile.
-        plain: the number of last layers that keep all that autograd saves, and run nothing again.
-        again: how many of the last tiled layers compute gate and up again, which the others keep.
-            None: no layer keeps them.
-        frozen_weights: the place of frozen weights, "gpu" or "host"; from the host each layer's
-            weights come one layer ahead of use.
-        wide: attention's backward runs all heads at once: more scratch, fewer waits at its end.
-    """
-
-    offload: str = "host"
-    every: int = 1
-    save_attention: bool = True
-    tile: int = 8192
-    plain: int = 0
-    again: int | None = None
-    frozen_weights: str = "gpu"
-    wide: bool = False
-
-    def keeps_gates(self, index: int, num_layers: int) -> bool:
-        """Whether the tiled layer of this index keeps gate and up."""
-        return self.again is not None and index < num_layers - self.plain - self.again
-
-    @property
-    def parks_dx(self) -> bool:
-        """Whether the gradient of a layer's input waits on the host while attention's backward
-        runs. Short of memory only: where there is more, attention takes all heads at once.
-        """
-        return self.offload == "host" and not self.wide
-
-
 _WHERE = {"gpu": "on the device", "host": "on the host", "disk": "on the disk"}
 
 
-def describe(policy: Policy, num_layers: int | None = None) -> str:
-    """The policy in one line for users: how many layers keep which tensors, and where.
+def describe(policy: Checkpointing, num_layers: int | None = None, below: int = 0) -> str:
+    """The policy of a step in one line for users: how many layers keep which tensors, and where.
 
-    num_layers: None if unknown.
+    num_layers: that keep something, None if unknown. below: layers below them, which keep nothing.
     """
     plain = policy.plain if num_layers is None else min(policy.plain, num_layers)
     said = [f"{plain} layer{'s keep' if plain > 1 else ' keeps'} everything"] if plain else []
     if plain != num_layers:
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
-        kept += ["attention"] if policy.save_attention and policy.every == 1 else []
-        if policy.again is not None:
-            kept.append("gate and up" + (f" in all but {policy.again}" if policy.again else ""))
+        if policy.saves_attention:
+            kept.append("attention")
+        if policy.keep > below:
+            few = num_layers is not None and policy.keep < below + num_layers - plain
+            kept.append("gate and up" + (f" (in {policy.keep - below} of them)" if few else ""))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"
         said.append(
-            f"{tiled} {verb} {listed} {_WHERE[policy.offload]}, in tiles of {policy.tile:,} tokens"
+            f"{tiled} {verb} {listed} {_WHERE[policy.tier]}, in tiles of {policy.tile:,} tokens"
         )
-    said += ["frozen weights come from the host"] if policy.frozen_weights == "host" else []
+    if policy.frozen_weights == "host":
+        said.append("frozen weights come from the host")
     return "; ".join(said)

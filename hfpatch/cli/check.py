@@ -4,6 +4,8 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from hfpatch.lab.tables import table
+
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
 
 
@@ -53,22 +55,19 @@ def support_of(name: str, config: dict) -> Support:
     decoder = find_decoder(model)
     layers = decoder.layers
     whole = Counter(reason for layer in layers if (reason := look(layer).reason))
-    fused = tuple(word for option, word in PARTS.items() if report.count(option))
-    packed = "isolated" if decoder.stack._hfpatch_traits.apart else "refused"
-    notes = (*report.notes, *report.details)
     traits = [layer._hfpatch_traits for layer in layers]
     mixing = [t for t in traits if t.reason is None and t.mixers]
     in_rows = sum(len(t.timed) < len(t.mixers) for t in mixing)
     return Support(
         name,
-        len(layers),
-        len(layers) - sum(whole.values()),
-        dict(whole),
-        fused,
-        packed,
-        notes,
-        len(mixing) - in_rows,
-        in_rows,
+        layers=len(layers),
+        tiled=len(layers) - sum(whole.values()),
+        reasons=dict(whole),
+        fused=tuple(word for option, word in PARTS.items() if report.count(option)),
+        packed="isolated" if decoder.stack._hfpatch_traits.apart else "refused",
+        notes=(*report.notes, *report.details),
+        in_time=len(mixing) - in_rows,
+        in_rows=in_rows,
     )
 
 
@@ -81,25 +80,19 @@ def add_arguments(parser) -> None:
 def main(args) -> int:
     from hfpatch.lab.models import config_of
 
-    name, config = config_of(args.model)
-    found = support_of(name, config)
+    found = support_of(*config_of(args.model))
     if args.json:
-        print(
-            json.dumps(
-                asdict(found) | {"verdict": found.verdict},
-                indent=1,
-            )
-        )
+        print(json.dumps(asdict(found) | {"verdict": found.verdict}, indent=1))
         return 0
-    print(f"{found.model}: {found.tiled} of {found.layers} layers run tile by tile")
-    print(f"verdict  {found.verdict}")
-    for reason, n in found.reasons.items():
-        print(f"untiled  {n} layers: {reason}")
-    print(f"fused    {', '.join(found.fused) or 'nothing'}")
-    print(f"packed   {found.packed}")
+    rows = [
+        ("verdict", found.verdict),
+        *(("untiled", f"{n} layers: {reason}") for reason, n in found.reasons.items()),
+        ("fused", ", ".join(found.fused) or "nothing"),
+        ("packed", found.packed),
+    ]
     if found.in_time + found.in_rows:
-        print(
-            f"mixers   {found.in_time} layers in tiles through time, {found.in_rows} over whole rows"
-        )
-    print("\n".join(f"  {note}" for note in found.notes))
+        mixers = f"{found.in_time} layers in tiles through time, {found.in_rows} over whole rows"
+        rows.append(("mixers", mixers))
+    print(f"{found.model}: {found.tiled} of {found.layers} layers run tile by tile", table(rows),
+          *(f"  {note}" for note in found.notes), sep="\n")  # fmt: skip
     return 0

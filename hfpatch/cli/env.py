@@ -13,16 +13,16 @@ import subprocess
 import sysconfig
 from dataclasses import asdict
 
-from hfpatch.budget.free import host_free
-from hfpatch.cli.env_problems import NO_GPU, problems
-from hfpatch.cli.table import show_table
-from hfpatch.lab.hardware import GiB
-from hfpatch.lab.profile.timeline import size, versions
+from hfpatch.budget.free import ALLOCATOR, host_free
+from hfpatch.cli.env_problems import NO_GPU, SLOW, problems
+from hfpatch.lab.profile.timeline import versions
+from hfpatch.lab.tables import gib, size, table
 from hfpatch.planner.machine import cores, host_limit
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "liger-kernel", "trl",
             "peft",
             "torchao", "flash-attn", "datasets")  # fmt: skip
+SETTINGS = (*SLOW, "CUDA_VISIBLE_DEVICES", *ALLOCATOR)
 
 
 def add_arguments(parser) -> None:
@@ -41,22 +41,15 @@ def main(args) -> int:
 
 def gather() -> dict:
     """The facts: installed versions, devices, limits. Sizes in bytes."""
-    facts = {
-        "versions": versions(PACKAGES),
+    found = versions(PACKAGES)
+    none = {"torch_cuda": None, "gpus": [], "attention": {}}
+    return {
+        "versions": found,
         "drivers": _driver(),
         "limits": _limits(),
         "builds": _builds(),
-    }
-    facts |= (
-        _torch_facts()
-        if facts["versions"]["torch"]
-        else {"torch_cuda": None, "gpus": [], "attention": {}}
-    )
-    names = ("TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING",
-             "CUDA_VISIBLE_DEVICES",
-             "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
-    facts["environment"] = {name: os.environ[name] for name in names if name in os.environ}
-    return facts
+        "environment": {name: os.environ[name] for name in SETTINGS if name in os.environ},
+    } | (_torch_facts() if found["torch"] else none)
 
 
 def _builds() -> dict:
@@ -90,16 +83,12 @@ def _driver() -> list[dict]:
 def _torch_facts() -> dict:
     import torch
 
-    gpus = []
-    for i in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
-        found = torch.cuda.get_device_properties(i)
-        gpus.append(
-            {
-                "name": found.name,
-                "bytes": found.total_memory,
-                "capability": [found.major, found.minor],
-            }
-        )
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(i) for i in range(there)]
+    gpus = [
+        {"name": one.name, "bytes": one.total_memory, "capability": [one.major, one.minor]}
+        for one in found
+    ]
     cuda = torch.backends.cuda
     attention = {"sdpa flash (CPU)": True}
     if gpus:
@@ -135,46 +124,33 @@ def _limits() -> dict:
 
 
 def show(facts, found) -> None:
-    """Prints the facts and the problems: a table on a terminal, plain lines in a pipe."""
-    rows = [(name, version) for name, version in facts["versions"].items() if version]
-    rows.append(("torch's CUDA", facts["torch_cuda"] or "none: built for the CPU"))
-    rows += [
-        ("driver", f"{d['driver']}, {d['name']}, {d['memory_mib']} MiB") for d in facts["drivers"]
-    ]
-    for gpu in facts["gpus"]:
-        capability = ".".join(map(str, gpu["capability"]))
-        rows.append(
-            (
-                "GPU",
-                f"{gpu['name']}, {gpu['bytes'] / GiB:.1f} GiB, compute capability {capability}",
-            )
-        )
-    if not facts["gpus"]:
-        rows.append(("GPU", NO_GPU))
-    rows.append(
-        (
-            "attention",
-            ", ".join(name for name, there in facts["attention"].items() if there) or "none",
-        )
-    )
+    """Prints the facts and the problems."""
     limits = facts["limits"]
-
-    def gib(value, without):
-        return without if value is None else size(value)
-
-    rows += [
-        (
-            "host memory",
-            f"{gib(limits['host_bytes'], '?')}, free {gib(limits['host_free_bytes'], '?')}",
-        ),
-        ("container limit", gib(limits["container_bytes"], "none")),
-        ("locked memory (ulimit -l)", gib(limits["locked_bytes"], "unlimited")),
-        ("/dev/shm", gib(limits["shared_memory_bytes"], "none")),
-        ("disk, free here", gib(limits["disk_free_bytes"], "?")),
-        ("CPUs", str(limits["cpus"])),
+    gpus = [
+        f"{gpu['name']}, {gib(gpu['bytes'])}, compute capability "
+        f"{'.'.join(map(str, gpu['capability']))}"
+        for gpu in facts["gpus"]
     ]
-    rows += [(name, value) for name, value in facts["environment"].items()]
-    show_table(rows)
+    there = [name for name, on in facts["attention"].items() if on]
+    of = {name: "unlimited" if n is None else size(n) for name, n in limits.items()}
+    rows = [
+        *((name, version) for name, version in facts["versions"].items() if version),
+        ("torch's CUDA", facts["torch_cuda"] or "none: built for the CPU"),
+        *(
+            ("driver", f"{one['driver']}, {one['name']}, {one['memory_mib']} MiB")
+            for one in facts["drivers"]
+        ),
+        *(("GPU", gpu) for gpu in gpus or [NO_GPU]),
+        ("attention", ", ".join(there) or "none"),
+        ("host memory", f"{of['host_bytes']}, free {of['host_free_bytes']}"),
+        ("container limit", of["container_bytes"]),
+        ("locked memory (ulimit -l)", of["locked_bytes"]),
+        ("/dev/shm", of["shared_memory_bytes"]),
+        ("disk, free here", of["disk_free_bytes"]),
+        ("CPUs", limits["cpus"]),
+        *facts["environment"].items(),
+    ]
+    print(table(rows))
     print("\nWhat would go wrong:" if found else "\nNothing found that would go wrong.")
     for problem in found:
         print(f"- {problem.what}\n  Fix: {problem.fix}")

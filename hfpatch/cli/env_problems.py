@@ -1,9 +1,11 @@
 """The problems that `hfpatch env` reports: versions, devices, limits, settings."""
 
+import re
 from dataclasses import dataclass
 
 from hfpatch import OLDEST
-from hfpatch.lab.hardware import GiB
+from hfpatch.budget.free import ALLOCATOR
+from hfpatch.lab.tables import GiB, gib, size
 
 TRUE = ("1", "true", "yes", "on")
 # name -> (first version that works, first that does not): setup.cfg's bounds, and Python's own.
@@ -30,141 +32,119 @@ class Problem:
 
 def _numbers(version: str) -> tuple:
     """'2.13.0+cpu' -> (2, 13, 0)."""
-    parts = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
+    return tuple(int(digits) for digits in re.findall(r"^\d+|(?<=\.)\d+", version.split("+")[0]))
 
 
 def problems(facts: dict) -> list[Problem]:
     """The problems of a machine with these facts (as `gather` returns them)."""
-    return [
-        *_version_problems(facts),
-        *_device_problems(facts),
-        *_limit_problems(facts),
+    rules = [
+        *_version_rules(facts),
+        *_gpu_rules(facts),
+        *_setting_rules(facts),
+        *_limit_rules(facts),
     ]
+    return [Problem(what, fix) for wrong, what, fix in rules if wrong]
 
 
-def _version_problems(facts):
+def _version_rules(facts):
+    """(whether it is a problem, the problem, its fix), as the next ones."""
     for name, (first, beyond) in SUPPORTED.items():
         version = facts["versions"].get(name)
         wanted = f">={'.'.join(map(str, first))}" + (f",<{beyond[0]}" if beyond else "")
-        if version is None:
-            yield Problem(f"{name} is not installed.", f"pip install '{name}{wanted}'")
-        elif _numbers(version) < first or (beyond and _numbers(version) >= beyond):
-            fix = (
-                f"pip install '{name}{wanted}'" if name != "python" else "use Python 3.10 or newer"
-            )
-            yield Problem(f"{name} {version} is not supported, {wanted} is.", fix)
-    if facts["gpus"] and facts["versions"].get("triton") is None:
-        yield Problem(
-            "There is a GPU and no triton: the fused kernels cannot run.", "pip install triton"
-        )
-    elif facts["gpus"] and not facts["builds"]["compiler"]:
-        what = "There is no C compiler; Triton needs one."
-        yield Problem(what, "apt-get install gcc, or export CC=/path/to/one")
-    elif facts["gpus"] and not facts["builds"]["python_headers"]:
-        what = "Python's headers (Python.h) are missing; Triton needs them."
-        yield Problem(what, "apt-get install python3-dev, of the version that runs this")
-
-
-def _device_problems(facts):
-    environment, gpus = facts["environment"], facts["gpus"]
-    if facts["drivers"] and not gpus:
-        name, driver = facts["drivers"][0]["name"], facts["drivers"][0]["driver"]
-        if facts["torch_cuda"] is None:
-            what = (
-                f"torch {facts['versions'].get('torch')} is built for CPUs only, and there is a "
-                f"{name}."
-            )
-            yield Problem(
-                what,
-                "install the CUDA build of the same version: see https://pytorch.org/get-started",
-            )
-        elif "CUDA_VISIBLE_DEVICES" in environment:
-            what = (
-                "torch sees no GPU: CUDA_VISIBLE_DEVICES is "
-                f"{environment['CUDA_VISIBLE_DEVICES']!r}."
-            )
-            yield Problem(what, "unset it, or name a GPU that is there")
-        else:
-            what = (
-                f"torch is built for CUDA {facts['torch_cuda']}, and driver {driver} gives it no "
-                "GPU."
-            )
-            yield Problem(what, "update the driver, or install a torch built for an older CUDA")
-    for gpu in gpus:
-        if tuple(gpu["capability"]) < (8, 0):
-            what = (
-                f"{gpu['name']} (compute capability "
-                f"{gpu['capability'][0]}.{gpu['capability'][1]}) has no bfloat16."
-            )
-            yield Problem(
-                what, "use an Ampere GPU (A100, RTX 30) or newer, or float16 with a loss scaler"
-            )
-    if gpus and _set(environment.get("TRITON_INTERPRET")):
-        yield Problem(
-            "TRITON_INTERPRET is set: kernels run in Python, thousands of times slower.",
-            "unset TRITON_INTERPRET",
-        )
-    if gpus and _set(environment.get("CUDA_LAUNCH_BLOCKING")):
-        yield Problem(
-            "CUDA_LAUNCH_BLOCKING is set: no copy overlaps with compute.",
-            "unset CUDA_LAUNCH_BLOCKING",
-        )
-    if gpus and _set(environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING")):
-        what = "PYTORCH_NO_CUDA_MEMORY_CACHING is set: every allocation waits for the GPU."
-        yield Problem(what, "unset PYTORCH_NO_CUDA_MEMORY_CACHING")
-    settings = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get(
-        "PYTORCH_CUDA_ALLOC_CONF", ""
+        install = f"pip install '{name}{wanted}'"
+        fix = "use Python 3.10 or newer" if name == "python" else install
+        number = _numbers(version or "0")
+        outside = number < first or bool(beyond and number >= beyond)
+        yield version is None, f"{name} is not installed.", install
+        yield version and outside, f"{name} {version} is not supported, {wanted} is.", fix
+    builds, gpus = facts["builds"], facts["gpus"]
+    triton = facts["versions"].get("triton")
+    yield (
+        gpus and triton is None,
+        "There is a GPU and no triton: the fused kernels cannot run.",
+        "pip install triton",
     )
-    if gpus and "expandable_segments" not in settings:
-        what = "Without expandable segments the allocator fragments at long sequences."
-        yield Problem(
-            what, "export PYTORCH_ALLOC_CONF=expandable_segments:True (hfpatch train does)"
+    yield (
+        gpus and triton and not builds["compiler"],
+        "There is no C compiler; Triton needs one.",
+        "apt-get install gcc, or export CC=/path/to/one",
+    )
+    yield (
+        gpus and triton and builds["compiler"] and not builds["python_headers"],
+        "Python's headers (Python.h) are missing; Triton needs them.",
+        "apt-get install python3-dev, of the version that runs this",
+    )
+
+
+def _gpu_rules(facts):
+    cuda, shown = facts["torch_cuda"], facts["environment"].get("CUDA_VISIBLE_DEVICES")
+    for driver in facts["drivers"][:1] if not facts["gpus"] else ():
+        yield (
+            cuda is None,
+            f"torch {facts['versions'].get('torch')} is built for CPUs only, and there is a "
+            f"{driver['name']}.",
+            "install the CUDA build of the same version: see https://pytorch.org/get-started",
+        )
+        yield (
+            cuda is not None and shown is not None,
+            f"torch sees no GPU: CUDA_VISIBLE_DEVICES is {shown!r}.",
+            "unset it, or name a GPU that is there",
+        )
+        yield (
+            cuda is not None and shown is None,
+            f"torch is built for CUDA {cuda}, and driver {driver['driver']} gives it no GPU.",
+            "update the driver, or install a torch built for an older CUDA",
+        )
+    for gpu in facts["gpus"]:
+        yield (
+            tuple(gpu["capability"]) < (8, 0),
+            f"{gpu['name']} (compute capability {'.'.join(map(str, gpu['capability']))}) has no "
+            "bfloat16.",
+            "use an Ampere GPU (A100, RTX 30) or newer, or float16 with a loss scaler",
         )
 
 
-def _limit_problems(facts):
+# A variable that is set -> what it does.
+SLOW = {
+    "TRITON_INTERPRET": "kernels run in Python, thousands of times slower",
+    "CUDA_LAUNCH_BLOCKING": "no copy overlaps with compute",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every allocation waits for the GPU",
+}
+
+
+def _setting_rules(facts):
+    environment, gpus = facts["environment"], facts["gpus"]
+    for name, effect in SLOW.items():
+        on = str(environment.get(name)).lower() in TRUE
+        yield gpus and on, f"{name} is set: {effect}.", f"unset {name}"
+    settings = "".join(environment.get(name, "") for name in ALLOCATOR)
+    yield (
+        gpus and "expandable_segments" not in settings,
+        "Without expandable segments the allocator fragments at long sequences.",
+        "export PYTORCH_ALLOC_CONF=expandable_segments:True (hfpatch train does)",
+    )
+
+
+def _limit_rules(facts):
     limits, gpus = facts["limits"], facts["gpus"]
-    if (
-        limits["container_bytes"] is not None
-        and limits["container_bytes"] < 0.5 * limits["host_bytes"]
-    ):
-        share, whole = limits["container_bytes"] / GiB, limits["host_bytes"] / GiB
-        what = (
-            f"The container may use {share:.0f} of the machine's {whole:.0f} GiB: offloaded "
-            "memory counts against it."
-        )
-        yield Problem(
-            what,
-            "start it with more (docker run --memory), or pass hfpatch plan --host-ram that much",
-        )
-    if (
-        len(gpus) > 1
-        and limits["shared_memory_bytes"] is not None
-        and limits["shared_memory_bytes"] < GiB
-    ):
-        what = (
-            f"/dev/shm has {limits['shared_memory_bytes'] >> 20} MiB: NCCL and data workers of "
-            "several GPUs need more."
-        )
-        yield Problem(what, "start the container with --shm-size=16g or --ipc=host")
-    if (
-        facts["versions"].get("deepspeed")
-        and limits["locked_bytes"] is not None
-        and limits["locked_bytes"] < GiB
-        and gpus
-    ):
-        what = (
-            f"ulimit -l is {limits['locked_bytes'] >> 10} KiB: DeepSpeed's NVMe offload cannot "
-            "lock its buffers."
-        )
-        yield Problem(what, "ulimit -l unlimited, or docker run --ulimit memlock=-1")
-
-
-def _set(value) -> bool:
-    return str(value).lower() in TRUE
+    # None is no limit.
+    share, shared, locked = (
+        float("inf") if limits[name] is None else limits[name]
+        for name in ("container_bytes", "shared_memory_bytes", "locked_bytes")
+    )
+    yield (
+        share < 0.5 * limits["host_bytes"],
+        f"The container may use {gib(share)} of the machine's {gib(limits['host_bytes'])}: "
+        "offloaded memory counts against it.",
+        "start it with more (docker run --memory), or pass hfpatch plan --host-ram that much",
+    )
+    yield (
+        len(gpus) > 1 and shared < GiB,
+        f"/dev/shm has {size(shared)}: NCCL and data workers of several GPUs need more.",
+        "start the container with --shm-size=16g or --ipc=host",
+    )
+    yield (
+        gpus and facts["versions"].get("deepspeed") and locked < GiB,
+        f"ulimit -l is {size(locked)}: DeepSpeed's NVMe offload cannot lock its buffers.",
+        "ulimit -l unlimited, or docker run --ulimit memlock=-1",
+    )

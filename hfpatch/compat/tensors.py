@@ -125,3 +125,7 @@ def has_values(x: Tensor) -> bool:
 
 # A context in which torch computes real values, also inside a simulation on fake tensors.
 real_tensors = _disable_current_modes
+
+# Sets options of the caching allocator, for memory that it takes from then on; all others return to
+# their defaults. None: only the environment does, before CUDA starts.
+set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

@@ -9,8 +9,8 @@ tokens restart: at a smaller one, or at the row's least again. Jumps (PoSE), fra
 isolated, where transformers lets their documents see each other.
 
 Padding needs no mask: before a row's first visible token it is a document of its own, and behind the
-last one causality hides it. What its own outputs are is nobody's business. A mask with holes is left
-to transformers (decoder/batch.py): masked tokens between visible ones, or behind them with labels.
+last one causality hides it. A mask with holes is left to transformers (decoder/batch.py): masked
+tokens between visible ones, or behind them if a loss reads their outputs.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,14 @@ class Rows:
         real: the document starts among the visible tokens alone, and their number. None without
             padding, or where padding is read.
         holes: whether masked tokens lie between visible ones, or a loss reads those behind.
+        behind: whether a row ends with padding.
         blind_BT: tokens before a row's first visible one; None if their output is unread.
     """
 
     documents: Documents | None = None
     real: tuple[int, ...] | None = None
     holes: bool = False
+    behind: bool = False
     blind_BT: Tensor | None = None
 
     def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
@@ -116,7 +118,7 @@ def refuse_packed(kind: type, advice: str = "do not pack"):
     """Raises ValueError: documents would see each other in this class of model or layer."""
     raise ValueError(
         f"hfpatch: a {kind.__name__} must get one document a sequence, got position_ids that "
-        f"restart: its layers were not seen to keep documents apart. To go on, {advice}."
+        f"restart: its layers may not keep documents apart. To go on, {advice}."
     )
 
 
@@ -148,13 +150,14 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     holes, read = found[-2:].tolist()
     # 3. Rows that may run without their padding, and those that begin with padding that is read.
     documents = _from_bounds(_bounds(starts_N), B, T, batch.device)
-    real = None
-    if padding and not (holes or read or seen_N.all()):
-        real = _bounds(starts_N[seen_N])
+    seen_BT = seen_N.view(B, T)
+    alone = padding and not (holes or read or seen_N.all())
+    real = _bounds(starts_N[seen_N]) if alone else None
+    behind = padding and not seen_BT[:, -1].all()
     blind_BT = None
-    if padding and read and not seen_N.view(B, T)[:, 0].all():
+    if padding and read and not seen_BT[:, 0].all():
         blind_BT = mask.bool().cumsum(1) == 0
-    return Rows(documents, real, holes, blind_BT)
+    return Rows(documents, real, holes, behind, blind_BT)
 
 
 def _checked(offsets: Tensor | Sequence[int], tokens: int) -> list[int] | None:
@@ -197,8 +200,7 @@ def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) ->
     holes = read = torch.zeros((), dtype=torch.bool, device=device)
     seen_BT = torch.ones_like(starts_BT) if visible_BT is None else visible_BT
     if visible_BT is not None and padding:
-        before_BT = seen_BT.cumsum(1) == 0
-        after_BT = seen_BT.flip(1).cumsum(1).flip(1) == 0
+        before_BT, after_BT = seen_BT.cumsum(1) == 0, seen_BT.flip(1).cumsum(1).flip(1) == 0
         starts_BT[:, 1:] |= before_BT[:, :-1] & ~before_BT[:, 1:]
         # A loss that reads padding counts what transformers' mask makes of it.
         if batch.idle_BT is not None:

@@ -48,17 +48,14 @@ class Batch:
         watched=False,
         sequence=None,
     ):
-        self.B = B
-        self.T = T
-        self.device = device
-        self.sequence = sequence
+        self.B, self.T, self.device, self.sequence = B, T, device, sequence
         self.t = T if sequence is None else T // sequence.size  # tokens of this rank
         self.said = (attention_mask, position_ids, cu_seq_lens)
-        self.idle_BT = idle_BT
-        self.watched = watched
+        self.idle_BT, self.watched = idle_BT, watched
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.weights = False  # whether attention returns its probabilities too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
+        self.watched_BT = None  # padding whose outputs other code may read, unlike transformers'
         self.even = True  # whether the ranks that exchange tokens per tile have batches of one size
         self._rows: dict = {}
         self._parts: dict = {}

@@ -98,9 +98,9 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
     """Raises ValueError: mixers that do not run in tiles through time need whole rows. unknown: why the
     probe could not look for mixers.
     """
-    mixes = "mixes tokens by something else than attention too"
+    mixes = "mixes tokens by something other than attention too"
     if unknown:
-        mixes = f"may mix tokens by something else than attention ({unknown})"
+        mixes = f"may mix tokens by something other than attention ({unknown})"
     raise ValueError(
         f"hfpatch: a {kind.__name__} must get whole sequences, got a part on each rank, and it "
         f"{mixes}. Train it without sequence parallelism."

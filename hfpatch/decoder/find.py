@@ -2,6 +2,7 @@
 head and the loss."""
 
 from dataclasses import dataclass
+from inspect import signature
 
 from torch import nn
 
@@ -16,7 +17,8 @@ class Decoder:
         layers: the decoder layers in order.
         stack: the module whose forward runs them.
         causal: the module around it that has the head, or None.
-        around: outer models of `causal` that compute a loss from its head's output.
+        around: outer models of `causal` that compute a loss from its head's output. Without
+            `causal`: the innermost module around the stack whose forward is given targets.
     """
 
     layers: tuple[nn.Module, ...]
@@ -94,22 +96,12 @@ def find_decoder(model: nn.Module) -> Decoder | None:
             return None
         stack = max(stacks, key=lambda m: len(list_of_layers(m)))
     layers = tuple(list_of_layers(stack))
-    causal = next(
-        (
-            m
-            for m in model.modules()
-            if m is not stack and _has_head(m) and any(inner is stack for inner in m.modules())
-        ),
-        None,
-    )
-    around = ()
+    outer = [m for m in model.modules() if m is not stack and stack in set(m.modules())]
+    causal = next((m for m in outer if _has_head(m)), None)
+    around = tuple(m for m in outer if _takes_targets(m))[-1:]
     if causal is not None:
         head = causal.get_output_embeddings()
-        outer = (
-            m
-            for m in model.modules()
-            if m is not causal and any(inner is causal for inner in m.modules())
-        )
+        outer = (m for m in outer if m is not causal and causal in set(m.modules()))
         around = tuple(
             m for m in outer if _computes_losses(m) and m.get_output_embeddings() is head
         )
@@ -118,6 +110,10 @@ def find_decoder(model: nn.Module) -> Decoder | None:
 
 def _computes_losses(module: nn.Module) -> bool:
     return hasattr(type(module), "get_output_embeddings") and hasattr(type(module), "loss_function")
+
+
+def _takes_targets(module: nn.Module) -> bool:
+    return bool({"labels", "start_positions"} & signature(type(module).forward).parameters.keys())
 
 
 def _has_head(module: nn.Module) -> bool:

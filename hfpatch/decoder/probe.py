@@ -37,12 +37,8 @@ class _Counting:
     """
 
     def __init__(self, value: float = float("nan")):
-        self.modules = []
-        self.inputs = []
-        self.reasons = []
-        self.independent = True
-        self.value = value
-        self.softcap = None
+        self.modules, self.inputs, self.reasons = [], [], []
+        self.independent, self.value, self.softcap = True, value, None
 
     def __call__(self, asked: Asked) -> Tensor:
         inputs = (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)
@@ -51,8 +47,7 @@ class _Counting:
         self.inputs += [x.transpose(1, 2) for x in inputs]
         self.softcap = asked.softcap or self.softcap
         self.reasons += [reason] if (reason := asked.why_not_tiled()) else []
-        q = asked.q_BHTE
-        v = asked.v_BKTE
+        q, v = asked.q_BHTE, asked.v_BKTE
         return q.new_full((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), self.value)
 
     def mixer(self, name, args, kwargs) -> Tensor:
@@ -215,11 +210,8 @@ class _Probe:
     """Runs `pre` and `post` of one layer and compares their values and gradients."""
 
     def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
-        self.layer = layer
-        self.forward = forward
-        self.configs = configs
-        self.x = x_BTD
-        self.batch = batch
+        self.layer, self.forward, self.configs = layer, forward, configs
+        self.x, self.batch = x_BTD, batch
         self.arguments = Arguments(args, of_its_own(kwargs), *x_BTD.shape[:2])
         self.known = known
         self.T = x_BTD.shape[1]
@@ -267,8 +259,7 @@ class _Probe:
             block = (
                 looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
             )
-            post = self._post()
-            pre = self._pre()
+            post, pre = self._post(), self._pre()
             # Modules inside mixers run neither in `pre` nor in `post`.
             inside = tuple(f"{name}." for name in self.known.mixers)
             names = [
@@ -330,8 +321,7 @@ class _Probe:
             pytree.tree_unflatten(self.arguments.leaves, self.arguments.spec),
         )
         far = Arguments(args, kwargs, *self.x.shape[:2])
-        own = self._ask(block=True)
-        its = self._ask()
+        own, its = self._ask(block=True), self._ask()
         try:
             with torch.no_grad():
                 pairs = [

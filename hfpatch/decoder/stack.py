@@ -59,9 +59,7 @@ class OurAttention(KeepsSignature):
         _hfpatch_runtime: the LayerRuntime of the layers; None where transformers runs them.
     """
 
-    _hfpatch_configs = ()
-    _hfpatch_runtime = None
-    _hfpatch_traits = StackTraits()
+    _hfpatch_configs, _hfpatch_runtime, _hfpatch_traits = (), None, StackTraits()
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -71,8 +69,7 @@ class OurAttention(KeepsSignature):
     @property
     def _hfpatch_shares_rows(self) -> bool:
         """Whether the layers can run on a part of each row outside training."""
-        known = standard(self.config)
-        traits = self._hfpatch_traits
+        known, traits = standard(self.config), self._hfpatch_traits
         causal = getattr(self.config, "is_causal", True)
         timed = traits.timed and self._hfpatch_runtime is not None
         return bool(traits.ours and (timed or not traits.mixers) and known and causal)
@@ -106,8 +103,7 @@ class OurAttention(KeepsSignature):
             for layer in module.modules():
                 if isinstance(layer, UntiledLayer):
                     look(layer)  # the layers read what they found here
-        given = read_batch(self, kwargs)
-        runtime = self._hfpatch_runtime
+        given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
         if runtime is not None and runtime.weights.on and given is not None:
@@ -136,7 +132,10 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
     if stack._hfpatch_runtime is not None:
         stack._hfpatch_runtime.begin(batch.device)
     with our_attention(stack._hfpatch_configs, batch):
-        return stack._hfpatch_stock(kwargs)
+        out = stack._hfpatch_stock(kwargs)
+    if batch.watched_BT is not None:
+        stack._hfpatch_runtime.watch_padding(out, batch.watched_BT)
+    return out
 
 
 def _run_compiled(stack: "OurAttention", kwargs):

@@ -111,8 +111,7 @@ class _Keyed:
     """An argument of a cached function: equal to others with the same key."""
 
     def __init__(self, value, key):
-        self.value = value
-        self.key = key
+        self.value, self.key = value, key
 
     def __eq__(self, other):
         return self.key == other.key
@@ -279,8 +278,7 @@ class _Expected:
             if got.keys() != wanted.keys():
                 return why("other gradients", name)
             for what, value in wanted.items():
-                error = (got[what] - value).norm()
-                size = value.norm()
+                error, size = (got[what] - value).norm(), value.norm()
                 # A bias of unrotated keys shifts all scores alike. Its gradient is zero up to the
                 # rounding of its weight's gradient.
                 weight = wanted.get(what.removesuffix(".bias") + ".weight")
@@ -312,7 +310,7 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     configs = (ours.config,)
     swap(ours, OurAttention)
     layers = list_of_layers(ours)
-    how = {"offload": "gpu", "save_attention": True, "tile": TILE, "every": 1}
+    how = {"offload": "gpu", "keep": "attention", "tile": TILE, "every": 1}
     runtime = LayerRuntime(Checkpointing(**how), len(layers))
     ours._hfpatch_configs = configs
     ours._hfpatch_runtime = runtime

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.budget.policy import KEEPABLE, Checkpointing
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.budget import share_of_allowed
 from hfpatch.lab.device import clean, is_out_of_memory, nan_in_new_memory, one_line
 from hfpatch.lab.made import made
@@ -124,16 +124,16 @@ def _name(dtype: torch.dtype) -> str:
 
 def ways(tile: int) -> dict:
     """Ways to keep a layer's tensors. All must give the same gradients."""
-    least = partial(Checkpointing, every=1, save_attention=True, tile=tile, plain=0, keep=())
+    least = partial(Checkpointing, every=1, tile=tile, plain=0)
     return {
-        "host": least(offload="host"),
-        "host, attention again": least(offload="host", save_attention=False),
-        "host, all kept": least(offload="host", keep=KEEPABLE),
-        "gpu": least(offload="gpu"),
-        "gpu, all kept": least(offload="gpu", keep=KEEPABLE),
+        "host": least(offload="host", keep="attention"),
+        "host, attention again": least(offload="host", keep="input"),
+        "host, all kept": least(offload="host", keep="gate_up"),
+        "gpu": least(offload="gpu", keep="attention"),
+        "gpu, all kept": least(offload="gpu", keep="gate_up"),
         "every second": Checkpointing(offload="host", every=2, tile=tile),
-        "one tile": least(offload="host", tile=1 << 20),
-        "last layer plain": least(offload="host", plain=1),
+        "one tile": least(offload="host", keep="attention", tile=1 << 20),
+        "last layer plain": least(offload="host", keep="attention", plain=1),
         "auto": "auto",
     }
 

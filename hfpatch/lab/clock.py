@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
@@ -349,7 +349,7 @@ def _standing_in(clock: ClockDevice):
 
 
 def run_on_clock(
-    model, gpu: Gpu, policy: Policy | None, *, batch: int, seq_len: int, ranks: int = 1,
+    model, gpu: Gpu, policy: Checkpointing | None, *, batch: int, seq_len: int, ranks: int = 1,
     optimizer=None, follower=ClockFollower, gradients: int = 0, kinds: dict | None = None,
     ahead: tuple = (None, None), **more,
 ):  # fmt: skip
@@ -367,7 +367,7 @@ def run_on_clock(
         The Simulation, the ClockDevice with each stream's work, and the follower, whose `meter`
         measured the step.
     """
-    disk = policy is not None and policy.offload == "disk"
+    disk = policy is not None and policy.tier == "disk"
     drive = Drive(gpu.disk_rates) if disk else None
     device, made = ClockDevice(gpu, torch.device("cpu"), drive), []
     kinds = {} if kinds is None else kinds

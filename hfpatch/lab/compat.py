@@ -59,11 +59,6 @@ def fakes_like(fake: Tensor):
     return made
 
 
-def keep_busy(cycles: int) -> None:
-    """Keeps the GPU busy for `cycles` while the host queues work."""
-    torch.cuda._sleep(cycles)
-
-
 def record_allocations(start: bool) -> None:
     """Starts or ends the CUDA allocator's history."""
     record = torch.cuda.memory._record_memory_history

@@ -8,7 +8,7 @@ from torch import nn
 
 import hfpatch
 from hfpatch.budget.free import gpu_free, host_free
-from hfpatch.budget.policy import Policy, describe
+from hfpatch.budget.policy import LEAST, Checkpointing, describe
 from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
 from hfpatch.lab.hardware import GPUS, Gpu
 from hfpatch.lab.made import made
@@ -55,7 +55,7 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
             continue  # a plan takes seconds
         for tokens in LENGTHS:
             run = Run(preset, tokens, dtype)
-            expected = planned(run, Policy("host", tile=8192), gpu)
+            expected = planned(run, LEAST, gpu)
             fits = expected["plan_peak_gib"] * GiB <= 0.9 * free
             fits = fits and expected["plan_host_gib"] * GiB <= host
             if fits and len(WAYS) * STEPS * expected["plan_s"] <= seconds:
@@ -63,7 +63,7 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
     return None
 
 
-def planned(run: Run, policy: Policy, gpu: Gpu | None) -> dict:
+def planned(run: Run, policy: Checkpointing, gpu: Gpu | None) -> dict:
     """The simulated step's GiB, and its seconds if rates are known."""
     config = Values(preset_config(run.preset) | dict(run.changes))
     model = model_of(config, wide=run.itemsize == 4)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from hfpatch.lab import checks, full_card
-from hfpatch.lab.device import copy_rate, host_rates, matmul_rate, one_line
+from hfpatch.lab.device import one_line
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.profile.timeline import versions
+from hfpatch.lab.tables import markdown
 
 FORMAT = 1  # of the row
 PAGE, ROW = "prove.md", "prove.json"
@@ -83,8 +84,7 @@ def prove(
     sizes = checks.SMALL if small else checks.LARGE
     proof.done, proof.left_out = checks.run(device, sizes, began + CHECKS_UNTIL * seconds)
     dtype = checks.dtypes(device)[0]
-    say("what this machine copies and multiplies")
-    gpu = _rates(proof, device, dtype, small, rates)
+    gpu = _rates(proof, dtype, rates)
     run = full_card.SMALL if small else gpu and full_card.largest(gpu, dtype, STEPS_SHARE * seconds)
     if run is None:
         proof.left_out.append("the step: no model of its list fits this card and the time")
@@ -112,22 +112,22 @@ def _versions() -> dict:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _rates(proof: Proof, device, dtype, small: bool, rates) -> Gpu | None:
+def _rates(proof: Proof, dtype, rates) -> Gpu | None:
     """Fills the proof's rates. Returns the card's rates for a plan, None if they cannot be
     measured.
     """
     try:
-        out, back = host_rates(device, small)
-        proof.rates = {
-            "copy_gb_s": copy_rate(device, small) / 1e9,
-            "matmul_tflop_s": matmul_rate(device, small, dtype) / 1e12,
-            "to_host_gb_s": out / 1e9,
-            "from_host_gb_s": back / 1e9,
-        }
-        return rates(dtype) if rates else None
+        gpu = rates(dtype) if rates else None
     except (RuntimeError, ValueError) as error:
         proof.left_out.append(f"this machine's rates: {one_line(error)}")
         return None
+    if gpu is not None:
+        proof.rates = {
+            "copy_gb_s": gpu.bandwidth / 1e9,
+            "matmul_tflop_s": gpu.peak_flops / 1e12,
+            "from_host_gb_s": gpu.link / 1e9,
+        }
+    return gpu
 
 
 # --- what is sent ---------------------------------------------------------------------------------
@@ -237,8 +237,7 @@ def _rate_lines(proof: Proof) -> list[str]:
     words = {
         "copy_gb_s": "copies on the device: {:,.0f} GB/s, read and written",
         "matmul_tflop_s": "a large matmul: {:,.1f} TFLOP/s",
-        "to_host_gb_s": "to pinned host memory: {:,.1f} GB/s",
-        "from_host_gb_s": "from it: {:,.1f} GB/s",
+        "from_host_gb_s": "from pinned host memory: {:,.1f} GB/s",
     }
     found = [f"- {words[name].format(value)}" for name, value in proof.rates.items()]
     return ["## What this machine can do", "", *found, ""] if found else []
@@ -246,7 +245,8 @@ def _rate_lines(proof: Proof) -> list[str]:
 
 def _table(titles: list[str], rows: list[list]) -> list[str]:
     def cell(value) -> str:
-        return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+        if value is None:
+            return ""
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    head = ["| " + " | ".join(titles) + " |", "|" + " --- |" * len(titles)]
-    return [*head, *("| " + " | ".join(map(cell, values)) + " |" for values in rows), ""]
+    return [markdown([[cell(value) for value in row] for row in rows], titles), ""]

@@ -1,7 +1,7 @@
 """A simulated step of a few layers, measured as a run measures its own (layer/meter.py)."""
 
 from hfpatch.budget.measured import Layers
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.shallow import trained_bytes_of
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.layer.gauge import Counters
@@ -53,7 +53,7 @@ class StepMeter(Meter):
         self.ahead = ahead
         self.own = trained_bytes_of(model)
 
-    def plan(self, first: Policy, settings, able: Layers, rows: int) -> Policy:
+    def plan(self, first: Checkpointing, settings, able: Layers, rows: int):
         step, self.able = self.step, able
         step.rows, step.gate_up = rows, able.gate_up
         step.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))

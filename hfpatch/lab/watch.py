@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.store.pool import HostPool
 
@@ -12,8 +12,11 @@ GiB = 1 << 30
 
 
 def runtimes(model) -> list[LayerRuntime]:
-    """The LayerRuntimes of a model, one per stack of layers; none for a stock one."""
-    found = (vars(module).get("_hfpatch_runtime") for module in model.modules())
+    """The LayerRuntimes of a model, one per stack of layers and list of a tower's blocks; none for a
+    stock one."""
+    own = [vars(module) for module in model.modules()]
+    found = [fields.get("_hfpatch_runtime") for fields in own]
+    found += [fields.get("_hfpatch_tower", (None,))[0] for fields in own]
     return list({id(one): one for one in found if one is not None}.values())
 
 
@@ -30,7 +33,7 @@ def pinned_bytes(model) -> int:
     return total
 
 
-def policy_used(model) -> Policy | None:
+def policy_used(model) -> Checkpointing | None:
     """The policy of the last batch shape; None where nothing ran in tiles."""
     used = (policy for r in runtimes(model) for policy in reversed(r.policies.values()))
     return next(used, None)

@@ -24,7 +24,7 @@ Tensors in memory, besides those that the forward kept (kept.py), in the order A
 
 x is fetched in A, B and D (kept.PASSES). Attention outputs in the store fill whole buffers, tile by
 tile, in A. dx has memory of its own: autograd, a hook or a caller may hold dy.
-Short of memory, dx waits on the host during C (Policy.parks_dx).
+Short of memory, dx waits on the host during C (Checkpointing.parks_dx).
 """
 
 from dataclasses import dataclass, field

@@ -133,7 +133,7 @@ class LayerCall(Kept):
             left = self.parts.left.values()
             left = [qkv[i] for pair in left for i in pair] if left else ()
             del qkv
-            if where == "again" or (alone and self.policy.save_attention):
+            if where == "again" or (alone and self.policy.saves_attention):
                 save = self.queue.transfers.save if where == "tier" else self.on_device
                 self.outs = list(map(save, outs))
                 self.lses = list(map(save, lses))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.attention.heads import Attention
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import is_fake, keeps_graph, version
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.forward_state import ForwardState
@@ -53,7 +53,7 @@ class LayerFunction(torch.autograd.Function):
         return None, dx, *grads
 
 
-def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tensor]:
+def tiled_layer(runtime, policy: Checkpointing, parts: Traced, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
@@ -66,7 +66,11 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
     if parts.traits.carries is not None and not then.gathered:
         timed = in_time(parts, policy, runtime, x)
     sequence = parts.batch.sequence
-    attention = Attention(policy.wide) if sequence is None else ExchangedAttention(sequence)
+    attention = (
+        Attention(wide=policy.aim == "fastest")
+        if sequence is None
+        else ExchangedAttention(sequence)
+    )
     call = (LayerCall if timed is None else TimedCall)(
         layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **(timed or {}),
@@ -76,8 +80,8 @@ def tiled_layer(runtime, policy: Policy, parts: Traced, x: Tensor) -> list[Tenso
         call.queue = runtime.queues.get((x.device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
-    if policy.keeps_gates(layer._hfpatch_index, runtime.n_layers):
-        call.keeps_gates = policy.every == 1 and spares_gates(layer, parts.traits, x.device.type)
+    if policy.keeps_gates(layer._hfpatch_index):
+        call.keeps_gates = spares_gates(layer, parts.traits, x.device.type)
     meter = runtime.meters.get(x.device)
     call.step = meter and meter.step
     runtime.link(call, x)

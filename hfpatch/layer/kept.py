@@ -11,7 +11,7 @@ from itertools import chain, repeat
 import torch
 from torch import Tensor
 
-from hfpatch.budget.policy import RING_SLOTS, Policy
+from hfpatch.budget.policy import RING_SLOTS, Checkpointing
 from hfpatch.compat import version
 from hfpatch.store.transfers import FetchQueue, Saved
 
@@ -45,7 +45,7 @@ class Kept:
     nothing is kept. `mixes`: whether something in the layer mixes tokens; if not, there is one pass.
     """
 
-    policy: Policy
+    policy: Checkpointing
     device: torch.device
     # parallel.shards.Shards: x is kept in parts, one per tensor-parallel rank
     shards: "object | None" = None

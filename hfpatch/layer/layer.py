@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import (
     autocast_dtype,
     collected_now,
@@ -224,7 +224,7 @@ class TiledLayer(UntiledLayer):
                 return self._keeping_all(r, policy)
         return self._checkpointed(r, policy, whole)
 
-    def _keeping_all(self, r: Request, policy: Policy):
+    def _keeping_all(self, r: Request, policy: Checkpointing):
         y = self._whole(r)(r.given)
         self._hfpatch_runtime.ran_plain(self, policy, r.given, y)
         return y

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from hfpatch.budget.free import to_come
 from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, Plan, climb, tile_bytes
-from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing, Policy
+from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.gauge import Counters, Gauge
 from hfpatch.store.device import seconds_between
@@ -203,7 +203,9 @@ class Meter:
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
         return next(found, None), False
 
-    def plan(self, first: Policy, settings: Checkpointing, able: Layers, rows: int) -> Policy:
+    def plan(
+        self, first: Checkpointing, settings: Checkpointing, able: Layers, rows: int
+    ) -> Checkpointing:
         """The policy of the step that begins. first: of one of which nothing is known."""
         step = self.step
         call, own = self._call_of(step.key)
@@ -220,7 +222,7 @@ class Meter:
                 step.ahead = COPIES * (able.wide + able.gate_up) * rows
         return step.plan.policy
 
-    def firm(self, policy: Policy) -> None:
+    def firm(self, policy: Checkpointing) -> None:
         """The step runs as other ranks do, whatever is allocated as its layers begin."""
         plan = self.step.plan = self.step.plan or Plan(policy)
         plan.policy = policy
@@ -370,7 +372,7 @@ class Meter:
                 step.backward.top = step.last.peak
             else:  # scratch of kernels was not sampled
                 step.backward.top += (step.backward.top - base) // 4
-        gates = 0 if policy.again is None else step.gate_up
+        gates = step.gate_up if policy.keep > 0 else 0
         tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
         call.tiled.put(step.rows, max(0, step.backward.top - base - call.gradients - tile))
 

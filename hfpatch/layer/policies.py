@@ -17,7 +17,7 @@ from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.limits import environment_number
 from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
-from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, describe
+from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
 from hfpatch.compat import all_parameters, autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
 from hfpatch.layer.gauge import Gauge
@@ -68,14 +68,14 @@ class Policies:
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int):
         self.checkpointing, self.n_layers = checkpointing, n_layers
-        self.policies: dict[tuple, Policy] = {}
-        self.firsts: dict[tuple, Policy] = {}
+        self.policies: dict[tuple, Checkpointing] = {}
+        self.firsts: dict[tuple, Checkpointing] = {}
         self.queues: dict[tuple, FetchQueue] = {}
         self.shards: Shards | None = None
         self.meters: dict[torch.device, Meter | None] = {}
-        self.opened: dict[tuple, Policy] = {}
-        self.said: dict[tuple, Policy] = {}
-        self.agreed: dict[tuple, tuple[int, Policy]] = {}
+        self.opened: dict[tuple, Checkpointing] = {}
+        self.said: dict[tuple, Checkpointing] = {}
+        self.agreed: dict[tuple, tuple[int, Checkpointing]] = {}
         self.owner, self.sequence, self.exchange = lambda: None, None, None
         self.spare = 0
         self._found: list = []  # weak references to the layers
@@ -106,7 +106,9 @@ class Policies:
             meter.begin()
         self._begun = True
 
-    def policy(self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False) -> Policy:
+    def policy(
+        self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
+    ) -> Checkpointing:
         """The policy for this batch shape. A new shape gets a policy, and host memory is reserved
         for it.
 
@@ -125,7 +127,8 @@ class Policies:
         policy = self.policies.get(key)
         if policy is None and not training:  # nothing is kept
             tile = self.checkpointing.tile
-            return Policy("gpu", tile=auto_tile(B * T) if tile == "auto" else tile)
+            tile = auto_tile(B * T) if tile == "auto" else tile
+            return dataclasses.replace(LEAST, offload="gpu", tile=tile)
         if training:
             # A forked process has no queues.
             if policy is None or (device, policy.offload) not in self.queues:
@@ -148,7 +151,7 @@ class Policies:
         for queue in self.queues.values():
             queue.transfers.settle(room=room)
 
-    def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Policy:
+    def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
         """The first policy of a shape. Ranks that must choose alike do so together."""
         group = None if whole else tensor_parallel_group(layer)
 
@@ -156,7 +159,9 @@ class Policies:
             found = self._chosen(layer, x_BTD, longest, whole, group)
             queue = x_BTD.device, found.offload
             if queue not in self.queues:
-                self.queues[queue] = FetchQueue(Transfers(*queue, self.checkpointing.directory))
+                self.queues[queue] = FetchQueue(
+                    Transfers(x_BTD.device, found.tier, found.directory)
+                )
             return found
 
         return self._together(group, open_shape)
@@ -175,7 +180,7 @@ class Policies:
             return self.sequence.least(numbers)
         return numbers if group is None else least_of(group, numbers)
 
-    def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, group) -> Policy:
+    def _chosen(self, layer: nn.Module, x_BTD: Tensor, T: int, whole: bool, group) -> Checkpointing:
         """Chooses a first policy. group: the tensor-parallel ranks of each layer, which must choose
         alike.
         """
@@ -191,7 +196,7 @@ class Policies:
             self.shards = Shards(group)
         return policy
 
-    def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Policy:
+    def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
         """The first policy of a shape: what is sure to be little."""
         settings, meter = self._settings(x, layer), self.meter_of(x.device)
         # independent of one rank's free memory
@@ -229,7 +234,9 @@ class Policies:
         alike = arrival_counts() or self.exchange is not None
         return change(settings, plain=0) if alike and settings.plain == "auto" else settings
 
-    def _grown(self, meter: Meter, key, first: Policy, layer, x: Tensor, begins: bool) -> Policy:
+    def _grown(
+        self, meter: Meter, key, first: Checkpointing, layer, x: Tensor, begins: bool
+    ) -> Checkpointing:
         """The policy of the step that begins, by what earlier ones have shown; then the step's."""
         step, whole, (B, T) = meter.step, key[4], x.shape[:2]
         if begins or step.plan is None or step.whole != whole:
@@ -248,36 +255,33 @@ class Policies:
             self._say(meter, policy, (B, T, whole), (B, key[1], whole, step.key), x)
         return self.policies.get(key, first)
 
-    def _say(self, meter: Meter, policy: Policy, shape: tuple, key: tuple, x: Tensor) -> None:
+    def _say(
+        self, meter: Meter, policy: Checkpointing, shape: tuple, key: tuple, x: Tensor
+    ) -> None:
         """Prints a policy, if it is another than that of the last such step and of the last line."""
         told, self.said[key] = self.said.get(key), policy
         if policy in (told, self.said.get(shape)):
             return
         why = f"{meter.why}; " if meter.why and told else ""
         self.said[shape], meter.why = policy, ""
-        what = describe(policy, self._keeping(x))
+        layers = self._keeping(x)
+        what = describe(policy, layers, self.n_layers - layers)
         say(f"{why}{shape[0]} x {shape[1]:,} tokens: {what}{meter.words()}.")
 
-    def _agreed(self, meter: Meter, key: tuple, own: Policy, group) -> Policy:
+    def _agreed(self, meter: Meter, key: tuple, own: Checkpointing, group) -> Checkpointing:
         """The policy of ranks that must decide alike: the least of theirs, asked for at a shape's
         1st, 2nd, 4th, 8th ... step.
         """
         steps, agreed = self.agreed.get(key, (0, own))
         steps += 1
         if steps & (steps - 1) == 0:
-            # Layers that keep gate and up, where that is chosen and not the user's own setting.
-            chosen = self.checkpointing.keep == "auto"
-            gates = 0 if own.again is None else self.n_layers - own.plain - own.again
-            plain, tile, gates = self._least(group, [own.plain, own.tile, gates])
-            again = self.n_layers - plain - gates if gates else None
-            agreed = dataclasses.replace(
-                own, plain=plain, tile=tile, again=again if chosen else own.again
-            )
+            plain, tile, keep = self._least(group, [own.plain, own.tile, own.keep])
+            agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep)
         self.agreed[key] = steps, agreed
         meter.firm(agreed)
         return agreed
 
-    def untiled(self, layer: nn.Module, x: Tensor, policy: Policy) -> bool:
+    def untiled(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
         """Whether this layer keeps everything. Called as its forward begins."""
         meter, index = self.meters.get(x.device), layer._hfpatch_index
         if not torch.is_grad_enabled():
@@ -327,7 +331,9 @@ class Policies:
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
         return None if free is None else free // ranks + waits
 
-    def _reserve(self, policy: Policy, layer, x: Tensor, T: int, meter: Meter | None) -> None:
+    def _reserve(
+        self, policy: Checkpointing, layer, x: Tensor, T: int, meter: Meter | None
+    ) -> None:
         """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
         be pinned.
         """
@@ -336,6 +342,7 @@ class Policies:
         pool, free = self.queues[x.device, "host"].transfers.pool, memory.host_free()
         if free is not None and free < SCARCE_HOST:
             pool.give_back()  # host memory is scarce: hold no more than this length takes
+        below = self.n_layers - self._keeping(x)
         layers = -(-(self._keeping(x) - policy.plain) // policy.every)
         ranks = 1 if self.shards is None else self.shards.world
         rows = x[:, :1, ..., 0].numel() * T
@@ -345,7 +352,7 @@ class Policies:
             return max((getattr(c, name, 0) or 0 for c in layer._hfpatch_configs), default=0)
 
         heads, head = named("num_attention_heads"), layer._hfpatch_condition.head_dim
-        saved = layers * policy.save_attention
+        saved = layers * policy.saves_attention
         one = rows * x.shape[-1] * x.element_size()
         sizes = Counter({one // ranks: layers})
         bounds = tile_bounds(len(x), T, policy.tile)
@@ -353,8 +360,9 @@ class Policies:
         sizes[one] += policy.parks_dx and len(bounds) > 1
         sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
         sizes[rows * heads * max(4, computed)] += saved
-        if meter is not None and meter.step is not None and policy.again is not None:
+        gates = min(policy.keep, self.n_layers - policy.plain) - below
+        if meter is not None and meter.step is not None and gates > 0:
             for a, b in bounds:
-                sizes[x.shape[0] * (b - a) * meter.step.gate_up // 2] += 2 * (layers - policy.again)
+                sizes[x.shape[0] * (b - a) * meter.step.gate_up // 2] += 2 * gates
         most = self._host_free()
         pool.reserve(+sizes, most and int(HOST_SHARE * most))

@@ -156,7 +156,7 @@ def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
         inputs: the input [B, T, D] of each mixer.
     """
     timed = dict(call.parts.traits.timed)
-    saves = again or call.queue is not None and call.policy.save_attention
+    saves = again or call.queue is not None and call.policy.saves_attention
     transfers = call.queue.transfers if saves and call.queue is not None else None
     for name, mixer, x in zip(call.parts.traits.mixers, call.parts.mixers, inputs):
         if name in timed and (again or mixer.time is None):

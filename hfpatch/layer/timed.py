@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import pytree
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
@@ -132,7 +132,7 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
     return why_not_here(module, argument, x_BTD, runtime, call)
 
 
-def in_time(parts, policy: Policy, runtime, x: Tensor) -> dict | None:
+def in_time(parts, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
     layer, carries = parts.layer, parts.traits.carries
     if policy.every > 1 or parts.records is not None or parts.wanted or runtime.shards:

@@ -6,30 +6,33 @@ of their own: a batch's number of patches is independent of its text, and differ
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.layer.layer import TiledLayer, needs_no_gradient
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.whole import offloaded_checkpoint
 from hfpatch.store.transfers import FetchQueue, Transfers
 
 
-def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Policy:
+def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Checkpointing:
     """The policy for a block's input x. first: x is the first block's, which reserves host memory
     for all.
     """
-    tier, directory = tower.checkpointing.offload, tower.checkpointing.directory
-    if tier == "auto":
-        tier = "host" if x.is_cuda else "gpu"
-    if (x.device, tier) not in tower.queues:
-        tower.queues[x.device, tier] = FetchQueue(Transfers(x.device, tier, directory))
-    if first and tier == "host":
+    place = tower.checkpointing.offload
+    if place == "auto":
+        place = "host" if x.is_cuda else "gpu"
+    policy = replace(LEAST, offload=place)
+    if (x.device, place) not in tower.queues:
+        transfers = Transfers(x.device, policy.tier, policy.directory)
+        tower.queues[x.device, place] = FetchQueue(transfers)
+    if first and place == "host":
         tower.transfers.pool.reserve({x.numel() * x.element_size(): tower.n_layers})
-    return Policy(tier)
+    return policy
 
 
 class Tower:

@@ -264,8 +264,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, ids, w1, w2, b1, b2, a1, z1, a2, z2, layout, adds, value):
         ids_S, perm, inverse, offs = _sorted(ids, w1.shape[0])
-        token = perm // ids.shape[1]
-        w_S = w.flatten()[perm]
+        # In 32 bits: a kernel would load one 16-bit weight at a time.
+        token, w_S = perm // ids.shape[1], w.flatten()[perm].to(wide_dtype(w.dtype))
         one, two = layout.views(w1, w2)
         xs = x[token]
         gu, low = _up(xs, one, a1, z1, offs)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hfpatch.budget.measured import HOST_SHARE, PIN_BYTES_PER_SECOND
-from hfpatch.budget.policy import Checkpointing, Policy, parse_checkpointing
+from hfpatch.budget.policy import Checkpointing, parse_checkpointing
 from hfpatch.lab.hardware import (
     HOST_BYTES_PER_SECOND,
     GiB,
@@ -13,6 +13,7 @@ from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
 from hfpatch.lab.shallow import (
     STOCK,
     STOCK_CHECKPOINTING,
+    UNTILED,
     Model,
     Sizes,
     Values,
@@ -34,7 +35,7 @@ from hfpatch.planner.towers import Tower, tower_in_front
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
 WHOLE = (
-    "off",
+    UNTILED,
     STOCK,
     STOCK_CHECKPOINTING,
 )  # values of checkpointing under which layers run untiled
@@ -63,7 +64,7 @@ class Run:
     @property
     def on_disk(self) -> bool:
         """Whether checkpoints wait in files."""
-        return self.checkpointing not in WHOLE and self.checkpointing.directory is not None
+        return getattr(self.checkpointing, "directory", None) is not None
 
     @property
     def rates(self) -> Gpu:
@@ -108,9 +109,9 @@ def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:
 
 def _first_step(run: Run, cost: Cost, stays: Resident, policy) -> dict:
     """Seconds by which the first step is longer: pinning host memory, compiling kernels."""
-    tiled = isinstance(policy, Policy)
-    pinned = tiled * (cost.host + stays.host // run.gpus * bool(run.shape.adapters))
-    pinned *= not run.on_disk
+    pinned = 0
+    if isinstance(policy, Checkpointing) and not run.on_disk:
+        pinned = cost.host + stays.host // run.gpus * bool(run.shape.adapters)
     return {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": COMPILE_SECONDS}
 
 
@@ -120,12 +121,11 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     seconds, step_flops, model_flops = seconds_of(run, cost, stays), cost.flops, cost.model
     moved, host = stays.link + cost.up + cost.down, cost.host
     if tower is not None:
-        asked = run.batch, run.checkpointing, bool(run.shape.adapters)
-        moments = tower.beside(moments, run.shape.trained_bytes, *asked)
-        own, host = tower.flops(*asked), host + tower.host(*asked)
-        step_flops, model_flops = step_flops + own.total, model_flops + own.model
-        seconds["image_tower"] = tower.seconds(run.gpu, *asked)
-        moved += 2 * tower.host(*asked)
+        moments, own = tower.beside(moments, run), tower.cost(run).numbers
+        host += int(own["host"])
+        step_flops, model_flops = step_flops + own["flops"], model_flops + own["model"]
+        seconds["image_tower"] = own["seconds"]
+        moved += 2 * int(own["host"])
     step_seconds = sum(seconds.values())
     # If all gradients are kept, each moment counts those that exist then. Otherwise the placement
     # has a constant number of bytes for them.
@@ -138,8 +138,7 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     }  # fmt: skip
     parts["slack"] = max(RESERVE_LEAST, int(RESERVE_SHARE * sum(parts.values())))
     peak = sum(parts.values())
-    on_host = 0 if run.on_disk else host
-    host_peak = stays.host + run.gpus * (on_host + PROCESS_BYTES)
+    host_peak = stays.host + run.gpus * (PROCESS_BYTES + (not run.on_disk) * host)
     host_usable = None if run.host is None else int(HOST_SHARE * run.host)
     fits = peak <= run.gpu.usable_bytes and (host_usable is None or host_peak <= host_usable)
     return Plan(
@@ -150,12 +149,12 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
         host_peak_bytes=host_peak, host_usable_bytes=host_usable, step_seconds=step_seconds,
         tokens_per_second=run.gpus * run.batch * run.seq_len / step_seconds,
         mfu=model_flops / step_seconds / run.gpu.data_sheet_flops,
-        policy=vars(policy) if isinstance(policy, Policy) else policy, why=why,
+        policy=vars(policy) if isinstance(policy, Checkpointing) else policy, why=why,
         suggestions=[], moment=moment.name,
         seconds=seconds, link_bytes=moved, flops=step_flops, rates=run.gpu.source,
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
         num_layers=run.shape.num_layers, first_step=_first_step(run, cost, stays, policy),
-        visual_tokens=0 if tower is None else tower.tokens,
+        visual_tokens=0 if tower is None else tower.tokens(run),
     )  # fmt: skip
 
 
@@ -171,7 +170,9 @@ def stays_of(run: Run, placement: str, policy) -> Resident:
 def settings_of(checkpointing) -> Checkpointing | str:
     """The Checkpointing that plan() was asked for, or one word of WHOLE. Raises ValueError."""
     words = checkpointing if isinstance(checkpointing, list) else [checkpointing]
-    return words[0] if len(words) == 1 and words[0] in WHOLE else parse_checkpointing(checkpointing)
+    if words in (["off"], [STOCK], [STOCK_CHECKPOINTING], [Checkpointing("off")]):
+        return words[0] if words[0] in WHOLE else UNTILED
+    return parse_checkpointing(checkpointing)
 
 
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
@@ -189,7 +190,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
             raise ValueError(
                 f"hfpatch: {what} must be a positive whole number, got {value!r}. Pass 1 or more."
             )
-    tower = tower_in_front(model, images, video_tokens, seq_len)
+    tower = tower_in_front(model, images, video_tokens)
     if tower is not None and sp_size > 1:
         raise ValueError(
             f"hfpatch: --images and --sp-size {sp_size} cannot be combined. Leave one out."
@@ -211,4 +212,10 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     else:
         row = gpu if isinstance(gpu, Gpu) else card(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
-    return Run(name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower)
+    run = Run(name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower)
+    if tower is not None and tower.tokens(run) > seq_len:
+        raise ValueError(
+            f"hfpatch: --seq-len must be at least the {tower.tokens(run):,} visual tokens of its "
+            f"images and videos, got {seq_len:,}. Raise it: it counts text and images together."
+        )
+    return run

@@ -18,7 +18,7 @@ from hfpatch.budget.measured import (
     climb,
     rounded,
 )
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
 from hfpatch.lab.simulate.fla import installed
@@ -99,9 +99,7 @@ class Ladder:
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
         run = self.run
-        held = 0
-        if run.tower is not None:
-            held = run.tower.held(run.batch, run.checkpointing, bool(run.shape.adapters))
+        held = 0 if run.tower is None else int(run.tower.cost(run).numbers["held"])
         return max(0, run.gpu.usable_bytes - self.stays.parameters - held)
 
     def _host(self) -> int | None:
@@ -122,7 +120,7 @@ class Ladder:
     def _too_large(self) -> bool:
         return step_bytes(self.first, **self._sizes(self.rows)) > self._first_free()
 
-    def _first(self, settings) -> Policy:
+    def _first(self, settings) -> Checkpointing:
         run, shape = self.run, self.run.shape
         asked = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
@@ -205,18 +203,18 @@ class Ladder:
 def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
     """The plan of a simulated step."""
     said = []
-    if isinstance(policy, Policy) and cost.whole:
+    if isinstance(policy, Checkpointing) and cost.whole:
         reasons, count = ", ".join(cost.whole), round(sum(cost.whole.values()))
         if count == run.shape.num_layers:
-            policy = f"layers run untiled ({reasons}), their inputs to {policy.offload}"
+            policy = f"layers run untiled ({reasons}), their inputs to {policy.tier}"
         else:
             said.append(f"{count} of {run.shape.num_layers} layers run untiled ({reasons})")
     if run.shape.carries_states:
         who = "delta rules take what fla's kernels do, other mixers" if installed() else "mixers"
         said.append(f"{who} run in plain code, which takes more memory than their kernels do")
         said += [WAITS] * (run.ranks > 1)
-    if isinstance(policy, Policy):
-        said += [f"checkpoints wait in files, on {DISK}"] * (policy.offload == "disk")
+    if isinstance(policy, Checkpointing):
+        said += [f"checkpoints wait in files, on {DISK}"] * (policy.tier == "disk")
         if steps_of(run, placement).carried_on(run.seq_len, policy):
             said.append("run on shorter rows and carried on")
     said += [float8.SAID] * (run.gpu.float8 > 1)

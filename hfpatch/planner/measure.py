@@ -23,6 +23,12 @@ def _seconds(run, least: float = 0.1) -> float:
             return spent / count
 
 
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matmul of random values (zeros run faster)."""
+    a, b = (torch.randn(8192, 8192, device=device, dtype=dtype) for _ in range(2))
+    return 2 * 8192**3 / _seconds(lambda: a @ b)
+
+
 def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
     """This machine's first GPU as a Gpu, with its rates for `dtype`. ValueError without a GPU."""
     if not torch.cuda.is_available():
@@ -45,8 +51,6 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     from hfpatch.attention.attention import BACKENDS, pick
 
     make = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
-    a, b = make(8192, 8192), make(8192, 8192)
-    matmul = 2 * 8192**3 / _seconds(lambda: a @ b)
     T, H, K, E = 16384, 32, 8, 128
     q, k, v = make(1, T, H, E), make(1, T, K, E), make(1, T, K, E)
     forward, backward = BACKENDS[pick(q)]
@@ -66,7 +70,7 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         there = torch.empty_like(big, device="cuda:1")
         peer = big.numel() / _seconds(lambda: there.copy_(big))
     return {
-        "peak_flops": matmul, "bandwidth": bandwidth, "link": link, "attention_forward": fwd,
+        "peak_flops": matmul_rate(device, dtype), "bandwidth": bandwidth, "link": link, "attention_forward": fwd,
         "attention_backward": bwd,
         "peer": peer,
     }  # fmt: skip

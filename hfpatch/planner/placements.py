@@ -136,10 +136,9 @@ class Resident:
 
 
 def resident(name: str, shape, gpus: int, policy=None) -> Resident:
-    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Policy, or the
-    Checkpointing that leads to one, or a word for layers that run untiled.
+    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Checkpointing, or a word
+    for layers that run untiled.
     """
-    whole = isinstance(policy, str)
     if shape.adapters:
         T, base, host = shape.trained_parameters, shape.nbytes, 0
         if getattr(policy, "frozen_weights", "gpu") == "host":
@@ -163,7 +162,7 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
     if own.own:
         # Autocast keeps a bf16 copy of each weight until the forward ends, where the loss has its
         # peak. A tiled layer drops its copies.
-        copies = 2 * (P if whole else largest) if own.itemsize == 4 else 0
+        copies = 2 * (P if isinstance(policy, str) else largest) if own.itemsize == 4 else 0
         return Resident(own.itemsize * P + copies, None, 2 * own.itemsize * P, passed=copies)
     if name == "zero3-offload":
         # This rank's share of weights goes to the GPU twice, of gradients to the host once. The

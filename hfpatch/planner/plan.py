@@ -92,8 +92,8 @@ def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Pl
     from hfpatch.planner.machine import common_host
     from hfpatch.planner.suggestions import suggestions
 
-    asked |= {"checkpointing": settings_of(asked["checkpointing"])}
-    if getattr(asked["checkpointing"], "frozen_weights", "auto") == "host":
+    settings = asked["checkpointing"] = settings_of(asked["checkpointing"])
+    if getattr(settings, "frozen_weights", "auto") == "host":
         _refuse_weights_on_host(asked["adapters"], asked["sp_size"])
     run = make_run(model, seq_len=seq_len, **asked)
     if fp8:

@@ -8,7 +8,7 @@ class Plan:
     """The answer for one run, in bytes and seconds. gpu_* are of one GPU, host_* of one machine.
 
     Attributes:
-        policy: the resolved Policy as a dict, or one word if layers run untiled.
+        policy: the resolved Checkpointing as a dict, or one word if layers run untiled.
         first_step: the extra seconds of the first step.
         max_seq_len: the longest sequence, max_seq_len_host_bytes: the host's memory there.
         adapters: the adapters trained over a frozen base; None if all weights are trained.

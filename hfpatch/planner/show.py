@@ -4,17 +4,13 @@ import math
 
 from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.measured import HOST_SHARE
-from hfpatch.budget.policy import Policy, describe
+from hfpatch.budget.policy import Checkpointing, describe
 from hfpatch.lab.hardware import SECONDS_ERROR, GiB
+from hfpatch.lab.tables import gib, table
 from hfpatch.planner.placements import PLACEMENTS
 
 # Names of the parts of GPU memory in the lines of a plan.
 NAMES = {"slack": "slack (lost between blocks)"}
-
-
-def gib(nbytes) -> str:
-    """Bytes as text: "12.3 GiB"."""
-    return "unlimited" if nbytes is None else f"{nbytes / GiB:.1f} GiB"
 
 
 def span(seconds: float) -> str:
@@ -24,20 +20,11 @@ def span(seconds: float) -> str:
     return f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def table(rows, header) -> str:
-    """Rows as text with aligned columns, the first to the left and the others to the right."""
-    cells = [tuple(header), *[tuple(str(c) for c in row) for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    pad = lambda i, c: c.ljust(widths[i]) if i == 0 else c.rjust(widths[i])  # noqa: E731
-    lines = ["  ".join(pad(i, c) for i, c in enumerate(row)).rstrip() for row in cells]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
-
-
 def policy_text(policy, num_layers: int | None = None) -> str:
     """Plan.policy in a few words. num_layers: the model's, or None if unknown."""
     if not isinstance(policy, dict):
         return str(policy)
-    return describe(Policy(**policy), num_layers)
+    return describe(Checkpointing(**policy), num_layers)
 
 
 def text(plan) -> str:

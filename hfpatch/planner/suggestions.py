@@ -9,7 +9,6 @@ from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import model_of
 from hfpatch.planner.answer import (
-    WHOLE,
     Run,
 )
 from hfpatch.planner.evaluate import FIRST, SETTLED, best, longest, placements, possible
@@ -71,9 +70,9 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
     for name in placements(run, "auto"):
         if name != placement and name not in names:
             offers.add(f"--placement {name}", run, [name])
-    if run.checkpointing in WHOLE or run.checkpointing != Checkpointing():
+    if run.checkpointing != Checkpointing():
         offers.add("--checkpointing auto", replace(run, checkpointing=Checkpointing()), names)
-    if run.checkpointing not in WHOLE and run.checkpointing.offload in ("auto", "host"):
+    if getattr(run.checkpointing, "offload", "off") in ("auto", "host"):
         disk = replace(run.checkpointing, offload="./checkpoints")
         offers.add("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:

@@ -201,7 +201,7 @@ def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config
     return replace(data, pad_multiple=math.lcm(data.pad_multiple, chunks))
 
 
-def checkpointing_of(model: ModelArguments) -> Checkpointing | str:
+def checkpointing_of(model: ModelArguments) -> Checkpointing:
     """The settings of --checkpointing. Raises ValueError."""
     return parse_checkpointing(model.checkpointing)
 

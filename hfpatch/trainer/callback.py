@@ -16,8 +16,8 @@ from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.compat import parallelism_config
 from hfpatch.context.classes import inner_model, is_mixed
-from hfpatch.lab.device import matmul_rate
 from hfpatch.lab.hardware import GiB, gpu_named
+from hfpatch.planner.measure import matmul_rate
 from hfpatch.report import say
 from hfpatch.trainer import memory
 from hfpatch.trainer.footprint import against
@@ -291,4 +291,4 @@ def peak_flops(device, dtype: torch.dtype) -> float | None:
         known = gpu_named(torch.cuda.get_device_name(device))
         if known is not None:
             return known.peak_flops
-    return matmul_rate(device, False, dtype)
+    return matmul_rate(device, dtype)

@@ -17,11 +17,7 @@ from hfpatch.trainer.arguments import checkpointing_of
 def _offload_folder(model) -> None:
     """Raises ValueError for a --checkpointing that no folder can be made of."""
     settings = checkpointing_of(model)
-    directory = (
-        settings.directory
-        if model.impl == "hfpatch" and isinstance(settings, Checkpointing)
-        else None
-    )
+    directory = settings.directory if model.impl == "hfpatch" else None
     if directory is None:
         return
     path = Path(directory).absolute()
@@ -161,7 +157,7 @@ def _implementation_rules(model, args):
         (f"--use_liger_kernel and --impl {model.impl} both patch the model. Use --impl liger."),
     )
     yield (
-        ours and asked != "off" and args.gradient_checkpointing,
+        ours and asked.offload != "off" and args.gradient_checkpointing,
         (
             "--gradient_checkpointing and hfpatch's checkpointing cannot be combined. Leave it "
             "out, or use --checkpointing off."
@@ -173,7 +169,7 @@ def _implementation_rules(model, args):
         "own attention.",
     )
     yield (
-        not ours and asked not in ("off", Checkpointing()),
+        not ours and asked not in (Checkpointing("off"), Checkpointing()),
         f"--checkpointing works with --impl hfpatch only, got {model.impl}. Leave it out.",
     )
 

@@ -12,12 +12,13 @@ is what one more of them adds to a row, of 16,384 tokens and of 32,768.
 import contextlib
 import csv
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST
 from hfpatch.decoder.small_instance import scaled_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.follow import Follower
@@ -74,7 +75,7 @@ def main(families) -> None:
     for family in families:
         row = launches(prepare(small(family), "hf-ckpt"), TILE)
         table.writerow([family, "a row, transformers' checkpointing", TILE, *row])
-        ours, policy = prepare(small(family), "hfpatch"), Policy("gpu", tile=TILE)
+        ours, policy = prepare(small(family), "hfpatch"), replace(LEAST, offload="gpu", tile=TILE)
         for tokens in (2 * TILE, 4 * TILE):
             few, many = (launches(ours, n, policy) for n in (tokens - TILE, tokens))
             table.writerow([family, "a tile", tokens, *(b - a for a, b in zip(few, many))])

@@ -32,7 +32,7 @@ def made(layers):
         import hfpatch
         trust = {{"verdict": False}} if "verdict" in inspect.signature(hfpatch.apply).parameters else {{}}
         plain = {{"plain": 0}} if "plain" in inspect.signature(hfpatch.Checkpointing).parameters else {{}}
-        kept = hfpatch.Checkpointing(tile=2 * {TILES} // tiles, offload="gpu", every=1, save_attention=True, **plain)
+        kept = hfpatch.Checkpointing(tile=2 * {TILES} // tiles, offload="gpu", every=1, **plain)
         hfpatch.apply(model, checkpointing=kept, **trust)
     elif kind == "checkpointing":
         model.gradient_checkpointing_enable({{"use_reentrant": False}})

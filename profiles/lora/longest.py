@@ -16,7 +16,7 @@ CARDS = {f"{n} GiB": replace(GPUS["rtx4090"], memory_bytes=n * GiB) for n in (12
 CARDS |= {name: GPUS[name] for name in ("rtx5090", "l40s", "a100-80gb", "h100")}
 FIELDS = ("card", "host_gib", "inputs_alone", "tokens", "gpu_gib", "host_taken_gib", "step_seconds",
           "every", "tile",
-          "save_attention", "frozen_weights")  # fmt: skip
+          "keep", "frozen_weights")  # fmt: skip
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     asks = [(card, None, alone) for card in CARDS for alone in (False, True)]
     asks += [("24 GiB", host, False) for host in (72, 128)]
     for card, host, alone in asks:
-        settings = Checkpointing(save_attention=False) if alone else Checkpointing()
+        settings = Checkpointing(keep="input") if alone else Checkpointing()
         run = {"gpu": CARDS[card], "adapters": Adapters(16, "4bit"), "checkpointing": settings}
         run["host_ram"] = (1 << 14 if host is None else host) * GiB
         tokens = plan("llama-3.1-8b", seq_len=8192, max_seq_len=True, **run).max_seq_len

@@ -7,7 +7,7 @@ python profiles/lora/streamed.py [--simulate] > profiles/lora/streamed.csv
 import csv
 import sys
 
-from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.models import config_of
 from hfpatch.planner.plan import plan
@@ -20,7 +20,7 @@ RUNS = [("llama-3.1-70b", n, "least") for n in (512, 336, 240)] + [
 RUNS += [("llama-3.1-70b", 512, "fastest"), ("Qwen/Qwen3-32B", 336, "fastest")]
 FIELDS = ("model", "gpu", "host_ram_gib", "aim", "tokens", "fits", "gpu_gib", "beyond_gib",
           "simulated_gib", "host_gib",
-          "step_seconds", "copy_wait", "every", "save_attention", "tile")  # fmt: skip
+          "step_seconds", "copy_wait", "every", "keep", "tile")  # fmt: skip
 
 
 def simulated(name: str, found) -> str:
@@ -32,7 +32,7 @@ def simulated(name: str, found) -> str:
 
     config = config_of(name)[1] | {"num_hidden_layers": max(3, 2 * found.policy["every"])}
     model = prepare(build(config, adapters=Adapters(16)), "hfpatch")
-    return f"{simulate(model, 1, found.seq_len, policy=Policy(**found.policy)).most_beyond_bytes / GiB:.1f}"
+    return f"{simulate(model, 1, found.seq_len, policy=Checkpointing(**found.policy)).most_beyond_bytes / GiB:.1f}"
 
 
 def main(gpu="rtx4090", tokens=131072) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.limits import parse_length, parse_word
-from hfpatch.budget.policy import Checkpointing, Policy, auto_tile, parse_checkpointing
+from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, parse_checkpointing
 from hfpatch.cli.flags import add_checkpointing
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.implementations import IMPLEMENTATIONS, build, prepare
@@ -75,18 +75,15 @@ def run(args, prepare=prepare) -> int:
     return 0
 
 
-def _policy(args, settings, config: dict, tokens: int) -> Policy:
+def _policy(args, settings, config: dict, tokens: int) -> Checkpointing:
     """The policy of --checkpointing and --policy. By default every layer's input and attention
     output go to the host.
     """
     pairs = dict(pair.split("=", 1) for pair in args.policy)
-    fields = {
-        name: tuple(value.split(",")) if name == "keep" else parse_word(value)
-        for name, value in pairs.items()
-    }
+    fields = {name: parse_word(value) for name, value in pairs.items()}
     rows = args.batch * tokens
-    if not isinstance(settings, Checkpointing):
-        return Policy(**({"tile": auto_tile(rows)} | fields))
+    if settings.offload == "off":
+        return replace(LEAST, **({"tile": auto_tile(rows)} | fields))
     layers, width = config.get("num_hidden_layers", 1), config.get("hidden_size", 0)
     return replace(first_policy(settings, rows=rows, width=width, layers=layers), **fields)
 

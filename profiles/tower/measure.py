@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
 import hfpatch
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST
 from hfpatch.lab.simulate.simulator import simulate
 
 SIDE = 64  # patches a side of a frame, 1,024 visual tokens
@@ -54,7 +54,7 @@ def measured(tokens: int, way: str):
     grid = torch.tensor([[1, SIDE, SIDE]] * frames)
     return simulate(
         Tower(visual, model.config), 1, 8, inputs={"pixel_values": pixels, "grid": grid},
-        policy=Policy("host"),
+        policy=LEAST,
     )  # fmt: skip
 
 

@@ -5,11 +5,12 @@ in it, bf16, simulated at true size on fake tensors: real code, no GPU.
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
 import hfpatch
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST
 from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.simulate.simulator import simulate
 
@@ -41,7 +42,7 @@ def row(config, tokens: int, visual: int) -> dict:
 def main(tokens: int, visual: int):
     model = with_images(config_of("Qwen/Qwen3-VL-8B")[1]).train()
     hfpatch.apply(model, checkpointing="host")
-    policy = Policy("host", tile=4096)
+    policy = replace(LEAST, tile=4096)
     found = simulate(model, 1, tokens, policy=policy, **row(model.config, tokens, visual))
     assert not found.whole, found.whole
     gib = {n: f"{v / 2**30:.1f}" for n, v in found.categories.items()}

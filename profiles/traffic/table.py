@@ -10,6 +10,7 @@ import csv
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 TOKENS = 8192
 ROWS = [  # implementation, tile, what is kept
@@ -30,9 +31,13 @@ def count(implementation: str, layers: int, policy) -> dict:
 
 
 def row(implementation: str, tile: str, kept: str) -> None:
-    from hfpatch.budget.policy import Policy
+    from hfpatch.budget.policy import LEAST
 
-    policy = Policy("gpu", tile=int(tile), again=0 if kept else None) if int(tile) else None
+    policy = (
+        replace(LEAST, offload="gpu", tile=int(tile), again=0 if kept else None)
+        if int(tile)
+        else None
+    )
     one, two = (count(implementation, layers, policy) for layers in (1, 2))
     unit = TOKENS * 4096 * 2
     print(*(f"{(two[phase] - one[phase]) / unit:.1f}" for phase in ("forward", "backward")))

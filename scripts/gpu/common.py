@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # a clone that was not installed
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-from hfpatch.lab.device import clean, is_out_of_memory, one_line  # noqa: E402, F401
+from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize  # noqa: E402, F401
 
 GiB = 1 << 30
 PACKAGES = "torch triton transformers accelerate peft trl torchao liger-kernel".split()
@@ -133,3 +134,107 @@ class Rows:
 
     def read(self) -> list[dict]:
         return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Marks on the device's own clock. Between the marks of a run the device must not wait for the
+    host (see `timed`)."""
+
+    def __init__(self):
+        self.marks: list = []
+
+    def mark(self) -> None:
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds between neighbouring marks; waits for the device."""
+        synchronize()
+        pairs = zip(self.marks, self.marks[1:])
+        if torch.cuda.is_available():
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [(b - a) * 1e3 for a, b in pairs]
+
+
+def timed(
+    stages, *, sets: int = 1, budget_ms: float = 300.0, least: int = 5, most: int = 60
+) -> list[float]:
+    """Median milliseconds of each stage. stages(i, mark): one run on input set i, which calls
+    mark() after each stage.
+
+    A first pass warms up (compilation, autotuning). A second one measures host and device. Then the
+    device is kept busy while the host queues all runs, so that no gap of the host is measured.
+    """
+    for i in range(max(2, sets)):
+        stages(i % sets, lambda: None)
+    synchronize()
+    start = time.perf_counter()
+    stages(0, lambda: None)
+    host = time.perf_counter() - start
+    synchronize()
+    whole = (time.perf_counter() - start) * 1e3
+    runs = max(least, min(most, int(budget_ms / max(whole, 1e-3))))
+    if torch.cuda.is_available():
+        # Cycles at about 2 GHz; half a second is the most that a short op could need.
+        torch.cuda._sleep(int(min(0.5, 1.5 * host * runs) * 2e9))
+    each = []
+    for i in range(runs):
+        clock = Clock()
+        clock.mark()
+        stages(i % sets, clock.mark)
+        each.append(clock)
+    gaps = [clock.gaps_ms() for clock in each]
+    return [statistics.median(stage) for stage in zip(*gaps)]
+
+
+# --- ceilings -------------------------------------------------------------------------------------
+
+
+def copy_rate(device: torch.device, small: bool, nbytes: int = 4 << 30) -> float:
+    """Bytes a second of a large copy on the device, read plus written."""
+    n = (1 << 20) if small else nbytes
+    a, b = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
+    a.random_()
+
+    def run(i, mark):
+        b.copy_(a)
+        mark()
+
+    return 2 * n / (timed(run, budget_ms=100, least=3)[0] / 1e3)
+
+
+def matmul_rate(
+    device: torch.device, small: bool, dtype=torch.bfloat16, m=8192, n=8192, k=8192
+) -> float:
+    """FLOP/s of a matmul of random values (zeros run faster)."""
+    m, n, k = (64, 64, 64) if small else (m, n, k)
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+
+    def run(i, mark):
+        a @ b
+        mark()
+
+    return 2 * m * n * k / (timed(run, budget_ms=200, least=5)[0] / 1e3)
+
+
+def host_rates(device: torch.device, small: bool) -> tuple[float, float]:
+    """Bytes a second from the device to pinned host memory and back."""
+    n = (1 << 20) if small else (1 << 30)
+    a = torch.empty(n, dtype=torch.uint8, device=device)
+    host = torch.empty(n, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def run(i, mark):
+        host.copy_(a, non_blocking=True)
+        mark()
+        a.copy_(host, non_blocking=True)
+        mark()
+
+    out, back = timed(run, budget_ms=200, least=3)
+    return n / (out / 1e3), n / (back / 1e3)

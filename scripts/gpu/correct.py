@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from common import copy_rate, host_rates, matmul_rate
 from elementwise import LLAMA_8B, OPS, TINY, run
 
 from hfpatch.attention import heads
 from hfpatch.lab.budget import share_of_allowed
 from hfpatch.lab.checks import batch_of, compared, ways
-from hfpatch.lab.device import copy_rate, host_rates, matmul_rate
 from hfpatch.lab.made import made
 from hfpatch.ops import linear_cross_entropy
 from hfpatch.ops.experts import Layout, experts, experts_ref

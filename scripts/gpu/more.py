@@ -4,10 +4,11 @@ import time
 
 import common
 import torch
+from common import timed
 from nf4 import quantise
 from speed import become, timed_steps
 
-from hfpatch.lab.device import clean, timed
+from hfpatch.lab.device import clean
 from hfpatch.lab.made import made, made_of
 from hfpatch.ops.experts import CLAMPED, Layout, experts_ref
 from hfpatch.ops.experts import experts as fused_experts

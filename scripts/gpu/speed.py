@@ -5,12 +5,13 @@ from functools import partial
 
 import common
 import torch
+from common import copy_rate, matmul_rate, timed
 from elementwise import EPS, LLAMA_8B, OPS, TINY
 
 import hfpatch
 from hfpatch.attention.backends import BACKENDS
 from hfpatch.lab.checks import batch_of
-from hfpatch.lab.device import clean, copy_rate, matmul_rate, synchronize, timed
+from hfpatch.lab.device import clean, synchronize
 from hfpatch.lab.made import made
 from hfpatch.lab.watch import pinned_bytes, policy_used
 from hfpatch.ops import linear_cross_entropy

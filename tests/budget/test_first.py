@@ -17,8 +17,8 @@ def first(rows=131072, settings=None, **sizes):
 def test_inputs_and_attention_go_to_the_host_in_tiles_by_length_width_and_card():
     for free in (None, GiB, 70 * GiB):
         found = first(free=free)
-        assert (found.offload, found.every, found.save_attention) == ("host", 1, True)
-        assert (found.tile, found.plain, found.again) == (8192, 0, None)
+        assert (found.offload, found.every, found.saves_attention) == ("host", 1, True)
+        assert (found.tile, found.plain, found.keep) == (8192, 0, 0)
     tiles = [first_tile(rows, 4096, 80 * GiB) for rows in (512, 8192, 8193, 32768, 32769)]
     assert tiles == [8192, 8192, 4096, 4096, 8192]
     assert first_tile(131072, 8192, 24 * GiB) == 2048  # a 70B model
@@ -29,24 +29,24 @@ def test_inputs_and_attention_go_to_the_host_in_tiles_by_length_width_and_card()
 def test_a_host_that_is_too_small_is_said():
     # beside them the gradient of one layer's input waits, unless attention runs all heads at once
     inputs, one = 32 * GiB / 0.9, GiB / 0.9
-    assert first(host=int(2 * inputs + 1.01 * one)).save_attention
-    assert not first(host=int(2 * inputs + 0.99 * one)).save_attention
-    assert first(host=int(2 * inputs + 0.99 * one), free=70 * GiB).save_attention
-    assert not first(host=int(inputs + 1.01 * one)).save_attention
+    assert first(host=int(2 * inputs + 1.01 * one)).saves_attention
+    assert not first(host=int(2 * inputs + 0.99 * one)).saves_attention
+    assert first(host=int(2 * inputs + 0.99 * one), free=70 * GiB).saves_attention
+    assert not first(host=int(inputs + 1.01 * one)).saves_attention
     with pytest.raises(
         ValueError, match="^hfpatch: checkpoints need 65.0 GiB of host memory, and 28.8"
     ):
         first(host=32 * GiB)
     with pytest.raises(ValueError, match="a directory as offload saves all"):
-        first(settings={"save_attention": True}, host=int(1.5 * inputs))
-    assert first(host=32 * GiB, layers=7).save_attention  # the others keep nothing
+        first(settings={"keep": "attention"}, host=int(1.5 * inputs))
+    assert first(host=32 * GiB, layers=7).saves_attention  # the others keep nothing
     for settings in ({"offload": "gpu"}, {"offload": "/tmp"}, {"every": 4}):
         first(settings=settings, host=16 * GiB)
 
 
 def test_heads_go_at_once_where_twelve_tensors_have_room():
-    assert first(free=13 * GiB).wide and not first(free=11 * GiB).wide
-    assert not first(free=None).wide and not first(settings={"aim": "least"}, free=70 * GiB).wide
+    assert [first(free=n * GiB).aim for n in (13, 11)] == ["fastest", "least"]
+    assert first(free=None).aim == first(settings={"aim": "least"}, free=70 * GiB).aim == "least"
 
 
 def test_mixers_take_a_tile_that_an_eighth_of_the_card_holds():

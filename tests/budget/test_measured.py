@@ -1,9 +1,11 @@
 """The ladder on made numbers: no step takes more than there is, and settings stay."""
 
+from dataclasses import replace
+
 import pytest
 
 from hfpatch.budget.measured import Call, Kind, Layers, Line, climb
-from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.policy import LEAST, Checkpointing
 
 GiB = 2**30
 # A step of 10 layers: an untiled one keeps KEPT a token, a tile's backward takes TILE a token, the
@@ -22,7 +24,7 @@ def call(rows: int, **changes) -> Call:
 
 def plan(rows, room, settings=None, able=None, kind=None, made=None, first=None):
     return climb(
-        first or Policy("host", tile=4096), made or call(rows),
+        first or replace(LEAST, tile=4096), made or call(rows),
         {"layer": kind or Kind(KEPT, {"after": [TILE, 0.0]})}, settings or Checkpointing(),
         able or Layers(), rows, room,
     )  # fmt: skip
@@ -51,11 +53,11 @@ def test_a_kind_that_never_ran_untiled_is_tried_alone():
     made = call(8192, kinds=["a", "b", "a", "b", None])
     kinds = {"a": Kind(KEPT, {"after": [TILE, 0.0]}), "b": Kind(None, {"after": [TILE, 0.0]})}
     found = climb(
-        Policy("host"), made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB
+        LEAST, made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB
     )  # fmt: skip
     assert found.untiled == [True, False, True, True, False]
     kinds["b"] = Kind()  # nothing is known of it
-    found = climb(Policy("host"), made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB)
+    found = climb(LEAST, made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB)
     assert found.untiled == [True, False, True, False, False]
 
 
@@ -66,10 +68,10 @@ def test_gate_and_up_go_to_the_host_as_far_as_the_link_has_time():
     found = plan(8192, 6 * GiB, able=able, made=made)
     left = LAYERS - found.policy.plain
     spare = 6e9 - left * 20_000 * 8192
-    assert left - found.policy.again == min(left, int(spare / (50_000 * 8192)))
+    assert found.policy.keep == min(left, int(spare / (50_000 * 8192)))
     for less in ({"link": 0.0}, {"host": GiB}, {"gate_up": 0}):
         given = Layers(**vars(able) | less)
-        assert plan(8192, 6 * GiB, able=given, made=made).policy.again is None
+        assert plan(8192, 6 * GiB, able=given, made=made).policy.keep == 0
 
 
 def test_what_is_asked_for_stays():

@@ -143,8 +143,7 @@ def test_a_process_with_a_share_of_the_device_has_no_more_to_hand_out(monkeypatc
     + [("every", w) for w in (0, -1, 1.5, "2", True, None)]
     + [("tile", w) for w in (0, -1, 1.5, "8", True, None)]
     + [("plain", w) for w in (-1, 1.5, "1", True, None)]
-    + [("keep", w) for w in ("qkv", ("q",), [3], 3, None, True)]
-    + [("save_attention", w) for w in (1, "no", None)]
+    + [("keep", w) for w in ("qkv", ("gate_up",), [3], -2, 1.5, None, True)]
     + [("frozen_weights", w) for w in (1, "disk", None)]
     + [("aim", w) for w in ("slowest", 1, None)],
 )  # fmt: skip
@@ -159,21 +158,21 @@ def test_a_field_out_of_range_is_refused_by_name(field, wrong):
     [
         ("auto", Checkpointing()), ([], Checkpointing()), ("least", Checkpointing(aim="least")),
         ("gpu", Checkpointing(offload="gpu")), ("/tmp", Checkpointing(offload="/tmp")),
-        (Checkpointing(tile=8), Checkpointing(tile=8)), ("off", "off"), (["off"], "off"),
+        (Checkpointing(tile=8), Checkpointing(tile=8)), ("off", Checkpointing("off")),
+        (["off"], Checkpointing("off")),
         ("least,tile=4k,keep=gate_up,frozen-weights=host,plain=0",
-         Checkpointing(aim="least", tile=4096, keep=("gate_up",), frozen_weights="host",
+         Checkpointing(aim="least", tile=4096, keep="gate_up", frozen_weights="host",
                        plain=0)),
         ({"aim": "least", "tile": 8}, Checkpointing(aim="least", tile=8)),
         ("least,host", Checkpointing(aim="least", offload="host")),
         ("least,/tmp,tile=8", Checkpointing(aim="least", offload="/tmp", tile=8)),
-        (["host", "every=2", "save_attention=false"], Checkpointing(offload="host", every=2,
-                                                                    save_attention=False)),
+        (["host", "every=2", "keep=input"], Checkpointing(offload="host", every=2, keep="input")),
+        ("keep=12", Checkpointing(keep=12)), ("keep=0", Checkpointing(keep="attention")),
     ],
 )  # fmt: skip
 def test_checkpointing_means_the_same_everywhere(value, wanted):
     assert parse_checkpointing(value) == wanted
-    if wanted != "off":
-        assert parse_checkpointing(wanted.words()) == wanted
+    assert parse_checkpointing(wanted.words()) == wanted
 
 
 @pytest.mark.parametrize(

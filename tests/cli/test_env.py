@@ -65,8 +65,8 @@ WORSE = [
         "expandable segments",
         "expandable_segments:True",
     ),
-    ({"limits": {"container_bytes": 32 << 30}}, "32 of the machine's 256 GiB", "--memory"),
-    ({"limits": {"locked_bytes": 64 << 10}}, "ulimit -l is 64 KiB", "memlock=-1"),
+    ({"limits": {"container_bytes": 32 << 30}}, "32.0 GiB of the machine's 256.0 GiB", "--memory"),
+    ({"limits": {"locked_bytes": 64 << 10}}, "ulimit -l is 64.0 KiB", "memlock=-1"),
 ]
 
 
@@ -91,7 +91,7 @@ def test_each_problem_is_found_with_its_fix(changes, what, fix):
 
 def test_several_gpus_need_shared_memory():
     changes = {"gpus": GOOD["gpus"] * 2, "limits": {"shared_memory_bytes": 64 << 20}}
-    assert ["/dev/shm has 64 MiB" in p.what for p in doctor.problems(with_changes(changes))] == [
+    assert ["/dev/shm has 64.0 MiB" in p.what for p in doctor.problems(with_changes(changes))] == [
         True
     ]
 

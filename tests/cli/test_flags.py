@@ -49,7 +49,7 @@ def test_training_takes_the_same_words(tmp_path):
     assert asked("--checkpointing", "every=2", "--max-length", "4k") == Checkpointing(every=2)
     config = tmp_path / "run.yaml"
     config.write_text("checkpointing: off\n")  # YAML reads false
-    assert asked(str(config)) == "off"
+    assert asked(str(config)) == Checkpointing("off")
     assert asked(str(config), "--checkpointing", "gpu") == Checkpointing(offload="gpu"), (
         "a flag wins over the file"
     )

@@ -41,7 +41,7 @@ def test_stock_runs_where_liger_cannot(capfd, tmp_path):
     assert code == 0 and "\x1b" not in out
     notes = [text for text in out.splitlines() if "Liger" in text]
     assert len(notes) == 1 and notes[0].startswith("hfpatch: ")
-    assert "trace of one step" in out and "KiB" in out
+    assert "trace-hf-64.json.gz" in out and "KiB" in out
     assert {p.name for p in tmp_path.iterdir()} == {
         "memory.png", "report.md", "results.json", "trace-hf-64.json.gz",
     }  # fmt: skip
@@ -98,6 +98,19 @@ def test_options_are_refused_before_any_process_starts(wrong, word, tmp_path, mo
     with pytest.raises(ValueError, match=f"^hfpatch: .*{word}[^\n]*[.?]$"):
         runner.profile(**{"model": "llama-tiny", "seq_len": 64, "out": tmp_path / "out"} | wrong)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tokens, words", [
+    ("1000M", "seq_len must be at most 16,777,215 tokens, got 1,048,576,000. Pass fewer."),
+    ("16000k", "16,384,000 tokens must fit this machine's"),
+])  # fmt: skip
+def test_more_tokens_than_a_machine_holds_are_refused_without_a_step(
+    tokens, words, capfd, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runner, "_in_process", lambda *_: pytest.fail("a process started"))
+    arguments = "llama-3.1-8b", "--seq-len", tokens, "--out", tmp_path / "out"
+    code, _, err = call(capfd, *arguments)
+    assert code == 2 and words in err
 
 
 def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):

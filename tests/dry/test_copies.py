@@ -18,8 +18,8 @@ def test_each_kept_byte_leaves_once_and_comes_back_as_often_as_it_is_read(tokens
     log-sum-exp goes and comes whole.
     """
     layers, tile = 4, 1024
-    settings = {"offload": "host", "every": 1, "plain": 0, "tile": tile, "save_attention": True}
-    settings |= {"keep": ()}
+    settings = {"offload": "host", "every": 1, "plain": 0, "tile": tile}
+    settings |= {"keep": "attention"}
     ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * 3, checkpointing=settings)
     assert ran.end == "ok"
     step = ran.last

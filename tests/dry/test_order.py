@@ -13,8 +13,8 @@ SMALL = {
     "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
-TILES = {"offload": "host", "every": 1, "plain": 0, "tile": 512, "save_attention": True}
-KEPT = TILES | {"keep": ("gate_up",)}
+TILES = {"offload": "host", "every": 1, "plain": 0, "tile": 512}
+KEPT = TILES | {"keep": "gate_up"}
 ONE = TILES | {"tile": 1 << 20}
 DISK = TILES | {"offload": "DISK"}
 AWAY = {"frozen_weights": "host", "plain": 0, "tile": 512}
@@ -22,7 +22,7 @@ LENGTHS = [(1, 4096), (1, 2050), (1, 5000)]
 WAYS = {
     "tiles": {"checkpointing": TILES},
     "tiles, all kept": {"checkpointing": KEPT},
-    "attention again": {"checkpointing": TILES | {"save_attention": False}},
+    "attention again": {"checkpointing": TILES | {"keep": "input"}},
     "one tile": {"checkpointing": ONE},
     "one tile, all kept": {"checkpointing": KEPT | ONE, "rows": LENGTHS},
     "every second": {"checkpointing": {"offload": "host", "every": 2, "plain": 0, "tile": 512}},
@@ -45,12 +45,12 @@ WAYS = {
     "cut short": {"before": "cut short", "checkpointing": KEPT},
     "lengths": {"rows": LENGTHS, "checkpointing": TILES},
     "raise in mlp": {"before": "raise in mlp", "checkpointing": TILES},
-    "raise in q": {"before": "raise in q", "checkpointing": TILES | {"save_attention": False}},
+    "raise in q": {"before": "raise in q", "checkpointing": TILES | {"keep": "input"}},
     "raise in gradient": {"before": "raise in gradient", "checkpointing": KEPT},
     "whole": {"before": "whole, retained", "checkpointing": TILES},
     "whole, side stream": {"before": "whole, side stream", "checkpointing": TILES},
     "disk": {"checkpointing": DISK},
-    "disk, retained": {"before": "retained", "checkpointing": DISK | {"keep": ("gate_up",)}},
+    "disk, retained": {"before": "retained", "checkpointing": DISK | {"keep": "gate_up"}},
     "disk, an error": {"before": "raise in mlp, partial", "checkpointing": DISK},
     "least": {"checkpointing": "least"},
 }  # fmt: skip

@@ -100,7 +100,7 @@ class Noted:
 
 
 def plan_of(policy) -> list:
-    return [policy.plain, policy.tile, policy.again]
+    return [policy.plain, policy.tile, policy.keep]
 
 
 def row(tokens: int) -> dict:

@@ -185,7 +185,7 @@ def variant(kind: str, dtype=torch.float32, patched: bool = True) -> torch.nn.Mo
             more = (
                 {"frozen_weights": "host"}
                 if kind == "lora-host"
-                else {"keep": ("gate_up",), "plain": 1}
+                else {"keep": "gate_up", "plain": 1}
             )
             hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, **more))
 

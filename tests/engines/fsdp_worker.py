@@ -72,9 +72,7 @@ def main(name: str, folder: str) -> None:
     def run(where, **extra):
         again = json.loads(json.dumps(engine))  # Trainer fills it in place
         model = common.make_model()
-        report = hfpatch.apply(
-            model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("gate_up",))
-        )
+        report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep="gate_up"))
         assert report.count("checkpointing") == 2 and report.count("loss") == 1
         trainer = common.train(model, out / where, batch=1, **shim, **again, **extra)
         assert trainer.accelerator.distributed_type == DistributedType.FSDP

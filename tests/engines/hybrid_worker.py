@@ -171,7 +171,7 @@ def main(chosen: str, folder: str) -> None:
     cases = [
         ("qwen3_5_text", "sharded", "packed", {}),
         ("qwen3_5_text", "zigzag", "plain", {"every": 2}),
-        ("falcon_h1", "sharded", "packed", {"save_attention": False}),
+        ("falcon_h1", "sharded", "packed", {"keep": "input"}),
         ("lfm2", "zigzag", "padded", {"wrap": shared.lora}),
     ]
     if chosen == "all":

@@ -322,7 +322,7 @@ def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
         except (ValueError, RuntimeError) as error:
             return str(error)
     (policy,) = ours.model.layers[0]._hfpatch_runtime.policies.values()
-    return f"attention of {2 * policy.save_attention} layers"
+    return f"attention of {2 * policy.saves_attention} layers"
 
 
 def main(chosen: str, folder: str) -> None:
@@ -354,17 +354,17 @@ def main(chosen: str, folder: str) -> None:
         "zigzag": {"contract": "zigzag", "kind": "packed"},
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
         "lora, accumulated": {"wrap": lora, "passes": 2},
-        "no label on the last rank": {"kind": "half", "save_attention": False},
+        "no label on the last rank": {"kind": "half", "keep": "input"},
         "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512},
         "layers run untiled": {"tiled": False, "kind": "packed"},
-        "attention again": {"heads": (8, 4), "save_attention": False},
+        "attention again": {"heads": (8, 4), "keep": "input"},
     }  # fmt: skip
     if chosen == "all":
         for contract in ("ulysses", "zigzag"):
             for heads in ((8, 1), (8, 4), (8, 8)):
                 for kind in ("plain", "packed", "padded"):
                     for i, settings in enumerate(
-                        ({}, {"save_attention": False}, {"every": 2}, {"every": 3, "tile": 99})
+                        ({}, {"keep": "input"}, {"every": 2}, {"every": 3, "tile": 99})
                     ):
                         more = {
                             "contract": contract,

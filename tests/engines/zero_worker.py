@@ -60,9 +60,7 @@ def main(folder: str) -> None:
 
     def run(where, **extra):
         model = common.make_model()
-        report = hfpatch.apply(
-            model, checkpointing=hfpatch.Checkpointing(tile=10, keep=("gate_up",))
-        )
+        report = hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(tile=10, keep="gate_up"))
         assert report.count("checkpointing") == 2 and report.count("loss") == 1
         return common.train(model, out / where, batch=1, **extra)
 

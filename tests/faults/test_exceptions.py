@@ -20,24 +20,22 @@ from tests.layer.deep import tiny_llama, tokens
 CODE = tuple(
     str(Path(hfpatch.__file__).parent / name) for name in ("layer", "store", "context", "compat")
 )
-# tile, save_attention, every: several tiles or one, attention saved or run again, segments
+# tile, keep, every: several tiles or one, attention saved or run again, segments
 WAYS = {
-    "tiles": (8, True, 1),
-    "one": (4096, True, 1),
-    "every 2": (8, False, 2),
-    "every 3": (4096, False, 3),
+    "tiles": (8, "attention", 1),
+    "one": (4096, "attention", 1),
+    "every 2": (8, "input", 2),
+    "every 3": (4096, "input", 3),
 }
 
 
 def patched(tier, way, directory, **changes):
-    tile, save, every = WAYS[way]
+    tile, keep, every = WAYS[way]
     model = tiny_llama(**changes)
     where = str(directory) if tier == "disk" else tier
     hfpatch.apply(
         model,
-        checkpointing=hfpatch.Checkpointing(
-            offload=where, tile=tile, save_attention=save, every=every
-        ),
+        checkpointing=hfpatch.Checkpointing(offload=where, tile=tile, keep=keep, every=every),
     )
     return model
 

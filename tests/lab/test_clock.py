@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import ALL, LEAST, Checkpointing
 from hfpatch.lab import clock as lab
 from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import preset_config
@@ -18,9 +18,9 @@ from hfpatch.lab.simulate.implementations import build, prepare
 CONFIG = preset_config("llama-3.1-8b") | {"num_hidden_layers": 4, "vocab_size": 1000}
 TOKENS = 8192
 WAYS = {
-    "one tile": Policy("host", tile=TOKENS, again=0),
-    "tiles": Policy("host", tile=2048, again=0, wide=True),
-    "one tile, plain": Policy("host", tile=TOKENS, again=0, plain=2),
+    "one tile": dataclasses.replace(LEAST, tile=TOKENS, keep=ALL),
+    "tiles": dataclasses.replace(LEAST, tile=2048, keep=ALL, aim="fastest"),
+    "one tile, plain": dataclasses.replace(LEAST, tile=TOKENS, keep=ALL, plain=2),
 }
 
 
@@ -61,7 +61,7 @@ class Found:
 
 
 @cache
-def unhurried(policy: Policy) -> tuple[float, float]:
+def unhurried(policy: Checkpointing) -> tuple[float, float]:
     """(bytes that a tiled layer saves, seconds of a layer's forward) where no copy waits."""
     found = Found(model(), dataclasses.replace(GPUS["h100"], link=1e15), policy)
     saved = found.simulation.host_peak_bytes / (4 - policy.plain)
@@ -69,7 +69,7 @@ def unhurried(policy: Policy) -> tuple[float, float]:
     return saved, (end - begin) / 4
 
 
-def step(policy: Policy, share: float = 0.7) -> Found:
+def step(policy: Checkpointing, share: float = 0.7) -> Found:
     """One step on an H100 whose link takes `share` of a layer's forward for what that layer
     saves.
     """
@@ -98,7 +98,7 @@ def test_copies_hide(way):
 
 def test_exchanges_of_ranks_take_their_bytes():
     """Behind attention on NVLink they hide; over a link of a fortieth compute waits for them."""
-    policy, gpu, waits = Policy("host", tile=2048), GPUS["h100"], []
+    policy, gpu, waits = dataclasses.replace(LEAST, tile=2048), GPUS["h100"], []
     for one in (gpu, dataclasses.replace(gpu, peer=gpu.peer / 40)):
         found = Found(model(), one, policy, tokens=4096, ranks=4)
         # q, k, v and out of each layer, and their gradients, of which a rank keeps a quarter

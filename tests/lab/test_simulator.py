@@ -5,6 +5,7 @@ import csv
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import fla, follow, kernels_cost
 from hfpatch.lab.simulate.follow import Follower
@@ -48,7 +49,7 @@ def on_cpu(model):
                                                     777)])  # fmt: skip
 def test_agrees_with_the_allocator(implementation, change, batch, tokens):
     model = prepare(build(SMALL | change, torch.float32), implementation)
-    policy = Policy(offload="host", tile=256)
+    policy = replace(LEAST, tile=256)
     found = simulate(model, batch, tokens, rounding=1, cuda=False, policy=policy)
     # Host blocks come from the same allocator here.
     simulated = (
@@ -282,7 +283,7 @@ def test_a_step_that_raises_leaves_nothing_on(implementation):
     )
     with begins, pytest.raises(ArithmeticError) as held:
         simulate(
-            model, 1, 64, policy=Policy("host", tile=32) if implementation == "hfpatch" else None
+            model, 1, 64, policy=replace(LEAST, tile=32) if implementation == "hfpatch" else None
         )
     x = torch.ones(2, requires_grad=True)
     x.sin().sum().backward()
@@ -302,7 +303,7 @@ def test_chunks_that_count_from_padding_are_known():
     }  # fmt: skip
     kept, tiled = (
         simulate(prepare(build(config), "hfpatch"), 1, 128, policy=policy)
-        for policy in (Policy("gpu", plain=4, tile=128), Policy("host", tile=32))
+        for policy in (replace(LEAST, offload="gpu", plain=4, tile=128), replace(LEAST, tile=32))
     )
     # A layer that runs untiled computes attention forward twice, and is not what its policy says.
     assert tiled.flops["attention"]["forward"] == kept.flops["attention"]["forward"]

@@ -242,7 +242,7 @@ def test_hfpatch_keeps_host_memory_apart(tmp_path, warmup):
         tmp_path, seq_len=256, optimizer="none", gradient_checkpointing=False, warmup=warmup
     )
     model = step.build_model(wanted)
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", save_attention=False))
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", keep="input"))
     _, run = recorded(wanted, model)
     inputs = 2 * 256 * 64 * 4  # two layers' inputs [256, 64] float32
     assert run.memory["host_peak_bytes"] == inputs

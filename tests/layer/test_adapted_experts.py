@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import families
 import peft
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import hfpatch
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import LEAST
 from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
@@ -225,6 +226,6 @@ def test_memory_of_adapted_experts_at_true_size():
                                    target_parameters=BY_NAME["target_parameters"])  # fmt: skip
         model = peft.get_peft_model(build(config), settings, autocast_adapter_dtype=False)
     hfpatch.apply(model)
-    found = simulate(model, 1, 32768, policy=Policy(offload="host", tile=4096))
+    found = simulate(model, 1, 32768, policy=replace(LEAST, tile=4096))
     assert found.whole == {} and found.attention_calls["forward"] == 2
     assert found.beyond_bytes <= 2.0 * 2**30

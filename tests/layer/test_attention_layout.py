@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("exact_loss")
 # meet.
 PATHS = {
     "one tile": ({"offload": "gpu"}, {}),
-    "one tile, from the host": ({"offload": "host", "keep": ("gate_up",)}, {}),
+    "one tile, from the host": ({"offload": "host", "keep": "gate_up"}, {}),
     "tiles": ({"offload": "host", "tile": 16}, {}),
-    "attention again": ({"offload": "host", "tile": 16, "save_attention": False}, {}),
+    "attention again": ({"offload": "host", "tile": 16, "keep": "input"}, {}),
     "all heads at once": ({"offload": "host", "tile": 16}, {"wide": True}),
 }
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
@@ -70,7 +70,7 @@ def run(path: str, monkeypatch, whole: bool = False, retain: bool = False) -> No
         patch.setattr(heads, "heads_per_group", lambda *sizes: 2)
         patch.setattr(LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), **more))
         model = tiny_llama(**SIZES)
-        settings = hfpatch.Checkpointing(**{"tile": 4096, "save_attention": True, **settings})
+        settings = hfpatch.Checkpointing(**{"tile": 4096, **settings})
         hfpatch.apply(model, checkpointing=settings)
         if whole:
             for layer in model.model.layers:

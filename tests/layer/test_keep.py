@@ -8,7 +8,6 @@ import torch
 from tiny import gradients, largest_difference
 
 import hfpatch
-from hfpatch.budget.policy import KEEPABLE
 from hfpatch.layer import function
 from tests.families import small_model
 from tests.layer.deep import tiny_llama, tokens
@@ -16,21 +15,12 @@ from tests.layer.test_layer import BUDGET, check
 
 pytestmark = pytest.mark.usefixtures("exact_loss")
 
-# On the device, on the host, in files; one tile and many; attention once and twice.
-SHORT = [
-    ("gpu", 4096, True), ("gpu", 14, False), ("host", 14, True), ("disk", 14, True),
-    ("disk", 4096, False),
-]  # fmt: skip
-ALL = [(w, t, s) for w in ("gpu", "host", "disk") for t in (14, 4096) for s in (True, False)]
 
-
-@pytest.mark.parametrize("where, tile, save", [
-    *SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in ALL if row not in SHORT),
-])  # fmt: skip
-def test_gradients_equal_stock(where, tile, save, tmp_path):
+@pytest.mark.parametrize("where", ["gpu", "host", "disk"])
+@pytest.mark.parametrize("tile", [14, 4096])
+def test_gradients_equal_stock(where, tile, tmp_path):
     where = str(tmp_path) if where == "disk" else where
-    settings = {"offload": where, "tile": tile, "save_attention": save, "plain": 0}
-    check(hfpatch.Checkpointing(keep=KEEPABLE, **settings))
+    check(hfpatch.Checkpointing(offload=where, tile=tile, keep="gate_up", plain=0))
 
 
 # None, the last, all but the first, and more than there are; behind layers that keep their input
@@ -64,7 +54,7 @@ def same(one, other) -> bool:
 def three(prepare, **inputs):
     """Gradients with nothing kept, all that layers can, and the last layer plain."""
     found = []
-    for keep, plain in (((), 0), (KEEPABLE, 0), (KEEPABLE, 1)):
+    for keep, plain in (("attention", 0), ("gate_up", 0), ("gate_up", 1)):
         model = tiny_llama()
         prepare(model)
         hfpatch.apply(
@@ -95,7 +85,7 @@ def test_what_is_kept_changes_no_bit(prepare):
 def test_what_cannot_be_kept_is_computed_again():
     """Asked for by hand, but another MLP's forward may read what would be left out."""
     plain, model = tiny_llama(), tiny_llama()
-    for m, keep in ((plain, ()), (model, KEEPABLE)):
+    for m, keep in ((plain, "attention"), (model, "gate_up")):
         hfpatch.apply(
             m, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=14, keep=keep, plain=0)
         )
@@ -145,7 +135,7 @@ def test_each_family_keeps_what_it_can(family, monkeypatch):
 
     monkeypatch.setattr(function, "spares_gates", noted)
     ids = torch.randint(1, 60, (2, 37), generator=torch.Generator().manual_seed(0))
-    for keep in ((), KEEPABLE):
+    for keep in ("attention", "gate_up"):
         hfpatch.apply(
             model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14, keep=keep, plain=0)
         )

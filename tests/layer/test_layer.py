@@ -48,10 +48,10 @@ def check(settings, model_changes=None, B=2, T=37, prepare=lambda m: None, **inp
 # Tiles: not dividing T, dividing it, one token, one tile for all. Two rows, so that a tile is not
 #     contiguous.
 @pytest.mark.parametrize("tile", [14, 74, 2, 4096])
-@pytest.mark.parametrize("save_attention", [True, False])
+@pytest.mark.parametrize("keep", ["attention", "input"])
 @pytest.mark.parametrize("offload", ["gpu", "host"])
-def test_gradients_equal_stock(tile, save_attention, offload):
-    check(hfpatch.Checkpointing(offload=offload, tile=tile, save_attention=save_attention))
+def test_gradients_equal_stock(tile, keep, offload):
+    check(hfpatch.Checkpointing(offload=offload, tile=tile, keep=keep))
 
 
 # Segments: dividing the layers or not, longer than the model; each with its inputs on the device
@@ -261,9 +261,7 @@ def test_attention_forward_runs_once_and_mlp_twice(monkeypatch):
         return forward(*args, **kwargs)
 
     model = tiny_llama()
-    hfpatch.apply(
-        model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16, save_attention=True)
-    )
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=16))
     # behind apply(), which tries a small model
     monkeypatch.setattr(heads_module, "attention_forward", counted)
     up = model.model.layers[1].mlp.up_proj
@@ -380,9 +378,7 @@ def test_evaluation_keeps_nothing():
 
 def test_host_memory_does_not_grow_and_is_released():
     model = tiny_llama()
-    hfpatch.apply(
-        model, checkpointing=hfpatch.Checkpointing(offload="host", save_attention=True, tile=14)
-    )
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=14))
     ids = tokens()
     held = []
     for _ in range(4):
@@ -432,9 +428,7 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
     from hfpatch.layer import policies as session_module
 
     model = tiny_llama()
-    hfpatch.apply(
-        model, checkpointing=hfpatch.Checkpointing(offload="host", every=1, save_attention=True)
-    )
+    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=1))
     monkeypatch.setattr(session_module.memory, "host_free", lambda *a, **k: 30_000)
     ids = tokens()
     with pytest.raises(ValueError, match="host memory.*saves"):
@@ -442,14 +436,14 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
 
 
 def test_some_layers_compute_again_what_others_keep(monkeypatch):
-    """again: as many of the last tiled layers do not keep gate and up; gradients are exact."""
+    """keep=2: the first two layers keep gate and up; gradients are exact."""
     import dataclasses
 
     from hfpatch.layer.runtime import LayerRuntime
 
     resolve = LayerRuntime._resolve
     monkeypatch.setattr(
-        LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), again=1)
+        LayerRuntime, "_resolve", lambda *a: dataclasses.replace(resolve(*a), keep=2)
     )
     settings = hfpatch.Checkpointing(offload="host", tile=14, plain=1)
     check(settings, {"num_hidden_layers": 4})
@@ -464,10 +458,10 @@ def test_some_layers_compute_again_what_others_keep(monkeypatch):
 
 
 @pytest.mark.parametrize("tile", [14, 4096])
-@pytest.mark.parametrize("save_attention", [True, False])
-def test_several_groups(tile, save_attention, monkeypatch):
+@pytest.mark.parametrize("keep", ["attention", "input"])
+def test_several_groups(tile, keep, monkeypatch):
     monkeypatch.setattr(heads_module, "heads_per_group", lambda *sizes: 2)
-    settings = hfpatch.Checkpointing(offload="host", tile=tile, save_attention=save_attention)
+    settings = hfpatch.Checkpointing(offload="host", tile=tile, keep=keep)
     check(settings, {"num_attention_heads": 8, "num_key_value_heads": 4})
 
 

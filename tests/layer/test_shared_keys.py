@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hfpatch
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import ALL, LEAST
 from hfpatch.layer.shared_keys import SharedKeys
 from hfpatch.layer.why_whole import why
 from tests.decoder.test_families import batch, step
@@ -40,12 +40,12 @@ NAMES = ["gemma4_text", pytest.param("gemma3n_text", marks=OF_GEMMA_3N)]
 UNFUSED = {"rms_norm": False, "rope": False, "mlp": False, "loss": False}
 TILES = hfpatch.Checkpointing(offload="host", tile=16)
 POLICIES = [
-    Policy("host", tile=16), Policy("host", tile=4096), Policy("gpu", tile=16, again=0),
-    Policy("gpu", again=0),
-    Policy("host", tile=14, again=0), Policy("host", tile=16, save_attention=False),
-    Policy("host", 3, False, tile=14),
-    Policy("host", 2, False, tile=4096), Policy("host", tile=16, again=4),
-    Policy("host", tile=14, plain=2), Policy("host", tile=14, plain=5),
+    replace(LEAST, tile=16), replace(LEAST, tile=4096), replace(LEAST, offload="gpu", tile=16, keep=ALL),
+    replace(LEAST, offload="gpu", keep=ALL),
+    replace(LEAST, tile=14, keep=ALL), replace(LEAST, tile=16, keep="input"),
+    replace(LEAST, every=3, tile=14),
+    replace(LEAST, every=2, tile=4096), replace(LEAST, tile=16, keep=3),
+    replace(LEAST, tile=14, plain=2), replace(LEAST, tile=14, plain=5),
 ]  # fmt: skip
 
 

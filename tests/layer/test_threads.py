@@ -23,8 +23,8 @@ RECORDS = pytest.mark.skipif(
 )
 HOST = {"offload": "host", "tile": 8, "plain": 0}
 WAYS = {
-    "tiled": hfpatch.Checkpointing(**HOST, keep=()),
-    "kept": hfpatch.Checkpointing(**HOST, keep=("gate_up",)),
+    "tiled": hfpatch.Checkpointing(**HOST, keep="attention"),
+    "kept": hfpatch.Checkpointing(**HOST, keep="gate_up"),
     "segments": hfpatch.Checkpointing(**HOST, every=2),
     "off": "off",
 }

@@ -161,7 +161,7 @@ def test_streams_behind_the_tokens():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"save_attention": False},
+        {"keep": "input"},
         {"every": 2},
         {"offload": "gpu", "tile": 37},  # no multiple of the chunk
         {"tile": 100},

@@ -11,7 +11,7 @@ import torch
 from tiny import LONG
 
 import hfpatch
-from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import Model, Values, model_of
@@ -41,14 +41,15 @@ FAMILIES = {
         "num_hidden_layers": 7, "n_routed_experts": 8, "moe_intermediate_size": 128, "n_group": 1,
         "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 8, "kv_lora_rank": 64,
         "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "head_dim": 32,
     },
 }  # fmt: skip
 POLICIES = {
-    "host": Policy("host", tile=1024),
-    "keep": Policy("host", tile=1024, again=3, wide=True),
-    "plain": Policy("host", tile=1024, plain=3, wide=True),
-    "gpu": Policy("gpu", tile=2048),
-    "segments": Policy("host", tile=1024, every=2, save_attention=False),
+    "host": dataclasses.replace(LEAST, tile=1024),
+    "keep": dataclasses.replace(LEAST, tile=1024, keep=4, aim="fastest"),
+    "plain": dataclasses.replace(LEAST, tile=1024, plain=3, aim="fastest"),
+    "gpu": dataclasses.replace(LEAST, offload="gpu", tile=2048),
+    "segments": dataclasses.replace(LEAST, tile=1024, every=2, keep="input"),
     "stock": "stock",
 }
 FEW = {("llama", "keep"), ("qwen3_moe", "host")}
@@ -85,7 +86,10 @@ def test_few_layers_tell_what_all_take(family, name):
 @LONG
 @pytest.mark.parametrize("base", ["bf16", "4bit"])
 def test_few_layers_tell_what_all_take_with_adapters(base):
-    for policy in (POLICIES["host"], Policy("gpu", tile=1024, frozen_weights="host")):
+    for policy in (
+        POLICIES["host"],
+        dataclasses.replace(LEAST, offload="gpu", tile=1024, frozen_weights="host"),
+    ):
         few = steps_of("llama", Adapters(8, base)).cost(4096, policy)
         with mock.patch.object(Model, "depths", lambda self, *_: (self.layers, 0)):
             full = steps_of("llama", Adapters(8, base)).cost(4096, policy)
@@ -119,7 +123,7 @@ def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, memory):
     """Six steps of the whole model, whose meter reads the simulated device, choose by themselves."""
     values = FAMILIES[family] | {"model_type": family}
     gpu = dataclasses.replace(GPUS["h100"], memory_bytes=int(memory * GiB))
-    settings = Checkpointing(keep=())
+    settings = Checkpointing(keep="attention")
     run = make_run(values, seq_len=tokens, gpu=gpu, checkpointing=settings)
     planned = Ladder(run, "adamw").plan("settled")
     model, chosen = build(values), []

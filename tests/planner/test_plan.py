@@ -14,7 +14,7 @@ from tiny import LONG, longer
 
 import hfpatch
 from hfpatch.budget.measured import PIN_BYTES_PER_SECOND
-from hfpatch.budget.policy import Checkpointing, Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.cli import main as cli
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import (
@@ -150,7 +150,7 @@ def test_every_gpu_answers():
 
 def test_files_are_planned_at_the_disk_s_rate(tmp_path):
     """What goes into files takes the disk's seconds, which the machine's GPUs share."""
-    asked = {"every": 1, "save_attention": True, "tile": 4096, "plain": 0, "keep": ()}
+    asked = {"every": 1, "tile": 4096, "plain": 0, "keep": "attention"}
     run = {"seq_len": 16384, "placement": "fsdp2"}
     run |= {"checkpointing": Checkpointing(offload=str(tmp_path), **asked)}
     eight, sixteen = (plan("llama-3.2-1b", **run, gpus=gpus) for gpus in (8, 16))
@@ -357,7 +357,7 @@ def test_a_plan_is_its_caller_s_own():
     """Plans are remembered: settings that hold lists have a hash, and what a caller does to an
     answer is not in the next.
     """
-    settings = Checkpointing(keep=["gate_up"], plain=0)
+    settings = Checkpointing(keep="gate_up", plain=0)
     asked = {"seq_len": 1024, "placement": "gpu8bit", "checkpointing": settings}
     asked["adapters"] = Adapters(16, targets=["q_proj"])
     first = plan("llama-160m", **asked)
@@ -428,7 +428,7 @@ def test_a_hybrid_s_plan_is_what_its_whole_length_takes(family):
     small = scaled_config(config_class(family)(**HYBRIDS[family]), 4).to_dict()
     asked = {"placement": "gpu8bit", "checkpointing": Checkpointing(tile=256)}
     found = plan(small, seq_len=2048, **asked)
-    step = simulate(prepare(build(small), "hfpatch"), 1, 2048, policy=Policy(**found.policy))
+    step = simulate(prepare(build(small), "hfpatch"), 1, 2048, policy=Checkpointing(**found.policy))
     taken = step.peak_bytes - step.categories["parameters"]
     planned = found.gpu_bytes["activations"] + found.gpu_bytes["gradients"]
     assert planned == pytest.approx(taken, rel=0.05)

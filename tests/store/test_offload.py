@@ -154,7 +154,7 @@ def test_a_device_without_events_waits_for_its_copies(tier, pins, tmp_path, monk
 
 def test_gradients_through_the_disk_tier(tmp_path):
     stock, model = pair()
-    settings = hfpatch.Checkpointing(offload=str(tmp_path), tile=14, save_attention=True, every=1)
+    settings = hfpatch.Checkpointing(offload=str(tmp_path), tile=14, every=1)
     hfpatch.apply(model, checkpointing=settings)
     ids = tokens()
     for _ in range(2):

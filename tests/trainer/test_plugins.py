@@ -95,9 +95,9 @@ def test_axolotl_block_takes_all_options(axolotl):
         if name != "model"
     }
     assert axolotl.Options().model_dump() == defaults
-    block = {"offload": "host", "tile": 4096, "keep": ["gate_up"], "every": 1}
+    block = {"offload": "host", "tile": 4096, "keep": "gate_up", "every": 1}
     options = axolotl.Options(checkpointing=block).for_apply()
-    assert options["checkpointing"] == hfpatch.Checkpointing(**(block | {"keep": ("gate_up",)}))
+    assert options["checkpointing"] == hfpatch.Checkpointing(**(block | {"keep": "gate_up"}))
     for word, meaning in ((False, "off"), ("host,tile=64", None), ("./folder", None)):
         made = axolotl.Options(checkpointing=word).for_apply()["checkpointing"]
         assert made == hfpatch.budget.policy.parse_checkpointing(meaning or word)

@@ -1,6 +1,7 @@
 """The first two sentences of a report: the peak, and its largest holder."""
 
-from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Run, generic, size
+from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Run, generic
+from hfpatch.lab.tables import size
 
 
 def focus(runs: list[Run]) -> Run:
@@ -17,7 +18,11 @@ def holder(run: Run) -> tuple[str, str, int]:
     """
     held: dict = {}
     for row in run.rows:
-        if row["category"] not in LASTING and row["phase"] and row["module"] != NOWHERE:
+        if (
+            row["category"] not in LASTING
+            and row["phase"] in ("forward", "backward", "optimizer")
+            and row["module"] != NOWHERE
+        ):
             key = (generic(row["module"]) or "the model's own forward", row["phase"])
             held[key] = held.get(key, 0) + row["bytes"]
     if not held:

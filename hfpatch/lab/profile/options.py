@@ -13,6 +13,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
 }  # fmt: skip
 LEAST = {"seq_len": 2, "batch": 1, "steps": 1, "warmup": 0}
+MOST_TOKENS = (1 << 24) - 1  # transformers counts positions in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,11 @@ class Options:
                     f"hfpatch: {name} must be a whole number of at least {least}, got {value!r}. "
                     "Change it."
                 )
+        if self.seq_len > MOST_TOKENS:
+            raise ValueError(
+                f"hfpatch: seq_len must be at most {MOST_TOKENS:,} tokens, got {self.seq_len:,}. "
+                "Pass fewer."
+            )
         parse_checkpointing(self.checkpointing)
 
     @property
@@ -76,8 +82,7 @@ class Options:
 
 def words_of(checkpointing) -> list[str]:
     """The value of checkpointing= as a command line's words; none for "auto". Raises ValueError."""
-    found = parse_checkpointing(checkpointing)
-    return ["off"] if found == "off" else found.words()
+    return parse_checkpointing(checkpointing).words()
 
 
 def check_together(

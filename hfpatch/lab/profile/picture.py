@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from hfpatch.lab.profile.report import by_length, columns
-from hfpatch.lab.profile.timeline import CATEGORIES, UNITS, Run, size
+from hfpatch.lab.profile.timeline import CATEGORIES, Run
+from hfpatch.lab.tables import UNITS, size
 
 PICTURE = "memory.png"
 

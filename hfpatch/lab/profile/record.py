@@ -110,8 +110,6 @@ class Events:
                     marks[node.start_tid].append((start, when[1], name))
                 elif node.name.startswith(PHASE):
                     self.phases.append((node.name[len(PHASE) :], *when))
-                elif node.name.startswith("Optimizer.step#"):
-                    self.phases.append(("torch optimizer", *when))
                 elif fields.sequence_number >= 0 and not is_backward(node):
                     self.ops[node.start_tid, fields.sequence_number].append(node)
         self.allocations.sort(key=lambda n: n.start_time_ns)
@@ -119,11 +117,6 @@ class Events:
             found.sort(key=lambda n: n.start_time_ns)
         # By time, not by the tree: a marker outlasts the Python frame of the hook that opens it.
         self.spans = {tid: Spans(found) for tid, found in marks.items()}
-        # torch marks Optimizer.step itself, inside an engine's backward too. Our mark, if there is
-        # one, is around the same step.
-        ours = [p for p in self.phases if p[0] == "optimizer"]
-        torchs = [("optimizer", *rest) for name, *rest in self.phases if name == "torch optimizer"]
-        self.phases = [p for p in self.phases if p[0] in ("forward", "backward")] + (ours or torchs)
         self.phases.sort(key=lambda p: p[1])
         self.main_tid = next((tid for name, _, _, tid in self.phases if name == "forward"), None)
 
@@ -147,12 +140,8 @@ class Events:
         return made[-1] if made else None
 
     def phase_at(self, t) -> str:
-        """The innermost phase at t, "optimizer" for a step inside an engine's backward."""
-        name = ""
-        for what, start, end, _ in self.phases:
-            if start <= t <= end:
-                name = what
-        return name
+        """The phase at t, "" for none."""
+        return next((name for name, start, end, _ in self.phases if start <= t <= end), "")
 
     def module_at(self, node) -> str | None:
         """The module whose forward or backward this event belongs to, None without one."""

@@ -1,7 +1,9 @@
 """report.md from a list of Runs: two sentences, then tables."""
 
+from hfpatch.lab import tables
 from hfpatch.lab.profile.advice import sentences
-from hfpatch.lab.profile.timeline import CATEGORIES, LASTING, MEANING, Run, generic, size
+from hfpatch.lab.profile.timeline import CATEGORIES, LASTING, MEANING, Run, generic
+from hfpatch.lab.tables import size
 
 
 def columns(runs: list[Run]) -> list[str]:
@@ -49,75 +51,38 @@ def module_table(runs):
     ]
 
 
-def tables(runs) -> list:
-    """(title, heading of the first column, rows) of each table that has rows, of one length."""
-    found = (
-        ("At each one's own peak, by category", "category", category_table(runs)),
-        ("Beyond parameters, gradients and optimizer, by module", "module", module_table(runs)),
-        ("Figures", "figure", figure_table(runs)),
-    )
-    return [table for table in found if table[2]]
-
-
-def _seconds(value):
-    return "" if value is None else f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+FIGURES = {
+    "allocated_peak_bytes": "allocated, peak",
+    "reserved_peak_bytes": "reserved, peak",
+    "fragmentation_bytes": "fragmentation (reserved, not allocated)",
+    "pinned_host_peak_bytes": "pinned host memory, peak",
+    "host_peak_bytes": "host memory of the step, peak",
+    "process_peak_bytes": "process memory, peak",
+}
 
 
 def figure_table(runs):
-    """Rows (figure, [text per run]): speed, the allocator's counts, host memory, plan and peak."""
-    rows = []
-
-    def add(name, values):
-        if any(v not in (None, "") for v in values):
-            rows.append((name, ["" if v is None else v for v in values]))
-
-    steps = [
-        sorted(r.step_seconds)[len(r.step_seconds) // 2] if r.step_seconds else None for r in runs
+    """Rows (figure, [text per run]): speed, the allocator's counts, host memory."""
+    took = [run.seconds for run in runs]
+    speed = [f"{r.seq_len * r.batch / s:,.0f}" if s else "" for r, s in zip(runs, took)]
+    rows = [
+        ("seconds a step (median, without the profiler)", [tables.seconds(s) for s in took]),
+        ("tokens a second", speed),
     ]
-    add("seconds a step (median, without the profiler)", [_seconds(s) for s in steps])
-    add(
-        "tokens a second",
-        [f"{r.seq_len * r.batch / s:,.0f}" if s else "" for r, s in zip(runs, steps)],
-    )
-    for name, key in (
-        ("allocated, peak", "allocated_peak_bytes"),
-        ("reserved, peak", "reserved_peak_bytes"),
-        ("fragmentation (reserved, not allocated)", "fragmentation_bytes"),
-        ("pinned host memory, peak", "pinned_host_peak_bytes"),
-        ("host memory of the step, peak", "host_peak_bytes"),
-        ("process memory, peak", "process_peak_bytes"),
-    ):
-        add(name, [size(r.memory[key]) if key in r.memory else None for r in runs])
-    return rows
+    for key, name in FIGURES.items():
+        rows.append((name, [size(r.memory[key]) if key in r.memory else "" for r in runs]))
+    return [row for row in rows if any(row[1])]
 
 
-def top_rows(run):
-    """The largest blocks alive at the peak: (bytes, count, category, module, phase, operator,
-    line).
-    """
-    return [
-        (
-            size(r["bytes"]),
-            str(r["count"]),
-            r["category"],
-            generic(r["module"]),
-            r["phase"],
-            r["op"],
-            r["line"],
-        )
+def top_table(run) -> str:
+    """The largest blocks alive at the peak."""
+    head = ("bytes", "blocks", "category", "module", "phase", "operator", "line")
+    rows = [
+        (size(r["bytes"]), r["count"], r["category"], generic(r["module"]), r["phase"], r["op"],
+         r["line"])
         for r in run.rows[:10]
-    ]
-
-
-APPLIED = "what `hfpatch.apply` did"
-TOP_HEAD = ("bytes", "blocks", "category", "module", "phase", "operator", "line")
-
-
-def table(head, rows) -> str:
-    """A Markdown table; the first column to the left, figures to the right."""
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
-    lines += ["| " + " | ".join([name, *cells]) + " |" for name, cells in rows]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    return tables.markdown(rows, head) if rows else "Nothing was recorded."
 
 
 def facts(runs, command, commit) -> list[str]:
@@ -129,38 +94,35 @@ def facts(runs, command, commit) -> list[str]:
         for k, v in first.setup.items()
         if k not in ("gradient_checkpointing", "checkpointing")
     )
-    lines = [
+    where = f"measured on {first.device}"
+    if first.source == "simulated":
+        where = "simulated on fake tensors, no kernel ran"
+    for impl, values in {r.impl: r.setup for r in runs}.items():
+        if values.get("checkpointing"):
+            setup += f"; {impl} with {', '.join(values['checkpointing'])}"
+        elif impl != "hfpatch" and values.get("gradient_checkpointing") is not None:
+            way = "with" if values["gradient_checkpointing"] else "without"
+            setup += f"; {impl} {way} gradient checkpointing"
+    return [
         f"Command: `{command}`",
         f"Versions: {versions}" + (f"; commit {commit}" if commit else ""),
+        f"Runs: {where}; {setup}",
     ]
-    where = (
-        "simulated on fake tensors, no kernel ran"
-        if first.source == "simulated"
-        else f"measured on {first.device}"
-    )
-    own = {r.impl: r.setup for r in runs}
-    for impl, values in own.items():
-        if values.get("checkpointing"):
-            setup += f"; {impl} with " + ", ".join(values["checkpointing"])
-        elif impl != "hfpatch" and values.get("gradient_checkpointing") is not None:
-            setup += f"; {impl} {'with' if values['gradient_checkpointing'] else 'without'} gradient checkpointing"
-    return [*lines, f"Runs: {where}; {setup}"]
 
 
 def files(runs) -> list[str]:
     """Trace and snapshot, with their size and what opens them."""
-    lines = []
-    for run in runs:
-        for kind, how in (
-            ("trace", "https://ui.perfetto.dev"),
-            ("snapshot", "https://docs.pytorch.org/memory_viz"),
-        ):
-            if f"{kind}_file" in run.memory:
-                count = size(run.memory[f"{kind}_file_bytes"])
-                lines.append(
-                    f"`{run.memory[f'{kind}_file']}` ({count}, one step): open it at {how}"
-                )
-    return lines
+    opens = {
+        "trace": "https://ui.perfetto.dev",
+        "snapshot": "https://docs.pytorch.org/memory_viz",
+    }
+    return [
+        f"`{run.memory[f'{kind}_file']}` ({size(run.memory[f'{kind}_file_bytes'])}, one step): "
+        f"open it at {site}"
+        for run in runs
+        for kind, site in opens.items()
+        if f"{kind}_file" in run.memory
+    ]
 
 
 def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) -> str:
@@ -169,32 +131,36 @@ def markdown(runs: list[Run], *, command: str = "", commit: str = "", notes=()) 
     parts = [
         f"# Memory profile of {runs[0].setup.get('model', 'a model')}{simulated}",
         " ".join(sentences(runs)),
+        _list([*facts(runs, command, commit), *notes]),
     ]
-    parts.append("\n".join(f"- {line}" for line in [*facts(runs, command, commit), *notes]))
     if any(run.curve for run in runs):  # without matplotlib a note says how to get it
         parts.append("![memory over the step](memory.png)")
     for length, group in by_length(runs).items():
         head = columns(group)
         parts.append(f"## {length:,} tokens")
-        parts += [
-            f"{title}:\n\n{table([first, *head], rows)}" for title, first, rows in tables(group)
-        ]
+        for title, first, rows in (
+            ("At each one's own peak, by category", "category", category_table(group)),
+            (
+                "Beyond parameters, gradients and optimizer, by module",
+                "module",
+                module_table(group),
+            ),
+            ("Figures", "figure", figure_table(group)),
+        ):
+            cells = [(name, *cells) for name, cells in rows]
+            parts += [f"{title}:\n\n{tables.markdown(cells, (first, *head))}"] if cells else []
         for run, name in zip(group, head):
-            top = [(f"{row[0]}", list(row[1:])) for row in top_rows(run)]
-            when = f"peak in the {run.peak_phase or 'step'}" + (
-                f"; {run.error}" if run.error else ""
-            )
-            parts.append(
-                f"### {name}: {when}\n\n"
-                + (table(TOP_HEAD, top) if top else "Nothing was recorded.")
-            )
-            parts += ["\n".join(f"- {note}" for note in run.notes)] if run.notes else []
+            ended = f"; {run.error}" if run.error else ""
+            parts.append(f"### {name}: peak in the {run.peak_phase or 'step'}{ended}")
+            parts += [top_table(run), *([_list(run.notes)] if run.notes else [])]
             if run.applied:
-                parts.append(f"### {name}: {APPLIED}\n\n```\n" + "\n".join(run.applied) + "\n```")
+                did = "\n".join(["```", *run.applied, "```"])
+                parts.append(f"### {name}: what `hfpatch.apply` did\n\n{did}")
     opened = files(runs)
-    if opened:
-        parts.append("## Files\n\n" + "\n".join(f"- {line}" for line in opened))
-    parts.append(
-        "## Categories\n\n" + "\n".join(f"- {name}: {MEANING[name]}" for name in CATEGORIES)
-    )
+    parts += [f"## Files\n\n{_list(opened)}"] if opened else []
+    parts.append(f"## Categories\n\n{_list(f'{name}: {MEANING[name]}' for name in CATEGORIES)}")
     return "\n\n".join(parts) + "\n"
+
+
+def _list(lines) -> str:
+    return "\n".join(f"- {line}" for line in lines)

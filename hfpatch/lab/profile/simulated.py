@@ -23,7 +23,7 @@ def simulated_run(options: Options) -> Run:
     dtype = getattr(torch, "bfloat16" if options.dtype == "auto" else options.dtype)
     model = build(load_config(options.model).to_dict() | {"use_cache": False}, dtype).train()
     settings = parse_checkpointing(options.checkpointing)
-    if settings != "off" and settings.offload == "auto":
+    if settings.offload == "auto":
         settings = dataclasses.replace(settings, offload="host")
     become(model, options.impl, options.gradient_checkpointing, settings)
     optimizer = (
@@ -78,7 +78,7 @@ def _measured(run: Run, ledger, inputs: set, head: str, root: str) -> Run:
 
 def _policy(model, options, settings):
     """The policy of a first step, with as much host memory as it needs."""
-    if settings == "off":
+    if settings.offload == "off":
         return None
     width = model.get_input_embeddings().weight.shape[1]
     return first_policy(settings, rows=options.batch * options.seq_len, width=width)

@@ -1,7 +1,6 @@
 """One measured run: builds the model, applies an implementation, trains a few steps, records one.
 
-Called by worker.py (one process per implementation) and by launched.py (under an engine, on
-every rank).
+Called by worker.py, one process per implementation.
 """
 
 import gc
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.lab.compat import dump_allocations, local_part, record_allocations
+from hfpatch.lab.compat import dump_allocations, record_allocations
 from hfpatch.lab.device import is_out_of_memory, synchronize
 from hfpatch.lab.made import model_of
 from hfpatch.lab.models import config_of
@@ -100,38 +99,25 @@ def _new_run(options: Options, device) -> Run:
 
 
 def record_run(
-    model,
-    optimizer,
-    batch: dict,
-    options: Options,
-    *,
-    backward: Callable | None = None,
+    model, optimizer, batch: dict, options: Options, *,
     progress: Callable[[str], None] = lambda text: None,
-    main: bool = True,
-) -> Run:
-    """Warm-up steps, one recorded step, then timed steps. The Run has an error if memory ran out.
-
-    backward: loss -> None, an engine's own (accelerator.backward). main: whether this rank writes
-    the trace and the snapshot.
-    """
+) -> Run:  # fmt: skip
+    """Warm-up steps, one recorded step, then timed steps. The Run has an error if memory ran out."""
     device = batch["input_ids"].device
     run = _new_run(options, device)
-    step = Step(model, optimizer, batch, backward or (lambda loss: loss.backward()))
-    profiler, recorded = _profiler(device, options), False
+    step = Step(model, optimizer, batch)
+    profiler, before = _profiler(device, options), None
     try:
         for i in range(options.warmup):
             progress(f"warm-up step {i + 1} of {options.warmup}")
             step()
         progress("recorded step")
-        before = _preexisting(model, optimizer, batch, device)
         _start_history(device)
+        before = _preexisting(model, optimizer, batch, device)
         with record.module_markers(model) as step.inputs, profiler:
-            recorded = True
             step(marked=True)
             synchronize()
-        run.memory |= _allocator_figures(device)
-        if main:
-            _dump_snapshot(device, options, run)
+        _end_history(model, device, options, run)
         for i in range(1, options.steps):
             progress(f"timed step {i} of {options.steps - 1}")
             start = time.perf_counter()
@@ -142,17 +128,18 @@ def record_run(
         if not is_out_of_memory(error):
             raise
         run.error = f"out of memory: {str(error).strip().splitlines()[0]}"
-        run.memory |= _allocator_figures(device)
-        if main:
-            _dump_snapshot(device, options, run)
-    if device.type == "cuda":
-        run.memory["pinned_host_peak_bytes"] = pinned_bytes(model)
-    if recorded:
+        _end_history(model, device, options, run)
+    if before is not None:
         progress("reading the events")
-        _read(profiler, run, device, before, step.marks, head_name(model))
-        if main and options.trace:
-            _write_trace(profiler, options, run)
-    run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        events = record.Events(profiler)
+        blocks, run.phases = allocations(events, device.type, before, step.marks, head_name(model))
+        measure(run, blocks)
+        if options.trace:
+            name = f"trace-{run.name}.json.gz"
+            profiler.export_chrome_trace(str(Path(options.folder) / name))
+            run.keep("trace", options.folder, name)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    run.memory["process_peak_bytes"] = usage.ru_maxrss * 1024
     return run
 
 
@@ -163,8 +150,8 @@ class Step:
     its layers' inputs (record.module_markers).
     """
 
-    def __init__(self, model, optimizer, batch: dict, backward: Callable):
-        self.model, self.optimizer, self.batch, self.backward = model, optimizer, batch, backward
+    def __init__(self, model, optimizer, batch: dict):
+        self.model, self.optimizer, self.batch = model, optimizer, batch
         self.marks: list = []
         self.inputs: dict = {}
 
@@ -173,23 +160,20 @@ class Step:
             # Keeping the output object would hold the logits through the backward.
             loss = self.model(**self.batch).loss
         if marked:
-            self.marks.append(("forward", _host_blocks(self.model) | self.inputs))
+            self.marks.append(("forward", _marked(host=_host_areas(self.model)) | self.inputs))
         with record.phase("backward"):
-            self.backward(loss)
+            loss.backward()
         del loss
         if marked:
-            self._mark("backward", _gradients(self.model), "gradients")
+            self.marks.append(("backward", _marked(gradients=_gradients(self.model))))
         if self.optimizer is None:
             self.model.zero_grad(set_to_none=True)
             return
         with record.phase("optimizer"):
             self.optimizer.step()
         if marked:
-            self._mark("optimizer", _states(self.optimizer), "optimizer")
+            self.marks.append(("optimizer", _marked(optimizer=_states(self.optimizer))))
         self.optimizer.zero_grad(set_to_none=True)
-
-    def _mark(self, phase: str, tensors, category: str) -> None:
-        self.marks.append((phase, dict.fromkeys(_pointers(tensors), category)))
 
 
 def _profiler(device, options: Options) -> torch.profiler.profile:
@@ -201,64 +185,51 @@ def _profiler(device, options: Options) -> torch.profiler.profile:
     )
 
 
-def _read(profiler, run, device, before, marks, head):
-    events = record.Events(profiler)
-    blocks, run.phases = allocations(events, device.type, before, marks, head)
-    measure(run, blocks)
-
-
 def _device_name(device) -> str:
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
 
 
-def _start_history(device):
+def _start_history(device) -> None:
+    """Starts the allocator's own record, for PyTorch's memory viewer. A CPU has none."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         record_allocations(True)
 
 
-def _dump_snapshot(device, options, run):
+def _end_history(model, device, options, run: Run) -> None:
+    """Keeps that record, and the allocator's own counts, to compare with the followed figures."""
     if device.type != "cuda":
         return
-    path = Path(options.folder) / f"snapshot-{run.key.replace('@', '-')}.pickle"
-    dump_allocations(str(path))
-    record_allocations(False)
-    run.memory |= {"snapshot_file": path.name, "snapshot_file_bytes": path.stat().st_size}
-
-
-def _write_trace(profiler, options, run):
-    path = Path(options.folder) / f"trace-{run.key.replace('@', '-')}.json.gz"
-    profiler.export_chrome_trace(str(path))
-    run.memory |= {"trace_file": path.name, "trace_file_bytes": path.stat().st_size}
-
-
-def _allocator_figures(device) -> dict:
-    """The allocator's own counts, to compare with the followed figures. {} on a CPU, without
-    counts.
-    """
-    if device.type != "cuda":
-        return {}
     stats = torch.cuda.memory_stats(device)
     allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    return {
+    run.memory |= {
         "allocated_peak_bytes": allocated,
         "reserved_peak_bytes": reserved,
         "fragmentation_bytes": reserved - allocated,
-        "allocation_retries": stats["num_alloc_retries"],
+        "pinned_host_peak_bytes": pinned_bytes(model),
     }
+    name = f"snapshot-{run.name}.pickle"
+    dump_allocations(str(Path(options.folder) / name))
+    record_allocations(False)
+    run.keep("snapshot", options.folder, name)
 
 
-def _pointers(tensors) -> set:
-    return {
-        t.untyped_storage().data_ptr() for t in map(local_part, tensors) if t.device.type != "meta"
-    }
+def _storages(tensors) -> dict:
+    """{data_ptr: storage} of tensors with memory."""
+    storages = (t.untyped_storage() for t in tensors if t.device.type != "meta")
+    return {storage.data_ptr(): storage for storage in storages}
 
 
-def _host_blocks(model) -> dict:
-    """{data_ptr: "host"} of the runtimes' host memory. On a CPU it must not count as the device's."""
-    areas = [area for pool in pools(model) for area in pool.areas]
-    return {area.block.bytes.data_ptr(): "host" for area in areas}
+def _marked(**kinds) -> dict:
+    """{data_ptr: category} of tensors by category."""
+    return {ptr: kind for kind, tensors in kinds.items() for ptr in _storages(tensors)}
+
+
+def _host_areas(model) -> list:
+    """The runtimes' host memory. On a CPU it must not count as the device's."""
+    return [area.block.bytes for pool in pools(model) for area in pool.areas]
 
 
 def _gradients(model) -> list:
@@ -266,65 +237,37 @@ def _gradients(model) -> list:
 
 
 def _states(optimizer) -> list:
-    """Optimizer states, and the fp32 copies that an engine keeps in its parameter groups."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    found = [
-        v for state in inner.state.values() for v in state.values() if isinstance(v, torch.Tensor)
-    ]
-    return found + [
-        p for group in inner.param_groups for p in group["params"] if isinstance(p, torch.Tensor)
-    ]
+    states = optimizer.state.values() if optimizer is not None else ()
+    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
 
 
 def _preexisting(model, optimizer, batch, device) -> list:
-    """(data_ptr, bytes, category) of every storage alive on the device before the recorded step."""
-    gc.collect()
-    kinds: dict = {}
-    owned = [*model.parameters(), *model.buffers()]
-    for tensors, category in (
-        (owned, "parameters"),
-        (_gradients(model), "gradients"),
-        (_states(optimizer) if optimizer is not None else [], "optimizer"),
-        (batch.values(), "other"),
+    """(data_ptr, bytes, category) of the storages alive on the device before the recorded step."""
+    found: dict = {}
+    for category, tensors in (
+        ("host", _host_areas(model)),
+        ("parameters", [*model.parameters(), *model.buffers()]),
+        ("gradients", _gradients(model)),
+        ("optimizer", _states(optimizer)),
+        ("other", batch.values()),
     ):
-        for pointer in _pointers(tensors):
-            kinds.setdefault(pointer, category)
-    sizes: dict = {}
-    for thing in gc.get_objects():
-        # type(), not isinstance(): proxies among a process's objects warn or raise for __class__.
-        if (
-            issubclass(type(thing), torch.Tensor)
-            and thing.device.type == device.type
-            and thing.layout is torch.strided
-        ):
-            storage = local_part(thing).untyped_storage()
-            try:
-                pointer = storage.data_ptr()
-            except RuntimeError:
-                # A compiler's fake or functional tensor claims the device and has no memory.
-                continue
-            if storage.nbytes() and storage.device.type == device.type:
-                sizes[pointer] = storage.nbytes()
-    for tensor in map(local_part, owned):
-        sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-    kinds |= _host_blocks(model)
-    return [
-        (pointer, count, kinds.get(pointer, "other")) for pointer, count in sizes.items() if pointer
-    ]
+        for pointer, storage in _storages(tensors).items():
+            if storage.device.type == device.type and pointer:
+                found.setdefault(pointer, (pointer, storage.nbytes(), category))
+    known = [*found.values()]
+    if device.type == "cuda":  # of all other tensors the allocator knows the bytes alone
+        rest = torch.cuda.memory_allocated(device) - sum(count for _, count, _ in known)
+        known.append((-1, max(0, rest), "other"))
+    return known
 
 
 def head_name(model) -> str:
-    found = {id(m): name for name, m in model.named_modules()}
-    inner = model
-    while not hasattr(inner, "get_output_embeddings") and hasattr(inner, "module"):
-        inner = inner.module
-    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    return found.get(id(head), "lm_head")
+    head = model.get_output_embeddings()
+    return next((name for name, m in model.named_modules() if m is head), "lm_head")
 
 
 def software() -> dict:
     """Versions that the figures depend on."""
-    found = versions(("torch", "triton", "transformers", "liger-kernel", "accelerate", "deepspeed"))
-    return {
-        name: version for name, version in (found | {"cuda": torch.version.cuda}).items() if version
-    }
+    found = versions(("torch", "triton", "transformers", "liger-kernel", "accelerate"))
+    found["cuda"] = torch.version.cuda
+    return {name: version for name, version in found.items() if version}

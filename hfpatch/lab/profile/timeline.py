@@ -6,8 +6,10 @@ library only.
 
 import importlib.metadata
 import itertools
+import os
 import platform
-from dataclasses import asdict, dataclass, field
+import statistics
+from dataclasses import dataclass, field
 
 from hfpatch import __version__
 
@@ -82,8 +84,14 @@ class Run:
     error: str | None = None  # one line, where the run did not finish
 
     @property
-    def key(self) -> str:
-        return f"{self.impl}@{self.seq_len}"
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.impl}-{self.seq_len}"
+
+    def keep(self, kind: str, folder: str, name: str) -> None:
+        """Notes a file of the run, and its size."""
+        self.memory[f"{kind}_file"] = name
+        self.memory[f"{kind}_file_bytes"] = os.path.getsize(os.path.join(folder, name))
 
     @property
     def peak_split(self) -> dict:
@@ -93,12 +101,10 @@ class Run:
             split[row["category"]] += row["bytes"]
         return split
 
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "Run":
-        return cls(**values)
+    @property
+    def seconds(self) -> float | None:
+        """The median of the steps that were timed."""
+        return statistics.median(self.step_seconds) if self.step_seconds else None
 
 
 def generic(module: str) -> str:
@@ -195,15 +201,3 @@ def versions(packages) -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
-
-
-UNITS = {1: "B", 1 << 10: "KiB", 1 << 20: "MiB", 1 << 30: "GiB"}
-
-
-def size(count: float) -> str:
-    """1536 -> '1.5 KiB', with one or two decimals."""
-    unit = max((unit for unit in UNITS if abs(count) >= unit), default=1)
-    if unit == 1:
-        return f"{count:.0f} B"
-    decimals = 1 if abs(count) >= 10 * unit else 2
-    return f"{count / unit:.{decimals}f} {UNITS[unit]}"

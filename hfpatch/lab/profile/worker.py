@@ -30,7 +30,7 @@ def main(argv) -> int:
         print(error, file=sys.stderr)
         return 2
     with open(argv[1], "w") as file:
-        json.dump(run.to_dict(), file)
+        json.dump(vars(run), file)
     return 0
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import hfpatch.attention.attention as attention
 from hfpatch.attention import heads
-from hfpatch.budget.policy import Policy
+from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import plain_scans
 from hfpatch.context.ranks import sharded
 from hfpatch.lab.compat import simulation_parts
@@ -329,10 +329,12 @@ def simulate(
         ranks: that share each row of a patched model. seq_len is this rank's part.
         follower: makes the Follower from its settings.
     """
-    files = policy is not None and policy.offload == "disk"
+    files = policy is not None and policy.tier == "disk"
     policy = replace(policy, offload="host") if files else policy
     # Beside files no gradient waits on the host, as it may beside the blocks that stand in.
-    parks = mock.patch.object(Policy, "parks_dx", False) if files else contextlib.nullcontext()
+    parks = (
+        mock.patch.object(Checkpointing, "parks_dx", False) if files else contextlib.nullcontext()
+    )
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 32)
     if ids is None:
         generator = torch.Generator().manual_seed(0)

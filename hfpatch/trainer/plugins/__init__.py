@@ -2,6 +2,7 @@
 
 import sys
 
+from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.report import Report
 from hfpatch.trainer.marks import first_to_say
 
@@ -15,7 +16,7 @@ def apply_tiled(model, options: dict) -> Report:
     import hfpatch
 
     report = hfpatch.apply(model, **options)
-    if options.get("checkpointing") != "off":
+    if parse_checkpointing(options.get("checkpointing", "auto")).offload != "off":
         expect_tiles(model, report)
     words = str(report)  # empty on ranks but the first
     if words and first_to_say(words):

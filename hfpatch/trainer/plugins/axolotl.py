@@ -13,7 +13,7 @@ from typing import Literal
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from hfpatch.budget.policy import Checkpointing, parse_checkpointing
+from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.trainer.callback import Callback
 from hfpatch.trainer.plugins import apply_tiled
 
@@ -47,23 +47,12 @@ class Options(BaseModel):
     @field_validator("checkpointing")
     @classmethod
     def _checked(cls, value):
-        _settings(value)
+        parse_checkpointing(value)
         return value
 
     def for_apply(self) -> dict:
         """Keyword arguments of `hfpatch.apply`."""
-        return self.model_dump() | {"checkpointing": _settings(self.checkpointing)}
-
-
-def _settings(value: str | dict) -> Checkpointing | str:
-    """The value for `apply` of a word or a block. Raises ValueError."""
-    if isinstance(value, str):
-        return parse_checkpointing(value)
-    fields = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items()}
-    try:
-        return Checkpointing(**fields)
-    except TypeError as error:  # an unknown field
-        raise ValueError(f"hfpatch: checkpointing: {error}. Correct the block.") from error
+        return self.model_dump() | {"checkpointing": parse_checkpointing(self.checkpointing)}
 
 
 class Arguments(BaseModel):
