@@ -237,10 +237,7 @@ def linear_cross_entropy_ref(
     z_loss: float = 0.0,
     shift: bool = False,
 ) -> Tensor:
-    """linear_cross_entropy in plain torch, from whole logits, with any number of derivatives.
-
-    The oracle in float64.
-    """
+    """linear_cross_entropy in plain torch, with any number of derivatives: the oracle in float64."""
     labels = shift_labels(labels, ignore_index) if shift else labels
     z = F.linear(hidden, weight, bias)
     z = z.to(wide_dtype(z.dtype)).reshape(-1, z.shape[-1])

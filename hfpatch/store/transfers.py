@@ -222,20 +222,17 @@ class Transfers:
         Raises:
             RuntimeError: a source was modified in place while it stayed.
         """
-        if self.unwritten:
-            self._write()
+        self._write()
         if self.unsettled:
             copied = self.device.mark(self.to_host)
             self.copied.append((self.unsettled, self.unsettled_bytes, copied))
-            self.unsettled = []
-            self.unsettled_bytes = 0
+            self.unsettled, self.unsettled_bytes = [], 0
         held = 0
         for _, nbytes, _ in self.copied:
             held += nbytes
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            written_to = False
-            streams = set()
+            written_to, streams = False, set()
             for x, before, stream in sources:
                 streams.add(stream)
                 written_to = written_to or version(x) != before
@@ -260,9 +257,7 @@ class Transfers:
         receives the slot once the ticket is done.
         """
         device = self.device
-        tensors = []
-        copies = []
-        offset = 0
+        tensors, copies, offset = [], [], 0
         for saved, a, b, destination in pieces:
             if saved.resident:
                 whole = saved.tensor()
@@ -356,8 +351,7 @@ class FetchQueue(Ring):
     def __init__(self, transfers: Transfers):
         super().__init__(transfers)
         self.task = -1
-        self.pending: deque = deque()
-        self.under_way: deque = deque()
+        self.pending, self.under_way = deque(), deque()
 
     def begin(self) -> None:
         """Resets the queue unless the current backward pass is the one that filled it."""
