@@ -264,8 +264,8 @@ def our_attention(configs, batch: Batch | None):
     try:
         current.batch = batch
         for config in configs:
-            own = _Borrowed(config, attention_of(config), experts_of(config))
-            own = _borrowed.setdefault(id(config), own)
+            now = _Borrowed(config, attention_of(config), experts_of(config))
+            own = _borrowed.setdefault(id(config), now)
             own.depth += 1
             entered.append(config)
             name_attention(config, NAME)

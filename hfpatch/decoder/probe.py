@@ -160,8 +160,7 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
             return traits
         if inside.reason is not None:
             return traits
-        alone = not traits.mixers and traits.reason != OTHER_MIXER
-        traits = replace(inside, attends=alone)
+        traits = replace(inside, attends=not traits.mixers and traits.reason != OTHER_MIXER)
     # 4. Compare values and gradients of the two parts around attention.
     try:
         return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, traits).answers()
@@ -171,9 +170,8 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
 
 def _calls_torchs_own(layer) -> nn.Module:
     """The module whose forward calls torch's attention itself, which names no module (Falcon's)."""
-    name = "scaled_dot_product_attention"
     codes = ((m, getattr(type(m).forward, "__code__", None)) for m in layer.modules())
-    return next(m for m, code in codes if code is not None and name in code.co_names)
+    return next(m for m, code in codes if code and "scaled_dot_product_attention" in code.co_names)
 
 
 def _with_mixers(
