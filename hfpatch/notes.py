@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 from torch import nn
 
+from hfpatch import compat
 from hfpatch.budget.free import ALLOCATOR, GROWS, expand_segments
 from hfpatch.decoder.find import Decoder
 from hfpatch.layer.condition import look
@@ -16,18 +17,21 @@ from hfpatch.report import Report
 
 
 def grow_segments(report: Report) -> None:
-    """Lets torch's allocator grow its segments, unless the user set it: fixed ones fragment at long
-    rows. Once CUDA has started the setting comes too late, and the report names it.
+    """Lets torch's allocator grow its segments from now on, unless the user set it: fixed ones
+    fragment at long rows. Where CUDA has started and this torch takes no settings then, the report
+    names the variable.
     """
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built() or any(name in os.environ for name in ALLOCATOR):
         return
-    if not torch.cuda.is_initialized():
-        expand_segments()
-    elif not any(name in os.environ for name in ALLOCATOR):
+    if compat.set_allocator is not None:
+        compat.set_allocator(GROWS)
+    elif torch.cuda.is_initialized():
         report.notes.append(
             f"set {ALLOCATOR[0]}={GROWS} before Python starts: without it long rows fragment the "
             "GPU's memory."
         )
+        return
+    expand_segments()
 
 
 def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:
@@ -36,11 +40,9 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
     report.swaps += [(option, name, n) for name, n in names.items()]
     for (name, reason), n in left.items():
         report.details.append(f"{option}: {n} x {name} stay stock: {reason}.")
-    if left and not done:
-        report.skipped.append((option, left.most_common(1)[0][0][1]))
-    elif left:
+    if left:
         (name, reason), _ = left.most_common(1)[0]
-        report.skipped.append((option, f"{name}: {reason}"))
+        report.skipped.append((option, f"{name}: {reason}" if done else reason))
     elif not done:
         report.skipped.append((option, "none in this model"))
 
@@ -53,13 +55,13 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
     where = (
-        "chosen as steps show what fits (`hfpatch plan` says it before)"
+        "chosen from what steps measure (`hfpatch plan` predicts it)"
         if settings.offload == "auto"
         else settings.offload
     )
     notes.append(
-        f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
-        "of them is replaced."
+        f"checkpoints of {len(layers)} layers: {where}. They replace transformers' gradient "
+        "checkpointing."
     )
     if settings.frozen_weights == "host":
         notes.append(

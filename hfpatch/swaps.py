@@ -110,10 +110,11 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
             skipped.append(("checkpointing", f"{type(layer).__name__}: {replaced_forward(layer)}"))
             return
     runtime = LayerRuntime(settings, len(layers), turn)
-    runtime.owner = weakref.ref(decoder.causal or stack)
-    runtime.exchange = token_exchange_group(runtime.owner())
+    owner = decoder.causal or stack
+    owner._hfpatch_report, runtime.owner = report, weakref.ref(owner)
+    runtime.exchange = token_exchange_group(owner)
     stack._hfpatch_runtime = runtime
-    not_for_ddp(runtime.owner(), Waiting(runtime))
+    not_for_ddp(owner, Waiting(runtime))
     names = Counter(type(layer).__name__ for layer in layers)
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         if isinstance(layer, TiledLayer):  # a layer that runs again later in the same forward
@@ -155,16 +156,15 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
-    mixers = bool(mixing)
-    timed = mixers and all(a.all_timed for a in mixing)
+    timed = bool(mixing) and all(a.all_timed for a in mixing)
     stack._hfpatch_configs = configs
-    stack._hfpatch_traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
-    if causal is not None and not is_mixed(causal) and "forward" not in vars(causal):
-        swap(causal, TellsPositions)
+    stack._hfpatch_traits = StackTraits(found.ours, bool(mixing), found.apart, found.unpads, timed)
+    for model in decoder.around if causal is None else (causal,):
+        if not is_mixed(model) and "forward" not in vars(model):
+            swap(model, TellsPositions)
     if not found.apart:
         report.notes.append(
-            "sequences that hold several documents are refused: its layers were not seen to keep "
-            "them apart."
+            "sequences that hold several documents are refused: its layers may not keep them apart."
         )
 
 

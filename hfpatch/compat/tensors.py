@@ -36,7 +36,8 @@ def hooked(tensors: list[Tensor]) -> list[Tensor]:
 @contextmanager
 def without_hooks(x: Tensor):
     """A context in which the user's hooks on the gradient of x do not run."""
-    hooks, x._backward_hooks = x._backward_hooks, None
+    hooks = x._backward_hooks
+    x._backward_hooks = None
     try:
         yield
     finally:
@@ -124,3 +125,7 @@ def has_values(x: Tensor) -> bool:
 
 # A context in which torch computes real values, also inside a simulation on fake tensors.
 real_tensors = _disable_current_modes
+
+# Sets options of the caching allocator, for memory that it takes from then on; all others return to
+# their defaults. None: only the environment does, before CUDA starts.
+set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

@@ -15,8 +15,17 @@ from functools import cache, partial, wraps
 import torch
 from torch import nn
 
-from hfpatch.compat import MADE_FROM, Turn, members_of, record_outputs_like, values_for_now
-from hfpatch.context.current import refuse_in_the_midst
+from hfpatch.compat import (
+    MADE_FROM,
+    Turn,
+    hooks_on_all,
+    members_of,
+    modules_in,
+    record_outputs_like,
+    values_for_now,
+    watched_by_user,
+)
+from hfpatch.context.current import asks_for_hidden_states, refuse_in_the_midst
 
 
 def _rebuild(part: type, base: type):
@@ -165,6 +174,17 @@ def other_forward(module: nn.Module) -> bool:
 def package_of(module: nn.Module) -> str:
     """The package that defines the module's class, beneath a class that torch's FSDP made."""
     return home_of(MADE_FROM[type(module)])
+
+
+def is_watched(model, kwargs) -> bool:
+    """Whether a hook, the caller, or a forward that is not transformers' own may read hidden
+    states."""
+    inside = [m for m in modules_in(model)[1:] if not isinstance(m, nn.Embedding)]
+    own = [(m.__dict__, MADE_FROM[type(m)]) for m in inside]  # calls no function for a module
+    code = {table["forward"] if "forward" in table else kind for table, kind in own}
+    theirs = package_of(model) == "transformers" and {home_of(x) for x in code} <= LIBRARIES
+    hooked = hooks_on_all() or watched_by_user(inside) is not None
+    return not theirs or bool(hooked) or asks_for_hidden_states(model, kwargs)
 
 
 # --- forwards for a moment ------------------------------------------------------------------------

@@ -71,7 +71,9 @@ class Given:
         weights: the caller asks for attention's probabilities.
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
-        watched: other code may read outputs.
+        watched: beside a mask, other code may read outputs.
+        reads: outputs that other code may read must be transformers' at padding too: a loss reads
+            them, or the layers are transformers'.
         sequence: the ranks that share the rows, or None.
     """
 
@@ -100,6 +102,7 @@ class Given:
     encoder: bool = False
     idle_BT: Tensor | None = None
     watched: bool = False
+    reads: bool = False
     sequence: object = None
 
     @property
@@ -145,6 +148,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
     idle, watched = current.unread
+    # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
+    idle = idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
@@ -170,9 +175,9 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         uncached=current.uncached,
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
         encoder=kwargs.get("encoder_hidden_states") is not None,
-        # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
-        idle_BT=idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None,
-        watched=watched,
+        idle_BT=idle,
+        watched=visible and (watched or idle is None),
+        reads=stack._hfpatch_runtime is None or stack._hfpatch_runtime.padding_is_read(),
         sequence=sequence_now(config, training),
     )
 
@@ -273,6 +278,9 @@ def decide(
                 f"{given.T // given.sequence.size}. Pad the sequences, or share them between fewer "
                 "ranks."
             )
+    idle_BT = given.idle_BT
+    if given.watched and given.reads and not (shared or given.packed):
+        idle_BT = torch.zeros_like(given.rows_mask, dtype=torch.bool)
     # Where rows are shared, offsets would count this rank's tokens. The positions give the same
     # documents for whole rows.
     batch = Batch(
@@ -282,7 +290,7 @@ def decide(
         given.rows_mask,
         given.positions,
         None if shared else given.offsets,
-        given.idle_BT,
+        idle_BT,
         given.watched,
         given.sequence,
     )
@@ -292,7 +300,16 @@ def decide(
         if shared:
             raise not_exchanged(why)
         return None, _by_transformers(given, traits, why, changes)
+    if given.tiled and given.watched and batch.rows().behind:
+        batch.watched_BT = ~given.rows_mask.bool()
+        return batch, _PADDING.format(given.kind.__name__)
     return batch, None
+
+
+_PADDING = (
+    "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask. "
+    "Once a gradient reaches them, layers run untiled, with transformers' mask."
+)
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:

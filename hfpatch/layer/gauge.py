@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfpatch.budget.free import expandable_segments, gpu_free, share_of_device
+from hfpatch.budget.free import gpu_free, share_of_device
 from hfpatch.store.device import device_for
 
 
@@ -31,7 +31,7 @@ class Gauge:
         if not stats:
             return Counters()
         whole = stats["allocated_bytes"]["all"]
-        gaps = 0 if expandable_segments() else stats["inactive_split_bytes"]["all"]["current"]
+        gaps = stats["inactive_split_bytes"]["all"]["current"]  # none where segments expand
         return Counters(
             whole["current"], whole["peak"], stats["num_ooms"], stats["num_alloc_retries"], gaps
         )

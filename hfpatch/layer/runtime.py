@@ -15,13 +15,21 @@ from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.compat import Turn, gradient_is_watched, not_for_deepspeed, same_memory, version
+from hfpatch.compat import (
+    Turn,
+    gradient_is_watched,
+    not_for_deepspeed,
+    pytree,
+    same_memory,
+    version,
+)
 from hfpatch.layer import policies
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.policies import Policies
 from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
 from hfpatch.layer.traits import layers_in
 from hfpatch.report import say
+from hfpatch.store.device import on_host
 
 
 class LayerRuntime(Policies):
@@ -30,6 +38,8 @@ class LayerRuntime(Policies):
 
     Attributes:
         warned: lines already printed.
+        padding_read: whether a gradient came to outputs at padding, as a flag on the device until
+            the host reads it.
         tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
         turn: the model's lock.
@@ -45,6 +55,7 @@ class LayerRuntime(Policies):
     ):
         Policies.__init__(self, checkpointing, n_layers)
         self.warned: set[str] = set()
+        self.padding_read: bool | Tensor = False
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
@@ -65,13 +76,33 @@ class LayerRuntime(Policies):
             self.owner = weakref.ref(module)
 
     def tell(self, line: str) -> None:
-        """Prints a line once, and adds it to the report."""
-        if line not in self.warned:
+        """Prints a line once, and adds it to the report. A small instance says nothing."""
+        report = getattr(self.owner(), "_hfpatch_report", None)
+        if line not in self.warned and report is not None:
             self.warned.add(line)
             say(line)
-            report = getattr(self.owner(), "_hfpatch_report", None)
-            if report is not None:
-                report.notes.append(line)
+            report.notes.append(line)
+
+    # -- padding -----------------------------------------------------------------------------------
+    # Causality hides the padding behind a row from real tokens, so layers need no mask. But padding
+    # sees itself, so its outputs are not transformers'. A loss that the model computes names the
+    # tokens that it reads (loss/causal_model.py). Any other reader shows by its gradient.
+    def watch_padding(self, out, hidden_BT: Tensor) -> None:
+        """Looks at the gradients of a stack's outputs [B, T, D]. hidden_BT: True at padding."""
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.requires_grad and x.shape[:-1] == hidden_BT.shape:
+                x.register_hook(partial(self._look, hidden_BT))
+
+    def _look(self, hidden_BT: Tensor, dy_BTD: Tensor) -> None:
+        # NaN, which a mask of zeros does not remove, is not above 0.
+        size_BT = torch.linalg.vector_norm(dy_BTD.detach(), torch.inf, -1)
+        self.padding_read |= (hidden_BT & (size_BT > 0)).any()
+
+    def padding_is_read(self) -> bool:
+        """Whether a gradient came to padding in an earlier backward of this model."""
+        if isinstance(self.padding_read, Tensor):
+            self.padding_read = bool(on_host(self.padding_read))
+        return self.padding_read
 
     # -- the order of calls ------------------------------------------------------------------------
     def link(self, call: LayerCall, x: Tensor) -> None:

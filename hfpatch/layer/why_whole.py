@@ -222,9 +222,9 @@ REASONS = (
     _layer("unknown module", "{}", lambda layer, c: stranger_in(layer, c.traits.kinds)),
     # What the small instance showed.
     Reason("masks of its own", "its model reads masks itself, and cannot read ours ({})"),
-    Reason("raised", "asked, it raised {}"),
+    Reason("raised", "its small instance raised {}"),
     Reason("not stopped", "{}"),
-    Reason("other mixer", "it mixes tokens by something else than attention"),
+    Reason("other mixer", "it mixes tokens by something other than attention"),
     Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
     Reason("probed dropout", "attention dropout"),
     Reason("probed inputs", "attention that takes other inputs than q, k, v and a mask"),
@@ -233,7 +233,7 @@ REASONS = (
     Reason("probed built mask", BUILT_MASK),
     Reason("probed direction", NOT_CAUSAL),
     Reason("probed lengths", "queries and keys of different lengths"),
-    Reason("dependent mixers", "what mixes its tokens takes one from the other"),
+    Reason("dependent mixers", "its mixers depend on each other"),
     Reason("buffer", "it writes to {}"),
     Reason("batch raises", "it raises {}"),
     Reason("other gradients", "other parameters have gradients on a {} batch"),
@@ -288,7 +288,7 @@ REASONS = (
     ),
     _batch(
         "holes",
-        "an attention mask with holes, or with labels at padding",
+        "an attention mask with holes, or a loss that reads padding",
         lambda given, traits, batch: given.rows_mask is not None and batch.rows().holes,
     ),
     # What this call of the layer was given.

@@ -13,37 +13,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from hfpatch.budget.policy import LOSS_WORKSPACE
 from hfpatch.compat import (
-    MADE_FROM,
     cache_name,
     context_parallel,
-    hooks_on_all,
-    modules_in,
     modules_of,
     own_loss,
     set_own_loss,
     values_for_now,
-    watched_by_user,
 )
-from hfpatch.context.classes import (
-    LIBRARIES,
-    KeepsSignature,
-    home_of,
-    is_mixed,
-    package_of,
-)
+from hfpatch.context.classes import KeepsSignature, is_mixed, is_watched
 from hfpatch.context.current import asks_for_hidden_states, current, having
-from hfpatch.loss.head import why_whole_logits
+from hfpatch.loss.head import WHOLE, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
 from hfpatch.store.device import on_host
 
-_WHOLE = (
-    "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
-    "transformers' own loss, and a forward that only hands the logits to it."
-)
 _NOT_ITS_LOSS = (
     "context parallelism needs the model's own loss, got compute_loss_func or label smoothing, "
     "whose labels end with each GPU's part. Leave it out, or set cp_size=1."
@@ -66,7 +53,18 @@ def _labelled(target, ignore: int, kwargs, watched: bool) -> dict:
     return {"labels": target, "unread": (idle_BT, watched)}
 
 
-def _as_called(kwargs) -> dict:
+def _pooled(model, kwargs) -> dict:
+    """The tokens that transformers' classifier of rows leaves unread: all but the last one of each
+    row that is not the padding's id."""
+    ids, code = kwargs.get("input_ids"), type(model)._hfpatch_code
+    if code is not GenericForSequenceClassification.forward or not isinstance(ids, Tensor):
+        return {}
+    at_T = torch.arange(ids.shape[-1], device=ids.device)
+    last_B = ((ids != model.config.get_text_config().pad_token_id) * at_T).argmax(-1)
+    return {"unread": (at_T != last_B[..., None], is_watched(model, kwargs))}
+
+
+def _as_called(model, kwargs) -> dict:
     """The caller's arguments for the decoder: positions, whether the caller passed neither a cache
     nor use_cache, and labels, unless the fused loss has noted them.
 
@@ -74,9 +72,12 @@ def _as_called(kwargs) -> dict:
     """
     given, target = kwargs.get("position_ids"), kwargs.get("labels")
     uncached = kwargs.get(cache_name(kwargs)) is None and kwargs.get("use_cache") is None
-    labels = {}
-    if current.labels is None and isinstance(target, Tensor):
+    labels, mask = _pooled(model, kwargs), kwargs.get("attention_mask")
+    if not labels and current.labels is None and isinstance(target, Tensor):
         labels = _labelled(target, kwargs.get("ignore_index", -100), kwargs, watched=True)
+    if kwargs.get("start_positions") is not None and isinstance(mask, Tensor):
+        # An answer competes with all tokens.
+        labels = {"unread": (torch.zeros_like(mask, dtype=torch.bool), True)}
     return labels | {
         "positions": current.positions if given is None else given,
         "uncached": current.uncached or uncached,
@@ -84,18 +85,20 @@ def _as_called(kwargs) -> dict:
 
 
 class TellsPositions(KeepsSignature):
-    """For causal models that keep their own loss: hands positions and labels on to the decoder, which
-    isolates packed documents, and computes padding that has labels as transformers does."""
+    """For models that keep their own loss: hands positions and labels on to the decoder, which
+    isolates packed documents, and computes padding that the loss reads as transformers does."""
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(self._hfpatch_positional, args)
+        return self._hfpatch_stock(kwargs | dict(zip(self._hfpatch_positional, args)))
+
+    def _hfpatch_stock(self, kwargs, **here):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with having(**_as_called(kwargs)):
+        with having(**here, **_as_called(self, kwargs)):
             return super().forward(**kwargs)
 
 
-class FusedCausalLM(KeepsSignature):
+class FusedCausalLM(TellsPositions):
     """Swapped in for a causal language model's class.
 
     Attributes:
@@ -149,11 +152,8 @@ class FusedCausalLM(KeepsSignature):
         return modules_of(self.get_submodule(self._hfpatch_holder))[self._hfpatch_head_name]
 
     def _hfpatch_stock(self, kwargs):
-        if torch.compiler.is_compiling():
-            return super().forward(**kwargs)
         embeds = None if asks_for_hidden_states(self, kwargs) else self
-        with having(causal=True, embeds=embeds, **_as_called(kwargs)):
-            return super().forward(**kwargs)
+        return super()._hfpatch_stock(kwargs, causal=True, embeds=embeds)
 
     def _hfpatch_forward(self, args, kwargs):
         kwargs |= zip(self._hfpatch_positional, args)
@@ -196,16 +196,9 @@ class FusedCausalLM(KeepsSignature):
     def _read_where_labelled(self, target, ignore: int, kwargs):
         """A context that holds the labels, and the tokens whose outputs are unread.
 
-        A token's output is unread if neither the token nor the next one has a label, unless a hook,
-        the caller, or a forward that is not transformers' own may read hidden states.
+        A token's output is unread if neither the token nor the next one has a label.
         """
-        inside = [m for m in modules_in(self)[1:] if not isinstance(m, nn.Embedding)]
-        own = [(m.__dict__, MADE_FROM[type(m)]) for m in inside]  # calls no function for a module
-        code = {table["forward"] if "forward" in table else kind for table, kind in own}
-        theirs = package_of(self) == "transformers" and {home_of(x) for x in code} <= LIBRARIES
-        hooked = hooks_on_all() or watched_by_user(inside) is not None
-        watched = not theirs or bool(hooked) or asks_for_hidden_states(self, kwargs)
-        return having(**_labelled(target, ignore, kwargs, watched))
+        return having(**_labelled(target, ignore, kwargs, is_watched(self, kwargs)))
 
     def _hfpatch_log_probs(self, kwargs):
         """The outputs of TRL's fused head, from our op where both compute the same."""
@@ -233,7 +226,7 @@ class FusedCausalLM(KeepsSignature):
         """ForCausalLMLoss of these arguments: what the class's forward passes decides."""
         aligned = labels if shift_labels is None else shift_labels
         if not isinstance(logits, Logits):
-            self._tell_of_whole_logits(USED)
+            self._tell(WHOLE.format(USED))
         elif logits.takes(aligned, vocab_size, shifts=shift_labels is None):
             _, target, ignored, count = current.target
             counted = count is not None and aligned is target and ignore_index == ignored
@@ -261,7 +254,7 @@ class FusedCausalLM(KeepsSignature):
             return False
         reason = why_whole_logits(self, self._hfpatch_head())
         if reason is not None:
-            self._tell_of_whole_logits(reason)
+            self._tell(WHOLE.format(reason))
             return False
         if kwargs.get("skip_logits"):
             return True
@@ -270,9 +263,6 @@ class FusedCausalLM(KeepsSignature):
         # In evaluation small logits are returned.
         columns = self.config.get_text_config().vocab_size
         return self.training or labels.numel() * columns * BYTES_OF_A_LOGIT > EVAL_LOGITS_BYTES
-
-    def _tell_of_whole_logits(self, reason: str) -> None:
-        self._tell(_WHOLE.format(reason))
 
     def _tell(self, words: str) -> None:
         """Warns, and adds a line to the report, once per message."""

@@ -24,6 +24,11 @@ from hfpatch.compat import (
 )
 from hfpatch.context.classes import CALL, LINEAR, forwards_for_now, swap, whose
 
+WHOLE = (
+    "the loss runs through whole logits, as {}. A fused loss needs a plain Linear as lm_head, "
+    "transformers' own loss, and a forward that only hands the logits to it."
+)
+
 
 def copies(head: nn.Module):
     """(the copies in PEFT's modules_to_save wrapper, the active one).

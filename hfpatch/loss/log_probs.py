@@ -92,7 +92,7 @@ def log_probs(model: nn.Module, head: nn.Module, asked: TrlHead, kwargs: dict):
     hidden = out.last_hidden_state
     target = target.to(hidden.device)
     mask = target[..., first:] != -100
-    names = ("log_probs", *(n for n in _FIELDS if n in asked.outputs and n != "log_probs"))
+    names = [n for n in _FIELDS if n in ("log_probs", *asked.outputs)]
     scored = through(
         head, _score, hidden, target, in_float32=asked.in_float32, temperature=asked.temperature,
         scale=asked.scale, softcap=asked.softcap, outputs=tuple(_FIELDS[n] for n in names),

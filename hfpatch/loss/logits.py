@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hfpatch import ops
 from hfpatch.compat import as_plain_tensor, autocast_dtype, pytree, without_memory
 from hfpatch.context.current import current
-from hfpatch.loss.head import rows_of, through
+from hfpatch.loss.head import WHOLE, rows_of, through
 
 USED = "the model's forward does more with logits than hand its lm_head's to the loss"
 
@@ -62,7 +62,7 @@ class Logits(Tensor):
         """The logits as the model would have computed them, and in-place operations changed
         them."""
         if self.computed is None:
-            self.owner._tell_of_whole_logits(USED)
+            self.owner._tell(WHOLE.format(USED))
             with torch.set_grad_enabled(self.requires_grad):
                 z = self.owner._hfpatch_head()(self.hidden)
                 for step in self.steps:

@@ -106,7 +106,7 @@ def _swiglu_rows():
                     f"{activation} fwd",
                     NAMES[dtype],
                     shape,
-                    lambda g=gate, u=up, a=activation, d=dtype: swiglu.swiglu_fwd(g, u, a, d),
+                    lambda g=gate, u=up, a=activation: swiglu.swiglu_fwd(g, u, a),
                     short,
                 )
                 yield Row(
@@ -128,7 +128,7 @@ def _experts_rows():
             S, short, label = 4096 * K, dtype == BF16, NAMES[dtype]
             gu, a, z = (meta(S, n, dtype=dtype) for n in (2 * F, F, D))
             ids, at, offs = meta(S, dtype=I64), meta(4096, K, dtype=I64), meta(E, dtype=I32)
-            b, w = meta(E, 2 * F, dtype=dtype) if bias else None, meta(S, dtype=dtype)
+            b, w = meta(E, 2 * F, dtype=dtype) if bias else None, meta(S, dtype=FP32)
             kind, out = (name, 1.702, 7.0, bias), meta(E, D, F, dtype=FP32)
             w2 = meta(E, D, F, dtype=dtype).transpose(1, 2)
             calls = {

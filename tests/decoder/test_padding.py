@@ -5,9 +5,14 @@ it predicts that.
 import pytest
 import tiny
 import torch
+import transformers
 from families import TILED, small_model
+from test_unpadded import rows  # noqa: F401
+from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
+from transformers.modeling_outputs import TokenClassifierOutput
+from transformers.trainer_pt_utils import LabelSmoother
 
 import hfpatch
 
@@ -115,7 +120,7 @@ def test_labels_at_padding_behind_a_row_count_as_in_transformers(how):
     for name, wanted in true.items():
         assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
     if how in ("own class", "logits", "hook"):
-        line = "an attention mask with holes, or with labels at padding."
+        line = "an attention mask with holes, or a loss that reads padding."
         assert [n for n in ours._hfpatch_report.notes if n.endswith(line)]
 
 
@@ -140,3 +145,96 @@ def test_a_loss_of_ones_own_that_the_mask_weighs(where):
         (loss + torch.stack(means).square().sum()).backward()
     for (name, p), q in zip(stock.named_parameters(), ours.parameters()):
         assert (q.grad - p.grad).norm() <= 1e-5 * p.grad.norm(), name
+
+
+# --- what else reads padding behind a row ----------------------------------------------------------
+
+
+class OwnHead(LlamaPreTrainedModel):
+    """A user's own: a loss over all positions, and one over their mean."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        h = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        scores = self.score(h)
+        return TokenClassifierOutput(loss=F.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+def behind() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids whose padding is the config's, and their mask."""
+    ids, mask = tiny.ids(), torch.ones(2, tiny.TOKENS, dtype=torch.long)
+    mask[1, 15:] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def of_ones_own(divergence):
+    """A loss over all tokens, padding's too, of a model's outputs."""
+    return lambda out: divergence(out.logits if "logits" in out else out.last_hidden_state)
+
+
+SMOOTHING = LabelSmoother(0.1, ignore_index=3)
+# The class, its inputs beside ids and mask, and a loss of its outputs.
+READERS = {
+    "labels of tokens": (
+        transformers.LlamaForTokenClassification, lambda ids: {"labels": ids % 2}, None),
+    "answers in a text": (
+        transformers.LlamaForQuestionAnswering,
+        lambda ids: {"start_positions": ids[:, 0] % 9, "end_positions": ids[:, 1] % 9}, None),
+    "an own class": (OwnHead, lambda ids: {"labels": ids % 3}, None),
+    "a divergence": (LlamaForCausalLM, lambda ids: {}, of_ones_own(lambda z: z.square().mean())),
+    "smoothed labels": (
+        LlamaForCausalLM, lambda ids: {},
+        lambda out: SMOOTHING(out, tiny.ids() % 9, shift_labels=True)),
+    "a mean of states": (
+        LlamaModel, lambda ids: {}, of_ones_own(lambda h: h.mean(1).square().sum())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [tiny.TILED, "off"], ids=["tiled", "off"])
+@pytest.mark.parametrize("what", READERS)
+def test_what_reads_padding_behind_a_row_gets_transformers_values(what, checkpointing, capfd):
+    """At once if the model's own forward is given its targets, or is not tiled. A loss outside the
+    model shows by its gradient: the report says so in the first step, the second is exact."""
+    kind, beside, loss = READERS[what]
+    stock = tiny.llama(kind, dtype=torch.float64, classifier_dropout=0.0)
+    ids, mask = behind()
+    batch = {"input_ids": ids, "attention_mask": mask, **beside(ids)}
+    ours = tiny.patched(stock, checkpointing=checkpointing)
+    loss = loss or (lambda out: out.loss)
+    true = tiny.step(stock, batch, loss)
+    if loss is READERS[what][2] and checkpointing != "off":
+        tiny.step(ours, batch, loss)
+        line = "outputs of LlamaModel at padding behind a row are not transformers'."
+        assert line in capfd.readouterr().err
+        assert any(note.startswith(line) for note in ours._hfpatch_report.notes)
+    for _ in range(2):
+        got = tiny.step(ours, batch, loss)
+        for name, wanted in true.items():
+            assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12, name
+    if checkpointing != "off":
+        line = "an attention mask with holes, or a loss that reads padding."
+        assert [n for n in ours._hfpatch_report.notes if n.endswith(line)]
+
+
+@pytest.mark.parametrize("gap", [False, True], ids=["padding's id", "another id"])
+def test_a_classifier_of_rows_reads_one_token_of_each(gap, rows, capfd):  # noqa: F811
+    """Its padding costs nothing. With another id there it pools padding, as in transformers."""
+    stock = tiny.llama(
+        transformers.LlamaForSequenceClassification, dtype=torch.float64, num_labels=1
+    )
+    ids, mask = behind()
+    ids = ids.masked_fill(mask == 0, 7) if gap else ids
+    batch = {"input_ids": ids, "attention_mask": mask}
+    got, true = (
+        tiny.step(model, batch, lambda out: F.logsigmoid(out.logits[0] - out.logits[1]).sum())
+        for model in (tiny.patched(stock), stock)
+    )
+    for name, wanted in true.items():
+        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    assert len(rows) == (not gap)
+    assert ("or a loss that reads padding" in capfd.readouterr().err) == gap

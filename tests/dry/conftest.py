@@ -15,7 +15,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TABLE = ROOT / "profiles" / "dry" / "results.csv"
-COLUMNS = ("check", "case", "card", "torch", "quantity", "value", "limit")
+COLUMNS = ("check", "case", "card", "torch", "quantity", "value", "limit", "commit")
 CARDS = {80: "sm_80", 90: "sm_90", 100: "sm_100"}
 
 
@@ -42,11 +42,12 @@ def pytest_collection_modifyitems(items):
 
 
 def environment(**changes) -> dict:
-    """The environment of a process on the dry device."""
+    """The environment of a process on the dry device. A change to None takes a variable away."""
     host = {"HFPATCH_HOST_MEMORY": str(200 << 30), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     host |= {"PYTHONPATH": str(ROOT), "DRY_PYTHON": sys.executable, "TOKENIZERS_PARALLELISM": "0"}
     host |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return {**os.environ, **host, **{name: str(value) for name, value in changes.items()}}
+    found = {**os.environ, **host, **changes}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def command(*words: str) -> list[str]:
@@ -84,6 +85,11 @@ class Dry:
             self._start(settings)
         try:
             return self._answer(model, case)
+        except BaseException:  # of a timeout too: the next case must not get this one's rows
+            if self.process is not None:
+                self.process.kill()
+            alone = True
+            raise
         finally:
             if alone:
                 self.stop()
@@ -133,13 +139,15 @@ def table():
     replace their rows in profiles/dry/results.csv.
     """
     rows: dict[tuple, tuple] = {}
+    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True)
+    commit = git.stdout.decode().strip()
 
     def note(check: str, case: str, quantity: str, value, limit="", sm: int = 90) -> None:
         value = f"{value:.4g}" if isinstance(value, float) else value
         limit = f"{limit:.4g}" if isinstance(limit, float) else limit
         version = torch.__version__.split("+")[0]
         key = (check, case, CARDS[sm], version, quantity)
-        rows[key] = (value, limit)
+        rows[key] = (value, limit, commit)
         print(f"{check}, {case}: {quantity} {value}" + (f" (at most {limit})" if limit else ""))
 
     yield note

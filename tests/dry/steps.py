@@ -30,13 +30,14 @@ class Case:
         rows: (batch, tokens) of each step.
         way: "hfpatch", "stock", "stock checkpointed", "liger" or "liger checkpointed".
         checkpointing: hfpatch.apply's; a dict gives a Checkpointing's fields.
-        adapters: "" for none; "lora", "lora qv", "lora dropout", "lora float32" (as PEFT makes
-            them) or "lora experts".
+        adapters: "" for none; "lora" and words: qv, dropout, float32 (as PEFT makes them), experts,
+            dora, saved (embedding and head train as a whole).
         four_bits: stand-ins for bitsandbytes' linear layers, where it is not installed.
         float8: the layers' products as `hfpatch train --fp8` has them.
         fsdp2: each layer and the model are sharded over one rank.
         card: GiB of the device that the process may take from the first step on.
-        optimizer: "", "adamw" or "adamw8bit".
+        autocast: forward runs under autocast to bfloat16.
+        optimizer: "", "adamw", "adamw8bit" or "in backward".
         micro_steps: forward and backward passes of a step, which keep .grad.
         keep_gradients: .grad also stays between steps.
         batch: "", "packed" or "padded".
@@ -59,6 +60,7 @@ class Case:
     float8: bool = False
     fsdp2: bool = False
     card: float = 0
+    autocast: bool = False
     optimizer: str = ""
     micro_steps: int = 1
     keep_gradients: bool = False
@@ -158,6 +160,10 @@ def adapted(model, adapters: str):
         options["target_parameters"] = ["gate_up_proj", "down_proj"]
     if "dropout" in words:
         options["lora_dropout"] = 0.05
+    if "dora" in words:
+        options["use_dora"] = True
+    if "saved" in words:
+        options["modules_to_save"] = ["embed_tokens", "lm_head"]
     # get_peft_model's own default keeps adapters in float32 over a bfloat16 base.
     return get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype="float32" in words)
 
@@ -242,6 +248,10 @@ def optimizer_of(model, case: Case):
         from torchao.optim import AdamW8bit
 
         return AdamW8bit(trained, lr=1e-5, bf16_stochastic_round=True)
+    if case.optimizer == "in backward":
+        from hfpatch.trainer.step_in_backward import AdamW8bitInBackward
+
+        return AdamW8bitInBackward(trained, lr=1e-5, bf16_stochastic_round=True)
     return None
 
 
@@ -439,6 +449,23 @@ def held_late(model, batch: dict, now: bool) -> None:
         layers_of(model)[-1].register_forward_pre_hook(hook)
 
 
+def referred(model, batch: dict, now: bool) -> None:
+    """A frozen model of the same kind answers first, as DPO's reference does."""
+    if "_dry_reference" not in vars(model):
+        reference = model_of(model.config, torch.bfloat16).eval().requires_grad_(False)
+        vars(model)["_dry_reference"] = reference
+    with torch.no_grad():
+        vars(model)["_dry_reference"].model(batch["input_ids"], use_cache=False)
+
+
+def generated(model, batch: dict, now: bool) -> None:
+    """Rollouts, as of GRPO."""
+    prompts = batch["input_ids"][:, :256].repeat(4, 1)
+    mask = torch.ones_like(prompts)
+    model.eval().generate(prompts, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    model.train()
+
+
 def half_frozen(model, batch: dict, now: bool) -> None:
     """The lower half of the layers trains from then on."""
     layers = layers_of(model)
@@ -478,6 +505,8 @@ ACTIONS = {
     "hold late": from_step(3, held_late),
     "unfreeze": from_step(3, half_frozen),
     "evaluate": from_step(0, evaluated),
+    "refer": from_step(0, referred),
+    "generate": from_step(0, generated),
     "image": image,
 }
 
@@ -587,7 +616,8 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
             for _ in range(case.micro_steps):
                 # [Step 1] Launches and host seconds of each direction.
                 began, count = time.process_time(), stub.launches()
-                loss = model(**batch, use_cache=False).loss
+                with torch.autocast("cuda", torch.bfloat16, enabled=case.autocast):
+                    loss = model(**batch, use_cache=False).loss
                 between = time.process_time()
                 launched += stub.launches() - count
                 loss.backward()

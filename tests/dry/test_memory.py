@@ -8,10 +8,10 @@ import hfpatch
 
 GiB = 2**30
 CARD = 81008 / 1024  # GiB
-# Reserved bytes over allocated ones at most: each stream has segments of its own.
-RESERVED = 1.12
+# Reserved bytes over allocated ones at most. What is above: profiles/dry/README.md.
+RESERVED = 1.10
 RESERVED_OF = {
-    "131k": 1.17,  # untiled layers have the peak in forward, copies to the device theirs in backward
+    "131k": 1.19,  # blocks of 3.5 GiB do not fit between those of 1 GiB that wait for their copies
     "131k, LoRA": 1.25,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
 }
 # Before a layer was untiled once, it is announced with 1.3 times the graphs of its tiles.
@@ -94,13 +94,14 @@ def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, off, dry, table
 
 @pytest.mark.parametrize("way", ["hfpatch", pytest.param("stock checkpointed", marks=long)])
 def test_torchs_own_tracker_sees_the_same_peak(way, dry, table):
-    """MemTracker counts tensors, and no memory that a kernel takes within itself."""
-    case = {"layers": 2, "rows": [(1, 16384)] * 2, "checkpointing": "least", "way": way}
+    """MemTracker counts tensors, and no memory that a kernel takes within itself: at 16k tokens the
+    peak is the embedding's backward, whose sorted rows take 0.27 of 6.0 GiB."""
+    case = {"layers": 2, "rows": [(1, 65536)] * 2, "checkpointing": "least", "way": way}
     step = dry.run(MODEL, **case, tracked=True).last
     tracked, peak = step["tracked_peak"] / GiB, step["allocated_peak"] / GiB
-    table("memory", f"2 layers, 16k, {way}", "MemTracker, GiB", tracked)
-    table("memory", f"2 layers, 16k, {way}", "peak, GiB", peak)
-    assert 0.93 * peak <= tracked <= peak
+    table("memory", f"2 layers, 64k, {way}", "MemTracker, GiB", tracked)
+    table("memory", f"2 layers, 64k, {way}", "peak, GiB", peak)
+    assert 0.98 * peak <= tracked <= peak
 
 
 OTHERS = {
@@ -124,22 +125,22 @@ def test_memory_of_others_costs_no_step(name, dry, table):
     assert peak >= 0.73 * 24210 / 1024  # a layer takes 18% of the card
 
 
-# (model, tokens, MiB of the card, case)
+# (model, tokens, MiB of the card, case, the allocator's setting). Models are on the device before
+# apply() makes segments grow, which it does not where the user's environment says something.
 DEFAULT = {
-    "16k, AdamW": (MODEL, 16384, 81008, {"optimizer": "adamw"}),
-    "32k, AdamW": (MODEL, 32768, 81008, {"optimizer": "adamw"}),
-    "32k, LoRA": (MODEL, 32768, 81008, LORA),
-    "gemma-3-4b, 32k, LoRA": ("google/gemma-3-4b", 32768, 48676, LORA),
+    "32k, LoRA": (MODEL, 32768, 81008, LORA, None),
+    "gemma-3-4b, 32k, LoRA": ("google/gemma-3-4b", 32768, 48676, LORA, None),
+    "fixed segments, 32k, AdamW": (MODEL, 32768, 81008, {"optimizer": "adamw"}, ""),
 }
 
 
 @long
 @pytest.mark.parametrize("name", DEFAULT)
-def test_segments_that_do_not_expand_are_used_too(name, dry, table):
-    """torch's default allocator: gaps between tensors are measured, a retry as a step grows once is
-    no reason to keep less. What is not used lies in gaps."""
-    model, tokens, card, case = DEFAULT[name]
-    env = {"PYTORCH_ALLOC_CONF": "", "DRY_MEM_MIB": card}
+def test_a_card_is_used_under_torchs_default_allocator(name, dry, table):
+    """Gaps between tensors in fixed segments are measured, a retry as a step grows once is no reason
+    to keep less."""
+    model, tokens, card, case, allocator = DEFAULT[name]
+    env = {"PYTORCH_ALLOC_CONF": allocator, "DRY_MEM_MIB": card}
     ran = dry.run(model, rows=[(1, tokens)] * 6, env=env, **case)
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     peak, gaps = ran.last["allocated_peak"] / GiB, ran.last["gaps"] / GiB
