@@ -22,7 +22,7 @@ WAITS = {
     # The same, and hfpatch samples the chunked mask's function in each forward (context/masks.py).
     "llama4_text": 16, "llama4": 24,
 }  # fmt: skip
-# The plain code of these mixers in transformers 5.17 takes 32 MiB a token; stock runs out as well.
+# The plain code of these mixers in transformers 5.17 takes 64 MiB a token and more.
 PLAIN = ("falcon_h1", "granitemoehybrid", "bamba", "mamba2")
 # Their towers step too. Gemma 3's default config has more tokens an image than patches.
 TOWERS = {"llava": {}, "gemma3": {"mm_tokens_per_image": 49}}
