@@ -26,6 +26,7 @@ from hfpatch.compat import (
 )
 from hfpatch.context.classes import KeepsSignature, is_mixed, is_watched
 from hfpatch.context.current import asks_for_hidden_states, current, having
+from hfpatch.context.ranks import refuse_parts_of_pairs
 from hfpatch.loss.head import WHOLE, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
@@ -141,7 +142,9 @@ class FusedCausalLM(TellsPositions):
         # This class's forward returns the same fields as TRL's. The trainer's reference model is
         # patched too: equal weights must give equal log-probabilities.
         vars(self)["_hfpatch_trl"] = head
-        reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
+        trainer = sys._getframe(2).f_locals.get("self")
+        refuse_parts_of_pairs(trainer)
+        reference = getattr(trainer, "ref_model", None)
         if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
             try:
                 self._hfpatch_beside(reference)
