@@ -40,11 +40,9 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
     report.swaps += [(option, name, n) for name, n in names.items()]
     for (name, reason), n in left.items():
         report.details.append(f"{option}: {n} x {name} stay stock: {reason}.")
-    if left and not done:
-        report.skipped.append((option, left.most_common(1)[0][0][1]))
-    elif left:
+    if left:
         (name, reason), _ = left.most_common(1)[0]
-        report.skipped.append((option, f"{name}: {reason}"))
+        report.skipped.append((option, f"{name}: {reason}" if done else reason))
     elif not done:
         report.skipped.append((option, "none in this model"))
 
@@ -57,13 +55,13 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
         notes.append(f"{n} of {len(layers)} layers run untiled, their inputs offloaded: {reason}.")
     notes += _mixer_notes(layers, found.answers)
     where = (
-        "chosen as steps show what fits (`hfpatch plan` says it before)"
+        "chosen from what steps measure (`hfpatch plan` predicts it)"
         if settings.offload == "auto"
         else settings.offload
     )
     notes.append(
-        f"checkpoints of {len(layers)} layers: {where}; transformers' own gradient checkpointing "
-        "of them is replaced."
+        f"checkpoints of {len(layers)} layers: {where}. They replace transformers' gradient "
+        "checkpointing."
     )
     if settings.frozen_weights == "host":
         notes.append(

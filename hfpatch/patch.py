@@ -68,13 +68,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"{late}."
                 )
         _refuse_liger(module)
-        hook = engine_hook(module)  # accelerate's; several are one hook with a list
-        if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook])):
-            raise ValueError(
-                "hfpatch: the model must be on one device, got weights that a device_map keeps on "
-                "the CPU or on disk. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread "
-                "a model that does not fit)."
-            )
+    hooks = filter(None, map(engine_hook, model.modules()))
+    parts = [part for hook in hooks for part in getattr(hook, "hooks", [hook])]  # accelerate's
+    devices = {getattr(part, "execution_device", None) for part in parts} - {None}
+    if len(devices) > 1 or any(getattr(part, "offload", False) for part in parts):
+        raise ValueError(
+            "hfpatch: the model must be on one device, got a device_map that spreads it or "
+            "keeps weights on the CPU or on disk. Load it without device_map (FSDP or "
+            "DeepSpeed ZeRO-3 spread a model that does not fit)."
+        )
 
 
 def _refuse_liger(module: nn.Module) -> None:
@@ -172,8 +174,9 @@ def apply(
         ValueError: the model is wrapped already, has Liger's modules or no decoder layers, or a
             setting is out of range. The message says what to do.
 
-    >>> model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
-    >>> print(hfpatch.apply(model))
+    Examples:
+        >>> model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B", dtype="bfloat16")
+        >>> print(hfpatch.apply(model))
     """
     switches = {
         "rope": rope,

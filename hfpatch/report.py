@@ -25,9 +25,10 @@ class Report:
         notes: further sentences: the kernels' path, what is kept for backward.
         details: sentences that the printed form leaves out.
 
-    >>> report = hfpatch.apply(model)
-    >>> report.count("rms_norm")  # 0 where the option was skipped
-    65
+    Examples:
+        >>> report = hfpatch.apply(model)
+        >>> report.count("rms_norm")  # 0 where the option was skipped
+        65
     """
 
     model: str

@@ -156,17 +156,15 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
-    mixers = bool(mixing)
-    timed = mixers and all(a.all_timed for a in mixing)
+    timed = bool(mixing) and all(a.all_timed for a in mixing)
     stack._hfpatch_configs = configs
-    stack._hfpatch_traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
+    stack._hfpatch_traits = StackTraits(found.ours, bool(mixing), found.apart, found.unpads, timed)
     for model in decoder.around if causal is None else (causal,):
         if not is_mixed(model) and "forward" not in vars(model):
             swap(model, TellsPositions)
     if not found.apart:
         report.notes.append(
-            "sequences that hold several documents are refused: its layers were not seen to keep "
-            "them apart."
+            "sequences that hold several documents are refused: its layers may not keep them apart."
         )
 
 

@@ -1,8 +1,7 @@
 """Writes the generated parts of docs/: `python scripts/docs.py [NAME]...`, all by default.
 
-models: docs/models.md, from
-scripts/families.py (minutes). memory: docs/assets/memory.svg, from profiles/plan/results.csv. axolotl:
-docs/assets/axolotl-yaml.svg, from the block of docs/start/run.md. description: DESCRIPTION.md, from README.md.
+models: docs/models.md, from scripts/families.py (minutes). memory: docs/assets/memory.svg, from
+profiles/plan/results.csv. description: DESCRIPTION.md, from README.md.
 untiled: docs/internals/untiled.md, from the list in hfpatch/layer/why_whole.py.
 Tests hold each to what it would be now.
 """
@@ -36,7 +35,7 @@ def cli() -> str:
     from hfpatch.cli.failures import Parser
     from hfpatch.cli.main import COMMANDS, MODELS
 
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "90"
     out = ["# Command line", "", "Each command's `--help`. Lengths may be written `8192`, `128k` or `1M`. "
            "Exit codes: 0 done, 2 bad input, 1 a failure of the machine, 3 a plan that does not fit. `--debug` shows a "
            "failure's traceback.", ""]  # fmt: skip
@@ -54,7 +53,7 @@ def cli() -> str:
             continue
         parser = Parser(
             prog=f"hfpatch {name}", description=summary,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100),
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=90),
         )  # fmt: skip
         if name in MODELS:
             parser.usage = f"hfpatch {name} MODEL [flags] | RUN.yaml [flags]"
@@ -106,13 +105,13 @@ hfpatch check llama-3.1-8b
 ## What to expect
 
 Default configs of transformers 5.24, by `scripts/families.py`. *Packed rows* are documents that
-`position_ids` tell apart, also beside an attention mask of ones. *Verdict* is the comparison of the
+`position_ids` separate, also with an attention mask of ones. *Verdict* is the comparison of the
 small instance with stock.
 
 {table}
 
 Of models with [images](guides/images.md) the language tower is in tiles; mixers of [hybrids](guides/hybrids.md) run in tiles
-through time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it is a mixer of whole rows.
+through time where that is proved. Qwen4 and GLM-5-Next make the mask of their attention themselves, so it runs over whole rows.
 
 ## Attention
 
@@ -132,8 +131,8 @@ transformers 5.0. Some things need more:
 
 | you want | you need |
 | --- | --- |
-| hybrids and OPT in tiles | transformers above 5.0 |
-| Qwen3-Next in tiles beside flash-linear-attention | transformers 5.16 |
+| layers of hybrids and OPT in tiles | transformers above 5.0 |
+| mixers of hybrids in tiles through time; Qwen3-Next with flash-linear-attention | transformers 5.16 |
 | experts within the planned memory in a layer of one tile | transformers 5.4 ([figures](benchmarks/plan/index.md)) |
 | FSDP config files in a Trainer | transformers 5.17 |
 | Ulysses | accelerate 1.12, transformers above 5.0 |
@@ -178,25 +177,6 @@ def memory() -> str:
     return "\n".join(out) + "\n"
 
 
-def axolotl() -> str:
-    """The picture of docs/start/run.md: its diff of Axolotl's YAML, new lines in green."""
-    page = (ROOT / "docs/start/run.md").read_text()
-    lines = re.search(r"```diff\n(.*?)```", page, re.S)[1].splitlines()
-    high, top = 26, 44
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {high * len(lines) + top + 12}" '
-           'font-family="monospace" font-size="16" xml:space="preserve">',
-           '<rect width="100%" height="100%" fill="#ffffff"/>',
-           '<text x="18" y="27" font-family="sans-serif" font-weight="bold">config.yaml</text>',
-           ]  # fmt: skip
-    for i, line in enumerate(lines):
-        y, colour = top + high * i, "#24292f"
-        if line.startswith("+"):
-            colour = "#116329"
-            out.append(f'<rect y="{y}" width="100%" height="{high}" fill="#dafbe1"/>')
-        out.append(f'<text x="18" y="{y + 18}" fill="{colour}">{escaped(line)}</text>')
-    return "\n".join([*out, "</svg>"]) + "\n"
-
-
 def description() -> str:
     """README for a package index, which has neither the pictures nor the pages that it links to."""
     text = re.sub(r"\n<!-- docs: \w+ -->(?=\n)", "", (ROOT / "README.md").read_text())
@@ -236,7 +216,6 @@ WRITTEN = {
     "models": (models, "docs/models.md"),
     "untiled": (untiled, "docs/internals/untiled.md"),
     "memory": (memory, "docs/assets/memory.svg"),
-    "axolotl": (axolotl, "docs/assets/axolotl-yaml.svg"),
     "description": (description, "DESCRIPTION.md"),
 }
 

@@ -95,7 +95,7 @@ FIELDS = {
     ("layer/traced.py", "Traced"): 19,
     ("layer/call.py", "LayerCall"): 8,
     ("layer/kept.py", "Kept"): 12,
-    ("layer/condition.py", "Condition"): 12,
+    ("layer/condition.py", "Condition"): 11,
     ("layer/meter.py", "Step"): 17,
     ("layer/backward.py", "Backward"): 12,
     ("context/current.py", "_Current"): 11,  # thread-local, as the next

@@ -89,7 +89,7 @@ class Checkpointing:
         frozen_weights: the place of frozen weights (LoRA's base): "gpu", or "host" (pinned memory;
             each layer's weights come to the device one layer ahead of use). "auto" uses the host if
             they do not fit on the device.
-        keep: what a tiled layer keeps beside its input, if every is 1. "attention": attention's
+        keep: what a tiled layer keeps in addition to its input, if every is 1. "attention": attention's
             output, one more [batch, tokens, hidden] per layer, so that the attention forward runs
             once. "gate_up": the MLP's gate and up too; a number: in so many of the first layers.
             "input": nothing more.
@@ -101,7 +101,8 @@ class Checkpointing:
     Raises:
         ValueError: a value outside these.
 
-    >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
+    Examples:
+        >>> hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", tile=8192))
     """
 
     offload: str = "auto"
@@ -273,9 +274,9 @@ def describe(policy: Checkpointing, num_layers: int | None = None, below: int = 
         kept = ["their input" if policy.every == 1 else f"one input in {policy.every}"]
         if policy.saves_attention:
             kept.append("attention")
-        if policy.keep > 0:
-            again = 0 if num_layers is None else below + num_layers - plain - policy.keep
-            kept.append("gate and up" + (f" in all but {again}" if again > 0 else ""))
+        if policy.keep > below:
+            few = num_layers is not None and policy.keep < below + num_layers - plain
+            kept.append("gate and up" + (f" (in {policy.keep - below} of them)" if few else ""))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
         verb = "keeps" if tiled == 1 else "keep"

@@ -50,8 +50,8 @@ def main(args) -> int:
             )
     if not small:
         print(
-            f"{out / ROW} is the row that profiles/prove/README.md asks for: device, versions, "
-            "figures."
+            f"{out / ROW} is one row to send: the device, versions and figures, nothing else of "
+            "yours."
         )
     return 0 if proof.ok else 1
 

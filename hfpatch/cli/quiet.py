@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,8 @@ def quiet() -> None:
         logger.setLevel(logging.ERROR)
         if not any(isinstance(known, _ErrorsAlone) for known in logger.filters):
             logger.addFilter(_ErrorsAlone())
+    # PEFT reads a property that transformers renamed.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 class _ErrorsAlone(logging.Filter):

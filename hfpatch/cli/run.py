@@ -5,7 +5,8 @@
     hfpatch run --checkpointing least --require trl sft --config sft.yaml
 
 The command is a child process. It and all processes that it starts find `hfpatch/trainer/hook` on
-their PYTHONPATH, so no launcher needs to know of hfpatch. docs/start/run.md says what escapes.
+their PYTHONPATH, so no launcher needs to know of hfpatch. Not reached: Python with -I, -E or -S,
+actors of a Ray cluster that runs already, and processes on other machines.
 """
 
 import argparse

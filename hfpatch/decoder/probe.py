@@ -166,7 +166,8 @@ def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
     if answers.reason is not None:
         if answers.reason == MORE_THAN_HIDDEN or not count.modules:
             return answers
-        first, alone = answers, not answers.mixers and answers.reason != OTHER_MIXER
+        first = answers
+        alone = not answers.mixers and answers.reason != OTHER_MIXER
         try:
             answers = replace(answered(True), attends=alone)
         except Exception:  # attention that needs all ranks fails on a few tokens

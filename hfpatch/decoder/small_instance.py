@@ -150,10 +150,8 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
 def _scaled_override(values: dict, config) -> dict:
     """The scaled sizes of one layer that overrides the config's: twice those of SIZES where the
     override is larger than the config's size."""
-    found, heads = (
-        dict(values),
-        values.get("num_attention_heads", _value(config, "num_attention_heads")),
-    )
+    found = dict(values)
+    heads = values.get("num_attention_heads", _value(config, "num_attention_heads"))
     for name, value in values.items():
         if name in SIZES and isinstance(value, int):
             found[name] = SIZES[name] * (1 + (value > (_value(config, name) or value)))
@@ -233,7 +231,8 @@ def quiet_process():
     """A context without the caller's random state, default dtype and device, autocast, global hooks
     and DeepSpeed's zero.Init, on one thread."""
     dtype = torch.get_default_dtype()
-    cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    cpu_state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # on tiny tensors threads would only wait for each other
         torch.set_default_dtype(torch.float32)

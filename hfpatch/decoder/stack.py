@@ -14,8 +14,6 @@ from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    modules_in,
-    modules_of,
     submodule,
     transforming,
 )
@@ -32,9 +30,7 @@ from hfpatch.context.current import (
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
     refuse_shared_mixers,
-    refuse_training_over_a_device_map,
     shared_in_a_graph,
-    weights_move,
 )
 from hfpatch.decoder.batch import (
     Given,
@@ -102,21 +98,16 @@ class OurAttention(KeepsSignature):
             "hfpatch.undo(model)."
         )
         layers = list_of_layers(self) or ()
-        hooked = {self, *modules_of(self).values()} - {None}
         for module in layers:
             # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
-            layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
-            hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
+            for layer in module.modules():
+                if isinstance(layer, UntiledLayer):
+                    look(layer)  # the layers read what they found here
         given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
-        if weights_move(hooked if layers else modules_in(self)):
-            refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
-            if given is not None and given.sequence is not None:
-                raise not_exchanged("a model with a device map or offloaded weights")
-            return _run_stock(self, kwargs)
         batch = None if given is None else _batch_of(self, given, kwargs)
         if runtime is not None and runtime.exchange is not None:
             # Ranks that send tokens to each other's experts must run equal numbers of tiles.
@@ -193,17 +184,18 @@ def _refuse_unasked(stack: "OurAttention") -> None:
     """ValueError for layers without traits (replaced since apply(), or with another forward):
     they may mix tokens outside attention."""
     layers = list_of_layers(stack)
-    if layers is None:
+    if layers is None or not all(map(_was_asked, layers)):
         refuse_shared_mixers(type(stack), "its layers changed after apply()")
-    for layer in layers:
-        why = replaced_forward(layer)
-        if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
-            why = why or (package_of(layer) != "torch" and "put in after apply()")
-        elif compiled_by_itself(layer):
-            known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
-            why = why or (not known and "it is compiled by itself")
-        if why:
-            refuse_shared_mixers(type(layer), why)
+
+
+def _was_asked(layer) -> bool:
+    """Whether the layer runs as its traits say."""
+    if replaced_forward(layer):
+        return False
+    if not isinstance(layer, UntiledLayer):
+        return package_of(layer) == "torch"  # torch's own wrappers
+    shares = why_not_shared(layer._hfpatch_traits, look(layer)) is None
+    return shares or not compiled_by_itself(layer)
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:
@@ -216,10 +208,12 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     for layer in layers:
         names = layer._hfpatch_traits.attention if isinstance(layer, UntiledLayer) else ()
         with suppress(AttributeError):  # a layer that was rebuilt runs untiled
-            said += [vars(submodule(layer, name)).get("is_causal") for name in names]
-    if said and not any(answer is None or answer for answer in said):
+            said += [
+                vars(submodule(layer, name)).get("is_causal") in (None, True) for name in names
+            ]
+    if said and not any(said):
         kwargs["is_causal"] = False
-    return any(answer is not None and not answer for answer in (kwargs.get("is_causal"), *said))
+    return not all(said) or kwargs.get("is_causal") not in (None, True)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))

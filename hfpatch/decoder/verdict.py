@@ -207,7 +207,8 @@ class _Expected:
 
     def __init__(self, stack: nn.Module, packed: bool):
         self.stack = stack
-        dtype, vocabulary = next(stack.parameters()).dtype, stack.config.vocab_size
+        dtype = next(stack.parameters()).dtype
+        vocabulary = stack.config.vocab_size
         self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
         ids = torch.randint(1, vocabulary, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
@@ -259,7 +260,8 @@ class _Expected:
         except Exception:  # an argument that a layer cannot take for the packed row
             return False
         # Rounding may send a single token to another expert.
-        error, size = (got[~idle_BT] - wanted).norm(dim=-1), wanted.norm(dim=-1)
+        error = (got[~idle_BT] - wanted).norm(dim=-1)
+        size = wanted.norm(dim=-1)
         return bool((~(error <= CLOSE * size)).sum() <= 1)
 
     def differs(self, found: Verdict) -> Why | None:
@@ -310,7 +312,8 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     layers = list_of_layers(ours)
     how = {"offload": "gpu", "keep": "attention", "tile": TILE, "every": 1}
     runtime = LayerRuntime(Checkpointing(**how), len(layers))
-    ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
+    ours._hfpatch_configs = configs
+    ours._hfpatch_runtime = runtime
     ours._hfpatch_traits = StackTraits(found.ours, unpads=found.unpads)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):

@@ -115,7 +115,7 @@ class ClockDevice(Device):
         finally:
             self.stack.pop()
 
-    def mark(self, stream=None) -> Event:
+    def mark(self, stream=None, blocking: bool = False) -> Event:
         stream = stream or self.current()
         return Event(stream, max(stream.now, self.host))
 

@@ -108,9 +108,10 @@ class Gpu:
 
 
 _A100 = "NVIDIA A100 data sheet (2021); attention: FlashAttention-2 (Dao, 2023), fig. 5 and 6"
+# The backward: profiles/rates.
 _HOPPER = (
     "NVIDIA {} data sheet; attention forward: published 539 TFLOP/s with cuDNN; backward 0.94 of it "
-    "by published steps (profiles/rates)"
+    "by published steps"
 )
 _SHARES = "{}; attention assumed at 0.5 (forward) and 0.4 (backward) of the peak"
 

@@ -96,14 +96,14 @@ def _layer_of(module: str) -> str:
     return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
 
 
-def _kept(ledger) -> int:
+def kept_bytes(ledger) -> int:
     """Bytes on the device that forward keeps for backward. Linear in the layers of each kind."""
     turn = next(at for at, name in ledger.phases if name == "backward")
     alive = ((d, ledger.blocks[i]) for i, d in ledger.events[:turn])
     return sum(d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
 
 
-def _moments(ledger, bottom: int) -> tuple[dict, dict]:
+def moments_of(ledger, bottom: int) -> tuple[dict, dict]:
     """The peaks of each operation at the two ends of backward. Between the ends, bytes change
     monotonically over the layers of a pattern.
 
@@ -170,13 +170,14 @@ class Steps:
         width = heads_per_group(self.batch, tokens, heads_, keys)
         if ranks > 1:
             width = rounds_of(self.batch, tokens * ranks, heads_, keys, ranks).width
-        tile, first = policy.tile, max(3, -(-LEAST // policy.tile))
-        # A mixer of whole rows may hold a mask: its bend takes a third length.
-        tiles = range(first, first + 2 + self.sizes.carries_states)
-        shorter = [n * tile // self.batch for n in tiles]
+        first = max(3, -(-LEAST // policy.tile))
+        shorter = [n * policy.tile // self.batch for n in (first, first + 1, first + 2)]
+        step = partial(self._deep, policy=policy, width=width, ahead=ahead, deep=deep)
+        steps = [step(n) for n in shorter[:2]]
+        if steps[0].rows:  # a mixer of whole rows may hold a mask, whose bend takes a third length
+            steps.append(step(shorter[2]))
         table = self.sizes.embedding if self.batch == 1 else (0, 0)
-        steps = [self._deep(n, policy, width, ahead, deep) for n in shorter]
-        return _stretched(steps, shorter, tokens, table)
+        return _stretched(steps, shorter[: len(steps)], tokens, table)
 
     def ran(self, tokens: int, word: str, layers: int) -> dict:
         """Seconds by part of a step of a few layers that run untiled."""
@@ -203,11 +204,11 @@ class Steps:
 
         if not isinstance(policy, Checkpointing):
             n, period = self.model.depths()
-            return self._cost_of(run(policy, n, 0), [(partial(run, policy), n, 0, L - n, period)])
+            base, more = run(policy, n, 0), run(policy, n + period, 0)
+            return self._cost_of(base, [(base, more, (L - n) / max(1, period))])
         streams = policy.frozen_weights == "host"
-        fewer, period = self.model.depths(policy.every, 4 if streams else 2)
-        less = replace(policy, plain=0, keep=min(policy.keep, 0))
-        full = less if policy.keep <= 0 else replace(less, keep=ALL)
+        fewer, period = self.model.depths(policy.every, 3 if streams else 2)
+        full = replace(policy, plain=0, keep=policy.keep if policy.keep <= 0 else ALL)
         plain = min(policy.plain, L)
         again = max(0, L - plain - policy.keep) if policy.keep > 0 else 0
         few = (plain - 1) % period + 1 if plain and period else plain
@@ -225,13 +226,16 @@ class Steps:
             base = run(replace(full, keep=policy.keep), n, few)
         grow = []
         if n < L:
-            tiled = L - n - (plain - few)
+            tiled, deeper = L - n - (plain - few), fewer + period
             # a tiled layer takes the same bytes and seconds beside others that keep everything
-            grow.append((partial(run, full), fewer, 0, tiled - again, period))
+            if tiled != again:
+                one, two = run(full, fewer, 0), run(full, deeper, 0)
+                grow.append((one, two, (tiled - again) / period))
             if again:
-                grow.append((partial(run, less), fewer, 0, again, period))
+                one, two = run(full, fewer, 0), run(replace(full, keep=fewer), deeper, 0)
+                grow.append((one, two, again / period))
             if plain > few:
-                grow.append((partial(run, full), n, few, plain - few, period))
+                grow.append((base, run(full, n + period, few + period), (plain - few) / period))
         return self._cost_of(base, grow)
 
     def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:
@@ -263,15 +267,12 @@ class Steps:
         return _read(found, clock, follower, model, self.model, rows, fused)
 
     def _cost_of(self, base: _Ran, grow: list) -> Cost:
-        """grow: (run, layers, those that keep everything, how many layers more, layers of a
-        period), of which run has steps of both depths."""
+        """grow: (shallow, deeper, times): the layers of the model that the base lacks, as often as
+        the deeper step has more of their kind."""
         numbers = base.numbers.copy()
-        for run, layers, plain, more, period in grow:
-            if not period or not more:
-                continue
-            less, deep = run(layers, plain), run(layers + period, plain and plain + period)
+        for less, deep, times in grow:
             for key in deep.numbers.keys() | less.numbers.keys():
-                numbers[key] += more / period * (deep.numbers[key] - less.numbers[key])
+                numbers[key] += times * (deep.numbers[key] - less.numbers[key])
         further = int(numbers["kept"] - base.numbers["kept"])
         missing = self.sizes.trained_bytes - base.numbers["trained"]
         moments = [
@@ -310,7 +311,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
     blocks = found.ledger.blocks
     streamed = sum(b.nbytes for b in blocks if b.host and b.category == "parameters")
     numbers = Counter({
-        "kept": _kept(found.ledger), "trained": trained_bytes_of(model),
+        "kept": kept_bytes(found.ledger), "trained": trained_bytes_of(model),
         "host": found.host_peak_bytes - streamed, "forward": forward, "backward": backward,
         "up": clock.carried[UP], "down": clock.carried[DOWN], "model": model_flops,
         "flops": sum(matmul.values()) + sum(attention.values()), "rows": found.rows,
@@ -325,7 +326,7 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
             numbers[name] = (getattr(call, name).points or [[0, 0]])[-1][1]
         numbers["passed"] = step.forward.clocks[1] - step.forward.clocks[0]
         measured = {"exact": step.backward.exact, "kinds": tuple(call.kinds), "able": meter.able}
-    return _Ran(numbers, *_moments(found.ledger, bottom), measured)
+    return _Ran(numbers, *moments_of(found.ledger, bottom), measured)
 
 
 def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:

@@ -87,7 +87,8 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
     Raises:
         ValueError: the model or batch cannot be compared.
 
-    >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
+    Examples:
+        >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
     """
     _expect_decoder(model)
     batch = _batch(model, batch)

@@ -12,8 +12,11 @@ GiB = 1 << 30
 
 
 def runtimes(model) -> list[LayerRuntime]:
-    """The LayerRuntimes of a model, one per stack of layers; none for a stock one."""
-    found = (vars(module).get("_hfpatch_runtime") for module in model.modules())
+    """The LayerRuntimes of a model, one per stack of layers and list of a tower's blocks; none for a
+    stock one."""
+    own = [vars(module) for module in model.modules()]
+    found = [fields.get("_hfpatch_runtime") for fields in own]
+    found += [fields.get("_hfpatch_tower", (None,))[0] for fields in own]
     return list({id(one): one for one in found if one is not None}.values())
 
 

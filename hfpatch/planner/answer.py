@@ -121,12 +121,11 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
     seconds, step_flops, model_flops = seconds_of(run, cost, stays), cost.flops, cost.model
     moved, host = stays.link + cost.up + cost.down, cost.host
     if tower is not None:
-        asked = run.batch, run.checkpointing, bool(run.shape.adapters)
-        moments = tower.beside(moments, run.shape.trained_bytes, *asked)
-        own, host = tower.flops(*asked), host + tower.host(*asked)
-        step_flops, model_flops = step_flops + own.total, model_flops + own.model
-        seconds["image_tower"] = tower.seconds(run.gpu, *asked)
-        moved += 2 * tower.host(*asked)
+        moments, own = tower.beside(moments, run), tower.cost(run).numbers
+        host += int(own["host"])
+        step_flops, model_flops = step_flops + own["flops"], model_flops + own["model"]
+        seconds["image_tower"] = own["seconds"]
+        moved += 2 * int(own["host"])
     step_seconds = sum(seconds.values())
     # If all gradients are kept, each moment counts those that exist then. Otherwise the placement
     # has a constant number of bytes for them.
@@ -155,7 +154,7 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
         seconds=seconds, link_bytes=moved, flops=step_flops, rates=run.gpu.source,
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
         num_layers=run.shape.num_layers, first_step=_first_step(run, cost, stays, policy),
-        visual_tokens=0 if tower is None else tower.tokens,
+        visual_tokens=0 if tower is None else tower.tokens(run),
     )  # fmt: skip
 
 
@@ -191,7 +190,7 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
             raise ValueError(
                 f"hfpatch: {what} must be a positive whole number, got {value!r}. Pass 1 or more."
             )
-    tower = tower_in_front(model, images, video_tokens, seq_len)
+    tower = tower_in_front(model, images, video_tokens)
     if tower is not None and sp_size > 1:
         raise ValueError(
             f"hfpatch: --images and --sp-size {sp_size} cannot be combined. Leave one out."
@@ -213,4 +212,10 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     else:
         row = gpu if isinstance(gpu, Gpu) else card(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
-    return Run(name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower)
+    run = Run(name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower)
+    if tower is not None and tower.tokens(run) > seq_len:
+        raise ValueError(
+            f"hfpatch: --seq-len must be at least the {tower.tokens(run):,} visual tokens of its "
+            f"images and videos, got {seq_len:,}. Raise it: it counts text and images together."
+        )
+    return run

@@ -99,9 +99,7 @@ class Ladder:
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
         run = self.run
-        held = 0
-        if run.tower is not None:
-            held = run.tower.held(run.batch, run.checkpointing, bool(run.shape.adapters))
+        held = 0 if run.tower is None else int(run.tower.cost(run).numbers["held"])
         return max(0, run.gpu.usable_bytes - self.stays.parameters - held)
 
     def _host(self) -> int | None:

@@ -72,7 +72,8 @@ def pack(dataset, seq_len: int, *, pad_id: int = 0, long_rows: str = "split") ->
     Raises:
         ValueError: seq_len is no length.
 
-    >>> Trainer(model=model, args=args, train_dataset=hfpatch.pack(tokenized, 65536)).train()
+    Examples:
+        >>> Trainer(model=model, args=args, train_dataset=hfpatch.pack(tokenized, 65536)).train()
     """
     limit = parse_length(seq_len)
     lengths = [len(row["input_ids"]) for row in dataset]

@@ -31,6 +31,9 @@ def peak() -> float:
 
 def step(way: str, tokens: int) -> dict:
     """Seconds of a forward and backward after a short one, and GiB above the idle process."""
+    from hfpatch.cli.quiet import quiet
+
+    quiet()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

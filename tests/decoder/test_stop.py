@@ -95,7 +95,7 @@ class Idle(LlamaDecoderLayer):
 REASONS = {
     Swallowing: "catches what stops it",
     Catching: "catches what stops it",
-    Idle: "something else than attention",
+    Idle: "something other than attention",
 }
 
 

@@ -9,14 +9,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import transformers
 from blocks import PAGES, ROOT
 from packaging.version import Version
 
-TEXT = "{http://www.w3.org/2000/svg}text"
 STATUS = ("Measured", "Simulated", "Planned", "Compiled", "Counted")
 
 
@@ -139,18 +137,6 @@ def test_the_picture_is_current():
     words = (ROOT / "README.md").read_text().split("](docs/assets/memory.svg)")[0]
     said = re.findall(r" (\d+)(?: GiB)?(?:,|$)", words.split("simulated: ")[-1])
     assert re.findall(r">(\d+) GiB</text>", made) == said
-
-
-def test_the_picture_of_axolotls_yaml_is_that_of_the_page():
-    made = script("docs").axolotl()
-    assert (ROOT / "docs/assets/axolotl-yaml.svg").read_text() == made, (
-        "run python scripts/docs.py axolotl"
-    )
-    page = (ROOT / "docs/start/run.md").read_text()
-    assert re.search(r"!\[[^\]]+\]\(\.\./assets/axolotl-yaml\.svg\)", page), "with words for it"
-    shown = [line.text for line in ElementTree.fromstring(made).iter(TEXT)]
-    lines = re.search(r"```diff\n(.*?)```", page, re.S)[1].splitlines()
-    assert shown[1:] == lines and sum(line.startswith("+") for line in lines) == 3
 
 
 def hosts(page: str) -> dict[tuple[str, str], str]:

@@ -85,6 +85,11 @@ class Dry:
             self._start(settings)
         try:
             return self._answer(model, case)
+        except BaseException:  # of a timeout too: the next case must not get this one's rows
+            if self.process is not None:
+                self.process.kill()
+            alone = True
+            raise
         finally:
             if alone:
                 self.stop()

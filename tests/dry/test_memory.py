@@ -8,10 +8,10 @@ import hfpatch
 
 GiB = 2**30
 CARD = 81008 / 1024  # GiB
-# Reserved bytes over allocated ones at most: each stream has segments of its own.
-RESERVED = 1.12
+# Reserved bytes over allocated ones at most. What is above: profiles/dry/README.md.
+RESERVED = 1.10
 RESERVED_OF = {
-    "131k": 1.17,  # untiled layers have the peak in forward, copies to the device theirs in backward
+    "131k": 1.19,  # blocks of 3.5 GiB do not fit between those of 1 GiB that wait for their copies
     "131k, LoRA": 1.25,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
 }
 # Before a layer was untiled once, it is announced with 1.3 times the graphs of its tiles.
@@ -94,13 +94,14 @@ def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, off, dry, table
 
 @pytest.mark.parametrize("way", ["hfpatch", pytest.param("stock checkpointed", marks=long)])
 def test_torchs_own_tracker_sees_the_same_peak(way, dry, table):
-    """MemTracker counts tensors, and no memory that a kernel takes within itself."""
-    case = {"layers": 2, "rows": [(1, 16384)] * 2, "checkpointing": "least", "way": way}
+    """MemTracker counts tensors, and no memory that a kernel takes within itself: at 16k tokens the
+    peak is the embedding's backward, whose sorted rows take 0.27 of 6.0 GiB."""
+    case = {"layers": 2, "rows": [(1, 65536)] * 2, "checkpointing": "least", "way": way}
     step = dry.run(MODEL, **case, tracked=True).last
     tracked, peak = step["tracked_peak"] / GiB, step["allocated_peak"] / GiB
-    table("memory", f"2 layers, 16k, {way}", "MemTracker, GiB", tracked)
-    table("memory", f"2 layers, 16k, {way}", "peak, GiB", peak)
-    assert 0.93 * peak <= tracked <= peak
+    table("memory", f"2 layers, 64k, {way}", "MemTracker, GiB", tracked)
+    table("memory", f"2 layers, 64k, {way}", "peak, GiB", peak)
+    assert 0.98 * peak <= tracked <= peak
 
 
 OTHERS = {

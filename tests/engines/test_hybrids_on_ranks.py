@@ -16,8 +16,8 @@ def check(reports: list[dict], n_cases: int) -> None:
         assert len(report["worst"]) == n_cases
         assert not {name: error for name, error in report["worst"].items() if not error <= CLOSE}
         off, unproved, short = report["said"]
-        assert "mixes tokens by something else than attention too" in off
-        assert "mixes tokens by something else than attention too" in unproved
+        assert "mixes tokens by something other than attention too" in off
+        assert "mixes tokens by something other than attention too" in unproved
         assert short.startswith(
             "hfpatch: each rank must get at least 4 tokens of each sequence, got 3"
         )

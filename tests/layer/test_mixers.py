@@ -1,4 +1,4 @@
-"""Layers that mix tokens by something else than attention: the mixer runs untiled, the rest tile by
+"""Layers that mix tokens by something other than attention: the mixer runs untiled, the rest tile by
 tile, documents apart.
 """
 

@@ -41,6 +41,7 @@ FAMILIES = {
         "num_hidden_layers": 7, "n_routed_experts": 8, "moe_intermediate_size": 128, "n_group": 1,
         "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 8, "kv_lora_rank": 64,
         "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "head_dim": 32,
     },
 }  # fmt: skip
 POLICIES = {

@@ -1,6 +1,4 @@
-"""`hfpatch plan --images --video-tokens`: the image tower beside the text model, held to the
-simulator.
-"""
+"""`hfpatch plan --images --video-tokens`: the image tower, simulated beside the text model."""
 
 import copy
 import json
@@ -9,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from tiny import LONG
+from transformers import AutoConfig
 
 import hfpatch
 from hfpatch.budget.policy import LEAST
@@ -22,26 +19,14 @@ from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.shallow import Values, model_of
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.steps import Steps
+from hfpatch.planner.answer import make_run
 from hfpatch.planner.evaluate import NONE
 from hfpatch.planner.plan import plan
-from hfpatch.planner.towers import tower_in_front
+from hfpatch.planner.towers import IMAGE_TOKENS, tower_in_front
 
 QWEN = "Qwen/Qwen3-VL-8B"
 RUN = {"seq_len": 8192, "gpu": "a100-80gb", "placement": "gpu8bit-fused"}
 SMALL_VISION = {"depth": 4, "deepstack_visual_indexes": [1, 2], "num_hidden_layers": 4}
-
-
-class Alone(nn.Module):
-    """An image tower with a loss, for the simulator."""
-
-    def __init__(self, visual, config):
-        super().__init__()
-        self.visual, self.config = visual, config
-
-    def forward(self, input_ids, labels, pixel_values, grid):
-        out = self.visual(pixel_values, grid_thw=grid)
-        features = [out.pooler_output, *getattr(out, "deepstack_features", ())]
-        return type("Loss", (), {"loss": sum(x.sum() for x in features)})
 
 
 def values_of(kind: str) -> dict:
@@ -57,33 +42,17 @@ def values_of(kind: str) -> dict:
     return values | {"model_type": kind}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
-@pytest.mark.parametrize("way", ["host", "stock"])
-def test_a_towers_closed_form_is_the_simulators(kind, way):
-    """Four frames of 1,024 visual tokens; all of it trained. To a fifth: it stands for any family."""
-    values = values_of(kind)
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(
-            AutoConfig.for_model(**copy.deepcopy(values)), dtype=torch.bfloat16
-        )
-    policy = LEAST if way == "host" else way
-    if way == "host":
-        hfpatch.apply(model, checkpointing="host")
-    visual = model.model.visual
-    tower = tower_in_front(values, 0, 4096, 10**6)
-    found = simulate(
-        Alone(visual, model.config), 1, 8, policy=policy if way == "host" else None,
-        inputs={"pixel_values": torch.zeros(4 * 4096, tower.pixels),
-                "grid": torch.tensor([[1, 64, 64]] * 4)},
-    )  # fmt: skip
-    assert tower.parameters == sum(p.numel() for p in visual.parameters())
-    moments = tower.beside([], 0, 1, policy, False)
-    peak = max(m.gradients + m.beyond for m in moments) + 2 * tower.parameters
-    assert peak == pytest.approx(found.peak_bytes, rel=0.2)
-    assert tower.host(1, policy, False) == pytest.approx(found.host_peak_bytes, rel=0.01)
-    flops = tower.flops(1, policy, False)
-    assert flops.matmul == pytest.approx(sum(found.flops["matmul"].values()), rel=0.15)
-    assert 0.5 < flops.moved / sum(found.ledger.traffic.values()) < 1.5
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=LONG)])
+@pytest.mark.parametrize("way", ["host", pytest.param("stock", marks=LONG)])
+def test_few_pictures_tell_what_many_take(kind, way):
+    """Six pictures of 1,024 visual tokens, carried on from two and four, and all simulated."""
+    run = {"seq_len": 8192, "gpu": "a100-80gb", "images": 6, "checkpointing": way}
+    run = make_run(values_of(kind), **run)
+    few = run.tower.cost(run)
+    all_ = run.tower._few(run, 6, IMAGE_TOKENS)
+    assert few.numbers == pytest.approx(all_.numbers, rel=0.02)
+    peaks = [max(map(sum, found.moments.values())) for found in (few, all_)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
 def test_images_and_videos_are_counted():
@@ -94,11 +63,13 @@ def test_images_and_videos_are_counted():
         assert more.step_seconds > less.step_seconds and more.host_peak_bytes > less.host_peak_bytes
         assert more.flops > less.flops
     more = plans[0].gpu_bytes["parameters"] - text.gpu_bytes["parameters"]
-    assert more == pytest.approx(2 * tower_in_front(QWEN, 1, 0, 8192).parameters, rel=0.01)
+    assert more == pytest.approx(2 * tower_in_front(QWEN, 1, 0).parameters, rel=0.01)
     assert 0 < plans[0].seconds["image_tower"] < plans[1].seconds["image_tower"]
     assert "seconds" not in text.seconds and "image_tower" not in text.seconds
     double = plan(QWEN, **RUN, batch=2, images=2)
-    assert double.seconds["image_tower"] == pytest.approx(2 * plans[0].seconds["image_tower"])
+    assert double.seconds["image_tower"] == pytest.approx(
+        2 * plans[0].seconds["image_tower"], rel=0.03
+    )
 
 
 def test_the_whole_model_is_that_of_the_simulator():
@@ -112,11 +83,12 @@ def test_the_whole_model_is_that_of_the_simulator():
     assert not found.whole
     text = model_of(Values(values["text_config"] | {"model_type": "qwen3"}))
     cost = Steps(text, text.sizes, GPUS["h100"], 1).cost(tokens, policy, NONE)
-    tower = tower_in_front(values, 0, visual, tokens)
-    moments = tower.beside(cost.moments, text.sizes.trained_bytes, 1, policy, False)
+    sizes = {"seq_len": tokens, "video_tokens": visual, "checkpointing": "host"}
+    run = make_run(values, **sizes)
+    moments = run.tower.beside(cost.moments, run)
     beyond = max(moment.beyond for moment in moments)
     assert found.most_beyond_bytes == pytest.approx(beyond, rel=0.1)
-    host = cost.host + tower.host(1, policy, False)
+    host = cost.host + run.tower.cost(run).numbers["host"]
     assert found.host_peak_bytes == pytest.approx(host, rel=0.1)
 
 
@@ -127,20 +99,33 @@ def test_beside_adapters_the_tower_is_frozen():
     assert found.gpu_bytes["optimizer"] == text.gpu_bytes["optimizer"]
     full = plan(QWEN, **RUN, video_tokens=4096)
     assert found.seconds["image_tower"] < full.seconds["image_tower"] / 3
-    tower = tower_in_front(QWEN, 0, 4096, 8192)
-    assert tower.host(1, LEAST, True) == 0 < tower.host(1, LEAST, False)
+    assert found.host_peak_bytes == text.host_peak_bytes < full.host_peak_bytes
 
 
 @pytest.mark.parametrize("kind, per_image", [
     ("qwen2_5_vl", 1024), ("qwen3_5", 1024), ("gemma3", 256), ("llava", 576), ("mistral3", 3025),
-    ("internvl", 256),
+    ("internvl", 256), ("llama4", 256),
 ])  # fmt: skip
 def test_each_family(kind, per_image):
     config = AutoConfig.for_model(kind)
+    vision = config.vision_config
+    for name in {"depth", "num_hidden_layers"} & set(dir(vision)):
+        setattr(vision, name, 3)
     if kind == "gemma3":
-        config.vision_config.image_size, config.vision_config.patch_size = 896, 14
-    tower = tower_in_front(config.to_dict(), 1, 0, 4096)
-    assert tower.tokens == per_image and tower.parameters > tower.depth * tower.weights > 0
+        vision.image_size, vision.patch_size = 896, 14
+    if kind == "llama4":  # as released: transformers' own defaults do not fit each other
+        vision.hidden_size = 1408
+    run = make_run(config.to_dict(), seq_len=4096, images=1)
+    assert run.tower.tokens(run) == per_image and run.tower.parameters > 0
+    numbers = run.tower.cost(run).numbers
+    assert numbers["seconds"] > 0 and numbers["held"] + numbers["host"] > 0
+
+
+def test_a_family_whose_pictures_cannot_be_made_is_named():
+    with pytest.raises(
+        ValueError, match="pictures of Idefics3ForConditionalGeneration cannot be planned"
+    ):
+        plan(AutoConfig.for_model("idefics3").to_dict(), seq_len=4096, images=1)
 
 
 WRONG = {
@@ -155,8 +140,8 @@ WRONG = {
 def test_one_sentence_for_what_cannot_be(case, capsys):
     words, model, sentence = WRONG[case]
     assert cli.main(["plan", "--model", model, "--seq-len", "2048", *words]) == 2
-    said = capsys.readouterr().err.strip()
-    assert sentence in said and said.startswith("hfpatch:") and len(said.splitlines()) <= 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]  # behind lines of progress
+    assert sentence in said and said.startswith("hfpatch:")
 
 
 def test_the_command(capsys):

@@ -115,7 +115,7 @@ def test_the_plan_of_a_hybrid_is_that_of_one_of_its_ranks(tmp_path, capsys):
     (OTHERS, {"checkpointing": "stock"},
      "stock steps and --sp-size 4 cannot be combined"),
     ({"model_type": "mamba", "num_hidden_layers": 2}, {},
-     "a MambaModel must get whole sequences, got a part on each rank, and it mixes tokens by something else than attention"),
+     "a MambaModel must get whole sequences, got a part on each rank, and it mixes tokens by something other than attention"),
 ])  # fmt: skip
 def test_what_shares_no_rows_is_not_planned(config, more, said):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
