@@ -107,18 +107,6 @@ def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
     )
 
 
-def refuse_parts_of_pairs(trainer) -> None:
-    """Raises ValueError for TRL's trainers that compare a model with a reference (DPO, KTO) where ranks
-    share sequences: their losses are made of sums over whole sequences."""
-    ranks = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
-    sizes = {name: getattr(ranks, name, 1) for name in ("sp_size", "cp_size")}
-    if hasattr(trainer, "ref_model") and max(sizes.values()) > 1:
-        raise ValueError(
-            f"hfpatch: {type(trainer).__name__} must get whole sequences, got {sizes}: its loss is made "
-            "of sums over each sequence. Set both to 1."
-        )
-
-
 def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | None) -> None:
     """Raises ValueError on all ranks if their parts of the rows differ in shape, or labels and the
     like differ from the tokens. Ranks that continued would wait for the others.

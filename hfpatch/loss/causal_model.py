@@ -21,12 +21,12 @@ from hfpatch.compat import (
     context_parallel,
     modules_of,
     own_loss,
+    refuse_parts_of_pairs,
     set_own_loss,
     values_for_now,
 )
 from hfpatch.context.classes import KeepsSignature, is_mixed, is_watched
 from hfpatch.context.current import asks_for_hidden_states, current, having
-from hfpatch.context.ranks import refuse_parts_of_pairs
 from hfpatch.loss.head import WHOLE, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
