@@ -1,7 +1,7 @@
 """`apply(model)` gives a model's modules their fused classes; `undo(model)` restores the old ones.
 
-Classes and attributes named `_hfpatch_*` change, and two marks that DeepSpeed and DDP read. A
-forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
+Classes and attributes that begin with `_hfpatch` change, and two marks that DeepSpeed and DDP read.
+A forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
 same.
 """
 
@@ -36,6 +36,7 @@ from hfpatch.context.classes import (
 )
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import ask_model
+from hfpatch.layer.traits import layers_in, runtimes_in
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.report import Report
 
@@ -257,7 +258,9 @@ def undo(model: nn.Module) -> None:
         ValueError: the argument is no model.
     """
     expect_module(model)
-    runtimes = set()
+    runtimes = runtimes_in(model)
+    for layer in layers_in(model):
+        gather_as_one(layer, False)
     for module in model.modules():
         _unpin(module)
         if is_mixed(module):
@@ -265,13 +268,8 @@ def undo(model: nn.Module) -> None:
         trl = vars(module).get("_hfpatch_trl")
         if trl is not None:
             vars(module)["forward"] = trl.theirs
-        runtime = vars(module).get("_hfpatch_runtime")
         not_for_ddp(module)
-        if runtime is not None:
-            runtimes.add(runtime)
-            gather_as_one(module, False)
-        runtimes |= {*vars(module).get("_hfpatch_tower", ())[:1]}
-        for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
+        for mark in [name for name in vars(module) if name.startswith("_hfpatch")]:
             del vars(module)[mark]
     for runtime in runtimes:
         runtime.close()

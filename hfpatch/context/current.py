@@ -11,6 +11,7 @@ other code that reads `config._attn_implementation`, and other models see the us
 """
 
 import threading
+from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,22 +65,25 @@ class NotStopped(RuntimeError):
     """
 
 
+# The forward around the decoder's. causal: it is a causal model's. embeds: the patched model that runs,
+# if it does not return its embeddings. positions: the caller's, which some models drop before their
+# layers (Mamba, Bloom). uncached: the caller passed neither a cache nor use_cache.
+Outer = namedtuple("Outer", "causal embeds positions uncached", defaults=(False, None, None, False))
+# What the loss of the running forward reads: its labels or None; idle_BT: tokens whose outputs it does
+# not read, or None; watched: whether other code may read outputs.
+Labelled = namedtuple("Labelled", "labels idle_BT watched", defaults=(None, None, False))
+
+
 class _Current(threading.local):  # a second thread may run another model meanwhile
     role = None  # Noting or Answering
     batch: Batch | None = None  # of the decoder's forward that runs, for the mask function
     declined = False  # whether the decoder runs with transformers' own code
-    causal = False  # whether a causal model's forward runs around the decoder's
-    embeds = None  # the patched model that runs, if it does not return its embeddings
-    # The caller's positions: some models drop them before their layers (Mamba, Bloom).
-    positions: Tensor | None = None
-    uncached = False  # whether the caller passed neither a cache nor use_cache
+    outer = Outer()
     # The parallel.exchange.Sequence that shares the rows (context/ranks.py); False for no ranks.
     sequence = None
     # (the model that computes a loss, its labels, whether to shift them, their count)
     target: tuple | None = None
-    labels: Tensor | None = None  # of the loss that the running forward computes
-    # (tokens whose output that loss does not read or None, whether other code may read outputs)
-    unread: tuple = (None, False)
+    labelled = Labelled()
 
 
 current = _Current()

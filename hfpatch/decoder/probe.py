@@ -330,7 +330,7 @@ class _Probe:
         # block at large positions only.
         args, kwargs = pytree.tree_map(
             lambda x: x + 2**20 if isinstance(x, Tensor) and x.dtype == torch.int64 else x,
-            pytree.tree_unflatten(self.arguments.leaves, self.arguments.spec),
+            pytree.tree_unflatten(*self.arguments.flat),
         )
         far = Arguments(args, kwargs, *self.x.shape[:2])
         own, its = self._ask(block=True), self._ask()

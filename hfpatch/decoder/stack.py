@@ -25,7 +25,6 @@ from hfpatch.context.current import (
     having,
     not_exchanged,
     our_attention,
-    standard,
 )
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
@@ -44,6 +43,7 @@ from hfpatch.decoder.find import list_of_layers
 from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
+from hfpatch.layer.traits import Patched
 from hfpatch.parallel.shards import alike
 
 # Arguments that this file and batch.py add to the caller's.
@@ -53,44 +53,34 @@ _ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAME
 class OurAttention(KeepsSignature):
     """A mixin over the class of the module that holds the decoder layers.
 
-    Attributes:
-        _hfpatch_configs: the configs that the stack's modules read.
-        _hfpatch_traits: the StackTraits, from the small instance.
-        _hfpatch_runtime: the LayerRuntime of the layers; None where transformers runs them.
+    _hfpatch: what is known of the stack. An instance that apply() has not seen runs as transformers'.
     """
 
-    _hfpatch_configs, _hfpatch_runtime, _hfpatch_traits = (), None, StackTraits()
+    _hfpatch = Patched(StackTraits())
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if self._hfpatch_runtime is not None:  # a pickle drops the runtime's owner
-            self._hfpatch_runtime.owned_by(self)
-
-    @property
-    def _hfpatch_shares_rows(self) -> bool:
-        """Whether the layers can run on a part of each row outside training."""
-        known, traits = standard(self.config), self._hfpatch_traits
-        causal = getattr(self.config, "is_causal", True)
-        timed = traits.timed and self._hfpatch_runtime is not None
-        return bool(traits.ours and (timed or not traits.mixers) and known and causal)
+        if self._hfpatch.runtime is not None:  # a pickle drops the runtime's owner
+            self._hfpatch.runtime.owned_by(self)
 
     def _hfpatch_stock(self, kwargs):
-        taken = self._hfpatch_taken
+        taken = self._hfpatch_takes.names
         if taken is not None:  # a user's own class
             kwargs = {n: x for n, x in kwargs.items() if n in taken or n not in _ADDED}
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        embeds = current.embeds if current.causal else self
+        outer = current.outer
+        embeds = outer.embeds if outer.causal else self
         if asks_for_hidden_states(self, kwargs):
             embeds = None
-        with having(embeds=embeds):
+        with having(outer=outer._replace(embeds=embeds)):
             return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(self._hfpatch_positional, args)
+        kwargs |= zip(self._hfpatch_takes.positional, args)
         if torch.compiler.is_compiling():
             return _run_compiled(self, kwargs)
-        if current.causal:
+        if current.outer.causal:
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
         assert not transforming(), (
@@ -103,7 +93,7 @@ class OurAttention(KeepsSignature):
             for layer in module.modules():
                 if isinstance(layer, UntiledLayer):
                     look(layer)  # the layers read what they found here
-        given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
+        given, runtime = read_batch(self, kwargs), self._hfpatch.runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
         if runtime is not None and runtime.weights.on and given is not None:
@@ -116,7 +106,7 @@ class OurAttention(KeepsSignature):
             if batch is not None:
                 batch.even = even
         elif batch is not None:
-            batch.packed = packed_row(given, self._hfpatch_traits, layers, batch)
+            batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
         if batch is None:
             return _run_stock(self, kwargs)
         return _run_ours(self, batch, kwargs)
@@ -129,12 +119,13 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
         kwargs["attention_mask"] = torch.ones(
             batch.B, batch.t, dtype=torch.bool, device=batch.device
         )
-    if stack._hfpatch_runtime is not None:
-        stack._hfpatch_runtime.begin(batch.device)
-    with our_attention(stack._hfpatch_configs, batch):
+    known = stack._hfpatch
+    if known.runtime is not None:
+        known.runtime.begin(batch.device)
+    with our_attention(known.configs, batch):
         out = stack._hfpatch_stock(kwargs)
     if batch.watched_BT is not None:
-        stack._hfpatch_runtime.watch_padding(out, batch.watched_BT)
+        known.runtime.watch_padding(out, batch.watched_BT)
     return out
 
 
@@ -144,7 +135,7 @@ def _run_compiled(stack: "OurAttention", kwargs):
     Tiled layers are autograd functions that run nested graphs, so a stack with them runs
     outside the compiled graph.
     """
-    runtime = stack._hfpatch_runtime
+    runtime = stack._hfpatch.runtime
     tiled = runtime is not None
     # Beside a mask transformers does not look for packed documents.
     masked = kwargs.get("attention_mask") is not None
@@ -173,10 +164,10 @@ def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
         given = share_rows(given, changes)
-    batch, warning = decide(given, stack._hfpatch_traits, cached, changes)
+    batch, warning = decide(given, stack._hfpatch.traits, cached, changes)
     kwargs.update(changes)
     if warning is not None:
-        stack._hfpatch_runtime.tell(warning)
+        stack._hfpatch.runtime.tell(warning)
     return batch
 
 
@@ -194,7 +185,7 @@ def _was_asked(layer) -> bool:
         return False
     if not isinstance(layer, UntiledLayer):
         return package_of(layer) == "torch"  # torch's own wrappers
-    shares = why_not_shared(layer._hfpatch_traits, look(layer)) is None
+    shares = why_not_shared(layer._hfpatch.traits, look(layer)) is None
     return shares or not compiled_by_itself(layer)
 
 
@@ -206,7 +197,7 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     """
     said = []
     for layer in layers:
-        names = layer._hfpatch_traits.attention if isinstance(layer, UntiledLayer) else ()
+        names = layer._hfpatch.traits.attention if isinstance(layer, UntiledLayer) else ()
         with suppress(AttributeError):  # a layer that was rebuilt runs untiled
             said += [
                 vars(submodule(layer, name)).get("is_causal") in (None, True) for name in names

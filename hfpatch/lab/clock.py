@@ -320,7 +320,7 @@ def _tiles_on(follower: list):
 
         def run(call, *args, **kwargs):
             with (
-                follower[0].tiled(call.layer._hfpatch_index, phase)
+                follower[0].tiled(call.layer._hfpatch.index, phase)
                 if follower
                 else contextlib.nullcontext()
             ):

@@ -51,24 +51,22 @@ class Condition:
     @property
     def head_dim(self) -> int:
         """The largest of the layer's attention modules, 0 if they name none."""
-        largest = 0
-        for attn, _ in zip(self.mixing, self.traits.attention):
-            size = getattr(attn, "head_dim", 0) or 0
-            largest = size if size > largest else largest
-        return largest
+        attending = self.mixing[: len(self.traits.attention)]
+        return max((getattr(attn, "head_dim", 0) or 0 for attn in attending), default=0)
 
 
 def look(layer: nn.Module) -> Condition:
     """The layer's condition, found anew if the layer changed."""
-    known, traits = layer._hfpatch_condition, layer._hfpatch_traits
+    known = layer._hfpatch.condition
+    traits = layer._hfpatch.traits
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
-        known = layer._hfpatch_condition = _condition_of(layer)
+        known = layer._hfpatch.condition = _condition_of(layer)
     known.now = first("forward", known.reason, layer, known)
     return known
 
 
 def _condition_of(layer: nn.Module) -> Condition:
-    traits = layer._hfpatch_traits
+    traits = layer._hfpatch.traits
     found = Condition(Snapshot(layer), traits)
     inside = found.snapshot.inside
     found.units = fsdp2_units(inside)

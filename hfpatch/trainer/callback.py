@@ -157,7 +157,7 @@ class Callback(TrainerCallback):
         self._trained = _trained_share(model)
         self._peak = peak_flops(args.device, _compute_dtype(args, model)) if self._shape else None
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
-        if memory.runtimes(model):
+        if memory.runtimes_in(model):
             memory.begin(model, args)
         self._ends: list | None = []
         self._start(state)

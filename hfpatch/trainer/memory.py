@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.free import ALLOCATOR, GROWS, expandable_segments
-from hfpatch.lab.watch import runtimes
 from hfpatch.layer.meter import Meter
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.report import say
 
 FILE, GiB = "hfpatch_memory.json", 1 << 30
@@ -20,7 +20,9 @@ FILE, GiB = "hfpatch_memory.json", 1 << 30
 
 def meters(model) -> list[Meter]:
     """What is measured of a model, on each of its devices."""
-    return [meter for one in runtimes(model) for meter in one.meters.values() if meter is not None]
+    return [
+        meter for one in runtimes_in(model) for meter in one.meters.values() if meter is not None
+    ]
 
 
 def key(model, args) -> dict:
@@ -52,7 +54,7 @@ def begin(model, args) -> None:
     for entry in read(args.output_dir):
         if any(entry.get(name) != value for name, value in wanted.items()):
             continue
-        for runtime in runtimes(model):
+        for runtime in runtimes_in(model):
             meter = runtime.meter_of(torch.device(args.device))
             if meter is not None and not meter.calls:
                 meter.load(entry["measured"])

@@ -80,7 +80,7 @@ def test_a_reservation_that_fails_half_way_leaves_nothing(monkeypatch):
     with standing_in(CPU, Pinning()) as device:
         with pytest.raises(MemoryError, match="planted"):
             step(model)
-        assert device.held == 0 and not model.model._hfpatch_runtime.policies
+        assert device.held == 0 and not model.model._hfpatch.runtime.policies
         assert_same(step(model), expected)
         hfpatch.undo(model)
 

@@ -44,7 +44,7 @@ def names(short=SHORT):
 
 def timed_mixers(model):
     layers = find_decoder(model).layers
-    return [m.get_submodule(name) for m in layers for name, _ in m._hfpatch_traits.timed]
+    return [m.get_submodule(name) for m in layers for name, _ in m._hfpatch.traits.timed]
 
 
 def lengths(model, found: list):
