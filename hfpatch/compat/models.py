@@ -196,9 +196,12 @@ def asks_for_input_gradients(hook) -> bool:
     )
 
 
-def refuse_parts_of_pairs(trainer) -> None:
-    """Raises ValueError for TRL's trainers that compare a model with a reference (DPO, KTO) where ranks
-    share sequences: their losses are made of sums over whole sequences."""
+def reference_of(trainer):
+    """The reference model of a TRL trainer, or None.
+
+    Raises ValueError for trainers with a reference (DPO, KTO) where ranks share sequences: their
+    losses are made of sums over whole sequences.
+    """
     ranks = getattr(getattr(trainer, "accelerator", None), "parallelism_config", None)
     sizes = {name: getattr(ranks, name, 1) for name in ("sp_size", "cp_size")}
     if hasattr(trainer, "ref_model") and max(sizes.values()) > 1:
@@ -206,3 +209,4 @@ def refuse_parts_of_pairs(trainer) -> None:
             f"hfpatch: {type(trainer).__name__} must get whole sequences, got {sizes}: its loss is made "
             "of sums over each sequence. Set both to 1."
         )
+    return getattr(trainer, "ref_model", None)

@@ -21,7 +21,7 @@ from hfpatch.compat import (
     context_parallel,
     modules_of,
     own_loss,
-    refuse_parts_of_pairs,
+    reference_of,
     set_own_loss,
     values_for_now,
 )
@@ -147,9 +147,7 @@ class FusedCausalLM(TellsPositions):
         # This class's forward returns the same fields as TRL's. The trainer's reference model is
         # patched too: equal weights must give equal log-probabilities.
         vars(self)["_hfpatch_trl"] = head
-        trainer = sys._getframe(2).f_locals.get("self")
-        refuse_parts_of_pairs(trainer)
-        reference = getattr(trainer, "ref_model", None)
+        reference = reference_of(sys._getframe(2).f_locals.get("self"))
         if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
             try:
                 self._hfpatch_beside(reference)
