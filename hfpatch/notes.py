@@ -40,11 +40,9 @@ def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> 
     report.swaps += [(option, name, n) for name, n in names.items()]
     for (name, reason), n in left.items():
         report.details.append(f"{option}: {n} x {name} stay stock: {reason}.")
-    if left and not done:
-        report.skipped.append((option, left.most_common(1)[0][0][1]))
-    elif left:
+    if left:
         (name, reason), _ = left.most_common(1)[0]
-        report.skipped.append((option, f"{name}: {reason}"))
+        report.skipped.append((option, f"{name}: {reason}" if done else reason))
     elif not done:
         report.skipped.append((option, "none in this model"))
 

@@ -1,7 +1,7 @@
 """`apply(model)` gives a model's modules their fused classes; `undo(model)` restores the old ones.
 
-Classes and attributes named `_hfpatch_*` change, and two marks that DeepSpeed and DDP read. A
-forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
+Classes and attributes that begin with `_hfpatch` change, and two marks that DeepSpeed and DDP read.
+A forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
 same.
 """
 
@@ -36,6 +36,7 @@ from hfpatch.context.classes import (
 )
 from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import ask_model
+from hfpatch.layer.traits import layers_in, runtimes_in
 from hfpatch.ops._library import HAS_TRITON
 from hfpatch.report import Report
 
@@ -68,13 +69,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
                     f"{late}."
                 )
         _refuse_liger(module)
-        hook = engine_hook(module)  # accelerate's; several are one hook with a list
-        if any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook])):
-            raise ValueError(
-                "hfpatch: the model must be on one device, got weights that a device_map keeps on "
-                "the CPU or on disk. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread "
-                "a model that does not fit)."
-            )
+    hooks = filter(None, map(engine_hook, model.modules()))
+    parts = [part for hook in hooks for part in getattr(hook, "hooks", [hook])]  # accelerate's
+    devices = {getattr(part, "execution_device", None) for part in parts} - {None}
+    if len(devices) > 1 or any(getattr(part, "offload", False) for part in parts):
+        raise ValueError(
+            "hfpatch: the model must be on one device, got a device_map that spreads it or "
+            "keeps weights on the CPU or on disk. Load it without device_map (FSDP or "
+            "DeepSpeed ZeRO-3 spread a model that does not fit)."
+        )
 
 
 def _refuse_liger(module: nn.Module) -> None:
@@ -255,7 +258,9 @@ def undo(model: nn.Module) -> None:
         ValueError: the argument is no model.
     """
     expect_module(model)
-    runtimes = set()
+    runtimes = runtimes_in(model)
+    for layer in layers_in(model):
+        gather_as_one(layer, False)
     for module in model.modules():
         _unpin(module)
         if is_mixed(module):
@@ -263,13 +268,8 @@ def undo(model: nn.Module) -> None:
         trl = vars(module).get("_hfpatch_trl")
         if trl is not None:
             vars(module)["forward"] = trl.theirs
-        runtime = vars(module).get("_hfpatch_runtime")
         not_for_ddp(module)
-        if runtime is not None:
-            runtimes.add(runtime)
-            gather_as_one(module, False)
-        runtimes |= {*vars(module).get("_hfpatch_tower", ())[:1]}
-        for mark in [name for name in vars(module) if name.startswith("_hfpatch_")]:
+        for mark in [name for name in vars(module) if name.startswith("_hfpatch")]:
             del vars(module)[mark]
     for runtime in runtimes:
         runtime.close()

@@ -26,7 +26,7 @@ from hfpatch.decoder.stack import OurAttention
 from hfpatch.layer.layer import TiledLayer, UntiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
 from hfpatch.layer.tower import Tower, TowerBlock, find_towers
-from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.traits import Patched
 from hfpatch.layer.why_whole import OTHER_MIXER
 from hfpatch.loss.causal_model import FusedCausalLM, TellsPositions
 from hfpatch.loss.head import fuse, head_name, why_whole_logits
@@ -103,7 +103,8 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         off = settings.offload == "off"
         skipped.append(("checkpointing", "not asked for" if off else found.alone))
         for layer, answer in zip(layers, found.answers):
-            _swap_layer(layer, UntiledLayer, replace(answer, kinds=found.kinds), configs)
+            traits = replace(answer, kinds=found.kinds)
+            _swap_layer(layer, UntiledLayer, Patched(traits, configs))
         return
     for layer in layers:
         if "forward" in vars(layer):
@@ -111,16 +112,17 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
             return
     runtime = LayerRuntime(settings, len(layers), turn)
     owner = decoder.causal or stack
-    owner._hfpatch_report, runtime.owner = report, weakref.ref(owner)
+    owner._hfpatch_report = report
+    runtime.owner = weakref.ref(owner)
     runtime.exchange = token_exchange_group(owner)
-    stack._hfpatch_runtime = runtime
+    stack._hfpatch.runtime = runtime
     not_for_ddp(owner, Waiting(runtime))
     names = Counter(type(layer).__name__ for layer in layers)
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         if isinstance(layer, TiledLayer):  # a layer that runs again later in the same forward
             continue
-        layer._hfpatch_index, layer._hfpatch_runtime = index, runtime
-        _swap_layer(layer, TiledLayer, replace(answer, kinds=found.kinds), configs)
+        traits = replace(answer, kinds=found.kinds)
+        _swap_layer(layer, TiledLayer, Patched(traits, configs, runtime, index))
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, FreeEmbedding)
@@ -142,9 +144,9 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
         swap(model.get_submodule(name), Tower)
         for blocks in lists:
             runtime = LayerRuntime(replace(settings, frozen_weights="gpu"), len(blocks), turn)
-            for block in blocks:
+            for index, block in enumerate(blocks):
                 swap(block, TowerBlock)
-                block._hfpatch_tower = runtime, block is blocks[0]
+                block._hfpatch = Patched(None, runtime=runtime, index=index)
         report.notes.append(
             f"{sum(map(len, lists))} blocks of {name} are checkpointed, their inputs offloaded; "
             "without a graph where nothing in it is trained."
@@ -156,10 +158,9 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     stack, causal = decoder.stack, decoder.causal
     swap(stack, OurAttention)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
-    mixers = bool(mixing)
-    timed = mixers and all(a.all_timed for a in mixing)
-    stack._hfpatch_configs = configs
-    stack._hfpatch_traits = StackTraits(found.ours, mixers, found.apart, found.unpads, timed)
+    timed = bool(mixing) and all(a.all_timed for a in mixing)
+    traits = StackTraits(found.ours, bool(mixing), found.apart, found.unpads, timed)
+    stack._hfpatch = Patched(traits, configs)
     for model in decoder.around if causal is None else (causal,):
         if not is_mixed(model) and "forward" not in vars(model):
             swap(model, TellsPositions)
@@ -169,10 +170,10 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
         )
 
 
-def _swap_layer(layer: nn.Module, part: type, answers: LayerTraits, configs: tuple) -> None:
+def _swap_layer(layer: nn.Module, part: type, known: Patched) -> None:
     if not is_mixed(layer):
         swap(layer, part)
-        layer._hfpatch_configs, layer._hfpatch_traits = configs, answers
+        layer._hfpatch = known
 
 
 def _configs(decoder: Decoder) -> tuple:

@@ -121,7 +121,7 @@ def test_deepcopy_is_patched_and_apart():
             p.fill_(float("nan"))
     tiny.assert_as_good(twin, stock, tiny.labelled())
     assert tiny.classes(twin) == tiny.classes(ours)
-    assert twin.model.layers[0]._hfpatch_runtime is not ours.model.layers[0]._hfpatch_runtime
+    assert twin.model.layers[0]._hfpatch.runtime is not ours.model.layers[0]._hfpatch.runtime
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -12,7 +12,7 @@ and their query heads. Layout in memory is [B, T, heads, E]; the kernels get tra
 from operator import methodcaller
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfpatch.attention.backends import (
     BACKENDS,
@@ -30,41 +30,44 @@ from hfpatch.compat import aten
 _turned = methodcaller("transpose", 1, 2)
 
 
+def _flat(x_BTHE: Tensor) -> Tensor:
+    """[N, heads, E]: the rows of a batch behind each other."""
+    return x_BTHE.reshape(-1, *x_BTHE.shape[2:])
+
+
 def _fa2_arguments(T: int, pattern: Pattern):
     """Arguments of FA2's own entry: (cu_q, cu_k, longest, longest), and the window's keywords."""
-    documents, window = pattern.documents, {}
+    documents = pattern.documents
     lengths = (None, None, T, T)
     if documents is not None:
         cu = documents.cu_seqlens
         lengths = (cu, cu, documents.longest, documents.longest)
-    if pattern.window is not None:
-        window = {"window_size_left": pattern.window - 1, "window_size_right": 0}
-    return lengths, window
+    if pattern.window is None:
+        return lengths, {}
+    return lengths, {"window_size_left": pattern.window - 1, "window_size_right": 0}
 
 
 def _fa2_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
     """FA2 over packed documents (lse [H, N]) or with a window (lse [B, H, T])."""
-    B, T = q_BTHE.shape[:2]
-    lengths, window = _fa2_arguments(T, pattern)
-    q, k, v = q_BTHE, k_BTKE, v_BTKE
+    lengths, window = _fa2_arguments(q_BTHE.shape[1], pattern)
+    qkv = (q_BTHE, k_BTKE, v_BTKE)
     if pattern.documents is not None:
-        q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
+        qkv = map(_flat, qkv)
     out, lse, seed, offset, _ = aten._flash_attention_forward(
-        q, k, v, *lengths, 0.0, True, False, scale=scale, **window
+        *qkv, *lengths, 0.0, True, False, scale=scale, **window
     )
     return out.view(q_BTHE.shape), lse, (seed, offset)
 
 
 def _fa2_backward(dout, q, k, v, out, lse, state, pattern: Pattern, scale: float):
-    B, T = q.shape[:2]
-    lengths, window = _fa2_arguments(T, pattern)
-    shapes = [x.shape for x in (q, k, v)]
+    lengths, window = _fa2_arguments(q.shape[1], pattern)
+    given = (dout, q, k, v, out)
     if pattern.documents is not None:
-        dout, q, k, v, out = (x.reshape(B * T, *x.shape[2:]) for x in (dout, q, k, v, out))
+        given = map(_flat, given)
     grads = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, *lengths, 0.0, True, *state, scale=scale, **window
+        *given, lse, *lengths, 0.0, True, *state, scale=scale, **window
     )
-    return [g.view(shape) for g, shape in zip(grads, shapes)]
+    return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
 
 
 def supported(
@@ -78,14 +81,12 @@ def supported(
     if pattern.softcap is not None:
         return "no kernel caps scores and has a backward of its own"
     if dtype not in HALF or not has_flash(device):
-        asked = {
-            "packed documents": pattern.documents is not None,
-            "a window": pattern.window is not None,
-            "bf16": dtype == torch.bfloat16,
-        }
-        what = next((name for name, is_so in asked.items() if is_so), None)
-        reason = f"kernels for {what} take fp16 or bf16 on a GPU of compute capability 8.0 or later"
-        return what and reason
+        needs = "fp16 or bf16 on a GPU of compute capability 8.0 or later"
+        if pattern.documents is not None:
+            return f"kernels for packed documents take {needs}"
+        if pattern.window is not None:
+            return f"kernels for a window take {needs}"
+        return f"kernels for bf16 take {needs}" if dtype == torch.bfloat16 else None
     if head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8"
     if head_dim <= WIDEST_HEAD:
@@ -116,44 +117,44 @@ def _chosen(q, v, pattern: Pattern, backend: str) -> str:
     return "flash" if v.shape[3] > q.shape[3] and backend in ("cudnn", "fa3") else backend
 
 
-def _widened(q, k, v):
-    """q, k and v padded with zeros to one head dim, a multiple of 8."""
-    wide = -(-max(q.shape[3], v.shape[3]) // 8) * 8
-    return tuple(
-        x if x.shape[3] == wide else torch.nn.functional.pad(x, (0, wide - x.shape[3]))
-        for x in (q, k, v)
-    )
+def _kernel_width(q: Tensor, v: Tensor) -> int:
+    """The head dim at which kernels run q, k and v of different ones: a multiple of 8."""
+    return -(-max(q.shape[3], v.shape[3]) // 8) * 8
+
+
+def _widened(xs: list[Tensor], width: int) -> list[Tensor]:
+    """The tensors padded with zeros to `width` columns."""
+    missing = [width - x.shape[3] for x in xs]
+    return [nn.functional.pad(x, (0, n)) if n else x for x, n in zip(xs, missing)]
 
 
 def _packed_forward(q, k, v, documents: Documents, scale: float, backend: str):
     """Runs a backend without support for documents once per document: out_BTHE, lse [H, N],
     state."""
-    B, T, H, E = q.shape
-    q, k, v = (x.reshape(B * T, *x.shape[2:]) for x in (q, k, v))
-    out_NHE, lse_HN = (
-        torch.empty_like(q),
-        q.new_empty(H, B * T, dtype=torch.promote_types(q.dtype, torch.float32)),
-    )
+    flat = [_flat(x) for x in (q, k, v)]
+    N, H, _ = flat[0].shape
+    out_NHE = torch.empty_like(flat[0])
+    lse_HN = q.new_empty(H, N, dtype=torch.promote_types(q.dtype, torch.float32))
+    forward = BACKENDS[backend][0]
     for a, b in zip(documents.bounds, documents.bounds[1:]):
-        out, lse, state = BACKENDS[backend][0](
-            *(x[None, a:b].transpose(1, 2) for x in (q, k, v)), scale
-        )
-        out_NHE[a:b], lse_HN[:, a:b] = out[0].transpose(0, 1), lse[0, :, : b - a]
-    return out_NHE.view(B, T, H, E), lse_HN, state
+        out, lse, state = forward(*(_turned(x[None, a:b]) for x in flat), scale)
+        out_NHE[a:b] = out[0].transpose(0, 1)
+        lse_HN[:, a:b] = lse[0, :, : b - a]
+    return out_NHE.view(q.shape), lse_HN, state
 
 
 def _packed_backward(
     dout, q, k, v, out, lse, state, documents: Documents, scale: float, backend: str
 ):
-    shapes = [x.shape for x in (q, k, v)]
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (dout, q, k, v, out)]
+    flat = [_flat(x) for x in (dout, q, k, v, out)]
     grads = [torch.empty_like(x) for x in flat[1:4]]
+    backward = BACKENDS[backend][1]
     for a, b in zip(documents.bounds, documents.bounds[1:]):
-        args = [x[None, a:b].transpose(1, 2) for x in flat]
-        pieces = BACKENDS[backend][1](*args, lse[None, :, a:b].contiguous(), state, scale)
+        given = [_turned(x[None, a:b]) for x in flat]
+        pieces = backward(*given, lse[None, :, a:b].contiguous(), state, scale)
         for grad, piece in zip(grads, pieces):
             grad[a:b] = piece[0].transpose(0, 1)
-    return [g.view(shape) for g, shape in zip(grads, shapes)]
+    return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
 
 
 def _per_head(lse: Tensor, B: int, T: int) -> Tensor:
@@ -187,34 +188,34 @@ def attention_forward(
         and the kernel's state for the backward.
     """
     chosen = _chosen(q_BTHE, v_BTKE, pattern, backend)
+    # 1. The kernel, on heads of one width.
     if chosen == "blocks":
         out, lse, state = blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern, scale)
     else:
-        q, k, v = q_BTHE, k_BTKE, v_BTKE
+        qkv = [q_BTHE, k_BTKE, v_BTKE]
         # Kernels assume that a head's columns are contiguous; torch's CPU kernels do not check.
-        if not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if q.shape[3] != v.shape[3]:
-            q, k, v = _widened(q, k, v)
+        if not q_BTHE.stride(3) == k_BTKE.stride(3) == v_BTKE.stride(3) == 1:
+            qkv = [x.contiguous() for x in qkv]
+        width = v_BTKE.shape[3]
+        if q_BTHE.shape[3] != width:
+            qkv = _widened(qkv, _kernel_width(q_BTHE, v_BTKE))
         if chosen == "fa2":
-            out, lse, state = _fa2_forward(q, k, v, pattern, scale)
+            out, lse, state = _fa2_forward(*qkv, pattern, scale)
         elif pattern.documents is not None:
-            out, lse, state = _packed_forward(q, k, v, pattern.documents, scale, chosen)
+            out, lse, state = _packed_forward(*qkv, pattern.documents, scale, chosen)
         else:
-            out, lse, state = BACKENDS[chosen][0](
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale
-            )
-            out = out.transpose(1, 2)
-        if out.shape[3] != v_BTKE.shape[3]:
-            out = out[..., : v_BTKE.shape[3]].contiguous()
-    B, T = out.shape[:2]
+            out, lse, state = BACKENDS[chosen][0](*map(_turned, qkv), scale)
+            out = _turned(out)
+        if out.shape[3] != width:
+            out = out[..., :width].contiguous()
+    # 2. Padding before a row, and sinks.
     if pattern.blind_BT is not None:
         out.masked_fill_(pattern.blind_BT[:, :, None, None], 0)
     if sinks_H is not None:
-        per_head, sinks = _per_head(lse, B, T), sinks_H.to(lse.dtype)[:, None]
-        share = torch.sigmoid(per_head - sinks).transpose(1, 2)[..., None]
-        out.mul_(share)
-        per_head.copy_(torch.logaddexp(per_head, sinks))
+        lse_BHT = _per_head(lse, *out.shape[:2])
+        sinks_H1 = sinks_H.to(lse.dtype)[:, None]
+        out.mul_(_turned(torch.sigmoid(lse_BHT - sinks_H1))[..., None])
+        lse_BHT.copy_(torch.logaddexp(lse_BHT, sinks_H1))
     return out, lse, state
 
 
@@ -229,40 +230,39 @@ def attention_backward(
     out and lse include the sinks, so p = exp(score - lse) is exact in the ordinary backward.
     """
     chosen = _chosen(q, v, pattern, backend)
-    B, T = q.shape[:2]
     if pattern.blind_BT is not None:
         dout_BTHE = dout_BTHE.masked_fill(pattern.blind_BT[:, :, None, None], 0)
+    # 1. The kernel, on heads of one width.
     if chosen == "blocks":
         grads = blocks_backward(dout_BTHE, q, k, v, out, lse, state, pattern, scale)
     else:
+        qkv = [q, k, v]
         # dout and out are contiguous on every path. FA2 would copy other layouts itself. cuDNN's
         # plans are cached by the strides of q, k and v alone in torch up to 2.13
         # (aten/native/cudnn/MHA.cpp); later versions expect q's layout in both.
-        dout, wide_out, wide_q, wide_k, wide_v = dout_BTHE.contiguous(), out.contiguous(), q, k, v
+        ends = [dout_BTHE.contiguous(), out.contiguous()]
         if chosen == "cudnn" or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
-            wide_q, wide_k, wide_v = q.contiguous(), k.contiguous(), v.contiguous()
+            qkv = [x.contiguous() for x in qkv]
         widens = q.shape[3] != v.shape[3]
         if widens:
-            wide_q, wide_k, wide_v = _widened(wide_q, wide_k, wide_v)
-        if wide_v.shape[3] != v.shape[3]:
-            dout, wide_out = (
-                torch.nn.functional.pad(x, (0, wide_v.shape[3] - v.shape[3]))
-                for x in (dout, wide_out)
-            )
-        args = (dout, wide_q, wide_k, wide_v, wide_out)
+            width = _kernel_width(q, v)
+            qkv = _widened(qkv, width)
+            ends = _widened(ends, width)
+        given = [ends[0], *qkv, ends[1]]
         if chosen == "fa2":
-            grads = _fa2_backward(*args, lse, state, pattern, scale)
+            grads = _fa2_backward(*given, lse, state, pattern, scale)
         elif pattern.documents is not None:
-            grads = _packed_backward(*args, lse, state, pattern.documents, scale, chosen)
+            grads = _packed_backward(*given, lse, state, pattern.documents, scale, chosen)
         else:
-            args = map(_turned, args)
-            grads = map(_turned, BACKENDS[chosen][1](*args, lse, state, scale))
+            given = map(_turned, given)
+            grads = map(_turned, BACKENDS[chosen][1](*given, lse, state, scale))
         if widens:
-            grads = [g[..., : x.shape[3]] for g, x in zip(grads, (q, k, v))]
+            grads = [grad[..., : x.shape[3]] for grad, x in zip(grads, (q, k, v))]
     if sinks_H is None:
         return tuple(grads)
+    # 2. The gradient of the sinks.
     # bfloat16 has float32's range: products lose bits but do not underflow.
     wide = out.dtype if out.dtype == torch.bfloat16 else lse.dtype
     delta_BTH = (dout_BTHE.to(wide) * out.to(wide)).sum(-1, dtype=lse.dtype)
-    weight = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, B, T))
-    return *grads, -(weight * delta_BTH.transpose(1, 2)).sum((0, 2)).to(sinks_H.dtype)
+    share_BHT = torch.exp(sinks_H.to(lse.dtype)[:, None] - _per_head(lse, *q.shape[:2]))
+    return *grads, -(share_BHT * _turned(delta_BTH)).sum((0, 2)).to(sinks_H.dtype)

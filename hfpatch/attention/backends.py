@@ -134,7 +134,8 @@ def packed(x: Tensor) -> Tensor:
 
 def pick(q_BTHE: Tensor) -> str:
     """The backend for these queries."""
-    device, (B, T, _, E) = q_BTHE.device, q_BTHE.shape
+    device = q_BTHE.device
+    B, T, _, E = q_BTHE.shape
     if device.type != "cuda":
         return "cpu"
     if q_BTHE.dtype == torch.float64:

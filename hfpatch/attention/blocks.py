@@ -18,13 +18,15 @@ def _blocks(q_BTHE, pattern: Pattern):
     """Yields (range of queries, range of the keys that they can see)."""
     B, T, H, _ = q_BTHE.shape
     rows = max(1, min(T, BLOCK_BYTES // (8 * B * H * T)))
-    if pattern.window is not None:
+    window = pattern.window
+    if window is not None:
         # A block of queries sees its own rows plus a window of keys. Long blocks compute more
         # masked scores, short blocks read the same keys more often.
-        rows = min(T, max(min(rows, max(pattern.window, 128)), min(pattern.window, 1024)))
+        rows = min(T, max(min(rows, max(window, 128)), min(window, 1024)))
     for a in range(0, T, rows):
         b = min(a + rows, T)
-        yield range(a, b), range(0 if pattern.window is None else max(0, a - pattern.window + 1), b)
+        first = 0 if window is None else max(0, a - window + 1)
+        yield range(a, b), range(first, b)
 
 
 def _block_scores(
@@ -35,39 +37,51 @@ def _block_scores(
     slope = None
     if pattern.softcap is not None:
         bent = torch.tanh(scores / pattern.softcap)
-        scores, slope = pattern.softcap * bent, 1 - bent * bent
+        scores = pattern.softcap * bent
+        slope = 1 - bent * bent
     allowed = pattern.allowed(queries, keys, B, T, q.device)
     return scores.masked_fill(~allowed[:, :, None], torch.finfo(scores.dtype).min), slope
 
 
+def _grouped(x_BtHE, K: int, dtype):
+    """[B, t, K, repeat, E]: query heads by their KV head, in the dtype of the sums."""
+    return x_BtHE.to(dtype).unflatten(2, (K, -1))
+
+
 def blocks_forward(q_BTHE, k_BTKE, v_BTKE, pattern: Pattern, scale: float):
-    B, T, H, E = q_BTHE.shape
-    K, dtype = k_BTKE.shape[2], torch.promote_types(q_BTHE.dtype, torch.float32)
+    B, T, H, _ = q_BTHE.shape
+    K = k_BTKE.shape[2]
+    dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     out = q_BTHE.new_empty(B, T, H, v_BTKE.shape[3])
     lse = q_BTHE.new_empty(B, H, T, dtype=dtype)
     for queries, keys in _blocks(q_BTHE, pattern):
         rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-        q = q_BTHE[:, rows].to(dtype).unflatten(2, (K, H // K))
-        k, v = (x[:, seen].to(dtype) for x in (k_BTKE, v_BTKE))
+        q = _grouped(q_BTHE[:, rows], K, dtype)
+        k = k_BTKE[:, seen].to(dtype)
+        v = v_BTKE[:, seen].to(dtype)
         scores, _ = _block_scores(q, k, pattern, scale, queries, keys, B, T)
-        block_lse = scores.logsumexp(-1)
-        probabilities = (scores - block_lse[..., None]).exp()
-        out[:, rows] = torch.einsum("bkrqs,bske->bqkre", probabilities, v).flatten(2, 3)
+        block_lse = scores.logsumexp(-1)  # [B, K, repeat, queries]
+        p = (scores - block_lse[..., None]).exp()
+        out[:, rows] = torch.einsum("bkrqs,bske->bqkre", p, v).flatten(2, 3)
         lse[:, :, rows] = block_lse.flatten(1, 2)
     return out, lse, ()
 
 
 def blocks_backward(dout, q_BTHE, k_BTKE, v_BTKE, out, lse, state, pattern: Pattern, scale: float):
-    B, T, H, E = q_BTHE.shape
-    K, dtype = k_BTKE.shape[2], torch.promote_types(q_BTHE.dtype, torch.float32)
+    B, T, _, _ = q_BTHE.shape
+    K = k_BTKE.shape[2]
+    dtype = torch.promote_types(q_BTHE.dtype, torch.float32)
     dq = torch.empty_like(q_BTHE)
-    dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_BTKE, v_BTKE))
+    dk = k_BTKE.new_zeros(k_BTKE.shape, dtype=dtype)
+    dv = v_BTKE.new_zeros(v_BTKE.shape, dtype=dtype)
     for queries, keys in _blocks(q_BTHE, pattern):
         rows, seen = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
-        q, do, o = (x[:, rows].to(dtype).unflatten(2, (K, H // K)) for x in (q_BTHE, dout, out))
-        k, v = (x[:, seen].to(dtype) for x in (k_BTKE, v_BTKE))
+        q, do, o = (_grouped(x[:, rows], K, dtype) for x in (q_BTHE, dout, out))
+        k = k_BTKE[:, seen].to(dtype)
+        v = v_BTKE[:, seen].to(dtype)
         scores, slope = _block_scores(q, k, pattern, scale, queries, keys, B, T)
-        p = (scores - lse[:, :, rows].to(dtype).unflatten(1, (K, H // K))[..., None]).exp()
+        block_lse = lse[:, :, rows].to(dtype).unflatten(1, (K, -1))
+        p = (scores - block_lse[..., None]).exp()
         dv[:, seen] += torch.einsum("bkrqs,bqkre->bske", p, do)
         dp = torch.einsum("bqkre,bske->bkrqs", do, v)
         delta = (do * o).sum(-1).permute(0, 2, 3, 1)[..., None]

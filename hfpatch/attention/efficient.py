@@ -33,7 +33,8 @@ def efficient_forward(q, k, v, scale):
 
 
 def efficient_backward(dout, q, k, v, out, lse, state, scale):
-    K, (k, v) = k.shape[1], for_each_head(q, k, v)
+    K = k.shape[1]
+    k, v = for_each_head(q, k, v)
     # The kernel pads its lse to blocks of 32 tokens; the lse of a document is not padded.
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(

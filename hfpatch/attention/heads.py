@@ -59,8 +59,10 @@ def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
             f"{elements // K * width:,}. Share each row between GPUs."
         )
     repeat = H // K
-    starts = range(0, K, width)
-    return [(slice(a * repeat, (a + width) * repeat), slice(a, a + width)) for a in starts]
+    groups = []
+    for a in range(0, K, width):
+        groups.append((slice(a * repeat, (a + width) * repeat), slice(a, a + width)))
+    return groups
 
 
 @dataclass(eq=False)
@@ -96,11 +98,9 @@ class Attention:
             outs: out [B, T, H, E] of every call, then the mixers' outputs [B, T, D].
             lses: one per call.
         """
-        self.heads = []
-        self.states = []
+        self.heads, self.states = [], []
         self.mixers = mixers
-        outs = []
-        lses = []
+        outs, lses = [], []
         for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             heads = Heads(call, groups_of(q, k.shape[2], self.wide), pick(q))
             out, lse, state = attention_forward(q, k, v, **heads.part(slice(None)))
@@ -108,7 +108,7 @@ class Attention:
             self.states.append(state)
             outs.append(out)
             lses.append(lse)
-        return outs + self.mixed(parts), lses
+        return outs + self.mixed(parts) if mixers else outs, lses
 
     def mixed(self, parts) -> list[Tensor]:
         """The mixers' outputs."""
@@ -161,7 +161,8 @@ class Attention:
                 del grads
             dsinks.append(torch.cat(of_sinks) if of_sinks else None)
             q = k = v = out = lse = None
-        self.mixed_backward(parts, douts, into)
+        if self.mixers:
+            self.mixed_backward(parts, douts, into)
         return dsinks
 
     def mixed_backward(self, parts, douts, into) -> None:

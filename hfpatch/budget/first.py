@@ -81,8 +81,16 @@ def first_policy(
         if needs(keep) > room and not chains:
             if settings.keep == "auto":
                 keep = KEEPS["input"]
+                # a segment's inputs are on the device in its backward: no more than there are segments
+                most = round(math.sqrt(layers)) if settings.every == "auto" and not whole else every
+                while needs(keep) > room and every < most:
+                    every += 1
             if needs(keep) > room:
-                raise ValueError(_host_too_small(needs(0), room, layers, one))
+                raise ValueError(
+                    f"hfpatch: checkpoints need {needs(keep) / GiB:.1f} GiB of host memory, and "
+                    f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
+                    "directory as offload, or take fewer tokens."
+                )
     # [Step 3] The tile.
     tile = settings.tile
     if tile == "auto" and settings.aim == "least":
@@ -104,13 +112,3 @@ def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> i
     """About the bytes that a first step takes beside weights and gradients."""
     loss = 2 * LOSS_WORKSPACE
     return TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES + loss
-
-
-def _host_too_small(wanted: int, room: int, layers: int, one: int) -> str:
-    least = max(2, round(math.sqrt(layers)))
-    saved = wanted - -(-layers // least) * one
-    return (
-        f"hfpatch: checkpoints need {wanted / GiB:.1f} GiB of host memory, and {room / GiB:.1f} "
-        f"GiB are free to a rank. Checkpointing(every={least}) saves "
-        f"{saved / GiB:.1f} GiB, a directory as offload saves all."
-    )

@@ -11,48 +11,46 @@ GROWS = "expandable_segments:True"
 _UNLIMITED = 1 << 60  # cgroup v1 writes 2**63 rounded down to a page for "no limit"
 
 
-def read_number(path: Path):
+# Of each version of cgroups: its folder, the files with a group's limit and usage, and the field of
+# memory.stat that counts reclaimable page cache.
+V1 = (
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+)
+V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        text = path.read_text().strip()
+        return path.read_text().splitlines()
     except OSError:
-        return None
+        return []
+
+
+def read_number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
     return int(text) if text.isdigit() and int(text) < _UNLIMITED else None
 
 
-def meminfo(root: Path) -> dict:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
+def meminfo(root: Path) -> dict[str, int]:
+    lines = _lines(root / "proc/meminfo")
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:2]}
 
 
-def cgroup_paths(root: Path) -> list:
-    """(folder, limit file, usage file, field of memory.stat that counts reclaimable page cache) for
-    the cgroup of this process and all its parents."""
-    found = []
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    v1, v2 = "/", "/"
-    for line in lines:
+def cgroup_paths(root: Path) -> list[tuple]:
+    """(folder, limit file, usage file, field of memory.stat) for the cgroup of this process and all
+    its parents."""
+    paths = {V1: "/", V2: "/"}
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            v2 = path
+            paths[V2] = path
         elif "memory" in controllers.split(","):
-            v1 = path
-    kinds = (
-        (
-            "sys/fs/cgroup/memory",
-            v1,
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-        ("sys/fs/cgroup", v2, "memory.max", "memory.current", "inactive_file"),
-    )
-    for base, path, limit, usage, cache in kinds:
+            paths[V1] = path
+    found = []
+    for (base, limit, usage, cache), path in paths.items():
         # Any parent may set a limit. A container sees its own root, not the host's path.
         parts = [p for p in path.split("/") if p and p != ".."]
         for depth in range(len(parts), -1, -1):
@@ -90,16 +88,11 @@ def host_free(root: str = "/") -> int | None:
     root = Path(root)
     left = []
     for folder, limit, usage, cache in cgroup_paths(root):
-        limit_bytes, used = read_number(folder / limit), read_number(folder / usage)
-        if limit_bytes is None or used is None:
-            continue
-        reclaimable = 0
-        if (folder / "memory.stat").exists():
-            for line in (folder / "memory.stat").read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == cache and value.isdigit():
-                    reclaimable = int(value)
-        left.append(max(0, limit_bytes - used + reclaimable))
+        most = read_number(folder / limit)
+        used = read_number(folder / usage)
+        if most is not None and used is not None:
+            fields = dict(line.partition(" ")[::2] for line in _lines(folder / "memory.stat"))
+            left.append(max(0, most - used + int(fields.get(cache, 0))))
     info = meminfo(root)
     available = info.get("MemAvailable", info.get("MemFree"))
     if available is not None:
@@ -117,12 +110,10 @@ def gpu_free(device=None) -> int | None:
 
     if not torch.cuda.is_available():
         return None
-    (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
-    return (
-        max(0, min(free, share_of_device(total, device) - reserved))
-        + reserved
-        - torch.cuda.memory_allocated(device)
-    )
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    unreserved = max(0, min(free, share_of_device(total, device) - reserved))
+    return unreserved + reserved - torch.cuda.memory_allocated(device)
 
 
 def expandable_segments() -> bool:
@@ -149,8 +140,9 @@ def share_of_device(total: int, device) -> int:
 def _own(parameter):
     """This rank's shard of a parameter that an engine shards (FSDP, ZeRO-3), else the parameter."""
     part = getattr(parameter, "ds_tensor", None)
-    local = getattr(parameter, "to_local", None)
-    return part if part is not None else parameter if local is None else local()
+    if part is not None:
+        return part
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def to_come(parameters, device) -> int:

@@ -65,14 +65,8 @@ def beyond_positions(tokens: int, positions: int | None) -> str:
 def parse_word(text: str):
     """auto, another word, true, false, or a number such as 4096 or 4k."""
     # 0 is no length: the field checks whether it allows it
-    words = {"true": True, "false": False, "0": 0}
-    return (
-        words[text.lower()]
-        if text.lower() in words
-        else parse_length(text)
-        if text[:1].isdigit()
-        else text
-    )
+    word = {"true": True, "false": False, "0": 0}.get(text.lower(), text)
+    return parse_length(text) if word is text and text[:1].isdigit() else word
 
 
 def did_you_mean(name: str, known, cutoff: float = 0.6) -> str:

@@ -158,6 +158,10 @@ class Plan:
         need: bytes beside those that untiled layers keep.
         top: the most bytes, above those as the step begins; 0 if nothing was measured.
         firm: ranks run it alike, whatever is free as a layer begins.
+        share: of the card that stays free.
+        gate_up: bytes per token that go to the host where they are kept.
+        ahead: bytes that the sources of copies may take at most.
+        whole: its layers cannot be tiled.
     """
 
     policy: Checkpointing
@@ -167,6 +171,10 @@ class Plan:
     need: float = 0.0
     top: float = 0.0
     firm: bool = False
+    share: float = UNSURE
+    gate_up: int = 0
+    ahead: int = 0
+    whole: bool = False
 
 
 def climb(

@@ -55,7 +55,7 @@ def support_of(name: str, config: dict) -> Support:
     decoder = find_decoder(model)
     layers = decoder.layers
     whole = Counter(reason for layer in layers if (reason := look(layer).reason))
-    traits = [layer._hfpatch_traits for layer in layers]
+    traits = [layer._hfpatch.traits for layer in layers]
     mixing = [t for t in traits if t.reason is None and t.mixers]
     in_rows = sum(len(t.timed) < len(t.mixers) for t in mixing)
     return Support(
@@ -64,7 +64,7 @@ def support_of(name: str, config: dict) -> Support:
         tiled=len(layers) - sum(whole.values()),
         reasons=dict(whole),
         fused=tuple(word for option, word in PARTS.items() if report.count(option)),
-        packed="isolated" if decoder.stack._hfpatch_traits.apart else "refused",
+        packed="isolated" if decoder.stack._hfpatch.traits.apart else "refused",
         notes=(*report.notes, *report.details),
         in_time=len(mixing) - in_rows,
         in_rows=in_rows,

@@ -132,7 +132,8 @@ def not_for_ddp(model: nn.Module, names=None) -> None:
 
     names: an iterable, read each time; None removes it. A set from another library stays.
     """
-    own, name = vars(model), "_ddp_params_and_buffers_to_ignore"
+    own = vars(model)
+    name = "_ddp_params_and_buffers_to_ignore"
     if names is not None:
         own.setdefault(name, names)
     elif hasattr(own.get(name), "_hfpatch"):

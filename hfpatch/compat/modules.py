@@ -20,7 +20,8 @@ def buffers_of(module: nn.Module) -> dict:
 
 _OTHER_HOOKS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ALL_HOOKS = ("_forward_hooks", *_OTHER_HOOKS)
-_EVERYWHERE, _ON_ALL = vars(nn.modules.module), tuple(f"_global{n}" for n in _ALL_HOOKS)
+_EVERYWHERE = vars(nn.modules.module)
+_ON_ALL = tuple(f"_global{n}" for n in _ALL_HOOKS)
 
 # Attributes that change the course of a module's forward, which a backward restores: training or
 # not, and which of PEFT's adapters are on.
@@ -89,16 +90,22 @@ class Snapshot:
         kinds = {module.__class__: None for module in (layer, *self.inside)}
         self.ran = [MADE_FROM[kind].forward for kind in kinds]
         for module in self.inside:
-            there, forward = _hooks(module, _ALL_HOOKS), forward_in(module.__dict__)
+            there = _hooks(module, _ALL_HOOKS)
+            forward = forward_in(module.__dict__)
             there += [] if forward is GONE else [forward]
             for x in there:
                 if not _home(x).startswith(_LIBRARIES):
                     self.ran += (module, x)
 
     def _read(self, layer: nn.Module) -> tuple[list, list, list, list]:
-        made_of, names, hooks, merged, kinds = [], [], [], [], {}
+        made_of = []
+        names = []
+        hooks = []
+        merged = []
+        kinds = {}
         for module in (layer, *self.inside):
-            own, kind = module.__dict__, module.__class__
+            own = module.__dict__
+            kind = module.__class__
             made_of += modules_of(module).values()
             made_of.append(kind)
             kinds[kind] = None
@@ -170,7 +177,8 @@ def compiled_by_itself(module: nn.Module) -> bool:
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
     """module.modules(), but faster: there the names take longer than a small layer's matmuls."""
-    found, todo = {}, [module]
+    found = {}
+    todo = [module]
     while todo:
         one = todo.pop()
         if one is None or one in found:
@@ -213,7 +221,8 @@ def output_hooks(module: nn.Module) -> list:
 
 
 def _hooks(module: nn.Module, names: tuple[str, ...]) -> list:
-    own, found = module.__dict__, []
+    own = module.__dict__
+    found = []
     for name in names:
         if name in own and own[name]:
             found += own[name].values()

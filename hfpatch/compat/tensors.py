@@ -36,7 +36,8 @@ def hooked(tensors: list[Tensor]) -> list[Tensor]:
 @contextmanager
 def without_hooks(x: Tensor):
     """A context in which the user's hooks on the gradient of x do not run."""
-    hooks, x._backward_hooks = x._backward_hooks, None
+    hooks = x._backward_hooks
+    x._backward_hooks = None
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import copyreg
 import inspect
 import sys
 import types
+from collections import namedtuple
 from functools import cache, partial, wraps
 
 import torch
@@ -78,14 +79,13 @@ def not_a_model(came) -> ValueError:
     """The error for an argument that is no model."""
     name = f"the class {came.__name__}" if isinstance(came, type) else type(came).__name__
     found = inner_model(came) if isinstance(came, nn.Module) else None
+    fix = "Pass the model that from_pretrained() or from_config() returned."
     if found is not None:
         path, model = found
         fix = (
             f"Pass the one inside it, its {path} ({type(model).__name__}), before another library "
             "wraps or shards it."
         )
-    else:
-        fix = "Pass the model that from_pretrained() or from_config() returned."
     return ValueError(
         f"hfpatch: model must be a transformers model (with a config), got {name}. {fix}"
     )
@@ -201,6 +201,11 @@ def forwards_for_now(pairs, name: str = "forward"):
 # --- forwards that keep the signature of transformers' own ----------------------------------------
 
 
+# The arguments of a forward: names in order of those that may come by position; names of all of them,
+# None for any.
+Takes = namedtuple("Takes", "positional names")
+
+
 class KeepsSignature:
     """Mixed over a model's class: gives the class a forward that calls `_hfpatch_forward(args,
     kwargs)` and keeps the original signature.
@@ -230,8 +235,10 @@ class KeepsSignature:
                 return self._hfpatch_forward(args, kwargs)
 
         taken = inspect.signature(base.forward).parameters
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = (n for n, p in taken.items() if p.kind in kinds)
-        cls.forward, cls._hfpatch_positional = forward, tuple(names)[1:]
+        # by position: (self, ...) up to the first that is not
+        names = (
+            n for n, p in taken.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        )
+        cls.forward = forward
         any_name = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        cls._hfpatch_taken = None if any_name else frozenset(taken)  # None: any
+        cls._hfpatch_takes = Takes(tuple(names)[1:], None if any_name else frozenset(taken))

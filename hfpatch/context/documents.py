@@ -55,13 +55,13 @@ def _restarts(positions_BT: Tensor) -> Tensor:
     A token that repeats its row's least position starts a document, unless the row repeats other
     positions too (interpolated positions) or holds no other position.
     """
-    step_BT = positions_BT[:, 1:] - positions_BT[:, :-1]
+    next_BT = positions_BT[:, 1:]
+    step_BT = next_BT - positions_BT[:, :-1]
     least_B1 = positions_BT.amin(1, keepdim=True)
-    repeats, at_least = step_BT == 0, positions_BT[:, 1:] == least_B1
-    whole_steps_B1 = ~(repeats & ~at_least).any(1, keepdim=True) & (positions_BT != least_B1).any(
-        1, keepdim=True
-    )
-    return (step_BT < 0) | (repeats & at_least & whole_steps_B1)
+    again_BT = (step_BT == 0) & (next_BT == least_B1)
+    others_repeat_B1 = ((step_BT == 0) & ~again_BT).any(1, keepdim=True)
+    again_BT = again_BT & ~others_repeat_B1 & (positions_BT != least_B1).any(1, keepdim=True)
+    return (step_BT < 0) | again_BT
 
 
 def _document_starts(
@@ -90,15 +90,11 @@ def shown(mask, B: int, T: int, past: int) -> Tensor | None:
 
     Padding is hidden from itself. None where the mask is of another kind, or too short.
     """
-    masks = mask.values() if isinstance(mask, dict) else [mask]
-    for mask in masks:
-        if (
-            isinstance(mask, Tensor)
-            and mask.dim() == 4
-            and mask.shape[2] == T
-            and past + T <= mask.shape[3]
-        ):
-            itself = mask[:, 0].diagonal(past, 1, 2).expand(B, T)
+    for one in mask.values() if isinstance(mask, dict) else [mask]:
+        if not isinstance(one, Tensor) or one.dim() != 4:
+            continue
+        if one.shape[2] == T and past + T <= one.shape[3]:
+            itself = one[:, 0].diagonal(past, 1, 2).expand(B, T)
             return itself if itself.dtype == torch.bool else itself == 0
     return None
 
@@ -126,94 +122,101 @@ def refuse_packed(kind: type, advice: str = "do not pack"):
     )
 
 
-def find_rows(
-    B: int, T: int, device: torch.device, attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens: Tensor | Sequence[int] | None = None, *, chunk: int | None = None, idle_BT: Tensor | None = None,
-    watched: bool = False, padding: bool = True, cached: bool = False,
-) -> Rows:  # fmt: skip
-    """Documents and padding of a batch, by the rule in this module's docstring.
+def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
+    """Documents and padding of a masks.Batch, by the rule in this module's docstring.
 
-    attention_mask: [B, T] of 0 and 1, or None. position_ids: [1 or B, T]. cu_seq_lens: [n+1]
-    offsets over the flattened tokens (FlashAttention's keyword), which override positions. chunk:
-    attention ends every so many tokens of a document, left padding not counted (Llama 4). idle_BT:
-    tokens whose output the loss does not read. watched: other code may read it. padding: False
-    where masked tokens form no documents of their own, and only a restart starts one.
-    cached: transformers would make a cache. ValueError if the offsets do not cover the tokens.
+    Args:
+        batch: the caller's arguments.
+        chunk: attention ends every so many tokens of a document, left padding not counted (Llama 4).
+        padding: False where masked tokens form no documents of their own, and only a restart starts
+            one.
+
+    Raises:
+        ValueError: the offsets do not cover the tokens.
     """
-    bounds = on_host(cu_seq_lens) if isinstance(cu_seq_lens, Tensor) else cu_seq_lens
-    packed = bounds is not None
-    if packed:
-        bounds = [int(bound) for bound in bounds]
-        if bounds[0] != 0 or bounds[-1] != B * T or any(b < a for a, b in zip(bounds, bounds[1:])):
-            raise ValueError(
-                f"hfpatch: cu_seq_lens must rise from 0 to {B * T} (batch x tokens), got "
-                f"{bounds[:3]}...{bounds[-1]}. Count every token of the batch once."
-            )
-    if attention_mask is None and position_ids is None and chunk is None:
-        every = sorted({*bounds, *range(0, B * T, T)}) if packed else ()
-        return Rows(_from_bounds(every, B, T, device) if packed else None)
-    given = any(x is not None for x in (attention_mask, position_ids, idle_BT))
-    where = device if given else torch.device("cpu")  # no value is on the device: no wait for it
-    inside = None
-    if packed:
-        inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
-    beside_a_mask = attention_mask is not None or cached or not padding
-
-    found = on_host(
-        _marks(
-            B, T, where, attention_mask, position_ids, inside, chunk, idle_BT, watched,
-            padding,
-            beside_a_mask,
-        )
-    )  # fmt: skip
+    B, T = batch.B, batch.T
+    mask, positions, offsets = batch.said
+    # 1. The caller's offsets override positions.
+    bounds = _checked(offsets, B * T)
+    if mask is None and positions is None and chunk is None:
+        if bounds is not None:
+            bounds = _from_bounds(sorted({*bounds, *range(0, B * T, T)}), B, T, batch.device)
+        return Rows(bounds)
+    # 2. Everything else that the host must know, in one copy.
+    found = on_host(_marks(batch, bounds, chunk, padding))
     if found is None:  # a simulation has no values: every row is one document
         return Rows()
-    (starts_N, seen_N), (holes, read) = found[:-2].view(2, -1), found[-2:].tolist()
+    starts_N, seen_N = found[:-2].view(2, -1)
+    holes, read = found[-2:].tolist()
+    # 3. Rows that may run without their padding, and those that begin with padding that is read.
+    documents = _from_bounds(_bounds(starts_N), B, T, batch.device)
     seen_BT = seen_N.view(B, T)
-    documents = _from_bounds(_bounds(starts_N), B, T, device)
     alone = padding and not (holes or read or seen_N.all())
-    # True for a row that begins with padding whose output is read.
-    left = padding and read and not seen_BT[:, 0].all()
+    real = _bounds(starts_N[seen_N]) if alone else None
     behind = padding and not seen_BT[:, -1].all()
-    blind_BT = attention_mask.bool().cumsum(1) == 0 if left else None
-    return Rows(documents, _bounds(starts_N[seen_N]) if alone else None, holes, behind, blind_BT)
+    blind_BT = None
+    if padding and read and not seen_BT[:, 0].all():
+        blind_BT = mask.bool().cumsum(1) == 0
+    return Rows(documents, real, holes, behind, blind_BT)
 
 
-def _marks(
-    B: int, T: int, device, attention_mask: Tensor | None, position_ids: Tensor | None,
-    inside: Tensor | None, chunk: int | None, idle_BT: Tensor | None, watched: bool, padding: bool,
-    beside_a_mask: bool,
-) -> Tensor:  # fmt: skip
+def _checked(offsets: Tensor | Sequence[int] | None, tokens: int) -> list[int] | None:
+    """The offsets, on the host; None in a simulation or without any. ValueError if they do not cover the tokens."""
+    offsets = on_host(offsets) if isinstance(offsets, Tensor) else offsets
+    if offsets is None:
+        return None
+    bounds = [int(bound) for bound in offsets]
+    if bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
+        raise ValueError(
+            f"hfpatch: cu_seq_lens must rise from 0 to {tokens} (batch x tokens), got "
+            f"{bounds[:3]}...{bounds[-1]}. Count every token of the batch once."
+        )
+    return bounds
+
+
+def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) -> Tensor:
     """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether masked tokens
     lie between visible ones, and whether padding's output is read.
 
-    inside: the document starts among the flattened tokens, if offsets came; the others as in
-    find_rows and _document_starts.
+    bounds: the caller's offsets; the others as in find_rows.
     """
+    B, T = batch.B, batch.T
+    mask, positions, _ = batch.said
+    valueless = mask is positions is batch.idle_BT is None  # then nothing waits for the device
+    device = torch.device("cpu") if valueless else batch.device
+    visible_BT = None if mask is None else mask.bool()
+    beside_a_mask = mask is not None or batch.cached or not padding
+    # 1. Starts by the offsets or the positions.
     starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
     starts_BT[:, 0] = True
-    if inside is not None:
+    if bounds is not None:
+        inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
         starts_BT.view(-1)[inside.to(device)] = True
-    elif position_ids is not None:
-        visible_BT = None if attention_mask is None else attention_mask.bool()
-        starts_BT[:, 1:] |= _document_starts(position_ids.expand(B, T), visible_BT, beside_a_mask)
+    elif positions is not None:
+        positions = positions.expand(B, T)
+        starts_BT[:, 1:] |= _document_starts(positions, visible_BT, beside_a_mask)
+    # 2. Padding: before the first visible token it is a document of its own.
     holes = read = torch.zeros((), dtype=torch.bool, device=device)
-    seen_BT = torch.ones_like(starts_BT) if attention_mask is None else attention_mask.bool()
-    if attention_mask is not None and padding:
+    seen_BT = torch.ones_like(starts_BT) if visible_BT is None else visible_BT
+    if visible_BT is not None and padding:
         before_BT, after_BT = seen_BT.cumsum(1) == 0, seen_BT.flip(1).cumsum(1).flip(1) == 0
         starts_BT[:, 1:] |= before_BT[:, :-1] & ~before_BT[:, 1:]
         # A loss that reads padding counts what transformers' mask makes of it.
-        unread_BT = after_BT if idle_BT is None else after_BT & idle_BT
-        holes = ~(seen_BT | before_BT | unread_BT).all()
-        read = (~seen_BT if watched or idle_BT is None else ~seen_BT & ~idle_BT).any()
+        if batch.idle_BT is not None:
+            after_BT = after_BT & batch.idle_BT
+        holes = ~(seen_BT | before_BT | after_BT).all()
+        read_BT = ~seen_BT
+        if batch.idle_BT is not None and not batch.watched:
+            read_BT = read_BT & ~batch.idle_BT
+        read = read_BT.any()
+    # 3. Chunks.
     if chunk is not None:
         at = torch.arange(T, device=device)
         index_BT = at - torch.where(starts_BT, at, 0).cummax(1).values
-        if position_ids is not None and inside is None and not beside_a_mask:
+        if positions is not None and bounds is None and not beside_a_mask:
             # If transformers finds documents, it counts chunks by their positions, which may begin
             # at any number.
-            index_BT = torch.where(starts_BT[:, 1:].any(), position_ids.expand(B, T), index_BT)
+            index_BT = torch.where(starts_BT[:, 1:].any(), positions, index_BT)
         starts_BT |= index_BT % chunk == 0
     return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), holes[None], read[None]])
 
@@ -224,10 +227,9 @@ def _bounds(starts_N: Tensor) -> tuple[int, ...]:
 
 
 def _from_bounds(bounds: Sequence[int], B: int, T: int, device) -> Documents | None:
+    """Documents with these bounds; None where every row is one."""
     if list(bounds) == list(range(0, B * T + 1, T)):
         return None
     cuda = device.type == "cuda"  # from pageable memory the copy would wait for the device
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda).to(
-        device, non_blocking=cuda
-    )
-    return Documents(tuple(bounds), cu_seqlens)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu", pin_memory=cuda)
+    return Documents(tuple(bounds), cu_seqlens.to(device, non_blocking=cuda))

@@ -26,9 +26,14 @@ class Batch:
     """The caller's description of a batch's tokens. Documents are found on first need, once for
     each chunk size.
 
-    attention_mask [B, T], position_ids [1 or B, T], cu_seq_lens [n+1], idle_BT [B, T], watched: as
-    in documents.find_rows. sequence: the ranks that share these rows (parallel.exchange.Sequence), or
-    None. t: the number of tokens of this rank.
+    Args:
+        B, T, device: of the whole rows.
+        attention_mask: [B, T] of 0 and 1, or None.
+        position_ids: [1 or B, T], or None.
+        cu_seq_lens: [n+1] offsets over the flattened tokens (FlashAttention's keyword), or None.
+        idle_BT: tokens whose output the loss does not read, or None.
+        watched: whether other code may read it.
+        sequence: the ranks that share these rows (parallel.exchange.Sequence), or None.
     """
 
     def __init__(
@@ -44,9 +49,9 @@ class Batch:
         sequence=None,
     ):
         self.B, self.T, self.device, self.sequence = B, T, device, sequence
-        self.t = T if sequence is None else T // sequence.size
+        self.t = T if sequence is None else T // sequence.size  # tokens of this rank
         self.said = (attention_mask, position_ids, cu_seq_lens)
-        self._idle, self._watched = idle_BT, watched
+        self.idle_BT, self.watched = idle_BT, watched
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.weights = False  # whether attention returns its probabilities too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
@@ -62,12 +67,10 @@ class Batch:
         For mixers, which see masked tokens, as in transformers. None where every row is one
         document.
         """
-        visible, positions, offsets = self.said
+        _, positions, offsets = self.said
         if positions is None and offsets is None:
             return None
-        documents = find_rows(
-            self.B, self.T, self.device, visible, positions, offsets, padding=False
-        ).documents
+        documents = find_rows(self, padding=False).documents
         return None if documents is None else documents.bounds
 
     def part(self, rows: slice, a: int, b: int) -> "Batch":
@@ -90,13 +93,8 @@ class Batch:
         versions, inside the row.
         """
         visible, positions, offsets = self.said
-        if (
-            positions is None
-            or visible is not None
-            or offsets is not None
-            or self.cached
-            or self.sequence is not None
-        ):
+        packed = positions is not None and visible is None and offsets is None
+        if not packed or self.cached or self.sequence is not None:
             return function
         positions = positions.expand(self.B, -1).to(self.device)
         number_BT = masking_utils.find_packed_sequence_indices(positions)
@@ -111,16 +109,7 @@ class Batch:
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:
-            self._rows[chunk] = find_rows(
-                self.B,
-                self.T,
-                self.device,
-                *self.said,
-                chunk=chunk,
-                idle_BT=self._idle,
-                watched=self._watched,
-                cached=self.cached,
-            )
+            self._rows[chunk] = find_rows(self, chunk=chunk)
         return self._rows[chunk]
 
 
@@ -151,9 +140,8 @@ class Mask:
         vars(self)["rows"] = self.batch.rows(self.chunk)
 
     def pattern(self, softcap: float | None = None) -> Pattern:
-        rows = self.rows
         window = self.window if self.window is not None and self.window < self.batch.T else None
-        return Pattern(rows.documents, window, softcap, rows.blind_BT)
+        return Pattern(self.rows.documents, window, softcap, self.rows.blind_BT)
 
     def dense(self) -> Tensor | None:
         """The mask of sdpa: bool [B, 1, T, T], True where seen; None for plain causality."""

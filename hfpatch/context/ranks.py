@@ -2,15 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfpatch.compat import (
     context_parallel,
     context_parallel_group,
     deepspeed_config,
-    engine_hook,
-    has_values,
     ulysses,
     ulysses_group,
 )
@@ -18,6 +16,7 @@ from hfpatch.context.current import current, having, named, not_exchanged
 from hfpatch.parallel.exchange import Sequence
 
 SHORTEST_PART = 4  # tokens: two in each of two chunks
+MOST = 1 << 62  # more than any number of rows or tokens
 _sequences: dict = {}  # one Sequence a key, so that the agreements of its ranks persist
 
 
@@ -33,22 +32,22 @@ def sequence_now(config, training: bool, name: str | None = None) -> Sequence | 
         return current.sequence or None
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    found, name = context_parallel(), name or named(config)
+    name = name or named(config)
+    found = context_parallel()
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)
-        found = None if group is None or (training_only and not training) else (group, False)
-        if found is not None and training:
-            summed_gradients(deepspeed_config(), dist.get_world_size(group))
-    if (
-        found is None
-        and training
-        and (group := ulysses_group()) is not None
-        and dist.get_world_size(group) > 1
-    ):
+        if group is not None and (training or not training_only):
+            found = group, False
+            if training:
+                summed_gradients(deepspeed_config(), dist.get_world_size(group))
+    if found is None and training and _several(ulysses_group()):
         raise not_exchanged(f"{name} attention beside Ulysses, which exchanges another,")
-    if found is None or dist.get_world_size(found[0]) == 1:
-        return None
-    return sequence_of(*found)
+    return sequence_of(*found) if found is not None and _several(found[0]) else None
+
+
+def _several(group) -> bool:
+    """Whether this process group has more than one rank. False for None."""
+    return group is not None and dist.get_world_size(group) > 1
 
 
 @torch.compiler.assume_constant_result
@@ -56,8 +55,7 @@ def shared_in_a_graph(name: str, training: bool) -> bool:
     """Whether ranks share rows, or may, while a graph runs that calls attention of this name. The
     graph may have been traced in an evaluation of whole rows.
     """
-    groups = (ulysses_group(), context_parallel_group())
-    if any(group is not None and dist.get_world_size(group) > 1 for group in groups):
+    if _several(ulysses_group()) or _several(context_parallel_group()):
         return True
     try:
         return sequence_now(None, training, name) is not None
@@ -84,9 +82,7 @@ def summed_gradients(config: dict, size: int) -> None:
 
 def sequence_of(group, zigzag: bool = False) -> Sequence:
     """The one Sequence of a process group and its way of dealing tokens."""
-    if (group, zigzag) not in _sequences:
-        _sequences[group, zigzag] = Sequence(group, zigzag)
-    return _sequences[group, zigzag]
+    return _sequences.setdefault((group, zigzag), Sequence(group, zigzag))
 
 
 def sharded(sequence: Sequence | None | bool):
@@ -94,30 +90,6 @@ def sharded(sequence: Sequence | None | bool):
     it is False.
     """
     return having(sequence=sequence)
-
-
-def weights_move(modules: list[nn.Module]) -> bool:
-    """Whether accelerate's hooks on these modules bring weights to the device for each call, or
-    spread the model over several devices.
-    """
-    devices = set()
-    for hook in filter(None, map(engine_hook, modules)):
-        for one in getattr(hook, "hooks", (hook,)):
-            if getattr(one, "offload", False):
-                return True
-            devices.add(getattr(one, "execution_device", None))
-    return len(devices - {None}) > 1
-
-
-def refuse_training_over_a_device_map(training: bool) -> None:
-    """Raises ValueError in training: hooks have removed a layer's weights when its backward runs it
-    again."""
-    if training:
-        raise ValueError(
-            "hfpatch: a model that trains must be on one device, got one with a device map or "
-            "offloaded weights. Load it without device_map (FSDP or DeepSpeed ZeRO-3 spread a "
-            "model that does not fit), or call hfpatch.undo(model)."
-        )
 
 
 def refuse_shared_mixers(kind: type, unknown: str | None = None) -> None:
@@ -143,23 +115,17 @@ def refuse_uneven_rows(sequence: Sequence, given: Tensor, **beside: Tensor | Non
         beside: name -> [B or 1, t], or None.
     """
     B, t = given.shape[:2]
-    mine = {"input_ids": (B, t)}
-    for name, x in beside.items():
-        # One row of positions serves all.
-        mine[name] = (-1, -1) if x is None else (B if len(x) == 1 else len(x), x.shape[1])
-    found = sequence.all_gather(torch.tensor([*mine.values()], device="cpu"))
-    ranks = found.tolist() if has_values(found) else []
-    words = lambda shapes: ", ".join(  # noqa: E731
-        f"{name} {shape}" for name, shape in zip(mine, shapes) if shape[0] >= 0
-    )
-    for rank, shapes in enumerate(ranks):
-        if shapes != ranks[0] or any(shape not in ([-1, -1], shapes[0]) for shape in shapes):
-            raise ValueError(
-                "hfpatch: all ranks that share a sequence must get parts of one shape, with "
-                "labels and position_ids as long as input_ids, and "
-                f"rank {rank} got {words(shapes)}" + (f", rank 0 {words(ranks[0])}" if rank else "")
-                + ". Cut or pad the sequences before they are dealt out."
-            )  # fmt: skip
+    shapes = {name: tuple(x.shape[:2]) for name, x in beside.items() if x is not None}
+    fits = all(shape in ((B, t), (1, t)) for shape in shapes.values())
+    present = sum(1 << i for i, name in enumerate(beside) if name in shapes)
+    sizes = (B, t, present)
+    mine = [*sizes, *(MOST - n for n in sizes), int(fits)]  # the least of both: no rank differs
+    if sequence.least(mine) != mine or not fits:
+        raise ValueError(
+            "hfpatch: all ranks that share a sequence must get parts of one shape, with labels and "
+            f"position_ids as long as input_ids; rank {sequence.rank} got input_ids {(B, t)} and "
+            f"{shapes}. Cut or pad the sequences before they are dealt out."
+        )
 
 
 def whole_rows(sequence: Sequence, B: int, *shards: Tensor | None) -> list[Tensor | None]:

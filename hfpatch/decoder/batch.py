@@ -140,27 +140,28 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         return None
     B, T = tokens.shape[:2]
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    above, weights = current.positions, kwargs.get("output_attentions")
+    outer, runtime = current.outer, stack._hfpatch.runtime
+    above, weights = outer.positions, kwargs.get("output_attentions")
     if positions is None and isinstance(above, Tensor) and above.shape[-1] == T:
         positions = above
     if isinstance(positions, Tensor) and positions.dim() == 3:
         # Four layouts are text, time, height and width; three lack text.
         positions = positions[0] if len(positions) == 4 else None
     visible, cached_as = isinstance(mask, Tensor) and mask.shape == (B, T), cache_name(kwargs)
-    idle, watched = current.unread
+    _, idle, watched = current.labelled
     # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
     idle = idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
-        tiled=stack._hfpatch_runtime is not None,
+        tiled=runtime is not None,
         config=config,
         tokens=tokens,
         B=B,
         T=T,
         training=training,
         trains=training and torch.is_grad_enabled(),
-        reruns=checkpoints and stack._hfpatch_runtime is None,
+        reruns=checkpoints and runtime is None,
         mask=mask,
         rows_mask=mask if visible else None,
         own=mask is not None and not visible,
@@ -172,12 +173,12 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         cache_name=cached_as,
         # Under its own checkpointing transformers makes no cache.
         makes_cache=bool(getattr(config, "use_cache", False)) and not checkpoints,
-        uncached=current.uncached,
+        uncached=outer.uncached,
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
         encoder=kwargs.get("encoder_hidden_states") is not None,
         idle_BT=idle,
         watched=visible and (watched or idle is None),
-        reads=stack._hfpatch_runtime is None or stack._hfpatch_runtime.padding_is_read(),
+        reads=runtime is None or runtime.padding_is_read(),
         sequence=sequence_now(config, training),
     )
 
@@ -191,7 +192,7 @@ def share_rows(given: Given, changes: dict) -> Given:
     if given.cache is not None:
         raise not_exchanged("a KV cache")
     beside = {
-        "labels": current.labels,
+        "labels": current.labelled.labels,
         "position_ids": given.positions,
         "attention_mask": given.rows_mask,
     }

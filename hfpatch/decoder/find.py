@@ -30,7 +30,8 @@ class Decoder:
 def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
     """The longest nn.ModuleList among the module's own children that holds only modules which
     transformers can checkpoint; None if there is none."""
-    found, most = None, 0
+    found = None
+    most = 0
     for module in modules_of(stack).values():
         if not isinstance(module, nn.ModuleList) or len(module) <= most:
             continue
@@ -38,37 +39,32 @@ def list_of_layers(stack: nn.Module) -> nn.ModuleList | None:
             if not hasattr(layer, "gradient_checkpointing"):
                 break
         else:
-            found, most = module, len(module)
+            found = module
+            most = len(module)
     return found
 
 
 def _decoder_of(module: nn.Module) -> nn.Module | None:
     try:
         return module.get_decoder()
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError):  # no model, or one without a decoder
         return None
 
 
 def _text_decoder(model: nn.Module) -> nn.Module:
-    """Follows get_decoder() to a module that runs layers.
+    """The module that runs layers at the end of the first chain of get_decoder(); `model` if none
+    does.
 
     For a multimodal model this is the text tower, which may have a head or an encoder of its own.
-    Returns `model` if it names no other and runs layers itself, or if no other module is found.
     """
-    if list_of_layers(model) is not None and _decoder_of(model) in (None, model):
-        return model
-    models = [
-        m for m in model.modules() if hasattr(type(m), "get_decoder") and hasattr(m, "config")
-    ]
-    for module in models:
-        inner, outermost = _decoder_of(module), module is models[0]
-        if inner is None or inner is module:  # the module has no decoder
-            if outermost and _has_head(module):
-                break
-            continue
-        inner = _text_decoder(inner)
-        if outermost or list_of_layers(inner) is not None:
-            return inner
+    for module in model.modules():
+        stack, inner = module, _decoder_of(module)
+        while inner is not None and inner is not stack:
+            stack, inner = inner, _decoder_of(inner)
+        if (module is model or stack is not module) and list_of_layers(stack) is not None:
+            return stack
+        if _has_head(module):  # CSM names no decoder; that of a model inside is another's
+            break
     return model
 
 

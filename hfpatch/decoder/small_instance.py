@@ -90,10 +90,9 @@ def scaled_config(config, n_layers: int, at=None):
     for name, value in list(vars(small).items()):
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
             setattr(small, name, 0.0)  # random results cannot be compared
-    heads = real["num_attention_heads"]
-    if isinstance(real["num_key_value_heads"], int):
-        grouped = isinstance(heads, int) and real["num_key_value_heads"] not in (1, heads)
-        small.num_key_value_heads = 2 if grouped else 1 if real["num_key_value_heads"] == 1 else 4
+    n, heads = real["num_key_value_heads"], real["num_attention_heads"]
+    if isinstance(n, int):
+        small.num_key_value_heads = _kv_heads(n, heads if isinstance(heads, int) else n, 4)
     for name, value in list(vars(small).items()):
         by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
         if (
@@ -150,19 +149,22 @@ def _scale_rotation(small, rope: dict, latent: bool) -> None:
 def _scaled_override(values: dict, config) -> dict:
     """The scaled sizes of one layer that overrides the config's: twice those of SIZES where the
     override is larger than the config's size."""
-    found, heads = (
-        dict(values),
-        values.get("num_attention_heads", _value(config, "num_attention_heads")),
-    )
+    found = dict(values)
+    heads = values.get("num_attention_heads", _value(config, "num_attention_heads"))
     for name, value in values.items():
         if name in SIZES and isinstance(value, int):
             found[name] = SIZES[name] * (1 + (value > (_value(config, name) or value)))
     if "num_key_value_heads" in values:
         n = values["num_key_value_heads"]
-        found["num_key_value_heads"] = (
-            1 if n == 1 else found.get("num_attention_heads", 4) if n == heads else 2
-        )
+        found["num_key_value_heads"] = _kv_heads(n, heads, found.get("num_attention_heads", 4))
     return found
+
+
+def _kv_heads(n: int, heads: int, small_heads: int) -> int:
+    """The KV heads of a small instance: one, as many as query heads, or two, as n of `heads` are."""
+    if n == 1:
+        return 1
+    return small_heads if n == heads else 2
 
 
 def _value(config, name: str):
@@ -233,7 +235,8 @@ def quiet_process():
     """A context without the caller's random state, default dtype and device, autocast, global hooks
     and DeepSpeed's zero.Init, on one thread."""
     dtype = torch.get_default_dtype()
-    cpu_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    cpu_state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)  # on tiny tensors threads would only wait for each other
         torch.set_default_dtype(torch.float32)

@@ -14,8 +14,6 @@ from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    modules_in,
-    modules_of,
     submodule,
     transforming,
 )
@@ -27,14 +25,11 @@ from hfpatch.context.current import (
     having,
     not_exchanged,
     our_attention,
-    standard,
 )
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
     refuse_shared_mixers,
-    refuse_training_over_a_device_map,
     shared_in_a_graph,
-    weights_move,
 )
 from hfpatch.decoder.batch import (
     Given,
@@ -48,6 +43,7 @@ from hfpatch.decoder.find import list_of_layers
 from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import UntiledLayer, why_not_shared
+from hfpatch.layer.traits import Patched
 from hfpatch.parallel.shards import alike
 
 # Arguments that this file and batch.py add to the caller's.
@@ -57,44 +53,34 @@ _ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAME
 class OurAttention(KeepsSignature):
     """A mixin over the class of the module that holds the decoder layers.
 
-    Attributes:
-        _hfpatch_configs: the configs that the stack's modules read.
-        _hfpatch_traits: the StackTraits, from the small instance.
-        _hfpatch_runtime: the LayerRuntime of the layers; None where transformers runs them.
+    _hfpatch: what is known of the stack. An instance that apply() has not seen runs as transformers'.
     """
 
-    _hfpatch_configs, _hfpatch_runtime, _hfpatch_traits = (), None, StackTraits()
+    _hfpatch = Patched(StackTraits())
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if self._hfpatch_runtime is not None:  # a pickle drops the runtime's owner
-            self._hfpatch_runtime.owned_by(self)
-
-    @property
-    def _hfpatch_shares_rows(self) -> bool:
-        """Whether the layers can run on a part of each row outside training."""
-        known, traits = standard(self.config), self._hfpatch_traits
-        causal = getattr(self.config, "is_causal", True)
-        timed = traits.timed and self._hfpatch_runtime is not None
-        return bool(traits.ours and (timed or not traits.mixers) and known and causal)
+        if self._hfpatch.runtime is not None:  # a pickle drops the runtime's owner
+            self._hfpatch.runtime.owned_by(self)
 
     def _hfpatch_stock(self, kwargs):
-        taken = self._hfpatch_taken
+        taken = self._hfpatch_takes.names
         if taken is not None:  # a user's own class
             kwargs = {n: x for n, x in kwargs.items() if n in taken or n not in _ADDED}
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        embeds = current.embeds if current.causal else self
+        outer = current.outer
+        embeds = outer.embeds if outer.causal else self
         if asks_for_hidden_states(self, kwargs):
             embeds = None
-        with having(embeds=embeds):
+        with having(outer=outer._replace(embeds=embeds)):
             return super().forward(**kwargs)
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(self._hfpatch_positional, args)
+        kwargs |= zip(self._hfpatch_takes.positional, args)
         if torch.compiler.is_compiling():
             return _run_compiled(self, kwargs)
-        if current.causal:
+        if current.outer.causal:
             # The causal model reads the output's fields by name, so the config has no say.
             kwargs.setdefault("return_dict", True)
         assert not transforming(), (
@@ -102,21 +88,15 @@ class OurAttention(KeepsSignature):
             "hfpatch.undo(model)."
         )
         layers = list_of_layers(self) or ()
-        hooked = {self, *modules_of(self).values()} - {None}
-        for module in layers:
-            # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
-            layer = next((m for m in module.modules() if isinstance(m, UntiledLayer)), None)
-            hooked.update(modules_in(module) if layer is None else (module, *look(layer).hooked))
-        given, runtime = read_batch(self, kwargs), self._hfpatch_runtime
+        # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
+        inside = (module for held in layers for module in held.modules())
+        for layer in (module for module in inside if isinstance(module, UntiledLayer)):
+            look(layer)  # the layers read what they found here
+        given, runtime = read_batch(self, kwargs), self._hfpatch.runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
-        if weights_move(hooked if layers else modules_in(self)):
-            refuse_training_over_a_device_map(self.training and torch.is_grad_enabled())
-            if given is not None and given.sequence is not None:
-                raise not_exchanged("a model with a device map or offloaded weights")
-            return _run_stock(self, kwargs)
         batch = None if given is None else _batch_of(self, given, kwargs)
         if runtime is not None and runtime.exchange is not None:
             # Ranks that send tokens to each other's experts must run equal numbers of tiles.
@@ -125,7 +105,7 @@ class OurAttention(KeepsSignature):
             if batch is not None:
                 batch.even = even
         elif batch is not None:
-            batch.packed = packed_row(given, self._hfpatch_traits, layers, batch)
+            batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
         if batch is None:
             return _run_stock(self, kwargs)
         return _run_ours(self, batch, kwargs)
@@ -138,12 +118,13 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
         kwargs["attention_mask"] = torch.ones(
             batch.B, batch.t, dtype=torch.bool, device=batch.device
         )
-    if stack._hfpatch_runtime is not None:
-        stack._hfpatch_runtime.begin(batch.device)
-    with our_attention(stack._hfpatch_configs, batch):
+    known = stack._hfpatch
+    if known.runtime is not None:
+        known.runtime.begin(batch.device)
+    with our_attention(known.configs, batch):
         out = stack._hfpatch_stock(kwargs)
     if batch.watched_BT is not None:
-        stack._hfpatch_runtime.watch_padding(out, batch.watched_BT)
+        known.runtime.watch_padding(out, batch.watched_BT)
     return out
 
 
@@ -153,7 +134,7 @@ def _run_compiled(stack: "OurAttention", kwargs):
     Tiled layers are autograd functions that run nested graphs, so a stack with them runs
     outside the compiled graph.
     """
-    runtime = stack._hfpatch_runtime
+    runtime = stack._hfpatch.runtime
     tiled = runtime is not None
     # Beside a mask transformers does not look for packed documents.
     masked = kwargs.get("attention_mask") is not None
@@ -182,10 +163,10 @@ def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
         given = share_rows(given, changes)
-    batch, warning = decide(given, stack._hfpatch_traits, cached, changes)
+    batch, warning = decide(given, stack._hfpatch.traits, cached, changes)
     kwargs.update(changes)
     if warning is not None:
-        stack._hfpatch_runtime.tell(warning)
+        stack._hfpatch.runtime.tell(warning)
     return batch
 
 
@@ -193,17 +174,18 @@ def _refuse_unasked(stack: "OurAttention") -> None:
     """ValueError for layers without traits (replaced since apply(), or with another forward):
     they may mix tokens outside attention."""
     layers = list_of_layers(stack)
-    if layers is None:
+    if layers is None or not all(map(_was_asked, layers)):
         refuse_shared_mixers(type(stack), "its layers changed after apply()")
-    for layer in layers:
-        why = replaced_forward(layer)
-        if not isinstance(layer, UntiledLayer):  # torch's own wrappers are fine
-            why = why or (package_of(layer) != "torch" and "put in after apply()")
-        elif compiled_by_itself(layer):
-            known = why_not_shared(layer._hfpatch_traits, look(layer)) is None
-            why = why or (not known and "it is compiled by itself")
-        if why:
-            refuse_shared_mixers(type(layer), why)
+
+
+def _was_asked(layer) -> bool:
+    """Whether the layer runs as its traits say."""
+    if replaced_forward(layer):
+        return False
+    if not isinstance(layer, UntiledLayer):
+        return package_of(layer) == "torch"  # torch's own wrappers
+    shares = why_not_shared(layer._hfpatch.traits, look(layer)) is None
+    return shares or not compiled_by_itself(layer)
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:
@@ -214,12 +196,14 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     """
     said = []
     for layer in layers:
-        names = layer._hfpatch_traits.attention if isinstance(layer, UntiledLayer) else ()
+        names = layer._hfpatch.traits.attention if isinstance(layer, UntiledLayer) else ()
         with suppress(AttributeError):  # a layer that was rebuilt runs untiled
-            said += [vars(submodule(layer, name)).get("is_causal") for name in names]
-    if said and not any(answer is None or answer for answer in said):
+            said += [
+                vars(submodule(layer, name)).get("is_causal") in (None, True) for name in names
+            ]
+    if said and not any(said):
         kwargs["is_causal"] = False
-    return any(answer is not None and not answer for answer in (kwargs.get("is_causal"), *said))
+    return not all(said) or kwargs.get("is_causal") not in (None, True)
 
 
 _outside = torch.compiler.disable(lambda stack, kwargs: stack._hfpatch_forward((), kwargs))

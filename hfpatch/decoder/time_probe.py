@@ -67,7 +67,8 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     tokens = 2 * tile + ODD
     mixer, x = _call_of(stack, layer, traits, name, tokens)
     runs = Runs(mixer, argument, x, weights=dict(layer.named_parameters()))
-    whole, cuts = runs.whole(), (tile, 2 * tile, tokens)
+    whole = runs.whole()
+    cuts = (tile, 2 * tile, tokens)
     apart = differences(runs.tiles(*cuts), whole)
     if not runs.keys:
         return "it leaves no states"

@@ -117,7 +117,7 @@ def _as_tried(layer) -> bool:
     if not isinstance(layer, UntiledLayer) or compiled_by_itself(layer):
         return False
     now = look(layer)
-    return now.reason in (None, layer._hfpatch_traits.reason)
+    return now.reason in (None, layer._hfpatch.traits.reason)
 
 
 def _rounded(tokens: int) -> int:

@@ -19,7 +19,7 @@ from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import plain_scans
 from hfpatch.context.class_code import code_asked
 from hfpatch.context.classes import swap
-from hfpatch.context.current import having
+from hfpatch.context.current import Labelled, having
 from hfpatch.context.ranks import sharded
 from hfpatch.decoder import probe
 from hfpatch.decoder.batch import StackTraits
@@ -31,7 +31,7 @@ from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.shared_keys import hands_on_keys
 from hfpatch.layer.strangers import is_token_wise, kinds_in
-from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.traits import LayerTraits, Patched
 from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 
 # Allowed difference, relative to a gradient's norm. Norms, rotations and routers compute in float32
@@ -207,7 +207,8 @@ class _Expected:
 
     def __init__(self, stack: nn.Module, packed: bool):
         self.stack = stack
-        dtype, vocabulary = next(stack.parameters()).dtype, stack.config.vocab_size
+        dtype = next(stack.parameters()).dtype
+        vocabulary = stack.config.vocab_size
         self.weight = torch.randn(2, TOKENS, stack.config.hidden_size, dtype=dtype)
         ids = torch.randint(1, vocabulary, (2, TOKENS))
         visible = torch.ones(2, TOKENS, dtype=torch.long)
@@ -254,12 +255,13 @@ class _Expected:
         try:
             with torch.no_grad():
                 wanted = run().last_hidden_state[~idle_BT]
-                with having(unread=(idle_BT, False)):
+                with having(labelled=Labelled(idle_BT=idle_BT)):
                     got = run().last_hidden_state
         except Exception:  # an argument that a layer cannot take for the packed row
             return False
         # Rounding may send a single token to another expert.
-        error, size = (got[~idle_BT] - wanted).norm(dim=-1), wanted.norm(dim=-1)
+        error = (got[~idle_BT] - wanted).norm(dim=-1)
+        size = wanted.norm(dim=-1)
         return bool((~(error <= CLOSE * size)).sum() <= 1)
 
     def differs(self, found: Verdict) -> Why | None:
@@ -310,14 +312,11 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     layers = list_of_layers(ours)
     how = {"offload": "gpu", "keep": "attention", "tile": TILE, "every": 1}
     runtime = LayerRuntime(Checkpointing(**how), len(layers))
-    ours._hfpatch_configs, ours._hfpatch_runtime = configs, runtime
-    ours._hfpatch_traits = StackTraits(found.ours, unpads=found.unpads)
+    ours._hfpatch = Patched(StackTraits(found.ours, unpads=found.unpads), configs, runtime)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
         answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
-        layer._hfpatch_index = index
-        layer._hfpatch_runtime = runtime
-        layer._hfpatch_configs = configs
-        layer._hfpatch_traits = replace(answer, kinds=kinds_in(layer))
+        traits = replace(answer, kinds=kinds_in(layer))
+        layer._hfpatch = Patched(traits, configs, runtime, index)
     return ours

@@ -279,8 +279,6 @@ def cross_entropy_fwd(
 ) -> None:
     """Launches the forward. Arguments as `hfpatch::cross_entropy_chunk_`."""
     rows, vocab_size = logits_NV.shape
-    if rows == 0:
-        return
     options = {
         "GRAD": grad,
         "BEST": best_N is not None,
@@ -319,8 +317,6 @@ def cross_entropy_bwd(
 ) -> None:
     """Launches the backward. Arguments as `hfpatch::cross_entropy_chunk_bwd_`."""
     rows, vocab_size = logits_NV.shape
-    if rows == 0:
-        return
     block, warps = block_and_warps(vocab_size)
     options = {
         "UNIFORM": rows_KN.shape[0] > 3,

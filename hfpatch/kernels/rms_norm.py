@@ -167,13 +167,14 @@ def rms_norm_fwd(x, residual, weight, eps, offset, round_rstd, x_hat_dtype, y_dt
         y_dtype: the dtype of the result.
 
     Returns:
-        (y, rstd as float32 [...], the sum or None).
+        (y, rstd as float32 [...], the sum; empty without a residual).
     """
     x_ND, D = rows_view(x), x.shape[-1]
     N = x_ND.shape[0]
     y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    residual_ND, total = x_ND, None
+    residual_ND = x_ND
+    total = x.new_empty(0)
     if residual is not None:
         residual_ND = rows_view(residual)
         total = torch.empty(
@@ -188,7 +189,7 @@ def rms_norm_fwd(x, residual, weight, eps, offset, round_rstd, x_hat_dtype, y_dt
             residual_ND,
             x_ND if weight is None else weight.contiguous(),
             y,
-            x_ND if total is None else total,
+            x_ND if residual is None else total,
             rstd,
         )
         + (N, D, x_ND.stride(0), residual_ND.stride(0), eps),

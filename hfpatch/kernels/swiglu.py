@@ -122,8 +122,9 @@ def _layout(*tensors):
     return tensors, N, F, dict(BLOCK_N=block_n, BLOCK_F=block_f), cdiv(N, block_n), cdiv(F, block_f)
 
 
-def swiglu_fwd(gate, up, activation, dtype):
-    """gate, up: [..., F]. Returns act(gate) * up, contiguous, of dtype."""
+def swiglu_fwd(gate, up, activation):
+    """gate, up: [..., F]. Returns act(gate) * up, contiguous, of their promoted dtype."""
+    dtype = torch.promote_types(gate.dtype, up.dtype)
     y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     (gate_NF, up_NF), N, F, blocks, n, f = _layout(gate, up)
     launch(
@@ -137,15 +138,15 @@ def swiglu_fwd(gate, up, activation, dtype):
 
 
 def swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
-    """Returns dgate and dup, contiguous, of gate's and up's dtype; None where not needed."""
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) if need_dgate else None
-    dup = torch.empty(up.shape, dtype=up.dtype, device=up.device) if need_dup else None
+    """Returns dgate and dup, contiguous, of gate's and up's dtype; empty where not needed."""
+    dgate = torch.empty(gate.shape if need_dgate else 0, dtype=gate.dtype, device=gate.device)
+    dup = torch.empty(up.shape if need_dup else 0, dtype=up.dtype, device=up.device)
     (dy_NF, gate_NF, up_NF), N, F, blocks, n, f = _layout(dy, gate, up)
     launch(
         swiglu_bwd_kernel,
         (n * f,),
-        (dy_NF, gate_NF, up_NF, dy_NF if dgate is None else dgate, dy_NF if dup is None else dup)
-        + (N, F, f, dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0)),
+        (dy_NF, gate_NF, up_NF, dgate, dup, N, F, f)
+        + (dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0)),
         dict(ACTIVATION=activation, NEED_DGATE=need_dgate, NEED_DUP=need_dup, **blocks),
         num_warps=4,
     )

@@ -115,7 +115,7 @@ class ClockDevice(Device):
         finally:
             self.stack.pop()
 
-    def mark(self, stream=None) -> Event:
+    def mark(self, stream=None, blocking: bool = False) -> Event:
         stream = stream or self.current()
         return Event(stream, max(stream.now, self.host))
 
@@ -320,7 +320,7 @@ def _tiles_on(follower: list):
 
         def run(call, *args, **kwargs):
             with (
-                follower[0].tiled(call.layer._hfpatch_index, phase)
+                follower[0].tiled(call.layer._hfpatch.index, phase)
                 if follower
                 else contextlib.nullcontext()
             ):

@@ -54,12 +54,14 @@ class StepMeter(Meter):
         self.own = trained_bytes_of(model)
 
     def plan(self, first: Checkpointing, settings, able: Layers, rows: int):
-        step, self.able = self.step, able
-        step.rows, step.gate_up = rows, able.gate_up
-        step.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))
-        if self.ahead[0] is not None:
-            step.ahead = self.ahead[0] * rows
+        self.able = able
+        self.step.rows = rows
         self.firm(first)
+        plan = self.step.plan
+        plan.gate_up = able.gate_up
+        plan.ahead = max(self.own, COPIES * rows * (able.wide + able.gate_up))
+        if self.ahead[0] is not None:
+            plan.ahead = self.ahead[0] * rows
         return first
 
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:

@@ -5,24 +5,15 @@ from contextlib import contextmanager
 import torch
 
 from hfpatch.budget.policy import Checkpointing
-from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.store.pool import HostPool
 
 GiB = 1 << 30
 
 
-def runtimes(model) -> list[LayerRuntime]:
-    """The LayerRuntimes of a model, one per stack of layers and list of a tower's blocks; none for a
-    stock one."""
-    own = [vars(module) for module in model.modules()]
-    found = [fields.get("_hfpatch_runtime") for fields in own]
-    found += [fields.get("_hfpatch_tower", (None,))[0] for fields in own]
-    return list({id(one): one for one in found if one is not None}.values())
-
-
 def pools(model) -> list[HostPool]:
     """The host memory of a model's runtimes."""
-    return [one.transfers.pool for one in runtimes(model) if one.transfers is not None]
+    return [one.transfers.pool for one in runtimes_in(model) if one.transfers is not None]
 
 
 def pinned_bytes(model) -> int:
@@ -35,7 +26,7 @@ def pinned_bytes(model) -> int:
 
 def policy_used(model) -> Checkpointing | None:
     """The policy of the last batch shape; None where nothing ran in tiles."""
-    used = (policy for r in runtimes(model) for policy in reversed(r.policies.values()))
+    used = (policy for r in runtimes_in(model) for policy in reversed(r.policies))
     return next(used, None)
 
 

@@ -65,16 +65,12 @@ class Arguments:
 
     # Flattened on first use: the common block takes its arguments by name.
     @cached_property
-    def _flat(self) -> tuple:
+    def flat(self) -> tuple:
         return pytree.tree_flatten((self.args, self.kwargs))
 
     @property
     def leaves(self) -> list:
-        return self._flat[0]
-
-    @property
-    def spec(self):
-        return self._flat[1]
+        return self.flat[0]
 
     @cached_property
     def axes(self) -> list[int | None]:
@@ -87,20 +83,19 @@ class Arguments:
 
     def tile(self, a: int, b: int):
         """(args, kwargs) of tokens a to b."""
-        self.cut = self.leaves
+
+        def part(x, axis):
+            return x if axis is None else x.narrow(axis, a, b - a)
+
+        self.cut = list(self.leaves)
         if (a, b) != (0, self.T):
-            self.cut = [
-                x if axis is None else x.narrow(axis, a, b - a)
-                for x, axis in zip(self.leaves, self.axes)
-            ]
+            self.cut = list(map(part, self.leaves, self.axes))
         if self._gradients:
-            self.cut, self.stand_ins = list(self.cut), []
+            self.stand_ins = []
             for i, whole in zip(self._wanted, self._gradients):
-                axis = self.axes[i]
-                part = whole if axis is None else whole.narrow(axis, a, b - a)
                 self.cut[i] = self.cut[i].detach().requires_grad_()
-                self.stand_ins.append((part, self.cut[i]))
-        return pytree.tree_unflatten(self.cut, self.spec)
+                self.stand_ins.append((part(whole, self.axes[i]), self.cut[i]))
+        return pytree.tree_unflatten(self.cut, self.flat[1])
 
     @cached_property
     def _wanted(self) -> list[int]:
@@ -116,19 +111,18 @@ class Arguments:
         """Context that yields tensors in which backward through tiles sums the gradients of
         `wanted()`.
         """
-        wanted, axes = self.wanted(), [self.axes[i] for i in self._wanted]
-        # A token's gradient comes from one tile. An argument without a token axis gets a sum over
-        # tiles.
-        found = self._gradients = [
-            torch.zeros_like(
-                x, dtype=torch.promote_types(x.dtype, torch.float32) if axis is None else x.dtype
-            )
-            for x, axis in zip(wanted, axes)
-        ]
+        wanted = self.wanted()
+        found = self._gradients = []
+        for i, x in zip(self._wanted, wanted):
+            dtype = x.dtype  # a token's gradient comes from one tile
+            if self.axes[i] is None:  # a sum over tiles
+                dtype = torch.promote_types(dtype, torch.float32)
+            found.append(torch.zeros_like(x, dtype=dtype))
         try:
             yield found
         finally:
-            self._gradients, self.stand_ins = None, []
+            self._gradients = None
+            self.stand_ins = []
         found[:] = [sums.to(x.dtype) for sums, x in zip(found, wanted)]
 
     def mixer(self, module: nn.Module, args, kwargs, configs, batch) -> tuple[Mixer, Tensor]:
@@ -143,15 +137,10 @@ class Arguments:
         wanted = {id(self.cut[i]) for i in self._wanted}
         learnt = any(id(x) in wanted for x in leaves)
         if len(new) != 1 or learnt:
-            came = (
-                "an argument of its layer that wants a gradient"
-                if learnt
-                else f"{len(new)} tensors made in its layer"
-            )
             raise ValueError(
-                f"hfpatch: a {type(module).__name__} must take hidden states and arguments that "
-                f"want no gradient, got {came}: backward would miss it. Call hfpatch.apply(model, "
-                "checkpointing='off')."
+                f"hfpatch: a {type(module).__name__} must take one tensor made in its layer and "
+                f"arguments that want no gradient, got {len(new)} such tensors: backward would miss "
+                "the others. Call hfpatch.apply(model, checkpointing='off')."
             )
         given = [places.get(id(x)) if isinstance(x, Tensor) else None for x in leaves]
         whole = [x if i is None else self.leaves[i] for x, i in zip(leaves, given)]

@@ -132,7 +132,8 @@ class Backward:
 
     # -- A -----------------------------------------------------------------------------------------
     def after_backward(self, dy: Tensor) -> None:
-        call, need_x = self.call, self.need_x
+        call = self.call
+        need_x = self.need_x
         parts = call.parts
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))

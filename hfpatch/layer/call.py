@@ -56,7 +56,8 @@ class LayerCall(Kept):
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         """Context with the autocast state of forward."""
-        (dtype, cache), device = self.parts.autocast, self.device.type
+        (dtype, cache) = self.parts.autocast
+        device = self.device.type
         if dtype is None and autocast_dtype(device) is None:
             return nullcontext()
         return autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
@@ -92,14 +93,17 @@ class LayerCall(Kept):
         """y [B, T, D] and the recorded tensors, computed tile by tile. noting: saves each
         tile's gate and up.
         """
-        x_tiles, out_tiles = self.cut(x_BTD), list(map(self.cut, outs))
+        x_tiles = self.cut(x_BTD)
+        out_tiles = list(map(self.cut, outs))
         whole = None
         for a, b in self.bounds:
             noted: list | None = [] if noting else None
             outs_t = self.attention.join(list(map(next, out_tiles)))
             tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
-                self.save_gates(noted, self.runtime.spare)
+                transfers = self.queue.transfers
+                self.gates.append(list(map(transfers.save, noted)))
+                transfers.settle(under_way=1, room=self.runtime.spare)
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles
@@ -117,28 +121,8 @@ class LayerCall(Kept):
         where: "tier" saves by the policy, "again" keeps inputs and attention outputs for now (the
         rerun of a segment), None saves nothing.
         """
-        self.bounds = tile_bounds(*x_BTD.shape[:2], self.policy.tile)
-        if where == "again":
-            self.x = self.x or self.on_device(x_BTD)
-        elif where == "tier" and not self.segment:
-            whole = self.shards is None
-            self.x = self.queue.transfers.save(
-                x_BTD if whole else self.shards.mine(x_BTD, self.bounds)
-            )
-        alone = where == "tier" and self.policy.every == 1
         try:
-            qkv = self.before(enumerate(self.cut(x_BTD)))
-            outs, lses = self.attend(qkv, again=where == "again")
-            # Detached below: later layers must not hold a graph of this call.
-            left = self.parts.left.values()
-            left = [qkv[i] for pair in left for i in pair] if left else ()
-            del qkv
-            if where == "again" or (alone and self.policy.saves_attention):
-                save = self.queue.transfers.save if where == "tier" else self.on_device
-                self.outs = list(map(save, outs))
-                self.lses = list(map(save, lses))
-            del lses
-            whole = self.after(x_BTD, outs, noting=alone and self.keeps_gates)
+            results = self.run_forward(x_BTD, where)
         finally:
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
@@ -147,6 +131,31 @@ class LayerCall(Kept):
         if self.parts.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
+        return results
+
+    def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
+        self.bounds = tile_bounds(*x_BTD.shape[:2], self.policy.tile)
+        first = where == "tier" and self.policy.every == 1
+        # [Step 1] The input. In a segment the first layer alone keeps it.
+        if where == "again":
+            self.x = self.x or self.on_device(x_BTD)
+        elif where == "tier" and not self.segment:
+            own = x_BTD if self.shards is None else self.shards.mine(x_BTD, self.bounds)
+            self.x = self.queue.transfers.save(own)
+        # [Step 2] q, k, v of all tokens, then attention over whole rows.
+        qkv = self.before(enumerate(self.cut(x_BTD)))
+        outs, lses = self.attend(qkv, again=where == "again")
+        left = [qkv[place] for pair in self.parts.left.values() for place in pair]
+        del qkv
+        # [Step 3] Attention's outputs.
+        if where == "again" or (first and self.policy.saves_attention):
+            save = self.queue.transfers.save if where == "tier" else self.on_device
+            self.outs = list(map(save, outs))
+            self.lses = list(map(save, lses))
+        del lses
+        # [Step 4] The rest of the layer, tile by tile.
+        whole = self.after(x_BTD, outs, noting=first and self.keeps_gates)
+        # Detached: later layers must not hold a graph of this call.
         return [*whole, *map(Tensor.detach, left)]
 
     # -- backward ----------------------------------------------------------------------------------
@@ -174,30 +183,27 @@ class LayerCall(Kept):
         dextras: gradients of the recorded tensors, then of keys and values that later layers took;
         retain: the graph stays for another pass.
         """
-        queue, parts = self.queue, self.parts
+        # [Step 1] The input, and the first tiles' fetches.
+        queue = self.queue
+        parts = self.parts
         queue.begin()
         if self.segment and self.x is None:
             self._materialise()
         self.begin_passes()
+        # [Step 2] The layer whose backward comes next: its frozen weights are fetched meanwhile.
         before = None if self.previous is None else self.previous()
         following = None if before is None else before.layer
         if before is not None and before.segment and before.x is None:
             following = before.segment[0].layer  # its segment runs again from there
         streamed = self.runtime.weights.again(self.layer, following)
-        several = len(self.bounds) > 1
-        for mixer in self.attention.mixers:
-            several = several or mixer.several(dy_BTD.shape[1])
+        # [Step 3] The passes over the tiles, in the state of the forward.
+        tiles = len(self.bounds) > 1
+        several = tiles or any(mixer.several(dy_BTD.shape[1]) for mixer in self.attention.mixers)
         weights = WeightGradients(self.then, several)
-        n = len(dextras) - sum(map(len, parts.left.values()))
-        with (
-            streamed,
-            self._autocast(),
-            weights,
-            parts.again(weights, len(self.bounds) > 1) as darguments,
-        ):
-            recorded, left = dextras[:n], dextras[n:]
-            dx = Backward(self, need_x, weights, recorded, left).run(dy_BTD, before)
+        with streamed, self._autocast(), weights, parts.again(weights, tiles) as darguments:
+            dx = self.run_backward(dy_BTD, dextras, need_x, weights, before)
             weights.round()
+        # [Step 4] What no other pass needs is released.
         if not retain:
             self.release()
         self.out_buffers = None
@@ -205,3 +211,8 @@ class LayerCall(Kept):
         if before is None and not queue.under_way:
             queue.drop_ring()
         return dx, [*darguments, *weights.handed_over()]
+
+    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, before):
+        """dx or None. before: the call whose backward is next, or None."""
+        n = len(dextras) - sum(map(len, self.parts.left.values()))
+        return Backward(self, need_x, weights, dextras[:n], dextras[n:]).run(dy_BTD, before)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hfpatch.compat import Snapshot, engine_hook, fsdp2_units, submodule
+from hfpatch.compat import Snapshot, fsdp2_units, submodule
 from hfpatch.layer.adapted_experts import experts_in
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import Why, first
@@ -27,7 +27,6 @@ class Condition:
         draws: something in the layer draws random numbers, as a call has shown.
         mixing: the modules that mix tokens, those that call attention first.
         experts: the fused experts inside, and PEFT's wrappers of them (adapted_experts.py).
-        hooked: the modules inside that have a hook of accelerate's.
         block: layer.block.Block, None until used.
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
         kind: names and numbers of the classes inside, None until used (graph_bytes.py).
@@ -41,7 +40,6 @@ class Condition:
     draws: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     experts: tuple[dict, list] = ((), ())
-    hooked: list[nn.Module] = field(default_factory=list)
     block: object = None
     can_skip: dict = field(default_factory=dict)
     kind: str | None = None
@@ -53,29 +51,26 @@ class Condition:
     @property
     def head_dim(self) -> int:
         """The largest of the layer's attention modules, 0 if they name none."""
-        largest = 0
-        for attn, _ in zip(self.mixing, self.traits.attention):
-            size = getattr(attn, "head_dim", 0) or 0
-            largest = size if size > largest else largest
-        return largest
+        attending = self.mixing[: len(self.traits.attention)]
+        return max((getattr(attn, "head_dim", 0) or 0 for attn in attending), default=0)
 
 
 def look(layer: nn.Module) -> Condition:
     """The layer's condition, found anew if the layer changed."""
-    known, traits = layer._hfpatch_condition, layer._hfpatch_traits
+    known = layer._hfpatch.condition
+    traits = layer._hfpatch.traits
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
-        known = layer._hfpatch_condition = _condition_of(layer)
+        known = layer._hfpatch.condition = _condition_of(layer)
     known.now = first("forward", known.reason, layer, known)
     return known
 
 
 def _condition_of(layer: nn.Module) -> Condition:
-    traits = layer._hfpatch_traits
+    traits = layer._hfpatch.traits
     found = Condition(Snapshot(layer), traits)
     inside = found.snapshot.inside
     found.units = fsdp2_units(inside)
     found.experts = experts_in(inside)
-    found.hooked = [m for m in inside if engine_hook(m) is not None]
     found.reason = first("layer", traits.reason, layer, found)
     if found.reason is None:
         found.mixing = [submodule(layer, name) for name in traits.mixing]

@@ -46,7 +46,8 @@ def places_in(modules: list[nn.Module]) -> list[tuple[nn.Module, str]]:
     """(module, name) of each parameter and buffer, and of FSDP1's views beside them."""
     found = []
     for module in modules:
-        own, buffers = parameters_of(module), buffers_of(module)
+        own = parameters_of(module)
+        buffers = buffers_of(module)
         found += [(module, name) for name in own if own[name] is not None]
         found += [(module, name) for name in buffers if buffers[name] is not None]
         for name, x in module.__dict__.items():
@@ -73,7 +74,9 @@ class ForwardState:
     """
 
     def __init__(self, layer: nn.Module, modules: list[nn.Module], condition=None):
-        self.layer, self.kind, self.modules = layer, layer.__class__, modules
+        self.layer = layer
+        self.kind = layer.__class__
+        self.modules = modules
         self.units = fsdp2_units(modules[1:]) if condition is None else condition.units
         self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
         # A layer with such hooks runs untiled (condition.py).
@@ -117,10 +120,6 @@ class ForwardState:
         for (module, name), x, count in zip(self.places, self.tensors, self.counts):
             if tensor_at(module, name) is not x or count not in (None, version(x)):
                 raise edited(f"{type(module).__name__}.{name}", "replaced or modified in place")
-
-    def trained_now(self) -> list[Tensor]:
-        """The trained tensors, as they are now."""
-        return [tensor_at(*at) for at, trained in zip(self.places, self.trained) if trained]
 
 
 @contextmanager

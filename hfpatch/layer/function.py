@@ -60,44 +60,43 @@ def tiled_layer(runtime, policy: Checkpointing, parts: Traced, x: Tensor) -> lis
     needed.
     """
     layer = parts.layer
+    device = x.device
+    # [Step 1] The call, and the tensors that its backward runs on.
     then = ForwardState(layer, [layer, *parts.condition.snapshot.inside], parts.condition)
     tensors = [*parts.wanted, *then.wanted]
     timed = None
     if parts.traits.carries is not None and not then.gathered:
         timed = in_time(parts, policy, runtime, x)
-    sequence = parts.batch.sequence
-    attention = (
-        Attention(wide=policy.aim == "fastest")
-        if sequence is None
-        else ExchangedAttention(sequence)
-    )
+    attention = Attention(wide=policy.aim == "fastest")
+    if parts.batch.sequence is not None:
+        attention = ExchangedAttention(parts.batch.sequence)
     call = (LayerCall if timed is None else TimedCall)(
-        layer=layer, runtime=runtime, policy=policy, parts=parts, device=x.device, then=then,
+        layer=layer, runtime=runtime, policy=policy, parts=parts, device=device, then=then,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **(timed or {}),
     )  # fmt: skip
+    # [Step 2] Without a gradient nothing is kept.
     if not torch.is_grad_enabled() or not (x.requires_grad or tensors):
         # None before a training step with this tier
-        call.queue = runtime.queues.get((x.device, policy.offload))
+        call.queue = runtime.queues.get((device, policy.offload))
         with torch.no_grad():
             return call.forward(x, where=None)
-    if policy.keeps_gates(layer._hfpatch_index):
-        call.keeps_gates = spares_gates(layer, parts.traits, x.device.type)
-    meter = runtime.meters.get(x.device)
+    # [Step 3] What is kept, and who measures it.
+    if policy.keeps_gates(layer._hfpatch.index):
+        call.keeps_gates = spares_gates(layer, parts.traits, device.type)
+    meter = runtime.meters.get(device)
     call.step = meter and meter.step
     runtime.link(call, x)
-    # The generators' state after a layer's run shows whether it draws random numbers (dropout,
-    # noise before a router). From then on its tiles save that state.
-    real = x.device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(x.device) if real and parts.rng is None else None
+    # [Step 4] The run. The generators' state after it shows whether it draws random numbers
+    # (dropout, noise before a router). From then on its tiles save that state.
+    real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
+    watched = Generators(device) if real and parts.rng is None else None
     outputs = LayerFunction.apply(call, x, *tensors)
-    drew = watched is not None and watched.drew()
-    if drew:
+    then.ran()
+    if watched is not None and watched.drew():
         parts.rng = {}
         parts.condition.draws = True
         watched.put_back()
-    then.ran()
-    if drew:
-        parts.start_anew()
+        parts.found = {}  # temporary forwards that are not filled with random numbers
         del call, outputs  # frees the first run's memory before the second
         return tiled_layer(runtime, policy, parts, x)
     runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])

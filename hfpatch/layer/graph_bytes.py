@@ -17,7 +17,7 @@ def kind_of(layer, x) -> str | None:
     trains = any(p.requires_grad for p in layer.parameters())
     if not (trains or x.requires_grad):
         return None
-    condition = layer._hfpatch_condition
+    condition = layer._hfpatch.condition
     if condition.kind is None:
         count = Counter(type(m).__name__ for m in layer.modules())
         names = " ".join(f"{name}*{n}" if n > 1 else name for name, n in sorted(count.items()))
@@ -35,8 +35,9 @@ def measured(step, layer):
     if step is None:
         yield
         return
-    before, index = step.meter.backward(step), layer._hfpatch_index
-    _running.now = step, step.kinds[index]
+    before = step.meter.backward(step)
+    index = layer._hfpatch.index
+    _running.now = step, step.forward.kinds[index]
     try:
         yield
     finally:
@@ -44,24 +45,30 @@ def measured(step, layer):
         step.meter.backed(step, before, step.first == index)
 
 
-def tile_graph(part: str, x) -> "TileGraph | None":
+def unmeasured(outputs) -> None:
+    """What tile_graph returns where nothing is measured."""
+
+
+def tile_graph(part: str, x):
     """Measures the graph of a tile x [B, t, D] in a layer's backward, once for each kind of layer
-    and part of it.
+    and part of it. Returns a function to call with the graph's outputs once it is built.
     """
     now = getattr(_running, "now", None)
     kind = now and now[0].meter.kinds.get(now[1])
     if not kind or part in kind.parts:
-        return None
-    return TileGraph(now[0], kind, part, x.shape[0] * x.shape[1])
+        return unmeasured
+    return TileGraph(now[0], kind, part, x.shape[0] * x.shape[1]).built
 
 
-def whole_graph(step, layer, x) -> "TileGraph | None":
-    """The backward of a layer begins that is checkpointed whole; measures its graph, once."""
+def whole_graph(step, layer, x):
+    """The same for a layer that is checkpointed whole, whose backward begins."""
+    if step is None:
+        return unmeasured
     step.meter.backward(step)
-    kind = step.meter.kinds.get(step.kinds[layer._hfpatch_index])
+    kind = step.meter.kinds.get(step.forward.kinds[layer._hfpatch.index])
     if kind is None or "whole" in kind.parts:
-        return None
-    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1])
+        return unmeasured
+    return TileGraph(step, kind, "whole", x.shape[0] * x.shape[1]).built
 
 
 class TileGraph:
@@ -77,7 +84,8 @@ class TileGraph:
         self.stands = self.step.meter.gauge.read().allocated
         self.kind.parts[self.part] = [max(0, self.stands - self.before) / self.tokens, 0.0]
         self._sample()
-        todo, seen = [y.grad_fn for y in outputs], set()
+        todo = [y.grad_fn for y in outputs]
+        seen = set()
         while todo:
             node = todo.pop()
             # gradients of leaves are captured, and a hook would keep others from taking them over
@@ -88,7 +96,8 @@ class TileGraph:
             todo += [following for following, _ in node.next_functions]
 
     def _sample(self, *_) -> None:
-        now, part = self.step.meter.gauge.read().allocated, self.kind.parts[self.part]
+        now = self.step.meter.gauge.read().allocated
+        part = self.kind.parts[self.part]
         part[1] = max(part[1], (now - self.stands) / self.tokens)
         if not self.step.backward.exact:
             self.step.backward.top = max(self.step.backward.top, now)

@@ -63,19 +63,16 @@ class Kept:
     def on_device(x: Tensor) -> Saved:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
-    def save_gates(self, gates: list[Tensor], room: int) -> None:
-        """Saves gate and up of the next tile. room: bytes that the sources of copies may take."""
-        transfers = self.queue.transfers
-        self.gates.append(list(map(transfers.save, gates)))
-        transfers.settle(under_way=1, room=room)
-
     def release(self) -> None:
         """Releases every saved tensor; the graph cannot be walked again."""
         for saved in (self.x, *self.outs, *self.lses, *chain.from_iterable(self.gates)):
             if saved is not None:
                 saved.release()
         self.x = None
-        self.outs, self.lses, self.gates, self.passes = [], [], [], []
+        self.outs = []
+        self.lses = []
+        self.gates = []
+        self.passes = []
         self.out_buffers = None
 
     # -- passes over the tiles ---------------------------------------------------------------------
@@ -168,29 +165,35 @@ class Kept:
         """Yields (index, x tile, out tiles, gate and up or nothing) of each tile of a pass. The next
         iteration reuses a tile's memory.
         """
-        with_outs = "out" in one.names
-        stays = self.x.resident
-        with_gates = self.keeps_gates and "gates" in one.names
+        return self._resident_tiles(one) if self.x.resident else self._fetched_tiles(one)
+
+    def _resident_tiles(self, one: Pass):
+        """The input never left the device, and nothing else did."""
         of_x = None if self.shards is None else self.shards.bounds(self.bounds)
-        x_tiles = self.cut(self.x.tensor(), of_x) if stays else None
-        here = []
-        for out in self.outs if with_outs else ():
-            if out.resident:
-                here.append(self.cut(out.tensor()))
-        count = len(self.bounds)
-        for index, tensors in enumerate(repeat([], count) if stays else self.queue.turns(count)):
-            a, b = self.bounds[index]
-            x = next(x_tiles) if stays else tensors.pop(0)
-            if self.shards is not None:
-                x = self.shards.whole(x, b - a)
-            outs = list(map(next, here))
-            if with_outs and not outs:
-                outs, tensors = tensors[: len(self.outs)], tensors[len(self.outs) :]
-            known = tensors
-            if stays:
-                known = [saved.tensor() for saved in self.gates[index]] if with_gates else []
-            yield index, x, outs, known
-            del x, outs, known, tensors
+        outs = [self.cut(out.tensor()) for out in self.outs if "out" in one.names]
+        x_tiles = self.cut(self.x.tensor(), of_x)
+        with_gates = self.keeps_gates and "gates" in one.names
+        for index in range(len(self.bounds)):
+            gates = [saved.tensor() for saved in self.gates[index]] if with_gates else []
+            yield index, self._whole_tile(index, next(x_tiles)), list(map(next, outs)), gates
+
+    def _fetched_tiles(self, one: Pass):
+        """Everything waits in the tier, but attention's outputs after a rerun of their layer."""
+        here = [self.cut(o.tensor()) for o in self.outs if "out" in one.names and o.resident]
+        fetched = 0 if here or "out" not in one.names else len(self.outs)
+        for index, tensors in enumerate(self.queue.turns(len(self.bounds))):
+            x = self._whole_tile(index, tensors.pop(0))
+            outs = list(map(next, here)) or tensors[:fetched]
+            gates = tensors[fetched:]
+            yield index, x, outs, gates
+            del x, outs, gates, tensors
+
+    def _whole_tile(self, index: int, x_BtD: Tensor) -> Tensor:
+        """A tile of the input, from all ranks' parts of it."""
+        if self.shards is None:
+            return x_BtD
+        a, b = self.bounds[index]
+        return self.shards.whole(x_BtD, b - a)
 
     # -- whole tensors -----------------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):
@@ -210,7 +213,8 @@ class Kept:
             return lambda g: self.outs[g].tensor()
 
         def take(g):
-            out, outs[g] = outs[g], None
+            out = outs[g]
+            outs[g] = None
             return out
 
         return take

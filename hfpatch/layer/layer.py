@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import (
     autocast_dtype,
     collected_now,
@@ -34,11 +33,11 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
 from hfpatch.layer.function import tiled_layer
 from hfpatch.layer.mixers import documents_apart
-from hfpatch.layer.residual_streams import Streams, by_rows, joined, split, streams_of
+from hfpatch.layer.residual_streams import by_rows, joined, split, streams_of
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import LayerTraits
+from hfpatch.layer.traits import LayerTraits, Patched
 from hfpatch.layer.whole import offloaded_checkpoint
 from hfpatch.layer.why_whole import BY_NAME, OTHER_MIXER, Why, first
 
@@ -53,11 +52,8 @@ class Request:
         x: [B, T, D], residual streams joined; given: x as the caller passed it.
         batch: the description of the tokens, None if transformers' attention runs.
         sequence: the ranks that share the rows, or None.
-        mask: the layer's attention_mask; shared: keys of earlier layers, or None; cache: its KV
-            cache, or None.
     """
 
-    layer: nn.Module
     x: Tensor
     given: Tensor
     args: tuple
@@ -65,24 +61,27 @@ class Request:
     batch: Batch | None
     sequence: object
     condition: Condition
-    mask: object
-    shared: object
-    cache: Cache | None = None
+
+    @property
+    def mask(self):
+        """The layer's attention_mask."""
+        return self.kwargs.get("attention_mask")
+
+    @property
+    def cache(self) -> Cache | None:
+        """The KV cache that comes with the call."""
+        values = (*self.args, *self.kwargs.values())
+        return next((value for value in values if isinstance(value, Cache)), None)
 
 
 class UntiledLayer:
     """A mixin over a decoder layer's class, where the layer runs transformers' own forward
     (checkpointing="off").
 
-    Attributes:
-        _hfpatch_traits: the LayerTraits of the layer's kind, from a small instance.
-        _hfpatch_configs: the configs that the layer's modules read.
-        _hfpatch_condition: the Condition of the last look (condition.py).
-        _hfpatch_streams: the residual streams of the hidden states (residual_streams.py), or None.
+    _hfpatch: what is known of the layer.
     """
 
-    _hfpatch_condition: Condition | None = None
-    _hfpatch_streams: Streams | None = None
+    _hfpatch: Patched
 
     def __call__(self, hidden_states, *args, **kwargs):
         if torch.compiler.is_compiling() or getattr(current.batch, "packed", None) is None:
@@ -92,14 +91,14 @@ class UntiledLayer:
 
     def stock_forward(self, *args, **kwargs):
         """transformers' own forward, on hidden states whose streams are joined."""
-        return by_rows(super().forward, self._hfpatch_streams)(*args, **kwargs)
+        return by_rows(super().forward, self._hfpatch.streams)(*args, **kwargs)
 
     def _sequence(self, batch: Batch | None):
         """The ranks that share the rows of the running forward, or None."""
         if batch is not None:
             return batch.sequence
         return next(
-            (s for c in self._hfpatch_configs if (s := sequence_now(c, self.training))), None
+            (s for c in self._hfpatch.configs if (s := sequence_now(c, self.training))), None
         )
 
     def _refuse_parts(self, batch: Batch | None, condition: Condition, timed: bool = False) -> None:
@@ -108,7 +107,7 @@ class UntiledLayer:
         """
         if batch is None and not current.declined:  # the caller is not the stack
             raise not_exchanged("a layer that runs outside of its model's forward")
-        why = why_not_shared(self._hfpatch_traits, condition)
+        why = why_not_shared(self._hfpatch.traits, condition)
         if why is not None and not (why == "" and timed):
             refuse_shared_mixers(type(self), why or None)
 
@@ -119,8 +118,8 @@ class UntiledLayer:
         if not torch.compiler.is_compiling() and current.role is None:
             if self._sequence(current.batch) is not None:
                 self._refuse_parts(current.batch, look(self))
-            if unnamed(self._hfpatch_configs):
-                with our_attention(self._hfpatch_configs, current.batch):
+            if unnamed(self._hfpatch.configs):
+                with our_attention(self._hfpatch.configs, current.batch):
                     return super().forward(hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -143,10 +142,6 @@ def _run_directly(function, *args, **kwargs):
 class TiledLayer(UntiledLayer):
     """A mixin over a decoder layer's class. The layer runs tile by tile where that is exact, else
     whole with its input offloaded.
-
-    Attributes:
-        _hfpatch_runtime: the model's layer.runtime.LayerRuntime.
-        _hfpatch_index: the layer's index in the model.
     """
 
     @property
@@ -167,12 +162,13 @@ class TiledLayer(UntiledLayer):
         return super().__call__(hidden_states, *args, **kwargs)
 
     def _apply(self, fn, recurse=True):
-        with self._hfpatch_runtime.weights_staying(self, fn):
+        with self._hfpatch.runtime.weights_staying(self, fn):
             return super()._apply(fn, recurse)
 
     def forward(self, hidden_states, *args, **kwargs):
         try:
-            runtime, batch = self._hfpatch_runtime, current.batch
+            runtime = self._hfpatch.runtime
+            batch = current.batch
         except AttributeError:  # accelerate binds this method and keeps it after undo()
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if torch.compiler.is_compiling() or current.role is not None:
@@ -181,7 +177,7 @@ class TiledLayer(UntiledLayer):
         # not clear the state of another thread's running backward as if it were left over.
         with runtime.turn if batch is None and not current.declined else nullcontext():
             request = self._request(hidden_states, batch, args, kwargs)
-            traits = self._hfpatch_traits
+            traits = self._hfpatch.traits
             if request.sequence is not None:
                 # If such a layer then runs untiled after all, its own forward raises.
                 timed = batch is not None and bool(traits.mixers) and traits.all_timed
@@ -193,7 +189,7 @@ class TiledLayer(UntiledLayer):
             return y
 
     def _run(self, r: Request):
-        runtime = self._hfpatch_runtime
+        runtime = self._hfpatch.runtime
         why = first("call", r.condition.now, r)
         if why is not None:
             return self._untiled(r, why)
@@ -201,14 +197,16 @@ class TiledLayer(UntiledLayer):
         if not r.batch.even:  # ranks that exchange tokens in each tile need equally many tiles
             policy = replace(policy, tile=r.x[..., 0].numel())
         # Mixers of shared rows need their tiles.
-        tiled = r.batch.sequence and self._hfpatch_traits.mixers
+        tiled = r.batch.sequence and self._hfpatch.traits.mixers
         if runtime.untiled(self, r.x, policy) and not tiled:
-            return self._keeping_all(r, policy)
+            return self._keeping_all(r)
         return self._in_tiles(r, policy)
 
     def _untiled(self, r: Request, why: Why):
         """Runs a call whole, for the reason `why`: checkpointed, unless it must or may keep all."""
-        reason, runtime, whole = BY_NAME[why.name], self._hfpatch_runtime, self._whole(r)
+        reason = BY_NAME[why.name]
+        runtime = self._hfpatch.runtime
+        whole = self._whole(r)
         nothing_to_keep = not (self.training and torch.is_grad_enabled()) or not r.given.numel()
         if nothing_to_keep or r.kwargs.get("output_attentions"):
             return whole(r.given)
@@ -221,48 +219,39 @@ class TiledLayer(UntiledLayer):
         if r.given.dim() == 3:  # another shape's input stays on the device
             policy = runtime.policy(self, r.given, r.sequence, whole=True)
             if runtime.untiled(self, r.given, policy):
-                return self._keeping_all(r, policy)
+                return self._keeping_all(r)
         return self._checkpointed(r, policy, whole)
 
-    def _keeping_all(self, r: Request, policy: Checkpointing):
+    def _keeping_all(self, r: Request):
         y = self._whole(r)(r.given)
-        self._hfpatch_runtime.ran_plain(self, policy, r.given, y)
+        self._hfpatch.runtime.ran_plain(self, r.given, y)
         return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:
         """The Request of this call. The stack has looked at the layer's condition already. A layer
         that something else calls looks itself, and has no batch: it runs untiled.
         """
-        condition, x, cache = self._hfpatch_condition, given, None
+        known = self._hfpatch
+        condition = known.condition
         if condition is None or batch is None and not current.declined:
             condition = look(self)
+        x = given
         if batch is not None and given.dim() == 4:
-            self._hfpatch_streams = streams_of(given, batch.B, batch.t)
-            x = joined(given, self._hfpatch_streams)
-        for value in (*args, *kwargs.values()):
-            cache = value if isinstance(value, Cache) else cache
-        return Request(
-            self,
-            x,
-            given,
-            args,
-            kwargs,
-            batch,
-            self._sequence(None) if batch is None else batch.sequence,
-            condition,
-            kwargs.get("attention_mask"),
-            kwargs.get(SHARED_KEYS),
-            cache,
-        )
+            known.streams = streams_of(given, batch.B, batch.t)
+            x = joined(given, known.streams)
+        return Request(x, given, args, kwargs, batch, self._sequence(batch), condition)
 
     def _in_tiles(self, r: Request, policy) -> object:
-        runtime, lists, units = self._hfpatch_runtime, collected_now(), r.condition.units
-        records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
-        records = records if lists else None
-        own = of_its_own(r.kwargs)
+        known = self._hfpatch
+        runtime = known.runtime
+        lists = collected_now()
+        units = r.condition.units
+        records = None
+        if lists:
+            records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
+        arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
         parts = Traced(
-            self, Arguments(r.args, own, *r.x.shape[:2]), self._hfpatch_traits,
-            self._hfpatch_configs, r.batch,
+            self, arguments, known.traits, known.configs, r.batch,
             records=records, condition=r.condition, rng={} if r.condition.draws else None,
             autocast=(autocast_dtype(r.x.device.type), torch.is_autocast_cache_enabled()),
         )  # fmt: skip
@@ -277,26 +266,32 @@ class TiledLayer(UntiledLayer):
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = freed_with(units, y) if units else y
-        y = y if self._hfpatch_streams is None else split(y, self._hfpatch_streams)
-        return parts.hand_on(y, extras, lists, r.shared)
+        return parts.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))
 
     def _whole(self, r: Request):
         """A function that runs the layer whole on given hidden states. Mixers take packed documents
         one by one.
         """
-        runtime, traits, batch = self._hfpatch_runtime, self._hfpatch_traits, r.batch
+        runtime = self._hfpatch.runtime
+        traits = self._hfpatch.traits
+        batch = r.batch
         # The function lives until backward. Holding the request would keep the hidden states on the
         # device, which are offloaded meanwhile.
         args, kwargs, sizes = r.args, r.kwargs, r.x.shape[:2]
 
         def whole(h):
             if runtime.weights.on and not needs_no_gradient(self, h, args, kwargs):
-                runtime.weights.refuse_a_graph(self)
+                # autograd would save views of a slot, which the next layer overwrites
+                raise ValueError(
+                    'hfpatch: Checkpointing(frozen_weights="host") needs layers that run tiled, got a '
+                    f"{type(self).__name__} that runs untiled: its backward would find other weights. "
+                    "Leave frozen_weights out, or call it under torch.no_grad()."
+                )
             apart = nullcontext()
             if traits.mixers and batch is not None and batch.apart is not None:
                 arguments = Arguments(args, kwargs, *sizes)
                 apart = documents_apart(
-                    self, traits.mixers, arguments, self._hfpatch_configs, batch
+                    self, traits.mixers, arguments, self._hfpatch.configs, batch
                 )
             with runtime.weights.forward(self, h.device), apart:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
@@ -304,8 +299,9 @@ class TiledLayer(UntiledLayer):
         return whole
 
     def _checkpointed(self, r: Request, policy, whole):
-        runtime, batch = self._hfpatch_runtime, r.batch
-        configs = self._hfpatch_configs if batch is not None else ()
+        runtime = self._hfpatch.runtime
+        batch = r.batch
+        configs = self._hfpatch.configs if batch is not None else ()
         if r.kwargs.get("use_cache"):
             r.kwargs["use_cache"] = False
 

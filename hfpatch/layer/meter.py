@@ -36,9 +36,9 @@ class Forward:
     Attributes:
         room: bytes that the sources of copies may take while the current layer runs.
         open: (index, kind, bytes that stood) of an untiled layer that runs now.
-        kept: bytes that untiled layers kept.
-        clocks: events as it began and ended.
+        kept: bytes that untiled layers kept. clocks: events as it began and ended.
         ends: the counters as it ended.
+        kinds: of the layers that ran, None for one that keeps nothing.
     """
 
     room: int = 0
@@ -46,6 +46,7 @@ class Forward:
     kept: float = 0.0
     clocks: list = field(default_factory=list)
     ends: Counters | None = None
+    kinds: list = field(default_factory=list)
 
 
 @dataclass
@@ -53,8 +54,7 @@ class Backward:
     """A step's backward of the layers, as it is measured.
 
     Attributes:
-        began: the counters as it began.
-        within: the backward of a layer runs that keeps little.
+        began: the counters as it began. within: the backward of a layer runs that keeps little.
         top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
         closed: what it showed of tiled layers is noted.
     """
@@ -76,13 +76,10 @@ class Step:
     """One forward of the layers and its backward: what is planned, and what is measured.
 
     Attributes:
-        key: of its Call. base: the counters as it began. rows: tokens of its batch.
-        plan: budget.measured.Plan; ran: which layers ran untiled; kinds: of the layers that ran.
-        share: of the card that stays free. coming: bytes of gradients that do not exist yet.
-        gate_up: bytes per token that go to the host where they are kept.
-        ahead: bytes that the sources of copies may take at most.
-        last: the last counters read. over: its backward needs no more memory.
-        whole: its layers cannot be tiled.
+        key: of its Call. rows: of its batch. base: the counters as it began; last: the last read.
+        limit: the most bytes that can be allocated; coming: of gradients that do not exist yet.
+        plan: budget.measured.Plan; ran: which layers ran untiled.
+        over: its backward needs no more memory.
     """
 
     meter: "Meter"
@@ -93,13 +90,8 @@ class Step:
     rows: int = 0
     plan: Plan | None = None
     ran: list = field(default_factory=list)
-    kinds: list = field(default_factory=list)
-    share: float = UNSURE
     coming: int = 0
-    gate_up: int = 0
-    ahead: int = 0
     over: bool = False
-    whole: bool = False
     forward: Forward = field(default_factory=Forward)
     backward: Backward = field(default_factory=Backward)
 
@@ -112,7 +104,7 @@ class Step:
     @property
     def first(self) -> int | None:
         """The first layer that keeps something: its backward is the last."""
-        return next((i for i, kind in enumerate(self.kinds) if kind is not None), None)
+        return next((i for i, kind in enumerate(self.forward.kinds) if kind is not None), None)
 
 
 class Meter:
@@ -120,8 +112,7 @@ class Meter:
 
     Attributes:
         gauge: the device's counters; parameters: a function that returns the model's parameters.
-        trained: how many numbers train.
-        kinds: name -> Kind; calls: key -> Call.
+        trained: how many numbers train. kinds: name -> Kind; calls: key -> Call.
         step: the last one that began; steps: those whose graph lives.
         spare: bytes more to leave free, after memory ran out or was short.
         tile_most: the largest tile, after memory ran out in a step that kept the least.
@@ -137,8 +128,9 @@ class Meter:
         self.card = gauge.card()
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
-        self.spare, self.tile_most, self.why = 0, TILES[-1], ""
-        self.reached, self.highest, self.gaps, self.trained = 0.0, 0, 0, 0
+        self.spare = self.reached = self.highest = self.gaps = self.trained = 0
+        self.tile_most = TILES[-1]
+        self.why = ""
 
     # -- a step begins -----------------------------------------------------------------------------
     def begin(self) -> None:
@@ -150,10 +142,11 @@ class Meter:
         parameters = list(self.parameters() or ())
         self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         coming = to_come(parameters, self.gauge.device)
-        dtype, waiting = autocast_dtype(self.gauge.device.type), sum(not s.over for s in self.steps)
+        dtype = autocast_dtype(self.gauge.device.type)
+        waiting = sum(not s.over for s in self.steps)
         key = f"{self.trained} {dtype} {'first' if coming else 'more'} {waiting}"
         self.step = Step(self, key, now, now, self.gauge.limit(), coming=coming)
-        self.step.kinds = [None] * self.n_layers
+        self.step.forward.kinds = [None] * self.n_layers
         self.step.ran = [False] * self.n_layers
 
     def _close(self, step: Step, now: Counters) -> None:
@@ -176,13 +169,14 @@ class Meter:
             call.sure = True
 
     def _keep_less(self, step: Step, ran_out: bool) -> None:
-        planned = [k for k, ran in zip(step.kinds, step.ran) if ran and k is not None]
+        planned = [k for k, ran in zip(step.forward.kinds, step.ran) if ran and k is not None]
         kept = sum(self.kinds[name].cost for name in planned) * step.rows
         if ran_out:
             # what was planned is too much by a tenth of the card, or by half of what was kept
             less = max(UNSURE * self.card, kept / 2)
             reached = step.planned if kept else step.limit
-            self.spare = max(self.spare, int(step.limit - step.share * self.card - reached + less))
+            share = UNSURE if step.plan is None else step.plan.share
+            self.spare = max(self.spare, int(step.limit - share * self.card - reached + less))
             if not kept and step.plan is not None:
                 self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
         else:
@@ -191,7 +185,8 @@ class Meter:
 
     def ran_out(self) -> None:
         """The step that runs has run out of memory, and the run ends."""
-        step, self.step = self.step, None
+        step = self.step
+        self.step = None
         self._keep_less(step, True)
 
     def _call_of(self, key: str) -> tuple[Call | None, bool]:
@@ -203,24 +198,28 @@ class Meter:
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
         return next(found, None), False
 
-    def plan(
-        self, first: Checkpointing, settings: Checkpointing, able: Layers, rows: int
-    ) -> Checkpointing:
+    def plan(self, first: Checkpointing, settings: Checkpointing, able: Layers, rows: int):
         """The policy of the step that begins. first: of one of which nothing is known."""
         step = self.step
         call, own = self._call_of(step.key)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
-        step.plan, step.gate_up = Plan(first, untiled=[False] * self.n_layers), able.gate_up
+        plan = Plan(first, untiled=[False] * self.n_layers)
         if call is not None:
-            step.share = min(UNSURE, SURE + self.gaps / self.card) if own and call.sure else UNSURE
-            room = step.limit - step.base.allocated - step.share * self.card - self.spare
-            room -= 0 if own else step.coming
-            step.plan = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
+            share = UNSURE
+            if own and call.sure:
+                share = min(UNSURE, SURE + self.gaps / self.card)
+            room = step.limit - step.base.allocated - share * self.card - self.spare
+            if not own:
+                room -= step.coming
+            plan = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
+            plan.share = share
             if settings.aim != "least":
-                step.ahead = COPIES * (able.wide + able.gate_up) * rows
-        return step.plan.policy
+                plan.ahead = COPIES * (able.wide + able.gate_up) * rows
+        plan.gate_up = able.gate_up
+        step.plan = plan
+        return plan.policy
 
     def firm(self, policy: Checkpointing) -> None:
         """The step runs as other ranks do, whatever is allocated as its layers begin."""
@@ -249,9 +248,8 @@ class Meter:
         """What the planned step takes, for the line of a policy."""
         if not any(self.step.plan.untiled) or self.step.planned > self.step.limit:
             return ""
-        return (
-            f"; {self.step.planned / 2**30:.1f} of {self.step.limit / 2**30:.1f} GiB of the device"
-        )
+        most, limit = self.step.planned / 2**30, self.step.limit / 2**30
+        return f"; {most:.1f} of {limit:.1f} GiB of the device"
 
     # -- forward -----------------------------------------------------------------------------------
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:
@@ -259,16 +257,19 @@ class Meter:
 
         waiting: bytes of the sources of copies, which are freed when their memory is needed.
         """
-        step, now = self.step, self._read()
-        plan, solid = step.plan, now.allocated - waiting
+        step = self.step
+        now = self._read()
+        plan = step.plan
+        solid = now.allocated - waiting
         self._ends(solid)
-        limit = step.limit - step.share * self.card - self.spare
+        limit = step.limit - plan.share * self.card - self.spare
         # More than `ahead` where the step's peak, which comes later, leaves room for it.
-        most = max(step.ahead, step.planned - solid - plan.working)
+        most = max(plan.ahead, step.planned - solid - plan.working)
         step.forward.room = max(0, int(min(most, limit - solid - plan.working)))
         if not step.forward.clocks:
             step.forward.clocks.append(self.gauge.clock())
-        step.kinds[index], step.last = kind, now
+        step.forward.kinds[index] = kind
+        step.last = now
         if kind is not None:
             self.kinds.setdefault(kind, Kind())
         if kind is None or not plan.untiled[index]:
@@ -284,7 +285,7 @@ class Meter:
         step.ran[index] = True
         # Sources of copies do not raise the peak that was announced.
         most = step.planned - kept if step.planned else left
-        room = max(0, int(min(step.ahead, left, most)))
+        room = max(0, int(min(plan.ahead, left, most)))
         step.forward.room = 0 if self.kinds[kind].kept is None else room
         return True
 
@@ -303,11 +304,12 @@ class Meter:
 
     def ended(self) -> None:
         """The forward of the last layer has ended; no copy's source is left."""
-        step, now = self.step, self._read()
+        step = self.step
+        now = self._read()
         self._ends(now.allocated)
         step.forward.ends = step.last = now
         call = self.calls.setdefault(step.key, Call())
-        call.kinds = list(step.kinds)
+        call.kinds = list(step.forward.kinds)
         call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
         if step.forward.clocks:
             step.forward.clocks[1:] = [self.gauge.clock()]
@@ -333,7 +335,9 @@ class Meter:
 
     def _loss(self, step: Step, now: Counters) -> None:
         """What was allocated at most between the layers' forward and their backward."""
-        call, ends, rows = self.calls[step.key], step.forward.ends, step.rows
+        call = self.calls[step.key]
+        ends = step.forward.ends
+        rows = step.rows
         stood = max(0, now.allocated - ends.allocated)
         call.after.put(rows, stood)
         most = now.peak - ends.allocated  # at the most, if the counter did not rise
@@ -358,7 +362,8 @@ class Meter:
 
     def _tiled(self, step: Step, now: Counters | None) -> None:
         """The backward of the first layer has ended; now: the counters, None if it was not seen."""
-        call, base = self.calls.get(step.key), step.base.allocated
+        call = self.calls.get(step.key)
+        base = step.base.allocated
         step.over = step.backward.closed = True
         if call is None:
             return
@@ -372,7 +377,7 @@ class Meter:
                 step.backward.top = step.last.peak
             else:  # scratch of kernels was not sampled
                 step.backward.top += (step.backward.top - base) // 4
-        gates = step.gate_up if policy.keep > 0 else 0
+        gates = step.plan.gate_up if policy.keep > 0 else 0
         tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
         call.tiled.put(step.rows, max(0, step.backward.top - base - call.gradients - tile))
 

@@ -146,10 +146,9 @@ class Mixer:
         if self._in_time(x_BTD.shape[1]):
             return self.time.backward(self, x_BTD, dout_BTD, into)
         for rows, a, b in self.documents(x_BTD.shape[1]):
-            graph = tile_graph("mixer", x_BTD[rows, a:b])
+            built = tile_graph("mixer", x_BTD[rows, a:b])
             x, out = self._graph(x_BTD, rows, a, b)
-            if graph is not None:
-                graph.built([out])
+            built([out])
             (into[rows, a:b],) = walk(self.weights, [out], [dout_BTD[rows, a:b]], [x])
 
 

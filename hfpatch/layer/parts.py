@@ -10,7 +10,7 @@ from hfpatch.parts.unread import as_found, can_go_without
 
 def gates_of(layer: nn.Module) -> tuple[str, ...]:
     """Names of the projections that make gate and up, in a fused MLP."""
-    return tuple(f"mlp.{name}" for name in layer.mlp._hfpatch_gates)
+    return tuple(f"mlp.{name}" for name in layer.mlp._hfpatch.gates)
 
 
 def spares_gates(layer: nn.Module, traits: LayerTraits, device: str) -> bool:

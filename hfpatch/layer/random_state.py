@@ -9,7 +9,8 @@ class Generators:
     """The state of the host's random number generator and, for a GPU, of its generator."""
 
     def __init__(self, device: torch.device):
-        self.device, self.host = device, torch.default_generator.get_state()
+        self.device = device
+        self.host = torch.default_generator.get_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def drew(self) -> bool:

@@ -1,5 +1,5 @@
-"""The state that a model's tiled layers share: policies (policies.py), the order of calls, frozen
-weights on the host, and the lines already printed.
+"""What a model's tiled layers share: policies (policies.py), the order of their calls, frozen weights
+on the host, and the lines already printed.
 
 A backward follows the order of calls from its end: the previous call, and when to prefetch its
 checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
@@ -25,11 +25,14 @@ from hfpatch.compat import (
 )
 from hfpatch.layer import policies
 from hfpatch.layer.call import LayerCall
-from hfpatch.layer.policies import Policies
+from hfpatch.layer.meter import Meter
+from hfpatch.layer.policies import Policies, Shape
 from hfpatch.layer.streamed_weights import StreamedWeights, frozen_tables
 from hfpatch.layer.traits import layers_in
+from hfpatch.parallel.shards import Shards
 from hfpatch.report import say
 from hfpatch.store.device import on_host
+from hfpatch.store.transfers import FetchQueue
 
 
 class LayerRuntime(Policies):
@@ -37,6 +40,17 @@ class LayerRuntime(Policies):
     flight.
 
     Attributes:
+        checkpointing: the user's settings.
+        n_layers: how many layers share this runtime.
+        shapes: what was decided, by batch shape.
+        queues: by (device, place of checkpoints), each with transfers of its own.
+        shards: how tensor-parallel ranks share a layer's input, or None.
+        meters: the Meter of each device, None if its free memory is unknown.
+        said: policies of the last lines.
+        sequence: the ranks that share the rows of the current call, or None.
+        exchange: ranks with batches of their own that send each other tokens in each tile, or None.
+        owner: a weak reference to the module whose parameters a step trains.
+        spare: bytes that the sources of copies may take while a layer runs.
         warned: lines already printed.
         padding_read: whether a gradient came to outputs at padding, as a flag on the device until
             the host reads it.
@@ -47,20 +61,25 @@ class LayerRuntime(Policies):
             written to; last_held: to the last input that layer/whole.py kept and its layer's output.
     """
 
-    def __init__(
-        self,
-        checkpointing: Checkpointing,
-        n_layers: int,
-        turn: Turn | None = None,
-    ):
-        Policies.__init__(self, checkpointing, n_layers)
+    def __init__(self, checkpointing: Checkpointing, n_layers: int, turn: Turn | None = None):
+        self.checkpointing = checkpointing
+        self.n_layers = n_layers
+        self.shapes: dict[tuple, Shape] = {}
+        self.queues: dict[tuple, FetchQueue] = {}
+        self.shards: Shards | None = None
+        self.meters: dict[torch.device, Meter | None] = {}
+        self.said: dict[tuple, Checkpointing] = {}
+        self.owner = lambda: None
+        self.sequence = self.exchange = self.last_held = None
+        self.spare = 0
+        self._found: list = []  # weak references to the layers
+        self._begun = False  # whether the stack began a forward and no layer ran yet
         self.warned: set[str] = set()
         self.padding_read: bool | Tensor = False
         self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
         self.last_call = (lambda: None, lambda: None, 0)
-        self.last_held = None
 
     def __deepcopy__(self, memo):
         made = LayerRuntime(self.checkpointing, self.n_layers, copy.deepcopy(self.turn, memo))
@@ -134,12 +153,12 @@ class LayerRuntime(Policies):
         )
         return last() if as_given else None
 
-    def ran_plain(self, layer: nn.Module, policy: Checkpointing, x: Tensor, y) -> None:
+    def ran_plain(self, layer: nn.Module, x: Tensor, y) -> None:
         """Called after a layer that keeps everything, with its output y."""
         y = y if isinstance(y, Tensor) else y[0]
         meter = self.meters.get(x.device)
         if meter is not None and meter.step is not None and y.requires_grad:
-            y.register_hook(partial(_measure, meter.step, layer._hfpatch_index))
+            y.register_hook(partial(_measure, meter.step, layer._hfpatch.index))
 
     # -- frozen weights ----------------------------------------------------------------------------
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
@@ -151,7 +170,8 @@ class LayerRuntime(Policies):
             self.weights.pack(layers_in(owner), device)
             self.weights.make_slots()  # before free memory is measured
         if self.weights.host_bytes != before and policies.metered(device):
-            host, slot = self.weights.host_bytes / 2**30, self.weights.slot_bytes / 2**30
+            host = self.weights.host_bytes / 2**30
+            slot = self.weights.slot_bytes / 2**30
             say(
                 f"frozen weights, {host:.1f} GiB, wait on the host; two slots of {slot:.2f} GiB "
                 "on the device take them in turn."
@@ -161,7 +181,8 @@ class LayerRuntime(Policies):
         """StreamedWeights.staying. Weights that do not fit on their new device stay on the host
         from then on.
         """
-        owner, first = self.owner(), layer._hfpatch_index == 0 and not self.weights.on
+        owner = self.owner()
+        first = layer._hfpatch.index == 0 and not self.weights.on
         if (
             first
             and self.checkpointing.frozen_weights == "auto"
@@ -187,10 +208,8 @@ class LayerRuntime(Policies):
         for parameter in () if owner is None else owner.parameters():
             not_for_deepspeed(parameter, False)
         self.queues.clear()
-        self.policies.clear()
-        self.opened.clear()
+        self.shapes.clear()
         self.said.clear()
-        self.agreed.clear()
         self.meters.clear()
 
 

@@ -120,7 +120,8 @@ def _projects(module: nn.Module, kind: type) -> bool:
 
 def kinds_in(layer: nn.Module) -> frozenset[type]:
     """The classes of the modules in a layer that run known code."""
-    home, kinds = package_of(layer), {MADE_FROM[type(m)] for m in layer.modules()}
+    home = package_of(layer)
+    kinds = {MADE_FROM[type(m)] for m in layer.modules()}
     return frozenset(
         k for k in kinds if k.forward is LINEAR or _is_known(k, home) and _is_known(k.forward, home)
     )

@@ -112,27 +112,25 @@ class TimeTiles:
         ahead = self._fetch(len(pieces) - 1, pieces, x_BTD)
         for index in range(len(pieces) - 1, -1, -1):
             rows, a, b, _ = pieces[index]
-            (x, before), ahead = ahead(), self._fetch(index - 1, pieces, x_BTD)
+            x, before = ahead()
+            ahead = self._fetch(index - 1, pieces, x_BTD)
             # The gradients of other tiles may be written into x_BTD, so the tile is copied.
             x = x.detach().clone().requires_grad_(into_BTD is not None)
             leaves = {key: state.detach().requires_grad_() for key, state in before.items()}
-            graph = tile_graph("time", x)
+            built = tile_graph("time", x)
             with torch.enable_grad():
                 out, after = self._run(mixer, x, (rows, a, b), index, leaves)
-            ends = [(out, dout_BTD[rows, a:b].contiguous())]
-            ends += [
-                (after[key], d)
-                for key, d in dafter.items()
-                if d is not None and after[key].requires_grad
-            ]
-            inputs = [*leaves.values(), x] if into_BTD is not None else [*leaves.values()]
-            if graph is not None:
-                graph.built([y for y, _ in ends])
-            found = walk(mixer.weights, *zip(*ends), inputs)
+            ys = [out, *(after[key] for key in dafter)]
+            built(ys)
+            dys = [dout_BTD[rows, a:b].contiguous(), *dafter.values()]
+            inputs = list(leaves.values())
+            if into_BTD is not None:
+                inputs.append(x)
+            found = walk(mixer.weights, ys, dys, inputs)
             if into_BTD is not None:
                 into_BTD[rows, a:b] = found[-1]
             dafter = self._handed_back(dict(zip(leaves, found)), index)
-            del x, leaves, out, after, ends, before, inputs, found
+            del x, leaves, out, after, ys, dys, before, inputs, found
 
     def _run(self, mixer, x: Tensor, piece: tuple, index: int, before: dict):
         """(output, last states) of one tile."""
@@ -175,8 +173,14 @@ class TimeTiles:
         first states, or None for a negative index."""
         if index < 0:
             return None
-        (rows, a, b, _), states = pieces[index], self.first_states(index)
-        return lambda: (x_BTD[rows, a:b], states())
+        rows, a, b, _ = pieces[index]
+        tile = self.tile_of(x_BTD, rows, a, b)
+        states = self.first_states(index)
+        return lambda: (tile(), states())
+
+    def tile_of(self, x_BTD: Tensor, rows: slice, a: int, b: int):
+        """A function that returns a tile of x."""
+        return lambda: x_BTD[rows, a:b]
 
     def first_states(self, index: int):
         """Starts to fetch the first states of tile `index`. Returns a function that waits for them

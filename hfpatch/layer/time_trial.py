@@ -15,7 +15,7 @@ lost.
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import States, autocast_dtype, is_fake
+from hfpatch.compat import States, autocast_dtype, is_fake, values_for_now
 from hfpatch.context.ranks import refuse_shared_mixers
 from hfpatch.layer.time_ranks import RankTiles
 from hfpatch.layer.time_tiles import SHORTEST, TimeTiles, chunk_of
@@ -103,28 +103,21 @@ def why_not_here(module: nn.Module, argument: str, like: Tensor, runtime, call) 
     if key not in runtime.tried:
         mixer, x_BtD = call()
         devices = [x_BtD.device] * x_BtD.is_cuda
-        modules = [(m, m.training) for m in mixer.module.modules()]
+        # Dropout would draw other numbers in tiles.
+        without_dropout = [(vars(m), "training", False) for m in mixer.module.modules()]
+        # Nothing that is saved here is for the hooks of a checkpoint around the model.
+        own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        quiet = values_for_now(without_dropout)
         try:
-            for inside, _ in modules:  # dropout would draw other numbers in tiles
-                inside.training = False
-            # Nothing that is saved here is for the hooks of a checkpoint around the model.
-            own = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
-            with torch.random.fork_rng(devices), torch.enable_grad(), own:
+            with torch.random.fork_rng(devices), quiet, own, torch.enable_grad():
                 why = _tried(mixer, argument, x_BtD)
         except Exception as error:  # a package's own code
             why = f"tried in tiles here, it raised {type(error).__name__}"
-        finally:
-            mixer.time = None
-            for inside, training in modules:
-                inside.training = training
+        mixer.time = None
         runtime.tried[key] = why
         if why is not None:
             runtime.tell(f"{type(module).__name__}s take all tokens at once: {why}.")
     return runtime.tried[key]
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def tokens_tried(module: nn.Module) -> int:

@@ -18,7 +18,6 @@ from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
 from hfpatch.layer.time_trial import tokens_tried, why_not_here
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.weight_gradients import WeightGradients
 from hfpatch.store.transfers import Saved
 
 MOST_PIECES = 2  # packed documents may have at most this many times the tiles of whole rows
@@ -35,7 +34,8 @@ class LayerAsMixer(Mixer):
 
     @classmethod
     def of(cls, parts: Traced) -> "LayerAsMixer":
-        given, batch = parts.arguments, parts.batch
+        given = parts.arguments
+        batch = parts.batch
         leaves, spec = pytree.tree_flatten(((None, *given.args), given.kwargs))
         axes = Arguments((None, *given.args), given.kwargs, given.B, given.T).axes
         return cls(
@@ -52,13 +52,9 @@ class SavedTiles(TimeTiles):
 
     saved: Saved | None = None
 
-    def _fetch(self, index: int, pieces: list, _):
-        if index < 0:
-            return None
-        rows, a, b, _ = pieces[index]
+    def tile_of(self, x_BTD: None, rows: slice, a: int, b: int):
         ticket = self.transfers.fetch([(self.saved, a, b, None)])
-        states = self.first_states(index)
-        return lambda: (ticket.wait()[0][rows], states())
+        return lambda: ticket.wait()[0][rows]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -73,48 +69,28 @@ class TimedCall(LayerCall):
         self.time.entries = []
         self.mixer = None
 
-    def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
-        saves = where is not None
-        transfers = self.queue.transfers if saves else None
-        self.time.transfers = transfers
-        if saves:
-            self.x = self.time.saved = transfers.save(x_BTD)
-        try:
-            y = self.time.forward(self.mixer, x_BTD.detach())
-        finally:
-            if self.queue is not None:
-                self.queue.transfers.settle(room=self.runtime.spare if saves else 0)
-        if self.parts.autocast[0] is not None:
-            torch.clear_autocast_cache()
-        return [y]
+    def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
+        self.time.transfers = None
+        if where is not None:
+            self.time.transfers = self.queue.transfers
+            self.x = self.time.saved = self.queue.transfers.save(x_BTD)
+        pieces = self.time.pieces(self.mixer, x_BTD.shape[1])
+        self.bounds = tuple((a, b) for _, a, b, _ in pieces)
+        return [self.time.forward(self.mixer, x_BTD.detach())]
 
     def prefetch(self) -> None:
         """Does nothing: backward prefetches its tiles itself."""
 
-    def backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, retain: bool):
-        before = None if self.previous is None else self.previous()
-        following = None if before is None else before.layer
-        self.queue.begin()
-        several = self.mixer.several(dy_BTD.shape[1])
-        weights = WeightGradients(self.then, several)
+    begin_passes = prefetch
+
+    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, before):
         self.mixer.weights = [weights]
         self.mixer.unread = True
         dx = torch.empty_like(dy_BTD, memory_format=torch.contiguous_format) if need_x else None
-        with (
-            self.runtime.weights.again(self.layer, following),
-            self._autocast(),
-            weights,
-            self.parts.again(weights, several),
-        ):
-            self.time.backward(self.mixer, None, dy_BTD, dx)
-            weights.round()
+        self.time.backward(self.mixer, None, dy_BTD, dx)
         if before is not None:
             before.prefetch()
-        elif not self.queue.under_way:
-            self.queue.drop_ring()
-        if not retain:
-            self.release()
-        return dx, weights.handed_over()
+        return dx
 
 
 def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
@@ -134,10 +110,11 @@ def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
 
 def in_time(parts, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
-    layer, carries = parts.layer, parts.traits.carries
+    layer = parts.layer
+    carries = parts.traits.carries
     if policy.every > 1 or parts.records is not None or parts.wanted or runtime.shards:
         return None
-    if layer._hfpatch_streams is not None or parts.batch.sequence is not None:
+    if layer._hfpatch.streams is not None or parts.batch.sequence is not None:
         return None
     mixer = LayerAsMixer.of(parts)
     tile = policy.tile

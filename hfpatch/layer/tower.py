@@ -47,26 +47,26 @@ class Tower:
 
 
 class TowerBlock:
-    """Mixed over a block's class. `_hfpatch_tower`: the LayerRuntime of its list of blocks, and
-    whether it is the first of them."""
+    """Mixed over a block's class. `_hfpatch.runtime` is that of its list of blocks."""
 
     _gradient_checkpointing_func = TiledLayer._gradient_checkpointing_func
 
     def forward(self, *args, **kwargs):
-        tower, first = vars(self).get("_hfpatch_tower", (None, False))
+        known = vars(self).get("_hfpatch")
         x = args[0] if args else None
-        plain = tower is None or torch.compiler.is_compiling() or not self.training
+        plain = known is None or torch.compiler.is_compiling() or not self.training
         plain = plain or not isinstance(x, Tensor) or x.dim() < 2
         if plain or needs_no_gradient(self, args, kwargs):
             return super().forward(*args, **kwargs)
 
+        tower = known.runtime
         rest = args[1:]  # `run` lives until backward and must not hold x
 
         def run(x):
             with tower.turn:
                 return super(TowerBlock, self).forward(x, *rest, **kwargs)
 
-        place = _place(tower, x, first)
+        place = _place(tower, x, known.index == 0)
         return offloaded_checkpoint(tower, place, self, run, x)
 
 
@@ -83,7 +83,8 @@ def find_towers(model: nn.Module, stack: nn.Module) -> dict[str, list[tuple]]:
 
 
 def _lists(tower: nn.Module) -> list[tuple]:
-    found, taken = [], set()
+    found = []
+    taken = set()
     for blocks in tower.modules():
         if not isinstance(blocks, nn.ModuleList) or not len(blocks) or blocks[0] in taken:
             continue

@@ -16,12 +16,12 @@ from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, ou
 from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
-from hfpatch.layer.graph_bytes import tile_graph
+from hfpatch.layer.graph_bytes import tile_graph, unmeasured
 from hfpatch.layer.mixers import Mixer, standing_in
 from hfpatch.layer.parts import gates_of
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
-from hfpatch.layer.shared_keys import SharedKeys, left_by
+from hfpatch.layer.shared_keys import left_by
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.weight_gradients import walk
 from hfpatch.parts.keeping import keeping
@@ -34,10 +34,28 @@ _TENSOR = object()
 class Traced:
     """One call of any layer.
 
-    asked: scale, pattern and sinks of each attention call, as of the last `pre`; mixers: modules
-    that mix tokens otherwise; beside: the layer's further return values, with _TENSOR for tensors,
-    or None if it returns only its output; records: keys of what else transformers records inside
-    the layer (router logits).
+    Attributes:
+        layer, arguments, traits, configs, batch: as the call met them.
+        forward: the layer's own, if it is not a TiledLayer yet.
+        condition: layer.condition.Condition, as long as it holds; None for a small instance.
+        autocast: its dtype in forward, and whether it cached casts.
+        block: the common block, bound to this call; None for other layers.
+        rng: generator states, by phase and tile; None if nothing in the layer draws random numbers.
+        records: keys of what else transformers records inside the layer (router logits); None if it
+            records nothing in this forward.
+        found: (names, adding) -> temporary forwards, as rows.
+        adding: WeightGradients.adding, in a backward over several tiles; None if autograd collects
+            the weights' gradients.
+
+    Of the last `pre`:
+        asked: scale, pattern and sinks of each attention call.
+        mixers: modules that mix tokens otherwise.
+        left: entries for later layers: key -> indices of k and v in the result of `pre`.
+
+    Of the last `post`:
+        recorded: (key, dimensions) of each recorded tensor.
+        beside: the layer's further return values, with _TENSOR for tensors; None if it returns its
+            output alone.
     """
 
     layer: nn.Module
@@ -45,49 +63,42 @@ class Traced:
     traits: LayerTraits
     configs: tuple
     batch: object
-    forward: object = None  # the layer's own, if it is not a TiledLayer yet
+    forward: object = None
+    condition: object = None
+    autocast: tuple = (None, True)
+    block: Block | None = None
+    rng: dict | None = None
+    records: tuple[str, ...] | None = ()
+    found: dict = field(default_factory=dict)
+    adding: object = None
     asked: list[Call] = field(default_factory=list)
     mixers: list[Mixer] = field(default_factory=list)
-    beside: tuple | None = None
-    records: tuple[str, ...] | None = ()  # None if it records nothing in this forward
-    recorded: list = field(default_factory=list)  # (key, dimensions) of each recorded tensor
-    found: dict = field(default_factory=dict)  # (names, adding) -> temporary forwards, as rows
-    block: Block | None = None
-    # layer.condition.Condition, as long as it holds
-    condition: object = None
-    # generator states, by phase and tile; None if nothing in the layer draws random numbers
-    rng: dict | None = None
-    # entries for later layers: key -> indices of k and v in the result of `pre`
     left: dict = field(default_factory=dict)
-    # keys and values that the current run reads, and those that it writes for later layers
-    shared: SharedKeys | None = None
-    # WeightGradients.adding, in a backward over several tiles; None if autograd collects the
-    # weights' gradients
-    adding: object = None
-    autocast: tuple = (None, True)  # its dtype in forward, and whether it cached casts
+    recorded: list = field(default_factory=list)
+    beside: tuple | None = None
 
     def __post_init__(self):
         given = self.arguments
-        self.is_block = self.traits.block and takes_by_name(given.args, given.kwargs)
         # the arguments besides the hidden states that need a gradient
-        self.wanted = [] if self.is_block else given.wanted()
-        if self.is_block:
-            known = self.condition
-            found = Block(self.layer) if known is None or known.block is None else known.block
-            if known is not None:
-                known.block = found
-            self.block = found.of_call(given.kwargs)
-            self.asked = [self.block.asked]
+        self.wanted: list[Tensor] = []
+        if not (self.traits.block and takes_by_name(given.args, given.kwargs)):
+            self.wanted = given.wanted()
+            return
+        known = self.condition
+        found = None if known is None else known.block
+        if found is None:
+            found = Block(self.layer)
+        if known is not None:
+            known.block = found
+        self.block = found.of_call(given.kwargs)
+        self.asked = [self.block.asked]
 
     # -- one run of a part -------------------------------------------------------------------------
-    def _answered(self, role):
+    def _run(self, role, x_BtD: Tensor, args: tuple, kwargs: dict):
+        """The layer's own forward on a tile, in which `role` meets attention and mixers."""
         mixers = self.traits.mixers
-        return standing_in(self.layer, mixers, role.mixer) if mixers else nullcontext()
-
-    def _forward(self, x_BtD: Tensor, a: int, b: int):
-        args, kwargs = self.arguments.tile(a, b)
-        self.shared = kwargs.get(SHARED_KEYS)
-        with our_attention(self.configs, self.batch):
+        stand_ins = standing_in(self.layer, mixers, role.mixer) if mixers else nullcontext()
+        with asking(role), stand_ins, our_attention(self.configs, self.batch):
             return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
 
     def pre(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
@@ -104,33 +115,32 @@ class Traced:
         unread = unread and not self.wanted
         names = self.traits.unread_pre if unread else ()
         with self._forwards(names, x_BtD.device.type, unread):
-            return (self.block.pre if self.is_block else self._pre)(x_BtD, a, b)
+            return (self._pre if self.block is None else self.block.pre)(x_BtD, a, b)
 
     def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(len(self.traits.mixing))
+        args, kwargs = self.arguments.tile(a, b)
+        # `post` runs this code too and records there (JetMoE's router of heads).
+        unrecorded = nullcontext() if self.records is None else collecting({})
         try:
-            # `post` runs this code too and records there (JetMoE's router of heads).
-            with (
-                nullcontext() if self.records is None else collecting({}),
-                asking(note),
-                self._answered(note),
-            ):
-                self._forward(x_BtD, a, b)
+            with unrecorded:
+                self._run(note, x_BtD, args, kwargs)
         except Stopped:
             pass
         else:
             raise note.not_stopped()
         self.asked = [c.call() for c in note.calls]
-        if self.shared is not None:
-            self.left = left_by(self.shared.written, note.calls)
+        shared = kwargs.get(SHARED_KEYS)
+        if shared is not None:
+            self.left = left_by(shared.written, note.calls)
         parts = [x.transpose(1, 2) for c in note.calls for x in (c.q_BHTE, c.k_BKTE, c.v_BKTE)]
-        if note.mixed:
-            named = [
-                (self.layer.get_submodule(name), *note.mixed[name]) for name in self.traits.mixers
-            ]
-            mixed = [self.arguments.mixer(*call, self.configs, self.batch) for call in named]
-            self.mixers = [mixer for mixer, _ in mixed]
-            parts += [x for _, x in mixed]
+        self.mixers = []
+        for name in self.traits.mixers:
+            module = self.layer.get_submodule(name)
+            given = *note.mixed[name], self.configs, self.batch
+            mixer, x = self.arguments.mixer(module, *given)
+            self.mixers.append(mixer)
+            parts.append(x)
         return parts
 
     def _forwards(self, names: tuple[str, ...], device: str, again: bool):
@@ -185,29 +195,25 @@ class Traced:
             nullcontext() if self.records is None else collecting(found),
             keeping(noted, known) if noted is not None or known else nullcontext(),
         ):
-            if self.is_block:
+            if self.block is not None:
                 y = self.block.post(x_BtD, *outs_BtHE)
             else:
-                y = self._post(x_BtD, outs_BtHE, a, b)
-        self.recorded, self.beside = [], None
+                n = len(self.traits.attention)
+                role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
+                y = self._run(role, x_BtD, *self.arguments.tile(a, b))
+        self.recorded = []
+        self.beside = None
         if isinstance(y, Tensor) and not found:
             return [y]
-        return self._with_extras(y, found, x_BtD)
-
-    def _with_extras(self, y, found: dict, x_BtD: Tensor) -> list[Tensor]:
-        """The layer's output, the tensors recorded inside, and the other tensors it returned."""
-        self.recorded = [(key, x.dim()) for key, xs in found.items() for x in xs]
-        extras = [_by_rows(x, x_BtD) for xs in found.values() for x in xs]
+        extras = []
+        for key, xs in found.items():
+            for x in xs:
+                self.recorded.append((key, x.dim()))
+                extras.append(_by_rows(x, x_BtD))
         if isinstance(y, Tensor):
             return [y, *extras]
         self.beside = tuple(_TENSOR if isinstance(x, Tensor) else x for x in y[1:])
         return [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
-
-    def _post(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
-        n = len(self.traits.attention)
-        role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
-        with asking(role), self._answered(role):
-            return self._forward(x_BtD, a, b)
 
     def run(self, args: tuple, kwargs: dict, unread: bool):
         """The layer's return value for a tile, with the mixers' states among these arguments.
@@ -253,15 +259,14 @@ class Traced:
     def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
-        graph = None if known else tile_graph("after", x)
+        built = unmeasured if known else tile_graph("after", x)
         with torch.enable_grad():
             # Aliases: FlopCounterMode hooks what modules are given, and autograd.grad refuses
             # hooks of this kind on leaves. The gradient of x.view_as(x) has other strides than dy.
             given = [y[...] for y in (x, *leaves)]
             run = partial(self.post, given[0], given[1:], a, b, unread=True, known=known)
             tiles = self.replayed("after", a, x.device, run)
-        if graph is not None:
-            graph.built(tiles)
+        built(tiles)
         known.clear()
         dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], self.arguments.stand_ins)
         # A product without a derivative gives no gradient (torchao's of int8 activations).
@@ -269,22 +274,22 @@ class Traced:
 
     def before_again(self, x, a: int, b: int, need_x: bool, weights, unread: bool):
         x = x.detach().requires_grad_(need_x)
-        graph = tile_graph("before", x)
+        built = tile_graph("before", x)
         with torch.enable_grad():
             parts = self.before(x[...], a, b, unread)
-        if graph is not None:
-            graph.built(parts)
+        built(parts)
         given = self.arguments.stand_ins
 
         def back(grads, dsinks=None):
             """dsinks: gradients of the sinks, with the first tile only: the sinks are shared by all
             tiles.
             """
-            ys, dys = list(parts), list(grads)
+            ys = list(parts)
+            dys = list(grads)
             for asked, dsinks_H in zip(self.asked, dsinks or ()):
                 # A block's call has those of the forward, a leaf outside of this graph.
-                at = self.block.attn if self.is_block and dsinks_H is not None else None
-                ys.append(asked.sinks_H if at is None else at.sinks)
+                own = self.block is None or dsinks_H is None
+                ys.append(asked.sinks_H if own else self.block.attn.sinks)
                 dys.append(dsinks_H)
             return self._walk(weights, ys, dys, [x], given)[0]
 
@@ -307,17 +312,15 @@ class Traced:
     @contextmanager
     def again(self, weights, several: bool):
         if several:
-            self.adding, self.found = weights.adding, {}
+            self.adding = weights.adding
+            self.found = {}
         try:
             with self.arguments.gradients() if self.wanted else nullcontext(()) as gradients:
                 yield gradients
         # also after an out-of-memory error: the graph may live on, and would keep the sums
         finally:
-            self.adding, self.found = None, {}
-
-    def start_anew(self) -> None:
-        """Drops the cached forwards before a rerun of the same forward."""
-        self.found = {}
+            self.adding = None
+            self.found = {}
 
     def hand_on(self, y: Tensor, extras: list[Tensor], into: dict, shared):
         extras = iter(extras)

@@ -79,6 +79,37 @@ def looks_like_a_block(layer: nn.Module) -> bool:
     )
 
 
+@dataclass(eq=False)
+class Patched:
+    """`module._hfpatch`: what a patched layer knows, the stack of layers, or a tower's block.
+
+    Attributes:
+        traits: a layer's LayerTraits, the stack's decoder.batch.StackTraits, None for a block.
+        configs: the configs that the modules inside read.
+        runtime: the model's layer.runtime.LayerRuntime; None where transformers' own forward runs.
+        index: of a layer or block that has a runtime.
+        condition: the layer's Condition, as of the last look (condition.py).
+        streams: the residual streams of the layer's hidden states (residual_streams.py), or None.
+    """
+
+    traits: object
+    configs: tuple = ()
+    runtime: object = None
+    index: int | None = None
+    condition: object = None
+    streams: tuple | None = None
+
+
 def layers_in(module: nn.Module) -> list[nn.Module]:
     """The patched layers in a module, in their order."""
-    return [m for m in modules_in(module) if "_hfpatch_index" in vars(m)]
+    known = ((m, vars(m).get("_hfpatch")) for m in modules_in(module))
+    return [
+        m for m, one in known if isinstance(one, Patched) and one.traits and one.index is not None
+    ]
+
+
+def runtimes_in(model: nn.Module) -> list:
+    """The LayerRuntimes of a model, one per stack of layers and list of a tower's blocks; none for a
+    stock one."""
+    found = (getattr(vars(m).get("_hfpatch"), "runtime", None) for m in model.modules())
+    return [runtime for runtime in dict.fromkeys(found) if runtime is not None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import hooked, without_hooks
-from hfpatch.layer.forward_state import ForwardState, as_in_forward
+from hfpatch.layer.forward_state import ForwardState, as_in_forward, tensor_at
 from hfpatch.ops._wide_sums import into, sums_in_matmul
 from hfpatch.ops.experts import EXPERT_SUMS
 
@@ -30,13 +30,15 @@ class WeightGradients(ExitStack):
 
     def __init__(self, then: ForwardState, several: bool):
         super().__init__()
-        self.then, self.several = then, several
+        self.then = then
+        self.several = several
         self.sums: list[Tensor | None] = [None] * sum(then.trained)
 
     def __enter__(self):
         super().__enter__()
         self.enter_context(as_in_forward(self.then))
-        self.tensors = self.then.trained_now()
+        places = zip(self.then.places, self.then.trained)
+        self.tensors = [tensor_at(*place) for place, trained in places if trained]
         for x in self.tensors:
             if not x.requires_grad:  # frozen since the forward
                 self.callback(x.requires_grad_, False)
@@ -69,23 +71,21 @@ class WeightGradients(ExitStack):
         index = self.index.get(id(weight))
         if index is None or not self.several:
             return None
-        if weight.dim() == 3:
-            return partial(self._add_by_expert, index)
-        return partial(self._add, index) if sums_in_matmul(weight, weight.dtype) else None
+        if weight.dim() == 3 or sums_in_matmul(weight, weight.dtype):
+            return partial(self._add, index)
+        return None
 
-    def _add(self, index: int, dy_NO: Tensor, x_NI: Tensor) -> None:
+    def _add(self, index: int, a_NM: Tensor, b_NK: Tensor, offs_E: Tensor | None = None) -> None:
         first = self._sum(index) is None
         if first:
-            self.sums[index] = dy_NO.new_empty(dy_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
-        into(self.sums[index], dy_NO.t(), x_NI, first)
-
-    def _add_by_expert(self, index: int, a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> None:
-        first = self._sum(index) is None
-        if first:
-            wide = torch.promote_types(a_SM.dtype, torch.float32)
-            shape = len(offs_E), a_SM.shape[1], b_SN.shape[1]
-            self.sums[index] = a_SM.new_empty(shape, dtype=wide)
-        EXPERT_SUMS(self.sums[index], a_SM, b_SN, offs_E, first)
+            experts = () if offs_E is None else (len(offs_E),)
+            wide = torch.promote_types(a_NM.dtype, torch.float32)
+            shape = *experts, a_NM.shape[1], b_NK.shape[1]
+            self.sums[index] = a_NM.new_empty(shape, dtype=wide)
+        if offs_E is None:
+            into(self.sums[index], a_NM.t(), b_NK, first)
+        else:
+            EXPERT_SUMS(self.sums[index], a_NM, b_NK, offs_E, first)
 
     def round(self) -> None:
         """Rounds the sums so far to each parameter's dtype, and frees the wide sums one by one."""
@@ -97,7 +97,8 @@ class WeightGradients(ExitStack):
         """Hands over the gradients of the trained tensors. No reference stays here: the engine would
         copy each gradient.
         """
-        sums, self.sums = self.sums, []
+        sums = self.sums
+        self.sums = []
         return sums
 
 

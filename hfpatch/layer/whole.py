@@ -23,7 +23,8 @@ class _Held:
     def __init__(self, transfers, x: Tensor, before):
         self.transfers, self.before, self.shape = transfers, before, x.shape
         # One row of tokens, whatever its dimensions: copies go by rows, and a tower has patches.
-        self.saved, self.ticket = transfers.save(x.flatten(0, -2)[None]), None
+        self.saved = transfers.save(x.flatten(0, -2)[None])
+        self.ticket = None
 
     def fetch(self):
         ticket = self.ticket
@@ -47,18 +48,18 @@ class _AsFirst:
     """Calls run(x), which uses this layer. Later calls use the tensors and switches of the first."""
 
     def __init__(self, run, layer: nn.Module, step=None):
-        self.run, self.layer, self.then, self.step = run, layer, None, step
+        self.run, self.layer, self.step = run, layer, step
+        self.then = None
 
     def __call__(self, x):
         if self.then is not None:
             # A hook that computes a gradient reruns this within the forward, which records outputs.
-            graph = None if self.step is None else whole_graph(self.step, self.layer, x)
+            built = whole_graph(self.step, self.layer, x)
             try:
                 with as_in_forward(self.then), collecting({}):
                     return self.run(x)
             finally:  # torch stops the rerun by an exception once it has every tensor
-                if graph is not None:
-                    graph.built([])
+                built([])
         self.then = ForwardState(self.layer, modules_in(self.layer))
         y = self.run(x)
         self.then.ran()
@@ -79,7 +80,8 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
     before, y_before = runtime.last_held or (None, None)
     before = before if before is not None and y_before() is x_BTD else lambda: None
     # torch keeps the hooks and their closures until backward: x must not be in them.
-    held, given = [], [x_BTD]
+    held = []
+    given = [x_BTD]
 
     def pack(tensor):
         if not given or not same_memory(tensor, given[0]):

@@ -21,11 +21,13 @@ from hfpatch.compat import (
     context_parallel,
     modules_of,
     own_loss,
+    reference_of,
     set_own_loss,
     values_for_now,
 )
 from hfpatch.context.classes import KeepsSignature, is_mixed, is_watched
-from hfpatch.context.current import asks_for_hidden_states, current, having
+from hfpatch.context.current import Labelled, asks_for_hidden_states, current, having
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.loss.head import WHOLE, why_whole_logits
 from hfpatch.loss.log_probs import TrlHead, log_probs, why_theirs
 from hfpatch.loss.logits import USED, Head, Logits
@@ -41,30 +43,31 @@ EVAL_LOGITS_BYTES = 2 << 30
 BYTES_OF_A_LOGIT = 10  # 16 bits, a float32 copy by transformers and one by its loss
 
 
-def _labelled(target, ignore: int, kwargs, watched: bool) -> dict:
+def _labelled(target, ignore: int, kwargs, watched: bool) -> Labelled:
     """The labels of a forward, and the tokens whose outputs its loss does not read: neither the
     token nor the next one has a label. watched: other code may read their outputs."""
-    idle_BT, mask = current.unread[0], kwargs.get("attention_mask")
+    idle_BT, mask = current.labelled.idle_BT, kwargs.get("attention_mask")
     # A mask of another length is cut or filled to the tokens' (decoder/batch.py).
     by_rows = isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == len(target)
     if by_rows and target.dim() == 2:
         labelled = target != ignore
         idle_BT = ~(labelled | nn.functional.pad(labelled[:, 1:], (0, 1)))
-    return {"labels": target, "unread": (idle_BT, watched)}
+    return Labelled(target, idle_BT, watched)
 
 
-def _pooled(model, kwargs) -> dict:
+def _pooled(model, kwargs) -> Labelled | None:
     """The tokens that transformers' classifier of rows leaves unread: all but the last one of each
-    row that is not the padding's id."""
+    row that is not the padding's id. None for other models."""
     ids, code = kwargs.get("input_ids"), type(model)._hfpatch_code
     if code is not GenericForSequenceClassification.forward or not isinstance(ids, Tensor):
-        return {}
+        return None
     at_T = torch.arange(ids.shape[-1], device=ids.device)
     last_B = ((ids != model.config.get_text_config().pad_token_id) * at_T).argmax(-1)
-    return {"unread": (at_T != last_B[..., None], is_watched(model, kwargs))}
+    idle_BT = at_T != last_B[..., None]
+    return current.labelled._replace(idle_BT=idle_BT, watched=is_watched(model, kwargs))
 
 
-def _as_called(model, kwargs) -> dict:
+def _as_called(model, kwargs, **outer) -> dict:
     """The caller's arguments for the decoder: positions, whether the caller passed neither a cache
     nor use_cache, and labels, unless the fused loss has noted them.
 
@@ -72,16 +75,19 @@ def _as_called(model, kwargs) -> dict:
     """
     given, target = kwargs.get("position_ids"), kwargs.get("labels")
     uncached = kwargs.get(cache_name(kwargs)) is None and kwargs.get("use_cache") is None
-    labels, mask = _pooled(model, kwargs), kwargs.get("attention_mask")
-    if not labels and current.labels is None and isinstance(target, Tensor):
-        labels = _labelled(target, kwargs.get("ignore_index", -100), kwargs, watched=True)
+    outer["uncached"] = current.outer.uncached or uncached
+    if given is not None:
+        outer["positions"] = given
+    found = {"outer": current.outer._replace(**outer)}
+    labelled, mask = _pooled(model, kwargs), kwargs.get("attention_mask")
+    if labelled is None and current.labelled.labels is None and isinstance(target, Tensor):
+        labelled = _labelled(target, kwargs.get("ignore_index", -100), kwargs, watched=True)
     if kwargs.get("start_positions") is not None and isinstance(mask, Tensor):
         # An answer competes with all tokens.
-        labels = {"unread": (torch.zeros_like(mask, dtype=torch.bool), True)}
-    return labels | {
-        "positions": current.positions if given is None else given,
-        "uncached": current.uncached or uncached,
-    }
+        labelled = current.labelled._replace(idle_BT=torch.zeros_like(mask).bool(), watched=True)
+    if labelled is not None:
+        found["labelled"] = labelled
+    return found
 
 
 class TellsPositions(KeepsSignature):
@@ -89,12 +95,12 @@ class TellsPositions(KeepsSignature):
     isolates packed documents, and computes padding that the loss reads as transformers does."""
 
     def _hfpatch_forward(self, args, kwargs):
-        return self._hfpatch_stock(kwargs | dict(zip(self._hfpatch_positional, args)))
+        return self._hfpatch_stock(kwargs | dict(zip(self._hfpatch_takes.positional, args)))
 
-    def _hfpatch_stock(self, kwargs, **here):
+    def _hfpatch_stock(self, kwargs, **outer):
         if torch.compiler.is_compiling():
             return super().forward(**kwargs)
-        with having(**here, **_as_called(self, kwargs)):
+        with having(**_as_called(self, kwargs, **outer)):
             return super().forward(**kwargs)
 
 
@@ -118,7 +124,7 @@ class FusedCausalLM(TellsPositions):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        for runtime in {vars(m).get("_hfpatch_runtime") for m in self.modules()} - {None}:
+        for runtime in runtimes_in(self):
             runtime.owner = weakref.ref(self)
 
     @property
@@ -139,9 +145,10 @@ class FusedCausalLM(TellsPositions):
         if head is None:  # also TRL's own, where this TRL is not 1.16
             return super().__setattr__(name, value)
         # This class's forward returns the same fields as TRL's. The trainer's reference model is
-        # patched too: equal weights must give equal log-probabilities.
+        # patched too: equal weights must give equal log-probabilities. TRL hands it to nobody, so
+        # the one frame that is read is the trainer's own __init__.
         vars(self)["_hfpatch_trl"] = head
-        reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
+        reference = reference_of(sys._getframe(2).f_locals.get("self"))
         if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
             try:
                 self._hfpatch_beside(reference)
@@ -156,7 +163,7 @@ class FusedCausalLM(TellsPositions):
         return super()._hfpatch_stock(kwargs, causal=True, embeds=embeds)
 
     def _hfpatch_forward(self, args, kwargs):
-        kwargs |= zip(self._hfpatch_positional, args)
+        kwargs |= zip(self._hfpatch_takes.positional, args)
         if self._hfpatch_head_name is None:
             return super().forward(**kwargs)
         labels = kwargs.get("labels")
@@ -198,7 +205,7 @@ class FusedCausalLM(TellsPositions):
 
         A token's output is unread if neither the token nor the next one has a label.
         """
-        return having(**_labelled(target, ignore, kwargs, is_watched(self, kwargs)))
+        return having(labelled=_labelled(target, ignore, kwargs, is_watched(self, kwargs)))
 
     def _hfpatch_log_probs(self, kwargs):
         """The outputs of TRL's fused head, from our op where both compute the same."""

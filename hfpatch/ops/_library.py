@@ -5,12 +5,15 @@ implementation serves all devices. It runs the Triton kernel for CUDA tensors (a
 TRITON_INTERPRET=1 for CPU tensors), else plain torch.
 """
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from hfpatch.compat import is_fake
 
 LIBRARY = torch.library.Library("hfpatch", "FRAGMENT")
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,12 +30,27 @@ def use_kernel(*tensors: Tensor | None) -> bool:
     """
     if not HAS_TRITON:
         return False
-    for t in tensors:
-        if t is not None and not (
-            (t.is_cuda or (INTERPRET and t.is_cpu)) and t.dtype in KERNEL_DTYPES
-        ):
+    for x in tensors:
+        if x is None:
+            continue
+        if not (x.is_cuda or INTERPRET and x.is_cpu) or x.dtype not in KERNEL_DTYPES:
             return False
     return True
+
+
+def by_device(plain: Callable, file: str, name: str) -> Callable:
+    """The implementation of an op: the launcher `name` of hfpatch/kernels/`file`.py where a kernel
+    serves the op's floating-point tensors, else `plain`. Both have the op's arguments and results.
+    """
+
+    def run(*args):
+        tensors = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+        first = tensors[0]
+        if not use_kernel(*tensors) or not first.numel() or is_fake(first):
+            return plain(*args)
+        return getattr(importlib.import_module(f"hfpatch.kernels.{file}"), name)(*args)
+
+    return run
 
 
 def refuse(op: str, *rules: tuple) -> None:

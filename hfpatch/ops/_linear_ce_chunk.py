@@ -24,7 +24,7 @@ its logarithm: P / L, H / L, Q / L^2, entropy - log L (`linear_cross_entropy.py`
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import define, use_kernel, wide_dtype
+from hfpatch.ops._library import by_device, define, use_kernel, wide_dtype
 
 TILE = 1 << 18
 
@@ -170,19 +170,6 @@ def cross_entropy_chunk_bwd_plain_(
         _gradient_(logits_CV[rows], u_RV, labels_R1, keep_R, rows_KC[:, rows], inner, outer)
 
 
-def _chunk(plain, kernel: str):
-    """The op's implementation: the kernel of this name, or plain torch."""
-
-    def run(logits_CV, *args) -> None:
-        if not use_kernel(logits_CV):
-            return plain(logits_CV, *args)
-        from hfpatch.kernels import cross_entropy
-
-        getattr(cross_entropy, kernel)(logits_CV, *args)
-
-    return run
-
-
 def _scale(x: Tensor, factor: Tensor) -> None:
     if use_kernel(x) and x.is_contiguous():
         from hfpatch.kernels.scale import scale_
@@ -194,26 +181,22 @@ def _scale(x: Tensor, factor: Tensor) -> None:
             part.copy_(part.to(factor.dtype) * factor)
 
 
-def _no_output(*args) -> None:
-    return None
-
-
 # With `grad` the logits become their gradient. inner 0 means no soft cap; scale is a 0-d tensor on
 # the device. stats has one row each for entropy, mean and square.
 cross_entropy_chunk_ = define(
     "cross_entropy_chunk_(Tensor(a!) logits, Tensor labels, Tensor scale, Tensor(b!) loss, "
     "Tensor(c!) lse, Tensor(d!)? best, Tensor(e!)? stats, int ignore_index, float smoothing, "
     "float inner, float outer, float z_loss, bool grad) -> ()",
-    _chunk(cross_entropy_chunk_plain_, "cross_entropy_fwd"),
-    _no_output,
+    by_device(cross_entropy_chunk_plain_, "cross_entropy", "cross_entropy_fwd"),
+    lambda *args: None,
 )
 # rows: [K, C] in the wide dtype, a column per row of logits: largest u, P, Y (K = 3), U (K = 4),
 # then entropy, H, Q (K = 7).
 cross_entropy_chunk_bwd_ = define(
     "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, int ignore_index, "
     "float inner, float outer) -> ()",
-    _chunk(cross_entropy_chunk_bwd_plain_, "cross_entropy_bwd"),
-    _no_output,
+    by_device(cross_entropy_chunk_bwd_plain_, "cross_entropy", "cross_entropy_bwd"),
+    lambda *args: None,
 )
 # x *= factor. The kernel reads the factor on the device, and does not touch x if the factor is 1.
-scale_ = define("scale_(Tensor(a!) x, Tensor factor) -> ()", _scale, _no_output)
+scale_ = define("scale_(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda *args: None)

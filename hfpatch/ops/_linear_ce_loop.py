@@ -93,7 +93,8 @@ def kept_tokens(labels_N: Tensor, opts: Options) -> tuple[Tensor | None, int]:
     Raises:
         ValueError: num_valid is smaller than the number of labels.
     """
-    tokens, num_valid = labels_N.numel(), opts.num_valid
+    tokens = labels_N.numel()
+    num_valid = opts.num_valid
     ignored_N = labels_N == opts.ignore_index
     message = (
         "hfpatch: num_valid must be at least the number of labels (after the shift) that are not "
@@ -129,7 +130,9 @@ def _chunks(
     width: columns of the logits' buffer. upcast: whether dW upcasts its operands. stats: whether
     entropy and related values are computed.
     """
-    (order, count), (tokens, hidden_size), dtype = kept, hidden_ND.shape, opts.dtype
+    order, count = kept
+    tokens, hidden_size = hidden_ND.shape
+    dtype = opts.dtype
     wide = wide_dtype(dtype)
     copies = order is not None or hidden_ND.dtype != dtype
     row_bytes = max(1, width) * dtype.itemsize
@@ -164,14 +167,18 @@ def sweep(
     Returns:
         (dX, dW, dbias), None where not needed.
     """
-    (order, _), vocab_size, dtype = kept, weight_VD.shape[0], opts.dtype
-    wide, need_dx = wide_dtype(dtype), needs[0]
+    order, _ = kept
+    vocab_size = weight_VD.shape[0]
+    dtype = opts.dtype
+    wide = wide_dtype(dtype)
+    need_dx = needs[0]
     # Row strides that are multiples of 16 bytes allow the fast matmuls for any vocabulary.
     width = -(-vocab_size // 8) * 8 if on_cuda(hidden_ND) else vocab_size
     upcast = needs[1] and wide != dtype and not sums_in_matmul(hidden_ND, dtype)
     bounds = _chunks(hidden_ND, width, opts, kept, needs, upcast, stats)
 
-    weight_work_VD, bias_work_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    weight_work_VD = weight_VD.to(dtype)
+    bias_work_V = None if bias_V is None else bias_V.to(dtype)
     # Only the last chunk differs in length.
     rows = max(bounds[0][1], bounds[-1][1] - bounds[-1][0]) if bounds else 0
     buffer_CV = hidden_ND.new_empty(rows, width, dtype=dtype)[:, :vocab_size]
@@ -241,8 +248,11 @@ def forward_pass(
         stats: also compute entropy, mean logit and the sum of squared probabilities.
     """
     _check_labels(labels_N, opts.vocab_size, opts.ignore_index)
-    device, wide, tokens = hidden_ND.device, wide_dtype(opts.dtype), labels_N.numel()
-    scale, grad = total_by.reciprocal(), any(needs)
+    device = hidden_ND.device
+    wide = wide_dtype(opts.dtype)
+    tokens = labels_N.numel()
+    scale = total_by.reciprocal()
+    grad = any(needs)
 
     order, _ = kept = kept_tokens(labels_N, opts)
     loss_N = torch.zeros(tokens, dtype=wide, device=device)
@@ -253,7 +263,8 @@ def forward_pass(
     written = outputs = loss_N, lse_2N, best_N, stats_3N
     labels_M = labels_N
     if order is not None:
-        written, labels_M = [t.clone() for t in outputs], labels_N[order]
+        written = [t.clone() for t in outputs]
+        labels_M = labels_N[order]
     loss_M, lse_2M, best_M, stats_3M = written
 
     def step(logits_CV, start, end):
@@ -291,7 +302,8 @@ def backward_pass(
     rows_KM = rows_KN if order is None else rows_KN.index_select(1, order)
 
     def step(logits_CV, start, end):
-        labels_C, rows_KC = labels_M[start:end], rows_KM[:, start:end]
+        labels_C = labels_M[start:end]
+        rows_KC = rows_KM[:, start:end]
         options = opts.ignore_index, opts.inner, opts.outer
         cross_entropy_chunk_bwd_(logits_CV, labels_C, rows_KC, *options)
 
@@ -339,9 +351,12 @@ def check(
     Returns:
         The dtype of the logits that F.linear would return under the current autocast.
     """
-    V, b = tuple(weight.shape[:1]), weight if bias is None else bias
+    V = tuple(weight.shape[:1])
+    b = weight if bias is None else bias
     dtypes = hidden.dtype, weight.dtype, b.dtype
-    wanted, found, inf = tuple(hidden.shape[:-1]), tuple(labels.shape), float("inf")
+    wanted = tuple(hidden.shape[:-1])
+    found = tuple(labels.shape)
+    inf = float("inf")
     floating = hidden.is_floating_point() and weight.is_floating_point() and b.is_floating_point()
     cast = None if torch.float64 in dtypes[:2] else autocast_dtype(hidden.device.type)
     refuse(

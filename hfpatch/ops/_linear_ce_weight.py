@@ -22,9 +22,11 @@ class WeightGrad:
     """dW = sum over chunks of d_logits^T hidden."""
 
     def __init__(self, weight_VD: Tensor, dtype: torch.dtype, chunks: int, scratch_bytes: int):
-        self.weight, self.scratch_bytes = weight_VD, scratch_bytes
+        self.weight = weight_VD
+        self.scratch_bytes = scratch_bytes
         self.empty = True
-        (vocab_size, hidden_size), wide = weight_VD.shape, wide_dtype(dtype)
+        vocab_size, hidden_size = weight_VD.shape
+        wide = wide_dtype(dtype)
         self.direct = weight_VD.dtype == wide or (chunks == 1 and weight_VD.dtype == dtype)
         first = vocab_size if self.direct else min(vocab_size, -(-vocab_size // 16) * 8)
         out_dtype = weight_VD.dtype if self.direct else wide
@@ -37,7 +39,8 @@ class WeightGrad:
         """Adds one chunk's part."""
         stop = 0
         for out_RD in self.slabs:
-            start, stop = stop, stop + out_RD.shape[0]
+            start = stop
+            stop = stop + out_RD.shape[0]
             d_logits_CR = d_logits_CV[:, start:stop]
             if not out_RD.numel():
                 continue
@@ -71,7 +74,8 @@ class WeightGrad:
             return torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
         if self.direct:
             return self.slabs.pop()
-        (first_RD, second_RD), dtype = self.slabs, self.weight.dtype
+        first_RD, second_RD = self.slabs
+        dtype = self.weight.dtype
         self.slabs = []
         vocab_size, hidden_size = self.weight.shape
         flat = first_RD.view(dtype).view(-1)[: vocab_size * hidden_size]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.compat import grouped_mm, is_fake
-from hfpatch.ops._library import define, refuse, use_kernel, wide_dtype
+from hfpatch.ops._library import by_device, define, refuse, wide_dtype
 from hfpatch.ops.swiglu import _act, _dgate
 
 CLAMPED = "clamped"  # gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both clamped
@@ -102,10 +102,6 @@ def products(a_SM: Tensor, b_SN: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def _expert_product(x_SI, w_EIO, offs_E):
-    if use_kernel(x_SI, w_EIO) and x_SI.numel() and not is_fake(x_SI):
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_product(x_SI, w_EIO, offs_E)
     y_SO = x_SI.new_zeros(x_SI.shape[0], w_EIO.shape[2])
     if is_fake(y_SO):
         return y_SO
@@ -117,7 +113,7 @@ def _expert_product(x_SI, w_EIO, offs_E):
 # Each row of x [S, I] times its expert's matrix of w [E, I, O]. Rows behind offs[-1] stay unset.
 EXPERT_PRODUCT = define(
     "expert_product(Tensor x, Tensor w, Tensor offs) -> Tensor",
-    _expert_product,
+    by_device(_expert_product, "experts", "expert_product"),
     lambda x, w, offs: x.new_empty(x.shape[0], w.shape[2]),
 )
 
@@ -125,10 +121,6 @@ EXPERT_PRODUCT = define(
 def _expert_sums(out, a_SM, b_SN, offs_E, first):
     if is_fake(out):
         return
-    if use_kernel(out, a_SM, b_SN):
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_sums(out, a_SM, b_SN, offs_E, first)
     for e, a, b in _parts(offs_E):
         wide = a_SM[a:b].t().to(out.dtype), b_SN[a:b].to(out.dtype)
         out[e].addmm_(*wide, beta=0 if first else 1)
@@ -138,7 +130,7 @@ def _expert_sums(out, a_SM, b_SN, offs_E, first):
 # `first` overwrites it instead.
 EXPERT_SUMS = define(
     "expert_sums(Tensor(a!) out, Tensor a, Tensor b, Tensor offs, bool first) -> ()",
-    _expert_sums,
+    by_device(_expert_sums, "experts", "expert_sums"),
     lambda out, a, b, offs, first: None,
 )
 
@@ -162,10 +154,6 @@ def _acted(gate, up, activation, alpha, limit):
 
 
 def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
-    if use_kernel(gu, w, bias) and gu.numel():
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved)
     gate, up = _gate_up(gu, bias, ids, interleaved)
     return (_acted(gate, up, activation, alpha, limit) * w.to(gate.dtype)[:, None]).to(gu.dtype)
 
@@ -173,26 +161,24 @@ def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
 EXPERT_ACT = define(
     "expert_act(Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, float alpha, "
     "float limit, bool interleaved) -> Tensor",
-    _expert_act,
+    by_device(_expert_act, "experts", "expert_act"),
     lambda gu, w, *_: gu.new_empty(gu.shape[0], gu.shape[1] // 2),
 )
 
 
 def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a):
-    if use_kernel(da, gu, w, bias) and gu.numel():
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_act_bwd(
-            da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a
-        )
     gate, up = _gate_up(gu, bias, ids, interleaved)
-    da, w_S1 = da.to(gate.dtype), w.to(gate.dtype)[:, None]
+    da = da.to(gate.dtype)
+    w_S1 = w.to(gate.dtype)[:, None]
     act = _acted(gate, up, activation, alpha, limit)
-    dw, dact = (act * da).sum(-1), da * w_S1
+    dw = (act * da).sum(-1)
+    dact = da * w_S1
     if activation != CLAMPED:
-        dgate, dup = _dgate(dact * up, gate, activation), dact * _act(gate, activation)
+        dgate = _dgate(dact * up, gate, activation)
+        dup = dact * _act(gate, activation)
     else:
-        low, mid = gate.clamp(max=limit), up.clamp(-limit, limit)
+        low = gate.clamp(max=limit)
+        mid = up.clamp(-limit, limit)
         s = torch.sigmoid(alpha * low)
         dgate = dact * (mid + 1) * (s + alpha * low * s * (1 - s)) * (gate <= limit)
         dup = dact * low * s * (up.abs() <= limit)
@@ -206,7 +192,7 @@ def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved,
 EXPERT_ACT_BACK = define(
     "expert_act_bwd(Tensor da, Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, "
     "float alpha, float limit, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
-    _expert_act_bwd,
+    by_device(_expert_act_bwd, "experts", "expert_act_bwd"),
     lambda da, gu, *rest: (
         torch.empty_like(gu),
         da.new_empty(da.shape if rest[-1] else 0),
@@ -219,10 +205,6 @@ EXPERT_ACT_BACK = define(
 
 
 def _expert_combine(z, inverse):
-    if use_kernel(z) and z.numel():
-        from hfpatch.kernels import experts as kernels
-
-        return kernels.expert_combine(z, inverse)
     y = z.new_zeros(inverse.shape[0], z.shape[1], dtype=wide_dtype(z.dtype))
     for at in inverse.unbind(1):
         y += torch.where(at[:, None] < 0, 0, z[at.clamp(min=0)])
@@ -232,7 +214,7 @@ def _expert_combine(z, inverse):
 # The sum [N, D] of each token's rows of z [S, D], in float32 and rounded once.
 EXPERT_COMBINE = define(
     "expert_combine(Tensor z, Tensor inverse) -> Tensor",
-    _expert_combine,
+    by_device(_expert_combine, "experts", "expert_combine"),
     lambda z, inverse: z.new_empty(inverse.shape[0], z.shape[1]),
 )
 
@@ -287,7 +269,9 @@ class _Experts(torch.autograd.Function):
         one, two = layout.views(w1, w2)
         xs = x[token]
         gu, low = _up(xs, one, a1, z1, offs)
-        ctx.layout, ctx.adds, need = layout, adds, ctx.needs_input_grad
+        ctx.layout = layout
+        ctx.adds = adds
+        need = ctx.needs_input_grad
         keep_x = need[3] or need[7] or need[8]
         ctx.save_for_backward(
             w, ids, ids_S, w_S, token, inverse, offs, xs if keep_x else None, gu, low,
@@ -306,8 +290,11 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy):
         w, ids, ids_S, w_S, token, inverse, offs, xs, gu, low1, *weights = ctx.saved_tensors
         w1, w2, b1, b2, a1, z1, a2, z2 = weights
-        need, layout, grads = ctx.needs_input_grad, ctx.layout, [None] * 14
-        train1, train2 = need[7] or need[8], need[9] or need[10]
+        need = ctx.needs_input_grad
+        layout = ctx.layout
+        grads = [None] * 14
+        train1 = need[7] or need[8]
+        train2 = need[9] or need[10]
         one, two = layout.views(w1, w2)
         dys = dy[token]
         da, dlow = _down(dys, two, a2, z2, offs)
@@ -316,7 +303,8 @@ class _Experts(torch.autograd.Function):
         grads[4] = _weight_gradient(need[4], layout, dys, a, offs, ctx.adds[1])
         if train2:
             low2 = product(a, a2.transpose(1, 2), offs)
-            grads[9], grads[10] = products(dlow, a, offs), products(dys, low2, offs)
+            grads[9] = products(dlow, a, offs)
+            grads[10] = products(dys, low2, offs)
         del dys, a
         grads[3] = _weight_gradient(need[3], layout, dgu, xs, offs, ctx.adds[0])
         grads[5] = _sums(dgu, offs) if need[5] else None
@@ -324,7 +312,8 @@ class _Experts(torch.autograd.Function):
             dxs, dlow = _down(dgu, one, a1, z1, offs)
             grads[0] = EXPERT_COMBINE(dxs, inverse) if need[0] else None
         if train1:
-            grads[7], grads[8] = products(dlow, xs, offs), products(dgu, low1, offs)
+            grads[7] = products(dlow, xs, offs)
+            grads[8] = products(dgu, low1, offs)
         if need[1]:
             dw = torch.where(inverse < 0, 0, dw_S[inverse.clamp(min=0)])
             if b2 is not None:

@@ -88,16 +88,26 @@ def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int)
     backward_pass multiplies them by p / c, where c is the largest p, so P and H contain c, and Q
     contains c^2. An upstream gradient may be None. The gradient of lse is dlse_2N[1].
     """
-    top_N, c_N = lse_2N[0], lse_2N[1].neg().exp()
+    top_N, log_N = lse_2N
+    c_N = log_N.neg().exp()
     y_N = torch.zeros_like(top_N) if dlog_prob_N is None else -dlog_prob_N
     p_N = y_N if dlse_2N is None else y_N + dlse_2N[1]
     if dstats_3N is None or not dstats_3N.numel():
         return torch.stack([top_N, p_N * c_N, y_N])
-    (entropy_N, _, square_N), (dentropy_N, dmean_N, dsquare_N) = stats_3N, dstats_3N
-    q_N, entropy_N = 2.0 * dsquare_N, entropy_N - lse_2N[1]
+    entropy_N, _, square_N = stats_3N
+    dentropy_N, dmean_N, dsquare_N = dstats_3N
+    q_N = 2.0 * dsquare_N
     p_N = (p_N - q_N * square_N) * c_N
     return torch.stack(
-        [top_N, p_N, y_N, dmean_N / -vocab_size, entropy_N, -dentropy_N * c_N, q_N * c_N.square()]
+        [
+            top_N,
+            p_N,
+            y_N,
+            dmean_N / -vocab_size,
+            entropy_N - log_N,
+            -dentropy_N * c_N,
+            q_N * c_N.square(),
+        ]
     )
 
 
@@ -110,19 +120,13 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, stats, best, opts):
         ctx.set_materialize_grads(False)
-        ctx.opts, ctx.needs = opts, ctx.needs_input_grad[:3]
+        ctx.opts = opts
+        ctx.needs = ctx.needs_input_grad[:3]
+        one = hidden_ND.new_ones((), dtype=wide_dtype(opts.dtype))
+        head = (hidden_ND, weight_VD, bias_V)
         with autocast(hidden_ND.device.type, enabled=False):
-            out = forward_pass(
-                hidden_ND.detach(),
-                weight_VD.detach(),
-                None if bias_V is None else bias_V.detach(),
-                labels_N,
-                hidden_ND.new_ones((), dtype=wide_dtype(opts.dtype)),
-                opts,
-                best=best,
-                stats=stats,
-            )
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, out.lse_2N, out.stats_3N)
+            out = forward_pass(*head, labels_N, one, opts, best=best, stats=stats)
+        ctx.save_for_backward(*head, labels_N, out.lse_2N, out.stats_3N)
         ctx.mark_non_differentiable(out.best_N)
         return out.token_loss_N.neg_(), out.lse_2N, out.stats_3N, out.best_N
 
@@ -130,10 +134,9 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(ctx, dlog_prob_N, dlse_2N, dstats_3N, _):
         if torch.is_grad_enabled():
             no_second_derivative("linear_log_prob", "linear_cross_entropy")(ctx)
-        hidden_ND, weight_VD, bias_V, labels_N, lse_2N, stats_3N = ctx.saved_tensors
+        *head, labels_N, lse_2N, stats_3N = ctx.saved_tensors
         rows_KN = _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, ctx.opts.vocab_size)
-        head = hidden_ND, weight_VD, bias_V
-        with autocast(hidden_ND.device.type, enabled=False):
+        with autocast(labels_N.device.type, enabled=False):
             grads = backward_pass(*head, labels_N, rows_KN, ctx.opts, ctx.needs)
         return *grads, None, None, None, None
 
@@ -185,32 +188,38 @@ def linear_log_prob(
         out = linear_log_prob(hidden_BTD, head.weight, labels_BT, outputs=("log_prob", "entropy"),
         shift=True)
     """
-    op, names = "linear_log_prob", LinearLogProbOutput._fields
+    # 1. The arguments.
+    names = LinearLogProbOutput._fields
     outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    known = outputs and set(outputs) <= set(names)
     message = "outputs must be among {}, got {}. Name at least one of them"
-    refuse(op, (not known, message, ", ".join(names), outputs))
+    unknown = not outputs or set(outputs) - set(names)
+    refuse("linear_log_prob", (unknown, message, ", ".join(names), outputs))
     dtype = check(
-        op, hidden, weight, labels, bias, shift,
+        "linear_log_prob", hidden, weight, labels, bias, shift,
         softcap=softcap, scale=scale, temperature=temperature, num_valid=num_valid,
     )  # fmt: skip
     if shift:
         labels = shift_labels(labels, ignore_index)
-    inner, outer = scale / softcap if softcap else 0.0, (softcap or scale) / temperature
+    # 2. What the loop computes. z = outer * tanh(inner * logit), or outer * logit without a cap.
+    outer = (softcap or scale) / temperature
     opts = Options(
-        ignore_index, 0.0, inner, outer, 0.0, weight.shape[0], dtype, num_valid=num_valid,
+        ignore_index, smoothing=0.0, inner=scale / softcap if softcap else 0.0, outer=outer,
+        z_loss=0.0, vocab_size=weight.shape[0], dtype=dtype, num_valid=num_valid,
         workspace_bytes=workspace_bytes,
     )  # fmt: skip
     stats = not {"entropy", "mean_logit", "sum_sq_prob"}.isdisjoint(outputs)
-    best, labels_N = "is_top1" in outputs, labels.reshape(-1)
+    best = "is_top1" in outputs
+    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+    labels_N = labels.reshape(-1)
     log_prob_N, lse_2N, stats_3N, best_N = _per_token(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels_N, stats, best, opts
+        hidden_ND, weight, bias, labels_N, stats, best, opts
     )
-    entropy_N, mean_N, square_N = stats_3N
+    # 3. The fields that were requested.
     is_top1_N = (best_N == labels_N) & (labels_N != ignore_index) if best else None
-    values = log_prob_N, entropy_N, whole_lse(lse_2N, outer), mean_N, square_N, is_top1_N
+    entropy_N, mean_N, square_N = stats_3N
+    values = (log_prob_N, entropy_N, whole_lse(lse_2N, outer), mean_N, square_N, is_top1_N)
     return LinearLogProbOutput(
-        *(v.view(labels.shape) if n in outputs else None for n, v in zip(names, values))
+        *(x.view(labels.shape) if n in outputs else None for n, x in zip(names, values))
     )
 
 
@@ -228,10 +237,7 @@ def linear_cross_entropy_ref(
     z_loss: float = 0.0,
     shift: bool = False,
 ) -> Tensor:
-    """linear_cross_entropy in plain torch, from whole logits, with any number of derivatives.
-
-    The oracle in float64.
-    """
+    """linear_cross_entropy in plain torch, with any number of derivatives: the oracle in float64."""
     labels = shift_labels(labels, ignore_index) if shift else labels
     z = F.linear(hidden, weight, bias)
     z = z.to(wide_dtype(z.dtype)).reshape(-1, z.shape[-1])
@@ -258,18 +264,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, grad):
-        needs = ctx.needs_input_grad[:3] if grad else (False,) * 3
         ctx.set_materialize_grads(False)
+        needs = ctx.needs_input_grad[:3] if grad else (False, False, False)
         with autocast(hidden_ND.device.type, enabled=False):
-            out = forward_pass(
-                hidden_ND.detach(),
-                weight_VD.detach(),
-                None if bias_V is None else bias_V.detach(),
-                labels_N,
-                total_by,
-                opts,
-                needs,
-            )
+            out = forward_pass(hidden_ND, weight_VD, bias_V, labels_N, total_by, opts, needs)
         ctx.save_for_backward(*out.grads)
         return out.total
 
@@ -277,16 +275,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):
         if torch.is_grad_enabled():
             no_second_derivative("linear_cross_entropy")(ctx)
-        grads = [None] * 3
-        if dloss is not None:
-            keep = keeps_graph()
-            one = dloss.device.type == "cpu" and not is_fake(dloss) and bool(dloss == 1.0)
-            for i, grad in enumerate(ctx.saved_tensors):
-                if grad is not None:
-                    grads[i] = grad.clone() if keep else grad  # another backward may follow
-                    if not one:
-                        scale_(grads[i], dloss)
-        return *grads, *[None] * 4
+        if dloss is None:
+            return (None,) * 7
+        # Known on a CPU alone; the kernel of scale_ reads it on the device.
+        is_one = dloss.device.type == "cpu" and not is_fake(dloss) and bool(dloss == 1.0)
+        grads = []
+        for grad in ctx.saved_tensors:
+            if grad is not None:
+                grad = grad.clone() if keeps_graph() else grad  # another backward may follow
+                if not is_one:
+                    scale_(grad, dloss)
+            grads.append(grad)
+        return *grads, None, None, None, None
 
 
 _total = torch.compiler.disable(_LinearCrossEntropy.apply)
@@ -360,14 +360,15 @@ def linear_cross_entropy(
     Example:
         loss = linear_cross_entropy(hidden_BTD, head.weight, labels_BT, shift=True)
     """
-    op = "linear_cross_entropy"
+    # 1. The arguments.
     dtype = check(
-        op, hidden, weight, labels, bias, shift,
+        "linear_cross_entropy", hidden, weight, labels, bias, shift,
         softcap=softcap, num_valid=num_valid, reduction=reduction, num_items=num_items,
         label_smoothing=label_smoothing, z_loss=z_loss,
     )  # fmt: skip
     if shift:
         labels = shift_labels(labels, ignore_index)
+    # 2. The divisor, a scalar on the device.
     place = {"dtype": wide_dtype(dtype), "device": hidden.device}
     if isinstance(num_items, Tensor):
         total_by = num_items.detach().to(**place, non_blocking=True).reshape(())
@@ -375,22 +376,23 @@ def linear_cross_entropy(
         total_by = (labels != ignore_index).sum().to(**place)
     else:
         total_by = torch.full((), 1 if num_items is None else num_items, **place)
+    # 3. A loss per token, or one that the GradScaler multiplies: its gradient waits for backward.
     if reduction == "none" or dtype == torch.float16:
+        outputs = ("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse")
         out = linear_log_prob(
             hidden, weight, labels, bias=bias, softcap=softcap, ignore_index=ignore_index,
-            num_valid=num_valid,
-            outputs=("log_prob", "lse", "mean_logit") if label_smoothing else ("log_prob", "lse"),
-            workspace_bytes=workspace_bytes,
+            num_valid=num_valid, outputs=outputs, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         loss = z_loss * out.lse.square() - (1.0 - label_smoothing) * out.log_prob
         if label_smoothing:
             loss = loss + label_smoothing * (out.lse - out.mean_logit)
         return loss if reduction == "none" else loss.sum() / total_by
+    # 4. A scalar: its gradients are computed now.
     opts = Options(
-        ignore_index, label_smoothing, 1.0 / softcap if softcap else 0.0, softcap or 1.0, z_loss,
-        weight.shape[0], dtype, num_valid, workspace_bytes,
+        ignore_index, smoothing=label_smoothing, inner=1.0 / softcap if softcap else 0.0,
+        outer=softcap or 1.0, z_loss=z_loss, vocab_size=weight.shape[0], dtype=dtype,
+        num_valid=num_valid, workspace_bytes=workspace_bytes,
     )  # fmt: skip
-    return _total(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), total_by, opts,
-        torch.is_grad_enabled(),
-    )  # fmt: skip
+    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+    labels_N = labels.reshape(-1)
+    return _total(hidden_ND, weight, bias, labels_N, total_by, opts, torch.is_grad_enabled())

@@ -72,9 +72,11 @@ def _factor(weight, offset, wide):
     return weight.to(wide) + offset if offset else weight.to(wide)
 
 
-def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
+def _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
-    dy, rstd, w = dy.to(wide), rstd.to(wide).unsqueeze(-1), _factor(weight, offset, wide)
+    dy = dy.to(wide)
+    rstd = rstd.to(wide).unsqueeze(-1)
+    w = _factor(weight, offset, wide)
     x_hat = x.to(wide) * rstd
     dx = dw = None
     if need_dw:
@@ -84,7 +86,7 @@ def _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
         g = dy if w is None else dy * w
         x_hat *= (g * x_hat).mean(-1, keepdim=True)
         dx = (g - x_hat).mul_(rstd)
-        dx = (dx if dsum is None else dx + dsum).to(x.dtype)
+        dx = (dx if dtotal is None else dx + dtotal).to(x.dtype)
     return dx, dw
 
 
@@ -100,109 +102,91 @@ def _dtypes(dtype, weight, cast):
     return x_hat, dtype if weight is None else torch.promote_types(x_hat, weight.dtype)
 
 
-# The ops, their backward op and the fakes. A gradient that is not needed is an empty tensor.
+# The op, its backward op and the fakes. A gradient that is not needed is an empty tensor.
 
 
 def _fwd(x, residual, weight, eps, offset, cast):
-    """(y, rstd, x + residual). Without a residual the third is unread."""
+    """(y, rstd, x + residual). The third is empty without a residual."""
     if use_kernel(x, weight, residual) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
         from hfpatch.kernels import rms_norm as kernels
 
-        dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        dtypes = _dtypes(dtype, weight, cast)
+        dtypes = _dtypes(_promoted(x, residual), weight, cast)
         return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "rstd", *dtypes)
     total = (x if residual is None else x + residual).contiguous()
-    return *_plain_fwd(total, weight, eps, offset, cast), total
+    y, rstd = _plain_fwd(total, weight, eps, offset, cast)
+    return y, rstd, x.new_empty(0) if residual is None else total
 
 
-def _rms_norm_fake(x, weight, eps, offset, cast):
-    rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
-    return x.new_empty(x.shape, dtype=_dtypes(x.dtype, weight, cast)[1]), rstd
+def _promoted(x, residual):
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
 
 
-def _add_rms_norm_fake(x, residual, weight, eps, offset, cast):
-    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    return (*_rms_norm_fake(total, weight, eps, offset, cast), total)
+def _fake(x, residual, weight, eps, offset, cast):
+    dtype = _promoted(x, residual)
+    y = x.new_empty(x.shape, dtype=_dtypes(dtype, weight, cast)[1])
+    rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(dtype))
+    return y, rstd, x.new_empty(0 if residual is None else x.shape, dtype=dtype)
 
 
-def _rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
-    if use_kernel(x, weight, dy, dsum) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
+def _bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw):
+    if use_kernel(x, weight, dy, dtotal) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
         from hfpatch.kernels import rms_norm as kernels
 
-        dx, dw = kernels.rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw)
+        dx, dw = kernels.rms_norm_bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw)
     else:
-        dx, dw = _plain_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw)
+        dx, dw = _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw)
     return x.new_empty(0) if dx is None else dx.contiguous(), x.new_empty(0) if dw is None else dw
 
 
-def _rms_norm_bwd_fake(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
+def _bwd_fake(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw):
     dx = x.new_empty(x.shape if need_dx else 0)
     return dx, weight.new_empty(weight.shape) if need_dw else x.new_empty(0)
 
 
 RMS_NORM_BACK = define(
-    "rms_norm_bwd(Tensor dy, Tensor? dsum, Tensor x, Tensor? weight, Tensor rstd, float offset, "
+    "rms_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor rstd, float offset, "
     "bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
-    _rms_norm_bwd,
-    _rms_norm_bwd_fake,
+    _bwd,
+    _bwd_fake,
     backward=no_second_derivative("rms_norm"),
 )
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, _, ctx.offset, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _backward(ctx, dy, _):
-    if dy is None:
-        return (None,) * 5
-    need_dx, need_dw, *_ = ctx.needs_input_grad
-    dx, dw = RMS_NORM_BACK(dy, None, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None, None, None
-
-
-def _add_setup_context(ctx, inputs, output):
     x, residual, weight, _, ctx.offset, _ = inputs
+    _, rstd, total = output
     ctx.set_materialize_grads(False)
     # The sum carries a gradient only where a term does.
-    ctx.mark_non_differentiable(*(output[1:] if not any(ctx.needs_input_grad[:2]) else output[1:2]))
-    ctx.dtypes = x.dtype, residual.dtype
-    ctx.save_for_backward(output[2], weight, output[1])
+    summed = residual is not None and any(ctx.needs_input_grad[:2])
+    ctx.mark_non_differentiable(*((rstd,) if summed else (rstd, total)))
+    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+    ctx.save_for_backward(x if residual is None else total, weight, rstd)
 
 
-def _add_backward(ctx, dy, _, dsum):
+def _backward(ctx, dy, _, dtotal):
     need_x, need_residual, need_dw, *_ = ctx.needs_input_grad
     need_dx = need_x or need_residual
-    dx, dw = dsum, None
+    dx = dtotal
+    dw = None
     if dy is not None:
-        dx, dw = RMS_NORM_BACK(dy, dsum, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
-    need_dx, need_dw = need_dx and dx is not None, need_dw and dw is not None
+        dx, dw = RMS_NORM_BACK(dy, dtotal, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
+    x_dtype, residual_dtype = ctx.dtypes
     return (
-        dx.to(ctx.dtypes[0]) if need_x and need_dx else None,
-        dx.to(ctx.dtypes[1]) if need_residual and need_dx else None,
+        dx.to(x_dtype) if need_x and dx is not None else None,
+        dx.to(residual_dtype) if need_residual and dx is not None else None,
         dw if need_dw else None,
         *(None, None, None),
     )
 
 
+# The third result is x + residual; empty without a residual.
 RMS_NORM = define(
-    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor "
-    "rstd)",
-    lambda x, weight, *how: _fwd(x, None, weight, *how)[:2],
-    _rms_norm_fake,
-    backward=_backward,
-    setup_context=_setup_context,
-)
-ADD_RMS_NORM = define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str cast) "
+    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset, str cast) "
     "-> (Tensor y, Tensor rstd, Tensor total)",
     _fwd,
-    _add_rms_norm_fake,
-    backward=_add_backward,
-    setup_context=_add_setup_context,
+    _fake,
+    backward=_backward,
+    setup_context=_setup_context,
 )
 
 
@@ -253,7 +237,7 @@ def rms_norm(
         y = rms_norm(x, norm.weight, norm.variance_epsilon)
     """
     _check(x, weight, cast)
-    return RMS_NORM(x, weight, eps, offset, cast)[0]
+    return RMS_NORM(x, None, weight, eps, offset, cast)[0]
 
 
 def add_rms_norm(
@@ -280,5 +264,5 @@ def add_rms_norm(
     _check(x, weight, cast)
     message = "x and residual must have one shape, got {} and {}. Expand the smaller one"
     refuse("add_rms_norm", (x.shape != residual.shape, message, x.shape, residual.shape))
-    y, _, total = ADD_RMS_NORM(x, residual, weight, eps, offset, cast)
+    y, _, total = RMS_NORM(x, residual, weight, eps, offset, cast)
     return y, total

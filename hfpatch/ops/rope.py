@@ -18,11 +18,14 @@ from hfpatch.ops._library import define, refuse, use_kernel, wide_dtype
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """rope in plain torch, differentiable in all four arguments. float64 stays float64."""
-    wide, outs = wide_dtype(q.dtype, k.dtype, cos.dtype), []
-    cos_B1TE, sin_B1TE = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1)
+    wide = wide_dtype(q.dtype, k.dtype, cos.dtype)
+    outs = []
+    cos_B1TE = cos.to(wide).unsqueeze(1)
+    sin_B1TE = sin.to(wide).unsqueeze(1)
     sin1, sin2 = sin_B1TE.chunk(2, -1)
     for x in (q, k):
-        (y1, y2), (x1, x2) = (x.to(wide) * cos_B1TE).chunk(2, -1), x.to(wide).chunk(2, -1)
+        y1, y2 = (x.to(wide) * cos_B1TE).chunk(2, -1)
+        x1, x2 = x.to(wide).chunk(2, -1)
         y = torch.cat((torch.addcmul(y1, x2, sin1, value=-1), torch.addcmul(y2, x1, sin2)), -1)
         outs.append(y.to(torch.promote_types(x.dtype, cos.dtype)))
     return tuple(outs)
@@ -41,12 +44,14 @@ def _rope(q, k, cos, sin, transpose, dtype):
         kernels.rope((q, k), outs, cos, sin, transpose)
         return outs
     wide = wide_dtype(q.dtype, k.dtype, cos.dtype)
-    cos, (sin1, sin2) = cos.to(wide).unsqueeze(1), sin.to(wide).unsqueeze(1).chunk(2, -1)
+    cos = cos.to(wide).unsqueeze(1)
+    sin1, sin2 = sin.to(wide).unsqueeze(1).chunk(2, -1)
     sign, sin1, sin2 = (1, sin2, sin1) if transpose else (-1, sin1, sin2)
     for x, out in zip((q, k), outs):
         x = x.to(wide)
         y = torch.mul(x, cos, out=out) if out.dtype is wide else x * cos
-        (y1, y2), (x1, x2) = y.chunk(2, -1), x.chunk(2, -1)
+        y1, y2 = y.chunk(2, -1)
+        x1, x2 = x.chunk(2, -1)
         y1.addcmul_(x2, sin1, value=sign)
         y2.addcmul_(x1, sin2, value=-sign)
         if y is not out:

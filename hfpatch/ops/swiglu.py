@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.ops._library import define, no_second_derivative, refuse, use_kernel, wide_dtype
+from hfpatch.ops._library import by_device, define, no_second_derivative, refuse, wide_dtype
 
 # Names in transformers' ACT2FN -> the function computed. Other names are refused, never replaced.
 ACTIVATIONS = {
@@ -55,43 +55,30 @@ def _dgate(dact, x, name):
     return torch.where(x > 0, dact if name == "relu" else dact * 2.0 * x, 0.0)
 
 
-def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
-    wide = wide_dtype(gate.dtype, up.dtype)
-    dy, gate_wide = dy.to(wide), gate.to(wide)
-    dgate = dup = None
-    if need_dgate:
-        dgate = _dgate(dy * up, gate_wide, activation).to(gate.dtype)
-    if need_dup:
-        dup = _act(gate_wide, activation).mul_(dy).to(up.dtype)
-    return dgate, dup
-
-
 # The op, its backward op and their fakes. A gradient that is not needed is an empty tensor.
 
 
-def _swiglu(gate, up, activation):
-    if use_kernel(gate, up) and gate.numel():
-        from hfpatch.kernels import swiglu as kernels
-
-        return kernels.swiglu_fwd(gate, up, activation, torch.promote_types(gate.dtype, up.dtype))
+def _plain_fwd(gate, up, activation):
     return swiglu_ref(gate, up, activation=activation).contiguous()
 
 
-def _swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
-    if use_kernel(dy, gate, up) and gate.numel():
-        from hfpatch.kernels import swiglu as kernels
-
-        dgate, dup = kernels.swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup)
-    else:
-        dgate, dup = _plain_bwd(dy, gate, up, activation, need_dgate, need_dup)
-    dgate = gate.new_empty(0) if dgate is None else dgate.contiguous()
-    return dgate, up.new_empty(0) if dup is None else dup.contiguous()
+def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
+    wide = wide_dtype(gate.dtype, up.dtype)
+    dy = dy.to(wide)
+    gate_wide = gate.to(wide)
+    dgate = gate.new_empty(0)
+    dup = up.new_empty(0)
+    if need_dgate:
+        dgate = _dgate(dy * up, gate_wide, activation).to(gate.dtype).contiguous()
+    if need_dup:
+        dup = _act(gate_wide, activation).mul_(dy).to(up.dtype).contiguous()
+    return dgate, dup
 
 
 SWIGLU_BACK = define(
     "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation, bool need_dgate, bool need_dup) "
     "-> (Tensor dgate, Tensor dup)",
-    _swiglu_bwd,
+    by_device(_plain_bwd, "swiglu", "swiglu_bwd"),
     lambda dy, gate, up, activation, need_dgate, need_dup: (
         gate.new_empty(gate.shape if need_dgate else 0),
         up.new_empty(up.shape if need_dup else 0),
@@ -113,7 +100,7 @@ def _backward(ctx, dy):
 
 SWIGLU = define(
     "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
-    _swiglu,
+    by_device(_plain_fwd, "swiglu", "swiglu_fwd"),
     lambda gate, up, activation: gate.new_empty(
         gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)
     ),

@@ -15,7 +15,6 @@ query heads of a round.
 """
 
 from collections import deque
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -122,7 +121,8 @@ class _Coming:
     """An all-to-all in flight. finish: called on the received tensor."""
 
     def __init__(self, sequence: Sequence, send: Tensor, finish):
-        self.send, self.finish = send, finish  # `send` stays alive until it is sent
+        self.send = send  # alive until it is sent
+        self.finish = finish
         self.got, self.handle = sequence.all_to_all(send)
 
     def wait(self) -> Tensor:
@@ -143,46 +143,38 @@ class ExchangedAttention(Attention):
         self.rounds: list[Rounds] = []  # of each call
 
     # -- exchange of heads -------------------------------------------------------------------------
-    def _to_tokens(self, x_BTwE: Tensor) -> _Coming:
+    def _to_rows(self, xs_PBtwE: list[Tensor]) -> list[_Coming]:
+        """Sends every rank's heads of this rank's tokens; receives whole rows [B, T, w, E] of the
+        heads that this rank owns."""
+        return [_Coming(self.sequence, x.contiguous(), self.sequence.in_order) for x in xs_PBtwE]
+
+    def _to_tokens(self, x_BTwE: Tensor, finish=lambda got: got) -> _Coming:
         """Sends whole rows of this rank's heads; receives all ranks' heads of this rank's tokens,
         [P, B, t, w, E]."""
-        return _Coming(self.sequence, self.sequence.dealt(x_BTwE).contiguous(), lambda got: got)
+        return _Coming(self.sequence, self.sequence.dealt(x_BTwE).contiguous(), finish)
+
+    def _by_rank(self, x_BtHE: Tensor, heads: slice) -> Tensor:
+        """These heads of each rank's, [P, B, t, w, E]."""
+        return x_BtHE.unflatten(2, (self.sequence.size, -1))[:, :, :, heads].movedim(2, 0)
 
     def _queries(self, x_BtHE: Tensor, rounds: Rounds, r: int) -> Tensor:
         """A round's query heads of every rank, [P, B, t, w, E]."""
-        a = r * rounds.width
-        return x_BtHE.unflatten(2, (self.sequence.size, -1))[:, :, :, a : a + rounds.width].movedim(
-            2, 0
-        )
+        return self._by_rank(x_BtHE, slice(r * rounds.width, (r + 1) * rounds.width))
 
     def _keys(self, x_BtKE: Tensor, rounds: Rounds, r: int) -> Tensor:
         """A round's KV heads of every rank, [P, B, t, n, E]; a shared head once per rank."""
         if rounds.sharing > 1:
             return x_BtKE.movedim(2, 0).repeat_interleave(rounds.sharing, 0)[:, :, :, None]
-        return x_BtKE.unflatten(2, (self.sequence.size, -1))[:, :, :, rounds.keys(r)].movedim(2, 0)
+        return self._by_rank(x_BtKE, rounds.keys(r))
 
     def _ahead(self, n_rounds: int, send):
         """Yields (r, the received tensors) of every round. Sends the next round first."""
-        coming = None
+        coming = send(0)
         for r in range(n_rounds):
-            got = [c.wait() for c in coming or send(r)]
+            got = [one.wait() for one in coming]
             coming = send(r + 1) if r + 1 < n_rounds else None
             yield r, got
             del got
-
-    def _sent(self, r: int, rounds: Rounds, queries: list, keys: list, out=None) -> list[_Coming]:
-        """Sends a round's query heads of each of `queries`, its output of forward, and its KV heads
-        where they are new.
-
-        out: a function r -> the output [B, t, P*w, E] of a round.
-        """
-        mine = [self._queries(x, rounds, r) for x in queries]
-        if out is not None:
-            mine.append(out(r).unflatten(2, (self.sequence.size, -1)).movedim(2, 0))
-        if rounds.new_keys(r):
-            mine += [self._keys(x, rounds, r) for x in keys]
-        # Whole rows [B, T, w, E] of the heads that this rank owns come back.
-        return [_Coming(self.sequence, x.contiguous(), self.sequence.in_order) for x in mine]
 
     # -- the layer's side --------------------------------------------------------------------------
     def join(self, outs: list[Tensor]) -> list[Tensor]:
@@ -190,7 +182,7 @@ class ExchangedAttention(Attention):
         joined, rest = [], list(outs)
         for rounds in self.rounds:
             mine, rest = rest[: rounds.count], rest[rounds.count :]
-            by_rank = [o.unflatten(2, (self.sequence.size, -1)) for o in mine]
+            by_rank = [out.unflatten(2, (self.sequence.size, -1)) for out in mine]
             joined.append(torch.stack(by_rank, 3).flatten(2, 4) if len(mine) > 1 else mine[0])
         return joined + rest
 
@@ -202,90 +194,110 @@ class ExchangedAttention(Attention):
 
         mixers: mixers that pass their states from rank to rank (layer/time_ranks.py).
         """
-        P, rank = self.sequence.size, self.sequence.rank
-        self.heads, self.rounds, self.states, outs, lses = [], [], [], [], []
+        self.heads, self.rounds, self.states = [], [], []
         self.mixers = mixers
-        for ask, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
-            B, t, H, _ = q.shape
-            rounds = rounds_of(B, t * P, H, k.shape[2], P)
-
-            send = partial(self._sent, rounds=rounds, queries=[q], keys=[k, v])
-            owned = [rank * rounds.own + r * rounds.width for r in range(rounds.count)]
-            groups = [(slice(a, a + rounds.width), rounds.keys(r)) for r, a in enumerate(owned)]
-            keys, back, heads = None, None, None
-            for r, (q_w, *new) in self._ahead(rounds.count, send):
-                keys = new or keys
-                if heads is None:
-                    heads = Heads(ask, groups, pick(q_w))
-                out, lse, state = attention_forward(q_w, *keys, **heads.part(groups[r][0]))
-                lses.append(lse)
-                self.states.append(state)
-                if back is not None:
-                    outs.append(self._local(back))
-                back = self._to_tokens(out)
-                del q_w, new, out, lse
-            outs.append(self._local(back))
-            self.heads.append(heads)
-            self.rounds.append(rounds)
+        outs, lses = [], []
+        for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
+            self._forward_of(call, q, k, v, outs, lses)
         return outs + self.mixed(parts) if mixers else outs, lses
 
-    def _local(self, back: _Coming) -> Tensor:
-        return back.wait().movedim(0, 2).flatten(2, 3)
+    def _forward_of(self, call, q: Tensor, k: Tensor, v: Tensor, outs: list, lses: list) -> None:
+        """One call's rounds, appended to outs and lses."""
+        # 1. The query and KV heads that this rank owns in each round.
+        B, t, H, _ = q.shape
+        rounds = rounds_of(B, t * self.sequence.size, H, k.shape[2], self.sequence.size)
+        first = self.sequence.rank * rounds.own
+        starts = range(first, first + rounds.count * rounds.width, rounds.width)
+        groups = [(slice(a, a + rounds.width), rounds.keys(r)) for r, a in enumerate(starts)]
+
+        def send(r):
+            mine = [self._queries(q, rounds, r)]
+            if rounds.new_keys(r):
+                mine += [self._keys(x, rounds, r) for x in (k, v)]
+            return self._to_rows(mine)
+
+        # 2. A round's result returns while the next round's kernel runs.
+        keys = back = heads = None
+        for r, (q_w, *new) in self._ahead(rounds.count, send):
+            keys = new or keys
+            if heads is None:
+                heads = Heads(call, groups, pick(q_w))
+            out, lse, state = attention_forward(q_w, *keys, **heads.part(groups[r][0]))
+            lses.append(lse)
+            self.states.append(state)
+            if back is not None:
+                outs.append(back.wait())
+            back = self._to_tokens(out, lambda got: got.movedim(0, 2).flatten(2, 3))
+            del q_w, new, out, lse
+        outs.append(back.wait())
+        self.heads.append(heads)
+        self.rounds.append(rounds)
 
     def backward(self, parts, douts, outs, lses, into) -> list:
-        first = 0
-        dsinks: list = []
         into[:] = [torch.empty_like(part) if dx is None else dx for part, dx in zip(parts, into)]
-        for n, (heads, rounds, dout) in enumerate(zip(self.heads, self.rounds, douts)):
-            q, k, v = parts[3 * n : 3 * n + 3]
-            out = partial(_after, outs, first)
-            send = partial(self._sent, rounds=rounds, queries=[q, dout], keys=[k, v], out=out)
-            dq_whole, dk_whole, dv_whole = into[3 * n : 3 * n + 3]
-            sinks = heads.call.sinks_H
-            dsinks.append(None if sinks is None else torch.zeros_like(sinks))
-            keys, sums, back = None, None, None
-            for r, (q_w, dout_w, out_w, *new) in self._ahead(rounds.count, send):
-                keys = new or keys
-                g, owned = first + r, heads.groups[r][0]
-                dq, dk, dv, *dsink = attention_backward(
-                    dout_w, q_w, *keys, out_w, lses[g], self.states[g], **heads.part(owned)
-                )
-                lses[g] = None
-                if dsink:
-                    dsinks[-1][owned] = dsink[0]
-                del q_w, dout_w, out_w, new
-                if back is not None:
-                    self._put(back, dq_whole, rounds, r - 1)
-                back = self._to_tokens(dq)
-                del dq
-                sums = _added(sums, [dk, dv], rounds.of_keys > 2)
-                del dk, dv
-                if rounds.last_keys(r):
-                    for whole, grad, like in zip((dk_whole, dv_whole), sums, keys):
-                        self._put_keys(self._to_tokens(grad.to(like.dtype)), whole, rounds, r)
-                    sums = grad = None
-            self._put(back, dq_whole, rounds, rounds.count - 1)
+        dsinks = []
+        first = 0  # the call's first round
+        for n, rounds in enumerate(self.rounds):
+            dsinks.append(self._backward_of(n, first, parts, douts[n], outs, lses, into))
             first += rounds.count
         if self.mixers:
             self.mixed_backward(parts, douts, into)
         return dsinks
 
-    def _put(self, back: _Coming, whole_BtHE: Tensor, rounds: Rounds, r: int) -> None:
-        self._queries(whole_BtHE, rounds, r).copy_(back.wait())
+    def _backward_of(self, n: int, first: int, parts, dout, outs, lses, into) -> Tensor | None:
+        """Writes dq, dk and dv of call n. Returns the gradient of its sinks, None without sinks."""
+        heads, rounds = self.heads[n], self.rounds[n]
+        q, k, v = parts[3 * n : 3 * n + 3]
+        dq_whole, *dkv_whole = into[3 * n : 3 * n + 3]
+        dsinks = None if heads.call.sinks_H is None else torch.zeros_like(heads.call.sinks_H)
+
+        def send(r):
+            mine = [self._queries(x, rounds, r) for x in (q, dout)]
+            mine.append(self._by_rank(outs(first + r), slice(None)))
+            if rounds.new_keys(r):
+                mine += [self._keys(x, rounds, r) for x in (k, v)]
+            return self._to_rows(mine)
+
+        keys = sums = back = None
+        for r, (q_w, dout_w, out_w, *new) in self._ahead(rounds.count, send):
+            # 1. The kernel, on whole rows of this rank's heads.
+            keys = new or keys
+            owned = heads.groups[r][0]
+            dq, dk, dv, *dsink = attention_backward(
+                dout_w,
+                q_w,
+                *keys,
+                out_w,
+                lses[first + r],
+                self.states[first + r],
+                **heads.part(owned),
+            )
+            lses[first + r] = None
+            if dsink:
+                dsinks[owned] = dsink[0]
+            del q_w, dout_w, out_w, new
+            # 2. dq returns while the next round's kernel runs.
+            if back is not None:
+                self._queries(dq_whole, rounds, r - 1).copy_(back.wait())
+            back = self._to_tokens(dq)
+            del dq
+            # 3. dk and dv return once every round of their heads ran.
+            sums = _added(sums, [dk, dv], rounds.of_keys > 2)
+            del dk, dv
+            if rounds.last_keys(r):
+                for whole, grad, like in zip(dkv_whole, sums, keys):
+                    self._put_keys(self._to_tokens(grad.to(like.dtype)), whole, rounds, r)
+                sums = grad = None
+        self._queries(dq_whole, rounds, rounds.count - 1).copy_(back.wait())
+        return dsinks
 
     def _put_keys(self, back: _Coming, whole_BtKE: Tensor, rounds: Rounds, r: int) -> None:
         got_PBtnE = back.wait()
-        if rounds.sharing > 1:
-            wide = torch.promote_types(got_PBtnE.dtype, torch.float32)
-            summed = got_PBtnE.unflatten(0, (-1, rounds.sharing)).sum(1, dtype=wide)
-            whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
-        else:
-            self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
-
-
-def _after(outs, first: int, r: int) -> Tensor:
-    """The output of round r of a call whose first round is `first`."""
-    return outs(first + r)
+        if rounds.sharing == 1:
+            return self._keys(whole_BtKE, rounds, r).copy_(got_PBtnE)
+        wide = torch.promote_types(got_PBtnE.dtype, torch.float32)
+        summed = got_PBtnE.unflatten(0, (-1, rounds.sharing)).sum(1, dtype=wide)
+        whole_BtKE.copy_(summed[:, :, :, 0].movedim(0, 2))
 
 
 def _added(sums, grads, wide: bool):
@@ -293,5 +305,5 @@ def _added(sums, grads, wide: bool):
     rounded once either way.
     """
     if sums is not None:
-        return [s.add_(g) for s, g in zip(sums, grads)]
+        return [total.add_(grad) for total, grad in zip(sums, grads)]
     return [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads] if wide else grads

@@ -69,7 +69,7 @@ def together(group, work):
     """Runs work() on every rank of a group. If one raises, all raise: they would wait for it
     forever.
     """
-    found, error = None, None
+    found = error = None
     try:
         found = work()
     except Exception as raised:

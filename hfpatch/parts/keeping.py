@@ -12,8 +12,7 @@ from torch import Tensor
 
 
 class _Here(threading.local):  # a second thread may run another model meanwhile
-    noted: list | None = None
-    known: list | None = None
+    lists: tuple[list | None, list | None] = (None, None)  # as of keeping: noted, known
 
 
 _here = _Here()
@@ -27,12 +26,12 @@ def keeping(noted: list | None, known: list | None):
         noted: a list that receives gate and up.
         known: gate and up, recorded earlier, which replace the computed ones.
     """
-    before = _here.noted, _here.known
-    _here.noted, _here.known = noted, known
+    before = _here.lists
+    _here.lists = noted, known
     try:
         yield
     finally:
-        _here.noted, _here.known = before
+        _here.lists = before
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -60,8 +59,9 @@ def unread_sum(*parts: Tensor) -> Tensor:
 
 def kept(*values: Tensor) -> tuple[Tensor, ...]:
     """Records `values` if keeping() wants them. Returns them, or the kept ones."""
-    if _here.noted is not None:
-        _here.noted[:] = values
-    if not _here.known:
+    noted, known = _here.lists
+    if noted is not None:
+        noted[:] = values
+    if not known:
         return values
-    return tuple(_in_place_of(k, v) for k, v in zip(_here.known, values, strict=True))
+    return tuple(_in_place_of(k, v) for k, v in zip(known, values, strict=True))

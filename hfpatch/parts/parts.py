@@ -6,6 +6,7 @@ never read by `.weight`, because LoRA, quantisation and engine hooks act on the 
 """
 
 import inspect
+from collections import namedtuple
 from functools import cache
 from inspect import isroutine
 
@@ -36,7 +37,7 @@ _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 class FusedRMSNorm:
     """An RMSNorm in one kernel. With `residual` the kernel also computes the sum before the norm.
 
-    _hfpatch_norm: (name of the epsilon attribute, offset, cast), see ops/rms_norm.py.
+    _hfpatch: (name of the epsilon attribute, offset, cast), see ops/rms_norm.py.
     """
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
@@ -44,7 +45,7 @@ class FusedRMSNorm:
             total = hidden_states if residual is None else hidden_states + residual
             normed = super().forward(total)
             return normed if residual is None else (normed, total)
-        eps, offset, cast = self._hfpatch_norm
+        eps, offset, cast = self._hfpatch
         weight, eps = getattr(self, "weight", None), getattr(self, eps)
         if residual is None:
             return ops.rms_norm(hidden_states, weight, eps, offset=offset, cast=cast)
@@ -78,7 +79,7 @@ def norm_part(norm: nn.Module) -> tuple[type, dict] | str:
         kind, kind.forward, eps, getattr(norm, eps), weight is not None, _plain_items(norm)
     )
     return (
-        (FusedRMSNorm, {"_hfpatch_norm": found})
+        (FusedRMSNorm, {"_hfpatch": found})
         if found
         else "it computes something else than the fused norm"
     )
@@ -134,7 +135,7 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
         except Exception:  # a family's code may raise anything on a probe: it is another norm then
             return False
         # In float32 the order of a sum may differ.
-        if not close(ours, theirs, 4 if x_dtype == torch.float32 else 0 if exact else 1):
+        if not close(ours, theirs, 4 if x_dtype == torch.float32 else int(not exact)):
             return False
     return True
 
@@ -142,22 +143,22 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
 # --- MLPs -----------------------------------------------------------------------------------------
 
 
-class FusedMLP:
-    """A gated MLP with one kernel for activation(gate) * up.
+# What the probe of an MLP found. gates: the projections that can be skipped where gate and up are kept,
+# two, or one that makes both; kinds: the classes of its activation's modules at that time.
+Gated = namedtuple("Gated", "gates kinds activation")
 
-    Attributes:
-        _hfpatch_activation: the name of the activation that the probe found.
-        _hfpatch_activations: the classes of its activation's modules at that time.
-        _hfpatch_gates: the projections that can be skipped where gate and up are kept: two, or one
-            that makes both.
-    """
+
+class FusedMLP:
+    """A gated MLP with one kernel for activation(gate) * up."""
+
+    _hfpatch: Gated
 
     def forward(self, x: Tensor) -> Tensor:
         if not activation_as_found(self):
             return super().forward(x)
-        made = kept(*(getattr(self, name)(x) for name in self._hfpatch_gates))
+        made = kept(*(getattr(self, name)(x) for name in self._hfpatch.gates))
         gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
-        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch_activation))
+        return self.down_proj(ops.swiglu(gate, up, activation=self._hfpatch.activation))
 
 
 def _activations(mlp: nn.Module, gates: tuple[str, ...]) -> list[nn.Module]:
@@ -169,8 +170,8 @@ def activation_as_found(mlp: nn.Module) -> bool:
     the MLP's class has the forward that apply() found, and the activation its class, its class's
     forward and no hooks.
     """
-    now = _activations(mlp, mlp._hfpatch_gates)
-    if hooks_on_all() or [type(m) for m in now] != mlp._hfpatch_activations:
+    now = _activations(mlp, mlp._hfpatch.gates)
+    if hooks_on_all() or [type(m) for m in now] != mlp._hfpatch.kinds:
         return False
     if mlp._hfpatch_base.forward is not type(mlp)._hfpatch_code:
         return False
@@ -219,15 +220,13 @@ def mlp_part(mlp: nn.Module) -> tuple[type, dict] | str:
         {"_hfpatch_base": nn.Module, "_hfpatch_code": nn.Module.forward},
     )
     kinds = [type(m) for m in _activations(mlp, gates)]
-    found = {"_hfpatch_gates": gates, "_hfpatch_activations": kinds}
-    ours.__dict__.update(found)
     x = torch.randn(5, 16, generator=generator)
     for name in dict.fromkeys(ACTIVATIONS.values()):
-        ours.__dict__["_hfpatch_activation"] = name
+        found = ours.__dict__["_hfpatch"] = Gated(gates, kinds, name)
         try:
             with torch.no_grad():
                 if close(ours(x), twin(x), 64):
-                    return FusedMLP, found | {"_hfpatch_activation": name}
+                    return FusedMLP, {"_hfpatch": found}
         except Exception as error:  # a family's own code on a probe may raise anything
             return f"its probe failed ({type(error).__name__})"
     return "no fused form of its activation"

@@ -15,71 +15,58 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import autocast_dtype, is_fake, modules_in, submodule
+from hfpatch.compat import autocast_dtype, is_fake, modules_in, modules_of, submodule
 from hfpatch.context.classes import LINEAR, other_forward, package_of
 from hfpatch.ops.rope import ROPE
 from hfpatch.parts import experts
 from hfpatch.parts.quantised import base_of, dense_of
 
 
-def gradients_of_linear(
-    dy: Tensor, x: Tensor | None, weight: Tensor, needs: tuple[bool, bool, bool], add=None
-) -> tuple:
-    """(dx, dweight, dbias) of F.linear as autograd computes them, None where not needed.
-
-    x: the input; needed for dweight only. add: receives the weight's gradient, see _Product.
-    """
-    dy_NO, dx, dw = dy.reshape(-1, dy.shape[-1]), None, None
-    if needs[0]:
-        dx = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
-    if needs[1]:
-        x_NI = x.reshape(-1, x.shape[-1])
-        dw = dy_NO.t().mm(x_NI) if add is None else add(dy_NO, x_NI)
-    return dx, dw, dy_NO.sum(0) if needs[2] else None
-
-
 class _Product(torch.autograd.Function):
-    """F.linear, or its backward alone.
+    """F.linear, or its backward alone, with the gradients that autograd computes.
 
-    weight: a tensor, or a function (dtype) -> a frozen one. value: returned in `columns` columns in
-    place of a matmul, if it is no None. add: receives the weight's gradient; None hands it to
-    autograd.
+    weight: a tensor [O, I], or a function (dtype) -> a frozen one. value: returned in `columns`
+    columns in place of a matmul, if it is no None. add: receives (dy [N, O], x [N, I]) in place of
+    a returned gradient of the weight, or None.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, value, columns, add):
-        ctx.add, ctx.make = add, None if isinstance(weight, Tensor) else weight
+        ctx.add = add
+        ctx.make = None if isinstance(weight, Tensor) else weight
         # A frozen weight needs no x; a saved x would live next to its own gradient.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, None if ctx.make else weight)
         if value is None:
-            return torch.nn.functional.linear(x, ctx.make(x.dtype) if ctx.make else weight, bias)
+            return nn.functional.linear(x, ctx.make(x.dtype) if ctx.make else weight, bias)
         # A whole row is stored: a rotation in complex numbers (Llama 4) needs contiguous pairs.
         return x.new_full((columns,), value).expand(*x.shape[:-1], columns)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        if weight is None and ctx.needs_input_grad[0]:
-            weight = ctx.make(dy.dtype)
-        return (
-            *gradients_of_linear(dy, x, weight, ctx.needs_input_grad[:3], ctx.add),
-            None,
-            None,
-            None,
-        )
+        needs = ctx.needs_input_grad
+        dy_NO = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        if needs[0]:
+            if weight is None:
+                weight = ctx.make(dy.dtype)
+            dx_NI = dy_NO.to(weight.dtype).mm(weight).to(dy.dtype)
+            dx = dx_NI.view(*dy.shape[:-1], weight.shape[1])
+        if needs[1]:
+            x_NI = x.reshape(-1, x.shape[-1])
+            dw = dy_NO.t().mm(x_NI) if ctx.add is None else ctx.add(dy_NO, x_NI)
+        if needs[2]:
+            db = dy_NO.sum(0)
+        return dx, dw, db, None, None, None
 
 
-def product(x: Tensor, weight, bias: Tensor | None, add=None, value=None, columns=0) -> Tensor:
-    """F.linear; see _Product."""
-    return _Product.apply(x, weight, bias, value, columns, add)
+_product = _Product.apply
 
 
-def _valueless_forward(
-    module: nn.Linear, dense, value: float, adding, filled: bool, input: Tensor
-) -> Tensor:
+def _unread_forward(module: nn.Linear, dense, value: float, adding, filled: bool, input: Tensor):
     """Replaces `module.forward` while its values are unread. dense: from quantised.dense_of."""
-    add = adding and not dense and adding(module.weight) or None
-    y = product(input, dense or module.weight, module.bias, add, value, module.out_features)
+    add = adding(module.weight) if adding and not dense else None
+    y = _product(input, dense or module.weight, module.bias, value, module.out_features, add)
     return y.contiguous() if filled else y
 
 
@@ -88,7 +75,7 @@ def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
     add = adding(module.weight) if input.dtype == module.weight.dtype else None
     if add is None:
         return LINEAR(module, input)
-    return product(input, module.weight, module.bias, add)
+    return _product(input, module.weight, module.bias, None, 0, add)
 
 
 class UnreadRotation(torch.autograd.Function):
@@ -124,27 +111,27 @@ def can_go_without(module: nn.Module | None) -> bool:
     library, or fused experts that run here."""
     if module is None or "forward" in vars(module):
         return False
-    return experts.layout_of(module) is not None or (
-        isinstance(module, nn.Linear)
-        and (type(module).forward is LINEAR or dense_of(module) is not None)
-        and not hasattr(module.weight, "placements")
-        # torchao's tensors have no mm.
-        and (not hasattr(module.weight, "__tensor_flatten__") or is_fake(module.weight))
-    )
+    if experts.layout_of(module) is not None:
+        return True
+    if not isinstance(module, nn.Linear) or hasattr(module.weight, "placements"):
+        return False
+    if type(module).forward is not LINEAR and dense_of(module) is None:
+        return False
+    # torchao's tensors have no mm.
+    return not hasattr(module.weight, "__tensor_flatten__") or is_fake(module.weight)
 
 
 def as_found(layer: nn.Module, name: str) -> bool:
     """Whether no module or forward between the layer and the named module changed since the
     probe."""
-    home, module, parts = package_of(layer), layer, name.split(".")
-    for i, part in enumerate(parts, 1):
-        try:
-            module = submodule(module, part)
-        except AttributeError:
+    home = package_of(layer)
+    *around, last = name.split(".")
+    module = layer
+    for part in around:
+        module = modules_of(module).get(part)
+        if module is None or package_of(module) != home or other_forward(module):
             return False
-        if i < len(parts) and (package_of(module) != home or other_forward(module)):
-            return False
-    return True
+    return modules_of(module).get(last) is not None
 
 
 def able(layer: nn.Module, names) -> list[tuple]:
@@ -165,13 +152,7 @@ def able(layer: nn.Module, names) -> list[tuple]:
     return found
 
 
-def idle(
-    able: list,
-    device: str = "cpu",
-    value: float = 0.0,
-    adding=None,
-    filled=False,
-) -> list:
+def idle(able: list, device: str = "cpu", value: float = 0.0, adding=None, filled=False) -> list:
     """Replacement forwards that skip the matmul.
 
     Args:
@@ -185,16 +166,16 @@ def idle(
     Returns:
         (module, forward) pairs for `forwards_for_now`.
     """
-    found = []
     if autocast_dtype(device) is not None:  # autocast casts inside F.linear
-        return found
+        return []
+    found = []
     for module, of_adapter, layout in able:
-        if layout is None:
+        if layout is not None:
+            run = partial(experts.run, module, layout=layout, value=value, adding=adding)
+        else:
             dense = None if type(module).forward is LINEAR else dense_of(module)
             fill = filled and not of_adapter
-            run = partial(_valueless_forward, module, dense, value, adding, fill)
-        else:
-            run = partial(experts.run, module, layout=layout, value=value, adding=adding)
+            run = partial(_unread_forward, module, dense, value, adding, fill)
         found.append((module, run))
     return found
 
@@ -212,6 +193,11 @@ def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
     if autocast_dtype(device) is not None:
         return []
     taken = {id(m) for m, _ in idle}
-    linears = (m for m in modules_in(layer) if isinstance(m, nn.Linear) and id(m) not in taken)
-    plain = (m for m in linears if type(m).forward is LINEAR and can_go_without(m))
-    return [(m, partial(_adding_forward, m, adding)) for m in plain if adding(m.weight) is not None]
+    found = []
+    for module in modules_in(layer):
+        plain = isinstance(module, nn.Linear) and type(module).forward is LINEAR
+        if not plain or id(module) in taken or not can_go_without(module):
+            continue
+        if adding(module.weight) is not None:
+            found.append((module, partial(_adding_forward, module, adding)))
+    return found

@@ -29,10 +29,10 @@ def host_empty(nbytes: int, mapped: bool) -> Tensor:
     """
     if not mapped:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    private = {}
+    if hasattr(mmap, "MAP_PRIVATE"):
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     try:
-        private = (
-            {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-        )
         memory = mmap.mmap(-1, nbytes, **private)
     except OSError as error:
         raise MemoryError(
@@ -69,14 +69,10 @@ class Device:
         """Context in which kernels and copies run on `stream`."""
         return nullcontext()
 
-    def mark(self, stream=None):
-        """An event recorded now on `stream` (the current one by default)."""
+    def mark(self, stream=None, blocking: bool = False):
+        """An event recorded now on `stream` (the current one by default). blocking: a thread that
+        waits for it sleeps, and takes no core from the thread that starts kernels."""
         return None
-
-    def mark_for_thread(self, stream):
-        """An event recorded now on `stream`, on which a thread waits asleep: it takes no core from
-        the thread that starts kernels."""
-        return self.mark(stream)
 
     def wait(self, event, stream=None) -> None:
         """`stream` (the current one by default) waits for the event; the host does not."""
@@ -125,23 +121,18 @@ class CudaDevice(Device):
     def on(self, stream):
         return torch.cuda.stream(stream)
 
-    def mark(self, stream=None):
-        event = torch.cuda.Event()
-        event.record(stream or torch.cuda.current_stream(self.device))
-        return event
-
-    def mark_for_thread(self, stream):
-        event = torch.cuda.Event(blocking=True)
-        event.record(stream)
+    def mark(self, stream=None, blocking: bool = False):
+        event = torch.cuda.Event(blocking=blocking)
+        event.record(stream or self.current())
         return event
 
     def clock(self):
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self.current())
         return event
 
     def wait(self, event, stream=None) -> None:
-        (stream or torch.cuda.current_stream(self.device)).wait_event(event)
+        (stream or self.current()).wait_event(event)
 
     def synchronize(self, event=None) -> None:
         event.synchronize() if event is not None else torch.cuda.synchronize(self.device)
@@ -158,10 +149,10 @@ class CudaDevice(Device):
                     self._unregister(block, start)
                     break
         if status:
-            try:  # CUDA reports the error again at the next kernel: this one
+            with suppress(
+                RuntimeError
+            ):  # CUDA reports the error again at the next kernel: this one
                 torch.zeros(1, device=self.device)
-            except RuntimeError:
-                pass
         return status
 
     def unpin(self, block: Tensor) -> None:
@@ -198,7 +189,8 @@ class Speed:
     LEAST = 16 << 20  # bytes of a copy that is timed
 
     def __init__(self, device: Device):
-        self.device, self.found = device, 0.0
+        self.device = device
+        self.found = 0.0
         self.copy: list | None = None  # [bytes, event before, event after]
 
     def begin(self, nbytes: int) -> None:
@@ -213,7 +205,8 @@ class Speed:
         """Of the last copy that was timed; 0 before one."""
         took = self.copy and len(self.copy) == 3 and seconds_between(*self.copy[1:])
         if took:
-            self.found, self.copy = self.copy[0] / took, None
+            self.found = self.copy[0] / took
+            self.copy = None
         return self.found
 
 

@@ -10,7 +10,7 @@ wait can hang, wherever a step was interrupted.
 import os
 import tempfile
 from collections import deque
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class File:
                 "directory as Checkpointing(offload=...)",
             ) from error
         os.unlink(path)
-        self.directory, self.writes = directory, []
+        self.directory = directory
+        self.writes = []
 
     def wait_written(self) -> None:
         for write in self.writes:
@@ -51,18 +52,16 @@ class Bounce:
     """A pinned buffer between the device and the threads, with its last file job and last copy."""
 
     def __init__(self, loan: Loan):
-        self.loan, self.bytes = loan, loan.thing.bytes
+        self.loan = loan
+        self.bytes = loan.thing.bytes
         self.job: Future | None = None  # the last read or write, in a thread
         self.copied = None  # event of the last copy to the device
 
 
 def _ended(job: Future | None) -> None:
     """Waits for a thread's job. Ignores its error, which the reader of the file raises."""
-    try:
-        if job is not None:
-            job.exception()
-    except CancelledError:
-        pass
+    if job is not None:
+        job.exception()
 
 
 class DiskDirectory:
@@ -76,9 +75,6 @@ class DiskDirectory:
         self.read_bounces = Shelf()
 
     # -- writing -----------------------------------------------------------------------------------
-    def file(self) -> File:
-        return File(self.directory)
-
     def write(self, source: Tensor, stream, file: File, at: int = 0) -> None:
         """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on. stream: the
         current one.
@@ -91,7 +87,7 @@ class DiskDirectory:
             bounce = self.write_bounces[0]
             _ended(bounce.job)
             bounce.bytes[: piece.numel()].copy_(piece, non_blocking=self.device.pins)
-            written = self.device.mark_for_thread(stream)
+            written = self.device.mark(stream, blocking=True)
             bounce.job = self.writers.submit(
                 self._write, file, bounce.bytes, piece.numel(), at + start, written
             )
@@ -99,10 +95,12 @@ class DiskDirectory:
 
     def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
         self.device.synchronize(event)
-        view, done = self.device.host_bytes(bounce, writes=False)[:nbytes], 0
+        view = self.device.host_bytes(bounce, writes=False)[:nbytes]
         try:
-            while done < nbytes:
-                done += os.pwrite(file.fd, view[done:], start + done)
+            while view:
+                done = os.pwrite(file.fd, view, start)
+                start += done
+                view = view[done:]
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -115,24 +113,22 @@ class DiskDirectory:
     def read(self, file: File, saved, a: int, b: int) -> "Read":
         """Starts reading tokens [a, b) of each batch row of `saved`, as far as buffers are free."""
         pieces = []
+        nbytes = (b - a) * saved.row_bytes
         for row in range(saved.shape[0]):
-            first, nbytes = (row * saved.shape[1] + a) * saved.row_bytes, (b - a) * saved.row_bytes
-            pieces += [
-                (row, at, first + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)
-            ]
+            first = (row * saved.shape[1] + a) * saved.row_bytes
+            for at in range(0, nbytes, PIECE):
+                pieces.append((row, at, first + at, min(PIECE, nbytes - at)))
         return Read(self, file, pieces)
 
     def take_bounce(self, wanted: bool) -> Loan | None:
         """A bounce buffer to read into, or None if too many are in use. wanted: never None, a new
         one is made if none is free.
         """
-        if not wanted and len(self.read_bounces) - self.read_bounces.free >= BUFFERS - RESERVE:
+        if not wanted and self.read_bounces.taken >= BUFFERS - RESERVE:
             return None
-        loan = self.read_bounces.take()
-        if loan is None:
+        if not self.read_bounces.free:
             self.read_bounces.add(Bounce(self.pool.take(PIECE)))
-            loan = self.read_bounces.take()
-        return loan
+        return self.read_bounces.take()
 
     def start(self, file: File, bounce: Bounce, first: int, nbytes: int) -> Future:
         bounce.job = self.readers.submit(
@@ -148,15 +144,16 @@ class DiskDirectory:
         if copied is not None:
             self.device.synchronize(copied)
         file.wait_written()
-        view, done = self.device.host_bytes(bounce, writes=True)[:nbytes], 0
-        while done < nbytes:
-            got = os.preadv(file.fd, [view[done:]], first + done)
-            if not got:
+        view = self.device.host_bytes(bounce, writes=True)[:nbytes]
+        while view:
+            done = os.preadv(file.fd, [view], first)
+            if not done:
                 raise OSError(
                     f"hfpatch: {file.directory} must hold {nbytes} bytes, and the file ends early. "
                     "Is the disk full?"
                 )
-            done += got
+            first += done
+            view = view[done:]
 
     def close(self) -> None:
         """Frees the bounce buffers that no read holds. Files that a graph holds stay readable."""
@@ -177,11 +174,9 @@ class Read:
         self._ahead()
 
     def _ahead(self, wanted: bool = False) -> None:
-        while self.pieces:
-            loan = self.disk.take_bounce(wanted)
-            if loan is None:
-                return
-            piece, wanted = self.pieces.popleft(), False
+        while self.pieces and (loan := self.disk.take_bounce(wanted)) is not None:
+            wanted = False
+            piece = self.pieces.popleft()
             self.started.append((piece, loan, self.disk.start(self.file, loan.thing, *piece[2:])))
 
     def land(self, destination: Tensor, stream) -> None:
@@ -197,4 +192,4 @@ class Read:
             flat[offset : offset + nbytes].copy_(
                 loan.thing.bytes[:nbytes], non_blocking=device.pins
             )
-            loan.thing.copied = device.mark_for_thread(stream)
+            loan.thing.copied = device.mark(stream, blocking=True)

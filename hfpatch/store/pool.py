@@ -26,8 +26,8 @@ class Loan:
 class Shelf:
     """Interchangeable buffers (bounce buffers). Used by one thread at a time."""
 
-    def __init__(self, things=()):
-        self.rows = [[thing, lambda: None] for thing in things]
+    def __init__(self):
+        self.rows = []  # [buffer, weak reference to its loan]
 
     def __len__(self):
         return len(self.rows)
@@ -39,6 +39,10 @@ class Shelf:
     def free(self) -> int:
         """The number of free buffers."""
         return sum(loan() is None for _, loan in self.rows)
+
+    @property
+    def taken(self) -> int:
+        return len(self.rows) - self.free
 
     def take(self) -> Loan | None:
         """A loan of a free buffer, or None."""
@@ -85,14 +89,16 @@ class Area:
         while True:
             while i < len(self.rows) and self.rows[i][2]() is None:
                 del self.rows[i]
-            room, start = -at % PINNED_AT_ONCE, at
+            room = -at % PINNED_AT_ONCE
+            start = at
             if room < nbytes:
                 start += room
             if (self.rows[i][0] if i < len(self.rows) else self.nbytes) - start >= nbytes:
                 break
             if i == len(self.rows):
                 return None
-            at, i = self.rows[i][1], i + 1
+            at = self.rows[i][1]
+            i = i + 1
         end = start + nbytes
         loan = Loan(Piece(self.block, self.block.bytes[start:end]))
         self.rows.insert(i, (start, end, weakref.ref(loan)))
@@ -113,7 +119,8 @@ class HostPool:
     """
 
     def __init__(self, device: Device):
-        self.device, self.pinned = device, device.pins
+        self.device = device
+        self.pinned = device.pins
         self.areas: list[Area] = []
 
     @property

@@ -141,7 +141,8 @@ class Transfers:
     late = False  # whether settle() starts every copy to the tier, as it does those to files
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
-        self.device, self.tier = device_for(device), tier
+        self.device = device_for(device)
+        self.tier = tier
         self.on_device = device
         self.pool = HostPool(self.device)
         self.disk = DiskDirectory(directory, self.pool) if tier == "disk" else None
@@ -171,7 +172,7 @@ class Transfers:
         row_bytes = prod(shape[2:]) * dtype.itemsize
         saved = Saved(tuple(shape), dtype, row_bytes=row_bytes, resident=False)
         if self.disk is not None:
-            saved.file = self.disk.file()
+            saved.file = File(self.disk.directory)
         else:
             saved.block = self.pool.take(shape[0] * shape[1] * saved.row_bytes)
         return saved
@@ -179,7 +180,8 @@ class Transfers:
     def put(self, saved: Saved, a: int, x: Tensor) -> None:
         """Copies x [B, t, ...] to the tokens of `saved` from a on. x stays alive until settle()."""
         # Detached: a source that outlives its layer must not hold a graph.
-        device, x = self.device, x.detach().contiguous()
+        device = self.device
+        x = x.detach().contiguous()
         self.unsettled.append((x, version(x), device.current()))
         self.unsettled_bytes += x.untyped_storage().nbytes()
         # The event also orders earlier readers of the block: their tickets made this stream wait.
@@ -192,13 +194,15 @@ class Transfers:
         while self.unwritten:
             complete, saved, a, x = self.unwritten[0]
             device.wait(complete, self.to_host)
-            T, b = saved.shape[1], a + x.shape[1]
+            T = saved.shape[1]
+            pieces = [(0, x)]  # (first token, tokens), whole or by rows
+            if x.shape[1] != T:
+                pieces = [(i * T + a, row) for i, row in enumerate(x)]
             with device.on(self.to_host), torch.no_grad():
                 self.speed.begin(x.numel() * x.element_size())
-                for first, piece in (
-                    [(0, x)] if (a, b) == (0, T) else [(i * T + a, row) for i, row in enumerate(x)]
-                ):
-                    flat, at = piece.view(-1).view(torch.uint8), first * saved.row_bytes
+                for first, piece in pieces:
+                    flat = piece.view(-1).view(torch.uint8)
+                    at = first * saved.row_bytes
                     if saved.file is not None:
                         self.disk.write(flat, self.to_host, saved.file, at)
                     elif saved.block is not None:
@@ -218,18 +222,17 @@ class Transfers:
         Raises:
             RuntimeError: a source was modified in place while it stayed.
         """
-        if self.unwritten:
-            self._write()
+        self._write()
         if self.unsettled:
             copied = self.device.mark(self.to_host)
             self.copied.append((self.unsettled, self.unsettled_bytes, copied))
             self.unsettled, self.unsettled_bytes = [], 0
-        held, streams, written_to = 0, set(), False
+        held = 0
         for _, nbytes, _ in self.copied:
             held += nbytes
         while len(self.copied) > under_way and held > room:
             sources, nbytes, copied = self.copied[0]
-            streams.clear()
+            written_to, streams = False, set()
             for x, before, stream in sources:
                 streams.add(stream)
                 written_to = written_to or version(x) != before
@@ -253,7 +256,8 @@ class Transfers:
         A piece without a destination goes to the slot, or without a slot to a new buffer. free:
         receives the slot once the ticket is done.
         """
-        device, tensors, copies, offset = self.device, [], [], 0
+        device = self.device
+        tensors, copies, offset = [], [], 0
         for saved, a, b, destination in pieces:
             if saved.resident:
                 whole = saved.tensor()
@@ -347,8 +351,7 @@ class FetchQueue(Ring):
     def __init__(self, transfers: Transfers):
         super().__init__(transfers)
         self.task = -1
-        self.pending: deque = deque()
-        self.under_way: deque = deque()
+        self.pending, self.under_way = deque(), deque()
 
     def begin(self) -> None:
         """Resets the queue unless the current backward pass is the one that filled it."""
@@ -363,15 +366,14 @@ class FetchQueue(Ring):
         """Queues the pieces of each tile. Just before a tile's fetch, owner.destinations(pieces)
         adds the destinations.
         """
-        for pieces in tiles:
-            self.pending.append((owner, pieces))
+        self.pending += ((owner, pieces) for pieces in tiles)
         self._fill()
 
     def _fill(self) -> None:
         while self.pending and self.free:
             owner, pieces = self.pending[0]
-            pieces = owner.destinations(pieces)
-            ticket = self.transfers.fetch(pieces, self.free.popleft(), self.free)
+            filled = owner.destinations(pieces)
+            ticket = self.transfers.fetch(filled, self.free.popleft(), self.free)
             self.under_way.append((owner, ticket))
             self.pending.popleft()
 
@@ -379,10 +381,8 @@ class FetchQueue(Ring):
         """Whether fetches for `owner` are queued. All are dropped if the first in the queue is
         another layer's: one pass interleaves graphs that two threads made.
         """
-        for one, _ in (*self.under_way, *self.pending):
-            if one is not owner:
-                self.reset()
-                break
+        if any(one is not owner for one, _ in (*self.under_way, *self.pending)):
+            self.reset()
         return bool(self.under_way or self.pending)
 
     def reset(self) -> None:

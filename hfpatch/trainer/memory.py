@@ -11,16 +11,19 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.free import ALLOCATOR, GROWS, expandable_segments
-from hfpatch.lab.watch import runtimes
+from hfpatch.lab.tables import gib
 from hfpatch.layer.meter import Meter
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.report import say
 
-FILE, GiB = "hfpatch_memory.json", 1 << 30
+FILE = "hfpatch_memory.json"
 
 
 def meters(model) -> list[Meter]:
     """What is measured of a model, on each of its devices."""
-    return [meter for one in runtimes(model) for meter in one.meters.values() if meter is not None]
+    return [
+        meter for one in runtimes_in(model) for meter in one.meters.values() if meter is not None
+    ]
 
 
 def key(model, args) -> dict:
@@ -52,7 +55,7 @@ def begin(model, args) -> None:
     for entry in read(args.output_dir):
         if any(entry.get(name) != value for name, value in wanted.items()):
             continue
-        for runtime in runtimes(model):
+        for runtime in runtimes_in(model):
             meter = runtime.meter_of(torch.device(args.device))
             if meter is not None and not meter.calls:
                 meter.load(entry["measured"])
@@ -99,8 +102,8 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
         else f"Or set {ALLOCATOR[0]}={GROWS}"
     )
     sentence = (
-        f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: {before / GiB:.1f} "
-        f"GiB in use before it, a peak of {peak / GiB:.1f} of {limit / GiB:.1f} GiB, {untiled} "
+        f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: {gib(before)} in "
+        f"use before it, a peak of {gib(peak)} of {gib(limit)}, {untiled} "
         f"layers not checkpointed. Start again: the next start keeps less ({path}). {advice}."
     )
     error.args = (f"{error}\n{sentence}",)

@@ -132,7 +132,7 @@ def shares_exactly(model) -> bool:
     """Whether ranks can share rows in all of the model's layers, unchanged since the probe."""
     layers = [m for m in model.modules() if isinstance(m, UntiledLayer)]
     # A layer with a mixer beside attention gives "", and the stack decides.
-    unknown = any(why_not_shared(m._hfpatch_traits, look(m)) for m in layers)
+    unknown = any(why_not_shared(m._hfpatch.traits, look(m)) for m in layers)
     return not unknown and shares_rows(model)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hfpatch.context.current import standard
 from hfpatch.context.ranks import SHORTEST_PART
 from hfpatch.decoder.stack import OurAttention
 from hfpatch.parallel.exchange import Sequence
@@ -53,6 +54,14 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
 
 
 def shares_rows(model) -> bool:
-    """Whether the ranks can exchange this model's attention in evaluation."""
+    """Whether the ranks can exchange this model's attention in evaluation: its layers can run on a
+    part of each row outside training."""
     stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
-    return bool(stacks) and all(m._hfpatch_shares_rows for m in stacks)
+    return bool(stacks) and all(map(_runs_on_a_part, stacks))
+
+
+def _runs_on_a_part(stack: OurAttention) -> bool:
+    traits, config = stack._hfpatch.traits, stack.config
+    timed = traits.timed and stack._hfpatch.runtime is not None
+    ours = traits.ours and (timed or not traits.mixers) and standard(config)
+    return bool(ours and getattr(config, "is_causal", True))

@@ -106,7 +106,7 @@ def _swiglu_rows():
                     f"{activation} fwd",
                     NAMES[dtype],
                     shape,
-                    lambda g=gate, u=up, a=activation, d=dtype: swiglu.swiglu_fwd(g, u, a, d),
+                    lambda g=gate, u=up, a=activation: swiglu.swiglu_fwd(g, u, a),
                     short,
                 )
                 yield Row(

@@ -46,7 +46,7 @@ def main():
     torch.set_num_threads(1)
     stock, ours, (padded, packed) = model(False), model(True), batches()
     stack = ours.model
-    traits = stack._hfpatch_traits
+    traits = stack._hfpatch.traits
     before = dataclasses.replace(traits, unpads=False)
     rows = {
         "stock": (stock, traits, padded), "padded": (ours, before, padded),
@@ -54,7 +54,7 @@ def main():
     }  # fmt: skip
     seconds = {name: [] for name in rows}
     for _ in range(STEPS + 1):  # in turn: the machine's load changes; the first is not counted
-        for name, (one, stack._hfpatch_traits, batch) in rows.items():
+        for name, (one, stack._hfpatch.traits, batch) in rows.items():
             began = time.process_time(), time.perf_counter()
             one(**batch).loss.backward()
             ended = time.process_time(), time.perf_counter()

@@ -34,14 +34,26 @@ def test_a_host_that_is_too_small_is_said():
     assert first(host=int(2 * inputs + 0.99 * one), free=70 * GiB).saves_attention
     assert not first(host=int(inputs + 1.01 * one)).saves_attention
     with pytest.raises(
-        ValueError, match="^hfpatch: checkpoints need 65.0 GiB of host memory, and 28.8"
+        ValueError, match="^hfpatch: checkpoints need 7.0 GiB of host memory, and 3.6"
     ):
-        first(host=32 * GiB)
-    with pytest.raises(ValueError, match="a directory as offload saves all"):
+        first(host=4 * GiB)
+    with pytest.raises(ValueError, match="pass a directory as offload"):
         first(settings={"keep": "attention"}, host=int(1.5 * inputs))
     assert first(host=32 * GiB, layers=7).saves_attention  # the others keep nothing
     for settings in ({"offload": "gpu"}, {"offload": "/tmp"}, {"every": 4}):
         first(settings=settings, host=16 * GiB)
+
+
+def test_a_short_host_has_one_input_of_several_layers():
+    """Up to as many as there are segments; a user's own number stays."""
+    for gib, every in ((64, 1), (32, 2), (20, 2), (16, 3), (12, 4), (9, 5), (8, 6)):
+        found = first(host=gib * GiB)
+        assert (found.every, found.saves_attention) == (every, False)
+    for settings in ({"every": 1}, {"keep": "attention"}):
+        with pytest.raises(ValueError):
+            first(settings=settings, host=32 * GiB)
+    with pytest.raises(ValueError):
+        first(host=32 * GiB, whole=True)
 
 
 def test_heads_go_at_once_where_twelve_tensors_have_room():

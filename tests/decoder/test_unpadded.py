@@ -215,4 +215,4 @@ def test_rounding_that_moves_one_token_keeps_no_padding(family):
 
     model = build(family_config(family))
     hfpatch.apply(model)
-    assert find_decoder(model).stack._hfpatch_traits.unpads
+    assert find_decoder(model).stack._hfpatch.traits.unpads

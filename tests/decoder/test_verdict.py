@@ -360,7 +360,7 @@ def test_a_stack_that_keeps_states_or_shares_weights_has_a_small_instance(name):
         ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=16), **options
     )
     assert "no small instance" not in str(report)
-    assert sum(layer._hfpatch_traits.reason is None for layer in ours.model.layers) == tiled
+    assert sum(layer._hfpatch.traits.reason is None for layer in ours.model.layers) == tiled
     batch = torch.randint(1, 64, (2, 40))
     for model in (stock, ours):
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()

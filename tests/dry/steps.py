@@ -17,6 +17,8 @@ from unittest import mock
 import stub
 import torch
 
+from hfpatch.layer.traits import layers_in
+
 GiB = 2**30
 
 
@@ -291,7 +293,7 @@ def dropped_graph(model, batch: dict) -> None:
 
 def handed_over(model, batch: dict) -> None:
     """Tensors of a fetch that another stream uses."""
-    queues = model.model._hfpatch_runtime.queues
+    queues = model.model._hfpatch.runtime.queues
     if not queues:
         return  # before the first step
     transfers = next(iter(queues.values())).transfers
@@ -331,7 +333,7 @@ class OfAnEngine:
 
 
 def layers_of(model) -> list:
-    return [module for module in model.modules() if "_hfpatch_index" in vars(module)]
+    return layers_in(model)
 
 
 def loss_of(model, batch: dict):
@@ -525,7 +527,7 @@ class Both(io.StringIO):
 def seen(left_out: list):
     """Within, the log has the host's own uses of pinned memory, and hfpatch's wait or synchronize at
     [file's end, line] does nothing."""
-    from hfpatch.layer.packed_weights import Packed
+    from hfpatch.layer.streamed_weights import Packed
     from hfpatch.store.device import CudaDevice
 
     host_bytes, to_host = CudaDevice.host_bytes, Packed._to_host

@@ -92,7 +92,7 @@ class Noted:
         return self.least(group, numbers)
 
     def stepped(self, model):
-        (meter,) = model.model._hfpatch_runtime.meters.values()
+        (meter,) = model.model._hfpatch.runtime.meters.values()
         self.ran.append((plan_of(meter.step.plan.policy), list(meter.step.ran)))
 
     def report(self) -> dict:

@@ -90,7 +90,7 @@ def named(name: str):
 
 
 def _not_ours(model):
-    model.model._hfpatch_traits = replace(model.model._hfpatch_traits, ours=False)
+    model.model._hfpatch.traits = replace(model.model._hfpatch.traits, ours=False)
 
 
 def whole(kind: str) -> dict:

@@ -321,7 +321,7 @@ def one_for_all(ranks: Ranks, host: list[int], fails: bool) -> str:
             ours(**mine, use_cache=False).loss.backward()
         except (ValueError, RuntimeError) as error:
             return str(error)
-    (policy,) = ours.model.layers[0]._hfpatch_runtime.policies.values()
+    (policy,) = ours.model.layers[0]._hfpatch.runtime.policies
     return f"attention of {2 * policy.saves_attention} layers"
 
 

@@ -110,7 +110,7 @@ def main(folder: str) -> None:
             got = way(model, rows()[rank : rank + 1])
         found[way.__name__] = (*worst(got, plain, exact), run.call_count)
         gathered[way.__name__] = gathers.count
-    layers = sum(bool(m._hfpatch_traits.timed) for m in find_decoder(model).layers)
+    layers = sum(bool(m._hfpatch.traits.timed) for m in find_decoder(model).layers)
     common.report(folder, found=found, layers=layers, gathered=gathered)
 
 

@@ -22,6 +22,7 @@ import hfpatch
 from hfpatch.compat import run_experts_plainly
 from hfpatch.layer.condition import look
 from hfpatch.layer.traced import Traced
+from hfpatch.layer.traits import layers_in
 from hfpatch.parts import experts as parts
 
 TILED = hfpatch.Checkpointing(tile=8, plain=0, offload="gpu")
@@ -113,7 +114,7 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
         if stock_first:
             step(model, mine, uneven)
         hfpatch.apply(model, **WAYS[way])
-        layers = [m for m in model.modules() if hasattr(m, "_hfpatch_index")]
+        layers = layers_in(model)
         # A second step has what the first left behind.
         with (
             mock.patch.object(Traced, "post", autospec=True, side_effect=Traced.post) as tiles,

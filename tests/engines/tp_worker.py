@@ -60,7 +60,7 @@ def held(model, shared: bool) -> tuple[int, int, dict]:
         session_module.tensor_parallel_group = find
     found = gradients(model)
     session_module.tensor_parallel_group = find
-    session = model.model.layers[0]._hfpatch_runtime
+    session = model.model.layers[0]._hfpatch.runtime
     assert (session.shards is not None) is shared
     gathered = session.shards.buffer.numel() * session.shards.buffer.element_size() if shared else 0
     return session.transfers.pool.bytes_held, gathered, found
@@ -94,7 +94,7 @@ def four(out: Path) -> None:
             fully_shard(model, mesh=mesh)
             mine = slice(mesh.get_local_rank(), None, 2)
         found[name] = common.worst("plain", gradients(model, mine, rows))
-        assert model.model.layers[0]._hfpatch_runtime.shards.world == 4 // rows
+        assert model.model.layers[0]._hfpatch.runtime.shards.world == 4 // rows
     common.report(out, worst=found)
 
 

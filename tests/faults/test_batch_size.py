@@ -82,7 +82,7 @@ def test_auto_find_batch_size(where, tier, tmp_path):
         assert moved > 0 and (got[name] - value).abs().max() <= 1e4 * 2.0**-52 * moved, name
     gc.collect()
     assert_nothing_held(ours)
-    pool = ours.model._hfpatch_runtime.transfers.pool
+    pool = ours.model._hfpatch.runtime.transfers.pool
     largest = LIMIT * tiny.TOKENS * 64 * 8
     # input and attention output of two layers; on the host also a gradient that waits
     tensors = 5 if tier == "host" else 4

@@ -60,7 +60,7 @@ def in_bounces(transfers):
 
 
 def assert_nothing_held(model):
-    for queue in model.model._hfpatch_runtime.queues.values():
+    for queue in model.model._hfpatch.runtime.queues.values():
         assert not queue.pending and not queue.under_way and not queue.transfers.unsettled
         pool, tier = queue.transfers.pool, queue.transfers.disk
         assert pool.bytes_held - pool.bytes_free == in_bounces(queue.transfers)
@@ -121,7 +121,7 @@ def small_pieces(monkeypatch):
 def interrupt_everywhere(tier, way, directory, every_nth, first=1):
     model = patched(tier, way, directory)
     expected = {n: g.clone() for n, g in step(model).items()}
-    transfers = model.model._hfpatch_runtime.transfers
+    transfers = model.model._hfpatch.runtime.transfers
     held = transfers.pool.bytes_held - in_bounces(transfers)
     with Interrupt() as lines:
         step(model)
@@ -185,7 +185,7 @@ def raise_in(module, nth):
 def test_a_hundred_exceptions_leak_nothing(tier, way, tmp_path):
     model = patched(tier, way, tmp_path)
     expected = {n: g.clone() for n, g in step(model).items()}
-    pool = model.model._hfpatch_runtime.transfers.pool
+    pool = model.model._hfpatch.runtime.transfers.pool
     held, files, threads = pool.bytes_held, open_files(), threading.active_count()
     layer = model.model.layers[1]
     for i in range(100):
@@ -205,7 +205,7 @@ def test_a_hundred_exceptions_leak_nothing(tier, way, tmp_path):
 def test_partial_backward_then_a_whole_one(tier, way, tmp_path):
     model = patched(tier, way, tmp_path)
     expected = {n: g.clone() for n, g in step(model).items()}
-    held = model.model._hfpatch_runtime.transfers.pool.bytes_held
+    held = model.model._hfpatch.runtime.transfers.pool.bytes_held
     weight = model.model.layers[2].mlp.up_proj.weight
     for _ in range(20):
         hidden = model.model(tokens(2, 11)).last_hidden_state
@@ -214,7 +214,7 @@ def test_partial_backward_then_a_whole_one(tier, way, tmp_path):
     assert_same(step(model), expected)
     assert_nothing_held(model)
     assert (
-        model.model._hfpatch_runtime.transfers.pool.bytes_held
+        model.model._hfpatch.runtime.transfers.pool.bytes_held
         <= held + 2 * disk.BUFFERS * disk.PIECE
     )
 
@@ -252,5 +252,5 @@ def test_a_smaller_batch_after_out_of_memory_has_the_dead_ones_blocks():
         step(model, 44)
     handle.remove()
     assert_same(step(model), step(fresh))
-    used, own = (m.model._hfpatch_runtime.transfers.pool for m in (model, fresh))
+    used, own = (m.model._hfpatch.runtime.transfers.pool for m in (model, fresh))
     assert len(used.areas) == 1 and used.bytes_free == used.bytes_held > own.bytes_held

@@ -14,6 +14,7 @@ import torch
 
 import hfpatch
 from hfpatch.context.documents import find_rows
+from hfpatch.context.masks import Batch
 from hfpatch.store import device as device_module
 from hfpatch.store import pool as pool_module
 from hfpatch.store.device import CudaDevice, Device, host_empty
@@ -79,7 +80,7 @@ def test_a_reservation_that_fails_half_way_leaves_nothing(monkeypatch):
     with standing_in(CPU, Pinning()) as device:
         with pytest.raises(MemoryError, match="planted"):
             step(model)
-        assert device.held == 0 and not model.model._hfpatch_runtime.policies
+        assert device.held == 0 and not model.model._hfpatch.runtime.policies
         assert_same(step(model), expected)
         hfpatch.undo(model)
 
@@ -147,9 +148,8 @@ def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
 )
 def test_chunks_are_counted_inside_documents(positions, mask, bounds):
     given = None if mask is None else torch.tensor([mask])
-    assert (
-        find_rows(1, 12, CPU, given, torch.tensor([positions]), chunk=4).documents.bounds == bounds
-    )
+    batch = Batch(1, 12, CPU, given, torch.tensor([positions]))
+    assert find_rows(batch, chunk=4).documents.bounds == bounds
 
 
 def test_a_session_of_the_second_gpu_keeps_to_it(monkeypatch):

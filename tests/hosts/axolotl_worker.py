@@ -52,7 +52,7 @@ def main(engine: str, file: str, folder: str) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(whole, Path(folder) / "weights.pt")
     layers = [m for m in model.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
-    tiled = [is_mixed(m) and m._hfpatch_condition.reason is None for m in layers]
+    tiled = [is_mixed(m) and m._hfpatch.condition.reason is None for m in layers]
     common.report(folder, losses=losses, sharded=sharded, layers=tiled)
 
 

@@ -44,7 +44,7 @@ def assert_tiled(model) -> None:
     """Every decoder layer is patched, and runs in tiles."""
     layers = [m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"]
     assert len(layers) == 2 and all(is_mixed(layer) for layer in layers)
-    assert all(layer._hfpatch_condition.reason is None for layer in layers)
+    assert all(layer._hfpatch.condition.reason is None for layer in layers)
 
 
 def assert_same_training(ours, stock) -> None:

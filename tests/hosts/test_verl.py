@@ -135,8 +135,8 @@ def layers_of(engine) -> list:
 def assert_tiled(engine) -> None:
     layers = layers_of(engine)
     assert len(layers) == 2 and all(is_mixed(layer) for layer in layers)
-    assert all(layer._hfpatch_condition.reason is None for layer in layers)
-    assert all(layer._hfpatch_runtime.checkpointing.tile == 4 for layer in layers)
+    assert all(layer._hfpatch.condition.reason is None for layer in layers)
+    assert all(layer._hfpatch.runtime.checkpointing.tile == 4 for layer in layers)
 
 
 def assert_equal(ours, stock) -> None:

@@ -16,6 +16,7 @@ from hfpatch.lab.models import config_of
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.layer.traced import Traced
+from hfpatch.layer.traits import layers_in
 from tests import tiny
 from tests.layer.test_peft import assert_as_good
 from tests.numerics import lifted
@@ -74,7 +75,7 @@ def test_every_gradient_is_that_of_stock_in_tiles(family, settings, tiles):
     got = tiny.step(ours, batch())
     ran = len(tiles)
     assert_as_good(got, tiny.step(stock, batch()), tiny.step(tiny.exact(stock), batch()))
-    layers = len([m for m in ours.modules() if "_hfpatch_index" in vars(m)])
+    layers = len(layers_in(ours))
     assert ran == 2 * 6 * layers  # six tiles, forward and backward
 
 
@@ -184,7 +185,7 @@ def test_experts_of_four_bits_run_in_tiles(tiles):
     plain = tiny.step(stock, batch())
     tiles.clear()
     got = tiny.step(ours, batch())
-    layers = len([m for m in ours.modules() if "_hfpatch_index" in vars(m)])
+    layers = len(layers_in(ours))
     assert len(tiles) == 2 * 6 * layers
     assert_as_good(got, plain, tiny.step(tiny.exact(dense), batch()))
 

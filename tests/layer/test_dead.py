@@ -48,7 +48,7 @@ def models(lora: bool):
         found.append(parts_of)
     for module in found[1].modules():
         if isinstance(module, TiledLayer):
-            module._hfpatch_traits = replace(module._hfpatch_traits, unread_post=(), unread_pre=())
+            module._hfpatch.traits = replace(module._hfpatch.traits, unread_post=(), unread_pre=())
     return found
 
 

@@ -367,7 +367,7 @@ def test_evaluation_keeps_nothing():
             and out.logits is None
         )
         assert (model(ids).logits - stock(ids).logits).abs().max() < BUDGET
-    assert model.model._hfpatch_runtime.transfers is None
+    assert model.model._hfpatch.runtime.transfers is None
 
 
 # --- packed documents and padding -----------------------------------------------------------------
@@ -384,12 +384,12 @@ def test_host_memory_does_not_grow_and_is_released():
     for _ in range(4):
         loss = model(ids, labels=ids).loss
         loss.backward()
-        held.append(model.model._hfpatch_runtime.transfers.pool.bytes_held)
+        held.append(model.model._hfpatch.runtime.transfers.pool.bytes_held)
     # x and out of 3 layers in float64, the log-sum-exp, and dx of the layer that runs: exactly, with
     # nothing rounded up.
     token = 2 * (3 * (64 * 8 + 64 * 8 + 4 * 8) + 64 * 8)
     assert held == [37 * token] * 4
-    pool = model.model._hfpatch_runtime.transfers.pool
+    pool = model.model._hfpatch.runtime.transfers.pool
 
     def step(T):
         ids = tokens(2, T)
@@ -410,7 +410,7 @@ def test_a_dropped_graph_gives_its_memory_back():
     for _ in range(3):
         loss = model(ids, labels=ids).loss
         del loss
-    pool = model.model._hfpatch_runtime.transfers.pool
+    pool = model.model._hfpatch.runtime.transfers.pool
     assert pool.bytes_free == pool.bytes_held > 0
 
 
@@ -448,7 +448,7 @@ def test_some_layers_compute_again_what_others_keep(monkeypatch):
     settings = hfpatch.Checkpointing(offload="host", tile=14, plain=1)
     check(settings, {"num_hidden_layers": 4})
     hfpatch.apply(model := tiny_llama(num_hidden_layers=4), checkpointing=settings)
-    session, calls = model.model.layers[0]._hfpatch_runtime, []
+    session, calls = model.model.layers[0]._hfpatch.runtime, []
     link = session.link
     monkeypatch.setattr(
         session, "link", lambda call, x: calls.append(call.keeps_gates) or link(call, x)

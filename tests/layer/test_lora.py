@@ -117,7 +117,7 @@ def calls(monkeypatch) -> list:
 
     def counted(call, *args, **kwargs):
         outputs = forward(call, *args, **kwargs)
-        found.append((call.layer._hfpatch_index, len(call.bounds)))
+        found.append((call.layer._hfpatch.index, len(call.bounds)))
         return outputs
 
     monkeypatch.setattr(LayerCall, "forward", counted)

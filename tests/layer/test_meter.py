@@ -4,6 +4,7 @@ is left is used.
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from tiny import gradients
 
 import hfpatch
 from hfpatch.budget.measured import Kind, Plan
+from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.layer.meter import Meter
+from hfpatch.layer.policies import Shape
+from hfpatch.layer.runtime import LayerRuntime
 from tests.layer.deep import tiny_llama, tokens
 from tests.layer.devices import Counters, GiB, OfLedger, Told, on_device
 
@@ -43,7 +47,7 @@ class Run:
     def step(self, ids, rows: int):
         ids = ids[:, :rows]
         self.model(input_ids=ids, labels=ids).loss.backward()
-        (self.meter,) = self.model.model._hfpatch_runtime.meters.values()
+        (self.meter,) = self.model.model._hfpatch.runtime.meters.values()
         self.policies.append(self.meter.step.plan.policy)
         self.peaks.append(self.meter.gauge.read().peak)
 
@@ -96,7 +100,7 @@ def test_fixed_settings_have_the_same_bits_in_each_step(settings, monkeypatch):
         model(tokens(), labels=tokens()).loss.backward()
         found.append(gradients(model))
         model.zero_grad()
-    policies = {p for p in model.model._hfpatch_runtime.policies.values()}
+    policies = {p for p in model.model._hfpatch.runtime.policies}
     assert len(policies) == 1
     assert all(torch.equal(found[0][name], g) for one in found for name, g in one.items())
 
@@ -134,7 +138,7 @@ def told_steps(monkeypatch, count=3, **fields):
     for _ in range(count):
         model(tokens(), labels=tokens()).loss.backward()
         model.zero_grad()
-    (meter,) = model.model._hfpatch_runtime.meters.values()
+    (meter,) = model.model._hfpatch.runtime.meters.values()
     return model, meter
 
 
@@ -219,7 +223,7 @@ def test_what_one_run_measured_another_begins_with(monkeypatch):
     second = Run(monkeypatch, 8.0)
 
     def again(run, ids):
-        run.model.model._hfpatch_runtime.meter_of(ids.device).load(state)
+        run.model.model._hfpatch.runtime.meter_of(ids.device).load(state)
         work(run, ids)
 
     assert second.run(again, 12000)[0].plain >= plain[2] - 1 > 0
@@ -259,3 +263,18 @@ def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
     for index, gauge.now in enumerate([0, 0, 108, 208]):
         meter.layer(index, "a", 0)
     assert meter.step.ran == meter.step.plan.untiled == [False, True, True, True]
+
+
+@pytest.mark.parametrize("keep, other, least", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])
+def test_ranks_agree_on_what_each_of_them_can_keep(keep, other, least):
+    """keep="input" is -1; a number below 0 means "unknown" to the ranks' own reduction."""
+    theirs = [0, 1024, other + 1]
+    runtime = LayerRuntime(Checkpointing(), 8)
+    runtime._least = lambda group, numbers: [
+        None if ours < 0 else min(ours, one) for ours, one in zip(numbers, theirs)
+    ]
+    meter = Meter(Card(), list, 8)
+    meter.begin()
+    shape = Shape(LEAST, replace(LEAST, keep=keep))
+    runtime._agree(meter, shape, None)
+    assert (shape.policy.keep, shape.policy.tile, meter.step.plan.firm) == (least, 1024, True)

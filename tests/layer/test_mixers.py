@@ -78,9 +78,9 @@ def test_the_mixer_runs_whole_and_the_rest_by_tiles(name):
     assert not any("run untiled" in note for note in report.notes), report
     mixer, behind = HYBRIDS[name]
     first = layers_of(ours)[0]
-    assert list(first._hfpatch_traits.mixers) == [mixer]
+    assert list(first._hfpatch.traits.mixers) == [mixer]
     kind = type(first.get_submodule(mixer)).__name__
-    assert f"{kind}s, which mix tokens, {first._hfpatch_traits.in_time(mixer)}" in str(report)
+    assert f"{kind}s, which mix tokens, {first._hfpatch.traits.in_time(mixer)}" in str(report)
     plain = batch()
     holes = {**plain, "attention_mask": torch.ones(2, 40, dtype=torch.long)}
     holes["attention_mask"][0, 11:13], holes["attention_mask"][1, -5:] = 0, 0
@@ -143,8 +143,8 @@ def test_packed_documents_do_not_see_each_other(name, way, falcon):
     hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     if way == "whole":
         for layer in layers_of(ours):
-            layer._hfpatch_traits = replace(
-                layer._hfpatch_traits, reason=why("untried", "asked for")
+            layer._hfpatch.traits = replace(
+                layer._hfpatch.traits, reason=why("untried", "asked for")
             )
     given, pieces = packed_and_apart(2)
     _, wanted_loss, wanted = step(stock, None, pieces)
@@ -312,7 +312,7 @@ def test_a_mask_made_of_the_mask_is_made_under_our_attention_too():
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILE, **UNFUSED)
     assert "untiled" not in str(report)
-    assert [list(layer._hfpatch_traits.mixers) for layer in layers_of(ours)] == [[], ["self_attn"]]
+    assert [list(layer._hfpatch.traits.mixers) for layer in layers_of(ours)] == [[], ["self_attn"]]
     given = batch(tokens=60)
     wanted = step(stock, given)[2]
     assert_close(step(ours, given)[2], wanted)

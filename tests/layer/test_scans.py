@@ -131,7 +131,7 @@ def test_a_kernel_that_drops_states_is_seen_where_it_runs(change, kernels, monke
     stock = families.small_model("qwen3_next", torch.float32)
     ours = copy.deepcopy(stock)
     hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=64))
-    assert find_decoder(ours).layers[0]._hfpatch_traits.timed
+    assert find_decoder(ours).layers[0]._hfpatch.traits.timed
     call = Mixer.call
     monkeypatch.setattr(
         Mixer, "call", lambda mixer, x, *args: runs.append(x.shape) or call(mixer, x, *args)

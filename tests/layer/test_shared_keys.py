@@ -64,7 +64,7 @@ def patched(stock, policy=None, **options):
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=TILES, **(UNFUSED | options))
     if policy is not None:
-        ours.model._hfpatch_runtime._resolve = lambda *a: policy
+        ours.model._hfpatch.runtime._resolve = lambda *a: policy
     return ours, str(report)
 
 
@@ -163,7 +163,7 @@ def test_whole_layers_run_again_with_the_keys_they_had(name):
     stock = small(name)
     ours, _ = patched(stock)
     for layer in ours.model.layers:
-        layer._hfpatch_traits = replace(layer._hfpatch_traits, reason=why("untried", "asked for"))
+        layer._hfpatch.traits = replace(layer._hfpatch.traits, reason=why("untried", "asked for"))
     check(ours, stock, batch())
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import hfpatch
 from hfpatch.layer import streamed_weights as streamed
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.store.transfers import Transfers
 from tests.layer.devices import Told, on_device
 
@@ -32,9 +33,7 @@ def adapted(model: nn.Module, **settings) -> nn.Module:
 
 
 def streams(model: nn.Module) -> streamed.StreamedWeights:
-    return next(
-        vars(m)["_hfpatch_runtime"] for m in model.modules() if "_hfpatch_index" in vars(m)
-    ).weights
+    return runtimes_in(model)[0].weights
 
 
 def patched(model: nn.Module, **settings) -> nn.Module:

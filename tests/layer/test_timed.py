@@ -27,7 +27,7 @@ def timed_layers(monkeypatch):
     found, run = [], TimedCall.forward
 
     def noting(call, *args, **kwargs):
-        found.append(call.layer._hfpatch_index)
+        found.append(call.layer._hfpatch.index)
         return run(call, *args, **kwargs)
 
     monkeypatch.setattr(TimedCall, "forward", noting)

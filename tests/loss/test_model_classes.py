@@ -304,7 +304,7 @@ class OneClass(LlamaPreTrainedModel):
 
 
 def test_layers_in_the_model_that_has_the_head():
-    assert compare(OneClass, batches()["plain"])._hfpatch_runtime is not None
+    assert compare(OneClass, batches()["plain"])._hfpatch.runtime is not None
 
 
 class Squared(torch.autograd.Function):

@@ -190,10 +190,10 @@ def test_opcheck():
         randn(3, 5, 8, seed=2).requires_grad_(),
         randn(8).requires_grad_(),
     )
-    opcheck("rms_norm", x, w, 1e-6, 0.0, "before")
-    opcheck("rms_norm", x, None, 1e-6, 0.0, "rstd")
-    opcheck("rms_norm", x.to(BF16).detach(), w, 1e-6, 0.0, "weight")
-    opcheck("add_rms_norm", x, r, w, 1e-6, 1.0, "after")
+    opcheck("rms_norm", x, None, w, 1e-6, 0.0, "before")
+    opcheck("rms_norm", x, None, None, 1e-6, 0.0, "rstd")
+    opcheck("rms_norm", x.to(BF16).detach(), None, w, 1e-6, 0.0, "weight")
+    opcheck("rms_norm", x, r, w, 1e-6, 1.0, "after")
     rstd = randn(3, 5)
     for need_dx, need_dw in ((True, True), (False, True), (True, False)):
         opcheck(

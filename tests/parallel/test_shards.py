@@ -20,7 +20,7 @@ def given(**more) -> dict:
 
 
 def mixing(model):
-    model.model._hfpatch_traits = replace(model.model._hfpatch_traits, mixers=True)
+    model.model._hfpatch.traits = replace(model.model._hfpatch.traits, mixers=True)
     return model
 
 

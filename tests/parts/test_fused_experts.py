@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hfpatch
+from hfpatch.layer.traits import layers_in
 from hfpatch.ops import experts as op
 from hfpatch.parts import experts
 from tests import tiny
@@ -36,7 +37,7 @@ def test_weights_train_in_tiles_and_the_second_product_runs_once(family, calls, 
     )
     calls.clear()
     got = tiny.step(ours, batch())
-    layers = len([m for m in ours.modules() if "_hfpatch_index" in vars(m)])
+    layers = len(layers_in(ours))
     assert calls.count(None) == len(calls) - calls.count(None) == 6 * layers
     assert len(sums) == 2 * 6 * layers and sums.count(True) == 2 * layers
     assert ours.config._experts_implementation == named

@@ -12,7 +12,9 @@ from tiny import LONG
 from hfpatch.lab.hardware import SECONDS_ERROR
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/benchmarks/index.md").read_text()
+PAGE = "".join(
+    (ROOT / page).read_text() for page in ("docs/benchmarks/index.md", "profiles/plan/README.md")
+)
 _spec = importlib.util.spec_from_file_location("peers", ROOT / "profiles/plan/peers.py")
 peers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(peers)

@@ -84,7 +84,7 @@ def test_steps_of_a_model_pin_once(monkeypatch):
     monkeypatch.setattr(session_module.memory, "host_free", lambda *_: free[0])
     with standing_in(CPU, Pinning()) as device:
         model = tiny_llama(num_hidden_layers=2)
-        settings = hfpatch.Checkpointing(offload="host", tile=16)
+        settings = hfpatch.Checkpointing(offload="host", tile=16, keep="attention")
         hfpatch.apply(model, checkpointing=settings)
         by_step = []
         for T in (20, 12, 21, 8, 30, 40, 39, 41, 12):
@@ -111,7 +111,7 @@ def test_host_memory_that_the_user_gives_is_all_that_is_pinned(ranks, monkeypatc
     monkeypatch.setattr(session_module, "SCARCE_HOST", 0)
     with standing_in(CPU, Pinning()) as device:
         model = tiny_llama(num_hidden_layers=2)
-        settings = hfpatch.Checkpointing(offload="host", tile=16)
+        settings = hfpatch.Checkpointing(offload="host", tile=16, keep="attention")
         hfpatch.apply(model, checkpointing=settings)
         held = []
         for T in (20, 30, 45, 60, 85, 20):

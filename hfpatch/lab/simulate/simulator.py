@@ -29,11 +29,11 @@ from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.shadow import Shadows, fake_weights
-from hfpatch.lab.watch import module_calls, runtimes
+from hfpatch.lab.watch import module_calls
 from hfpatch.layer import why_whole
 from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
-from hfpatch.layer.traits import layers_in
+from hfpatch.layer.traits import layers_in, runtimes_in
 from hfpatch.ops import _wide_sums
 from hfpatch.parallel import exchange
 from hfpatch.store import device
@@ -195,7 +195,7 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
                 mock.patch.object(attention, "has_flash", lambda *_: True)
             )  # whatever this machine has
             stack.enter_context(mock.patch.object(attention, "why_not_kernel", lambda *_: None))
-        for found in runtimes(model):
+        for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
             if policy is not None:
@@ -213,7 +213,7 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
     """Reasons why layers of a patched model run untiled here -> number of layers."""
     found = Counter()
     for module in layers_in(model):
-        pattern, known = attention.Pattern(softcap=module._hfpatch_traits.softcap), look(module)
+        pattern, known = attention.Pattern(softcap=module._hfpatch.traits.softcap), look(module)
         unable = attention.supported(known.head_dim, dtype, torch.device("cpu"), pattern)
         found[known.reason or unable] += 1
     found.pop(None, None)
@@ -222,7 +222,7 @@ def _whole(model: nn.Module, dtype: torch.dtype) -> dict:
 
 def _weights_to_host(model: nn.Module, follower: Follower) -> None:
     """Puts streamed frozen weights on the host before the step, and their slots on the device."""
-    for weights in (runtime.weights for runtime in runtimes(model) if runtime.weights.on):
+    for weights in (runtime.weights for runtime in runtimes_in(model) if runtime.weights.on):
         weights.pack(layers_in(model), torch.device("cpu"))
         weights.make_slots()
         for slot in weights.ring.slots:
@@ -371,6 +371,6 @@ def simulate(
         model.train(was_training)
     result = summarize(follower.ledger)
     result.whole = whole
-    result.rows = sum(not m._hfpatch_traits.all_timed for m in layers_in(model))
+    result.rows = sum(not m._hfpatch.traits.all_timed for m in layers_in(model))
     result.host_peak_bytes *= not files
     return result
