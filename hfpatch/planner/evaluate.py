@@ -234,7 +234,8 @@ def best(run: Run, names, way: str = SETTLED) -> Plan:
 
 
 def possible(run: Run, names) -> list[str]:
-    """The placements whose weights, gradients and optimizer states leave room on the GPU."""
+    """The placements whose weights, gradients and optimizer states leave room on the GPU and the
+    host."""
     settings = run.checkpointing
     if settings not in WHOLE and settings.frozen_weights == "auto" and run.ranks == 1:
         settings = replace(settings, frozen_weights="host")
@@ -244,7 +245,11 @@ def possible(run: Run, names) -> list[str]:
         own = run.shape.trained_bytes if stays.gradients is None else stays.gradients
         return stays.parameters + stays.optimizer + own
 
-    return [name for name in names if stands(name) < run.gpu.usable_bytes]
+    def host(name):
+        return stays_of(run, name, run.checkpointing).host + run.gpus * PROCESS_BYTES
+
+    found = [name for name in names if stands(name) < run.gpu.usable_bytes]
+    return [n for n in found if run.host is None or host(n) <= HOST_SHARE * run.host]
 
 
 def faster(run: Run, plan: Plan, names) -> dict:
