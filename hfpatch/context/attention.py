@@ -32,17 +32,20 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
         kind = describe(mask_function, batch.T, local_size, batch.device)
         if kind is not None:
             return Mask(batch, added=added, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
-    given = {"q_length": q_length, "local_size": local_size, "device": device}
-    given = {name: x for name, x in given.items() if x is not None} | kwargs
-    given |= {
-        "batch_size": batch_size,
-        "kv_length": kv_length,
-        "kv_offset": kv_offset,
-        "attention_mask": attention_mask,
-        "mask_function": batch.within_documents(mask_function) if use_vmap else mask_function,
-        "use_vmap": use_vmap,
-        "allow_is_causal_skip": False,
-    }
+    sizes = {"q_length": q_length, "local_size": local_size, "device": device}
+    given = (
+        {name: x for name, x in sizes.items() if x is not None}
+        | kwargs
+        | {
+            "batch_size": batch_size,
+            "kv_length": kv_length,
+            "kv_offset": kv_offset,
+            "attention_mask": attention_mask,
+            "mask_function": batch.within_documents(mask_function) if use_vmap else mask_function,
+            "use_vmap": use_vmap,
+            "allow_is_causal_skip": False,
+        }
+    )
     return Mask(batch, build=lambda: ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given), added=added)
 
 
@@ -132,8 +135,8 @@ def _cast(asked: Asked) -> list[Tensor]:
     """q, k and v as [B, T, H, E], in autocast's dtype."""
     qkv = [x.transpose(1, 2) for x in (asked.q_BHTE, asked.k_BKTE, asked.v_BKTE)]
     cast = autocast_dtype(qkv[0].device.type)
-    plain = cast is None or qkv[0].dtype == torch.float64
-    return qkv if plain else [x.to(cast) for x in qkv]
+    casts = cast is not None and qkv[0].dtype != torch.float64
+    return [x.to(cast) for x in qkv] if casts else qkv
 
 
 def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
@@ -186,8 +189,7 @@ def _whole_mask(asked: Asked) -> Tensor | None:
     """The dense mask, also of causal attention."""
     mask, causal = _mask_and_causal(asked)
     if mask is None and causal:
-        T = asked.q_BHTE.shape[2]
-        mask = torch.ones(T, T, dtype=torch.bool, device=asked.q_BHTE.device).tril()
+        mask = asked.q_BHTE.new_ones(2 * asked.q_BHTE.shape[2:3], dtype=torch.bool).tril()
     return mask
 
 

@@ -79,14 +79,13 @@ def not_a_model(came) -> ValueError:
     """The error for an argument that is no model."""
     name = f"the class {came.__name__}" if isinstance(came, type) else type(came).__name__
     found = inner_model(came) if isinstance(came, nn.Module) else None
+    fix = "Pass the model that from_pretrained() or from_config() returned."
     if found is not None:
         path, model = found
         fix = (
             f"Pass the one inside it, its {path} ({type(model).__name__}), before another library "
             "wraps or shards it."
         )
-    else:
-        fix = "Pass the model that from_pretrained() or from_config() returned."
     return ValueError(
         f"hfpatch: model must be a transformers model (with a config), got {name}. {fix}"
     )

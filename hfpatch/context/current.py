@@ -247,9 +247,18 @@ def not_exchanged(what: str) -> ValueError:
 
 # --- which configs name our attention now ---------------------------------------------------------
 
-# id(config): [the config, its own attention name, the number of contexts that name ours, its own
-# experts name]
-_entered: dict = {}
+
+@dataclass
+class _Borrowed:
+    """A config that names our attention, and what it names itself."""
+
+    config: object
+    attention: str | None
+    experts: str | None
+    depth: int = 0  # contexts that name ours
+
+
+_borrowed: dict[int, _Borrowed] = {}  # by id(config)
 
 
 @contextmanager
@@ -259,13 +268,12 @@ def our_attention(configs, batch: Batch | None):
     try:
         current.batch = batch
         for config in configs:
-            entry = _entered.setdefault(
-                id(config), [config, attention_of(config), 0, experts_of(config)]
-            )
-            entry[2] += 1
+            now = _Borrowed(config, attention_of(config), experts_of(config))
+            own = _borrowed.setdefault(id(config), now)
+            own.depth += 1
             entered.append(config)
             name_attention(config, NAME)
-            if entry[3] in STANDARD_EXPERTS:
+            if own.experts in STANDARD_EXPERTS:
                 name_experts(config, OUR_EXPERTS)
         yield
     finally:
@@ -281,34 +289,34 @@ def our_attention(configs, batch: Batch | None):
 
 def _leave(config, wholly: bool = False) -> None:
     """Ends one context in which a config names our attention, or all of them (`wholly`)."""
-    entry = _entered.get(id(config))
-    if entry is None:
+    own = _borrowed.get(id(config))
+    if own is None:
         return
-    entry[2] -= 1
-    if wholly or entry[2] <= 0:
-        name_attention(config, entry[1])
-        if entry[3] in STANDARD_EXPERTS:
-            name_experts(config, entry[3])
-        _entered.pop(id(config), None)
+    own.depth -= 1
+    if wholly or own.depth <= 0:
+        name_attention(config, own.attention)
+        if own.experts in STANDARD_EXPERTS:
+            name_experts(config, own.experts)
+        _borrowed.pop(id(config), None)
 
 
 def unnamed(configs) -> bool:
     """Whether a forward with our attention runs and one of these configs does not name it, as for a
     layer that was added later.
     """
-    return current.batch is not None and any(id(config) not in _entered for config in configs)
+    return current.batch is not None and any(id(config) not in _borrowed for config in configs)
 
 
 def named(config) -> str | None:
     """The attention that a config names when ours is not entered."""
-    entry = _entered.get(id(config))
-    return attention_of(config) if entry is None else entry[1]
+    own = _borrowed.get(id(config))
+    return attention_of(config) if own is None else own.attention
 
 
 def named_experts(config) -> str | None:
     """The experts implementation that a config names when ours is not entered; "" for no name."""
-    entry = _entered.get(id(config))
-    return experts_of(config) if entry is None else entry[3]
+    own = _borrowed.get(id(config))
+    return experts_of(config) if own is None else own.experts
 
 
 def experts_as_named(module: torch.nn.Module, *args) -> Tensor:

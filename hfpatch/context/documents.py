@@ -60,8 +60,8 @@ def _restarts(positions_BT: Tensor) -> Tensor:
     least_B1 = positions_BT.amin(1, keepdim=True)
     again_BT = (step_BT == 0) & (next_BT == least_B1)
     others_repeat_B1 = ((step_BT == 0) & ~again_BT).any(1, keepdim=True)
-    has_others_B1 = (positions_BT != least_B1).any(1, keepdim=True)
-    return (step_BT < 0) | (again_BT & ~others_repeat_B1 & has_others_B1)
+    again_BT = again_BT & ~others_repeat_B1 & (positions_BT != least_B1).any(1, keepdim=True)
+    return (step_BT < 0) | again_BT
 
 
 def _document_starts(
@@ -137,7 +137,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     B, T = batch.B, batch.T
     mask, positions, offsets = batch.said
     # 1. The caller's offsets override positions.
-    bounds = None if offsets is None else _checked(offsets, B * T)
+    bounds = _checked(offsets, B * T)
     if mask is None and positions is None and chunk is None:
         if bounds is not None:
             bounds = _from_bounds(sorted({*bounds, *range(0, B * T, T)}), B, T, batch.device)
@@ -160,12 +160,11 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     return Rows(documents, real, holes, behind, blind_BT)
 
 
-def _checked(offsets: Tensor | Sequence[int], tokens: int) -> list[int] | None:
-    """The offsets, on the host; None in a simulation. ValueError if they do not cover the tokens."""
-    if isinstance(offsets, Tensor):
-        offsets = on_host(offsets)
-        if offsets is None:
-            return None
+def _checked(offsets: Tensor | Sequence[int] | None, tokens: int) -> list[int] | None:
+    """The offsets, on the host; None in a simulation or without any. ValueError if they do not cover the tokens."""
+    offsets = on_host(offsets) if isinstance(offsets, Tensor) else offsets
+    if offsets is None:
+        return None
     bounds = [int(bound) for bound in offsets]
     if bounds[0] != 0 or bounds[-1] != tokens or sorted(bounds) != bounds:
         raise ValueError(
@@ -183,8 +182,8 @@ def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) ->
     """
     B, T = batch.B, batch.T
     mask, positions, _ = batch.said
-    values = [x for x in (mask, positions, batch.idle_BT) if x is not None]
-    device = batch.device if values else torch.device("cpu")  # no wait where no value is on it
+    valueless = mask is positions is batch.idle_BT is None  # then nothing waits for the device
+    device = torch.device("cpu") if valueless else batch.device
     visible_BT = None if mask is None else mask.bool()
     beside_a_mask = mask is not None or batch.cached or not padding
     # 1. Starts by the offsets or the positions.

@@ -140,9 +140,8 @@ class Mask:
         vars(self)["rows"] = self.batch.rows(self.chunk)
 
     def pattern(self, softcap: float | None = None) -> Pattern:
-        rows = self.rows
         window = self.window if self.window is not None and self.window < self.batch.T else None
-        return Pattern(rows.documents, window, softcap, rows.blind_BT)
+        return Pattern(self.rows.documents, window, softcap, self.rows.blind_BT)
 
     def dense(self) -> Tensor | None:
         """The mask of sdpa: bool [B, 1, T, T], True where seen; None for plain causality."""

@@ -82,9 +82,7 @@ def summed_gradients(config: dict, size: int) -> None:
 
 def sequence_of(group, zigzag: bool = False) -> Sequence:
     """The one Sequence of a process group and its way of dealing tokens."""
-    if (group, zigzag) not in _sequences:
-        _sequences[group, zigzag] = Sequence(group, zigzag)
-    return _sequences[group, zigzag]
+    return _sequences.setdefault((group, zigzag), Sequence(group, zigzag))
 
 
 def sharded(sequence: Sequence | None | bool):

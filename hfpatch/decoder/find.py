@@ -58,11 +58,9 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     For a multimodal model this is the text tower, which may have a head or an encoder of its own.
     """
     for module in model.modules():
-        stack = module
-        inner = _decoder_of(module)
+        stack, inner = module, _decoder_of(module)
         while inner is not None and inner is not stack:
-            stack = inner
-            inner = _decoder_of(inner)
+            stack, inner = inner, _decoder_of(inner)
         if (module is model or stack is not module) and list_of_layers(stack) is not None:
             return stack
         if _has_head(module):  # CSM names no decoder; that of a model inside is another's

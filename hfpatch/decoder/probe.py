@@ -132,59 +132,46 @@ def _said(error: Exception) -> Why:
 
 
 def _asked(layer, forward, x_BTD, args, kwargs, configs, batch) -> LayerTraits:
-    count = _Counting(0.0)
     run = lambda x: forward(x, *args, **of_its_own(kwargs))  # noqa: E731
+    # 1. The modules that call attention, and why a call cannot be tiled.
+    count = _Counting(0.0)
     with torch.no_grad(), our_attention(configs, batch), asking(count):
         run(x_BTD)
-    known = {id(x) for x in pytree.tree_leaves((args, kwargs))}
+    attention = tuple(module or _calls_torchs_own(layer) for module in count.modules)
+    given = {id(x) for x in pytree.tree_leaves((args, kwargs))}
 
     def told(x):  # (the layer's output, the inputs of its attention calls)
         with asking(_Counting(0.0)) as count:
             return run(x), count.inputs
 
-    def answered(inside: bool) -> LayerTraits:
-        """The traits of the layer. inside: attention runs as part of a mixer; otherwise each
-        attention call is answered with a constant."""
-        with (
-            torch.no_grad(),
-            our_attention(configs, batch),
-            asking(None if inside else _Counting(0.0)),
-        ):
-            found = find_mixers(layer, run if inside else told, x_BTD, known)
-        return _with_mixers(
-            layer,
-            run,
-            x_BTD,
-            configs,
-            batch,
-            () if inside else tuple(m or _calls_torchs_own(layer) for m in count.modules),
-            found,
-            count.reasons,
-        )
-
-    answers = answered(False)
-    if answers.reason is not None:
-        if answers.reason == MORE_THAN_HIDDEN or not count.modules:
-            return answers
-        first = answers
-        alone = not answers.mixers and answers.reason != OTHER_MIXER
+    # 2. Answer attention with constants: does anything else mix tokens?
+    with torch.no_grad(), our_attention(configs, batch), asking(_Counting(0.0)):
+        found = find_mixers(layer, told, x_BTD, given)
+    traits = _with_mixers(layer, run, x_BTD, configs, batch, attention, found, count.reasons)
+    # 3. If that stays unexplained, let attention run inside modules, and look again.
+    if traits.reason is not None:
+        if traits.reason == MORE_THAN_HIDDEN or not attention:
+            return traits
         try:
-            answers = replace(answered(True), attends=alone)
+            with torch.no_grad(), our_attention(configs, batch), asking(None):
+                found = find_mixers(layer, run, x_BTD, given)
+            inside = _with_mixers(layer, run, x_BTD, configs, batch, (), found, count.reasons)
         except Exception:  # attention that needs all ranks fails on a few tokens
-            return first
-        if answers.reason is not None:
-            return first
+            return traits
+        if inside.reason is not None:
+            return traits
+        traits = replace(inside, attends=not traits.mixers and traits.reason != OTHER_MIXER)
+    # 4. Compare values and gradients of the two parts around attention.
     try:
-        return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, answers).answers()
+        return _Probe(layer, forward, x_BTD, args, kwargs, configs, batch, traits).answers()
     except Exception as error:  # a family's own code
-        return replace(answers, reason=_said(error))
+        return replace(traits, reason=_said(error))
 
 
 def _calls_torchs_own(layer) -> nn.Module:
     """The module whose forward calls torch's attention itself, which names no module (Falcon's)."""
-    name = "scaled_dot_product_attention"
     codes = ((m, getattr(type(m).forward, "__code__", None)) for m in layer.modules())
-    return next(m for m, code in codes if code is not None and name in code.co_names)
+    return next(m for m, code in codes if code and "scaled_dot_product_attention" in code.co_names)
 
 
 def _with_mixers(
@@ -294,17 +281,16 @@ class _Probe:
 
     def _called(self, names: list[str], run) -> list[str]:
         """The modules among `names` that run() calls. Skipping an uncalled module saves nothing."""
-        called: set[str] = set()
+        modules = {name: self.layer.get_submodule(name) for name in names}
+        called = set()
         handles = [
-            self.layer.get_submodule(name).register_forward_pre_hook(
-                lambda *_, name=name: called.add(name)
-            )
-            for name in names
+            module.register_forward_pre_hook(lambda module, _: called.add(module))
+            for module in modules.values()
         ]
         run()
         for handle in handles:
             handle.remove()
-        return [name for name in names if name in called]
+        return [name for name, module in modules.items() if module in called]
 
     def _nothing_reads(self, name: str, run, expected) -> bool:
         """Whether no gradient reads this module's value: with NaN and with 3 in place of the value,

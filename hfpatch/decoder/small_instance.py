@@ -90,10 +90,9 @@ def scaled_config(config, n_layers: int, at=None):
     for name, value in list(vars(small).items()):
         if isinstance(value, float) and ("dropout" in name or "pdrop" in name or "jitter" in name):
             setattr(small, name, 0.0)  # random results cannot be compared
-    heads = real["num_attention_heads"]
-    if isinstance(real["num_key_value_heads"], int):
-        grouped = isinstance(heads, int) and real["num_key_value_heads"] not in (1, heads)
-        small.num_key_value_heads = 2 if grouped else 1 if real["num_key_value_heads"] == 1 else 4
+    n, heads = real["num_key_value_heads"], real["num_attention_heads"]
+    if isinstance(n, int):
+        small.num_key_value_heads = _kv_heads(n, heads if isinstance(heads, int) else n, 4)
     for name, value in list(vars(small).items()):
         by_layer = any(word in name for word in ("layer", "type", "block", "pattern"))
         if (
@@ -157,10 +156,15 @@ def _scaled_override(values: dict, config) -> dict:
             found[name] = SIZES[name] * (1 + (value > (_value(config, name) or value)))
     if "num_key_value_heads" in values:
         n = values["num_key_value_heads"]
-        found["num_key_value_heads"] = (
-            1 if n == 1 else found.get("num_attention_heads", 4) if n == heads else 2
-        )
+        found["num_key_value_heads"] = _kv_heads(n, heads, found.get("num_attention_heads", 4))
     return found
+
+
+def _kv_heads(n: int, heads: int, small_heads: int) -> int:
+    """The KV heads of a small instance: one, as many as query heads, or two, as n of `heads` are."""
+    if n == 1:
+        return 1
+    return small_heads if n == heads else 2
 
 
 def _value(config, name: str):

@@ -88,11 +88,10 @@ class OurAttention(KeepsSignature):
             "hfpatch.undo(model)."
         )
         layers = list_of_layers(self) or ()
-        for module in layers:
-            # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
-            for layer in module.modules():
-                if isinstance(layer, UntiledLayer):
-                    look(layer)  # the layers read what they found here
+        # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
+        inside = (module for held in layers for module in held.modules())
+        for layer in (module for module in inside if isinstance(module, UntiledLayer)):
+            look(layer)  # the layers read what they found here
         given, runtime = read_batch(self, kwargs), self._hfpatch.runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)

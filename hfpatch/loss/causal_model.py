@@ -144,7 +144,8 @@ class FusedCausalLM(TellsPositions):
         if head is None:  # also TRL's own, where this TRL is not 1.16
             return super().__setattr__(name, value)
         # This class's forward returns the same fields as TRL's. The trainer's reference model is
-        # patched too: equal weights must give equal log-probabilities.
+        # patched too: equal weights must give equal log-probabilities. TRL hands it to nobody, so
+        # the one frame that is read is the trainer's own __init__.
         vars(self)["_hfpatch_trl"] = head
         reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
         if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):

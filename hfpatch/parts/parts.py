@@ -135,7 +135,7 @@ def _norm_agrees(probe, make, weighted, eps, offset, cast, exact) -> bool:
         except Exception:  # a family's code may raise anything on a probe: it is another norm then
             return False
         # In float32 the order of a sum may differ.
-        if not close(ours, theirs, 4 if x_dtype == torch.float32 else 0 if exact else 1):
+        if not close(ours, theirs, 4 if x_dtype == torch.float32 else int(not exact)):
             return False
     return True
 
