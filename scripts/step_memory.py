@@ -60,7 +60,7 @@ def step(options: dict | None) -> tuple[list[float], list[float]]:
 
 
 def main(path: str) -> None:
-    figure = Figure(figsize=(7, 3.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(4.6, 3.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axis, most = figure.subplots(), 0.0
     for (name, options), colour in zip(WAYS.items(), ("#7d8a99", "#d8a800", "#3f9f6b")):
@@ -69,9 +69,9 @@ def main(path: str) -> None:
         print(f"hfpatch: {name}: peak {peak:.0f} MiB in a step of {TOKENS:,} tokens", flush=True)
         shares = [at / times[-1] for at in times]
         axis.plot(shares, levels, colour, drawstyle="steps-post", label=f"{name}: {peak:.0f} MiB")
-    axis.set(xlim=(0, 1), ylim=(0, 1.4 * most), xlabel="share of the step", ylabel="MiB")
+    axis.set(xlim=(0, 1), ylim=(0, 1.5 * most), xlabel="share of the step", ylabel="MiB")
     axis.legend(loc="upper right", frameon=False, fontsize=9)
-    axis.set_title(f"memory of one step of {TOKENS:,} tokens, Llama of width 128", fontsize=10)
+    axis.set_title(f"memory of a step of {TOKENS:,} tokens, Llama of width 128", fontsize=10)
     figure.savefig(path)
 
 

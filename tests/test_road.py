@@ -5,12 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 FILE = Path(__file__).parent.parent / "profiles" / "house" / "road.py"
 
 
+LLAMA = ("llama", 241, 99, 162)
+
+
 @pytest.mark.parametrize(
-    "model, forward, inside, backward", [("llama", 241, 99, 162), ("moe-lora", 244, 95, 161)]
+    "model, forward, inside, backward", tiny.longer([LLAMA, ("moe-lora", 244, 95, 161)], LLAMA)
 )
 def test_the_road_of_a_step_stays_short(model, forward, inside, backward):
     """One more function is one more thing to know: merge two, or say why it earns its place. In a

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -484,3 +485,21 @@ def test_undo_and_a_second_apply_after_training(name, order, tmp_path, heads):
     heads["theirs"] = 0
     trainer.train()
     assert heads["theirs"] == 0 and (heads.get(id(model), 0) >= STEPS or name == "Reward")
+
+
+@of_the_head
+@pytest.mark.parametrize("size", ["sp_size", "cp_size"])
+def test_pairs_whose_sequences_ranks_share_are_refused(size):
+    class Pairs:
+        """As DPO's and KTO's trainers: made before the batches are dealt out."""
+
+        ref_model, accelerator = (
+            None,
+            SimpleNamespace(parallelism_config=SimpleNamespace(**{size: 2})),
+        )
+
+        def __init__(self, model):
+            add_fused_lm_head(model)
+
+    with pytest.raises(ValueError, match=f"Pairs must get whole sequences, got .*'{size}': 2"):
+        Pairs(tiny.patched(tiny.llama()))

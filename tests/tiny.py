@@ -52,7 +52,9 @@ def covering(*axes, together: int = 2) -> list:
 def longer(rows, *short) -> list:
     """Rows of which the plain suite runs those named in `short` alone; `test.sh --all` all."""
     assert all(row in rows for row in short)
-    return [row if row in short else pytest.param(row, marks=LONG) for row in rows]
+    several = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [row if row in short else pytest.param(*one, marks=LONG)
+            for row, one in zip(rows, several)]  # fmt: skip
 
 
 # hfpatch says so (trainer/configs.py), and names accelerate's own file.

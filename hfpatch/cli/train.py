@@ -18,10 +18,11 @@ import time
 from datetime import timedelta
 
 from hfpatch.budget.free import expand_segments
-from hfpatch.budget.limits import environment_number
+from hfpatch.budget.limits import did_you_mean, environment_number
 from hfpatch.cli import train_help
 from hfpatch.cli.failures import guarded
 from hfpatch.cli.quiet import progress
+from hfpatch.trainer import run_file
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
 
@@ -49,6 +50,11 @@ def train(argv) -> int:
         print(train_help.text())
         return 0
     argv = ["--help" if word == "--help-all" else word for word in argv]
+    given = [word.partition("=")[0] for word in argv]
+    if not given or given[0].startswith("-") and "--help" not in given:
+        for name, sentence in run_file.NEEDED.items():  # now: libraries load for seconds
+            if not did_you_mean(f"--{name}", given):  # a misspelt one has its own sentence
+                raise ValueError(f"hfpatch: {sentence}")
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly

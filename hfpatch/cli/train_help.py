@@ -10,7 +10,8 @@ _ADAPTERS = (
 )
 _OFTEN = (
     "per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs "
-    "max_steps optim save_steps eval_strategy resume_from_checkpoint"
+    "lr_scheduler_type max_steps optim output_dir logging_steps save_steps eval_strategy report_to "
+    "resume_from_checkpoint"
 )
 _HEAD = """hfpatch train [RUN.yaml] --model M --data D [flags]
 hfpatch train qwen3-8b-qlora-24g.yaml --data my.jsonl"""
@@ -30,11 +31,13 @@ def groups() -> dict[str, list[str]]:
 def text() -> str:
     from hfpatch.trainer.flags import CLASSES
 
-    helps = {f.name: f.metadata.get("help", "") for cls in CLASSES for f in fields(cls)}
+    known = {f.name: f.metadata for cls in CLASSES for f in fields(cls)}
     lines = [_HEAD]
     for title, names in groups().items():
         lines += ["", f"{title}:"]
         for name in names:
-            words = f"{'--' + name:<30} {helps[name].split('. ')[0]}"
+            choices = "|".join(known[name].get("choices", ()))
+            said = f"{known[name].get('help', '').split('. ')[0]} {choices and f'({choices})'}"
+            words = f"{'--' + name:<30} {said}"
             lines += textwrap.wrap(words, 98, initial_indent="  ", subsequent_indent=" " * 33)
     return "\n".join([*lines, "", "--help-all lists all flags of transformers too."])

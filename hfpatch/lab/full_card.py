@@ -118,8 +118,7 @@ def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, unt
     row["first_step_s"] = timed()
     policy = policy_used(model)
     if policy is not None:
-        row |= {"kept": describe(policy)}
-        row |= {k: v for k, v in planned(run, policy, gpu).items()}
+        row |= {"kept": describe(policy), **planned(run, policy, gpu)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     row["step_s"] = timed()

@@ -79,7 +79,7 @@ def prove(
         The Proof. `row` makes the JSON to send of it, `page` the text to read.
     """
     began = time.monotonic()
-    proof = Proof(_device(device), _versions(), small)
+    proof = Proof(*_facts(device), small)
     say("patched models against float64")
     sizes = checks.SMALL if small else checks.LARGE
     proof.done, proof.left_out = checks.run(device, sizes, began + CHECKS_UNTIL * seconds)
@@ -95,21 +95,18 @@ def prove(
     return proof
 
 
-def _device(device: torch.device) -> dict:
-    if device.type != "cuda":
-        return {"name": "cpu"}
-    found = torch.cuda.get_device_properties(device)
-    capability = f"{found.major}.{found.minor}"
-    memory = round(found.total_memory / full_card.GiB, 1)
-    return {"name": found.name, "memory_gib": memory, "capability": capability}
-
-
-def _versions() -> dict:
-    """Versions that the figures depend on."""
+def _facts(device: torch.device) -> tuple[dict, dict]:
+    """The device, and the versions that the figures depend on."""
     found = versions(("torch", "triton", "transformers")) | {"cuda": torch.version.cuda}
     if torch.version.cuda:
         found["cudnn"] = torch.backends.cudnn.version()
-    return {name: value for name, value in found.items() if value is not None}
+    known = {name: value for name, value in found.items() if value is not None}
+    if device.type != "cuda":
+        return {"name": "cpu"}, known
+    card = torch.cuda.get_device_properties(device)
+    memory = round(card.total_memory / full_card.GiB, 1)
+    capability = f"{card.major}.{card.minor}"
+    return {"name": card.name, "memory_gib": memory, "capability": capability}, known
 
 
 def _rates(proof: Proof, dtype, rates) -> Gpu | None:
@@ -121,13 +118,16 @@ def _rates(proof: Proof, dtype, rates) -> Gpu | None:
     except (RuntimeError, ValueError) as error:
         proof.left_out.append(f"this machine's rates: {one_line(error)}")
         return None
-    if gpu is not None:
-        proof.rates = {
-            "copy_gb_s": gpu.bandwidth / 1e9,
-            "matmul_tflop_s": gpu.peak_flops / 1e12,
-            "from_host_gb_s": gpu.link / 1e9,
-        }
+    proof.rates = {name: getattr(gpu, key) / unit for name, (key, unit, _) in RATES.items() if gpu}
     return gpu
+
+
+# What is sent of a card's rates: the field of Gpu, its unit, and the words of the page.
+RATES = {
+    "copy_gb_s": ("bandwidth", 1e9, "copies on the device: {:,.0f} GB/s, read and written"),
+    "matmul_tflop_s": ("peak_flops", 1e12, "a large matmul: {:,.1f} TFLOP/s"),
+    "from_host_gb_s": ("link", 1e9, "from pinned host memory: {:,.1f} GB/s"),
+}
 
 
 # --- what is sent ---------------------------------------------------------------------------------
@@ -137,7 +137,6 @@ def row(proof: Proof) -> dict:
     """A few KB for JSON: device, versions and figures, without paths and names of users or
     machines.
     """
-    worst = max((c.share for c in proof.done), default=None)
     steps = [_rounded(step) for step in proof.steps]
     for step in steps:
         if "error" in step:  # its words may hold a path
@@ -149,7 +148,7 @@ def row(proof: Proof) -> dict:
         "device": proof.device,
         "versions": proof.versions,
         "checks": len(proof.done),
-        "worst_share": _number(worst),
+        "worst_share": _number(max((c.share for c in proof.done), default=None)),
         "failed": [_failed(check) for check in proof.failed[:FAILED_SHOWN]],
         "left_out": len(proof.left_out),
         "rates": _rounded(proof.rates),
@@ -175,7 +174,13 @@ def _rounded(values: dict) -> dict:
 
 # --- what is read ---------------------------------------------------------------------------------
 
-STEP_WORDS = """
+CHECKS = (
+    "comparisons pass. Each takes every output and every gradient: an error may be twice what plain "
+    "PyTorch makes in the same dtype, plus one rounding step. The share is of that; above 1 it "
+    "fails. So does an error of exactly zero in half precision, and a reference of zeros: what "
+    "computes nothing gives them."
+)
+STEP_WORDS = """\
 One forward and backward of one row, random weights and tokens, no optimizer. `auto` is what a user
 gets; `host` keeps what every layer needs in host memory. The plan is what hfpatch computes without
 running, from rates measured on this card and from what the step chose to keep.
@@ -196,57 +201,47 @@ COLUMNS = (
 
 def page(proof: Proof) -> str:
     """The whole proof in Markdown."""
-    lines = [f"# hfpatch on {proof.device['name']}: {proof.verdict}", ""]
-    if proof.small:
-        lines += ["Small sizes: the path was tried. No figure here says how fast a machine is.", ""]
     facts = proof.device | proof.versions
-    lines += [", ".join(f"{name} {value}" for name, value in facts.items()) + ".", ""]
-    lines += _checks(proof) + _rate_lines(proof)
+    parts = [
+        f"# hfpatch on {proof.device['name']}: {proof.verdict}",
+        "Small sizes: the path was tried. No figure here says how fast a machine is.",
+        ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        f"## Against float64\n\n{len(proof.done) - len(proof.failed)} of {len(proof.done)} {CHECKS}",
+        _checks(proof),
+    ]
+    if not proof.small:
+        del parts[1]
+    if proof.rates:
+        parts += ["## What this machine can do"]
+        parts += [f"- {RATES[name][2].format(value)}" for name, value in proof.rates.items()]
     if proof.steps:
         one = proof.steps[0]
-        lines += [f"## A step of {one['preset']} over {one['tokens']:,} tokens, {one['dtype']}"]
-        lines += [STEP_WORDS]
         shown = [(key, title) for key, title in COLUMNS if any(key in step for step in proof.steps)]
         rows = [[step.get(key) for key, _ in shown] for step in proof.steps]
-        lines += _table([title for _, title in shown], rows)
+        parts += [
+            f"## A step of {one['preset']} over {one['tokens']:,} tokens, {one['dtype']}",
+            STEP_WORDS,
+            _table([title for _, title in shown], rows),
+        ]
     if proof.left_out:
-        lines += ["## Left out", "", *(f"- {line}" for line in proof.left_out), ""]
-    return "\n".join(lines)
+        parts += ["## Left out", *(f"- {line}" for line in proof.left_out)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _checks(proof: Proof) -> list[str]:
-    """For each way and dtype, the worst share of the allowed error."""
-    lines = [
-        "## Against float64", "",
-        f"{len(proof.done) - len(proof.failed)} of {len(proof.done)} comparisons pass. Each takes "
-        "every output and every gradient: an error may be twice what plain PyTorch makes in the "
-        "same dtype, plus one rounding step. The share is of that; above 1 it fails. So does an "
-        "error of exactly zero in half precision, and a reference of zeros: what computes nothing "
-        "gives them.", "",
-    ]  # fmt: skip
-    groups: dict = {}
-    for check in proof.done:
-        groups.setdefault((check.what, check.dtype), []).append(check)
-    worst = [max(group, key=lambda check: check.share) for group in groups.values()]
-    worst.sort(key=lambda check: check.passed)
+def _checks(proof: Proof) -> str:
+    """For each way and dtype, the worst share of the allowed error; what fails comes first."""
+    worst: dict = {}
+    for check in sorted(proof.done, key=lambda check: (not check.passed, check.share)):
+        worst[check.what, check.dtype] = check
+    rows = sorted(worst.values(), key=lambda check: check.passed)
     titles = ["what", "dtype", "tokens", "worst share", "of"]
-    return lines + _table(titles, [[c.what, c.dtype, c.tokens, c.share, c.where] for c in worst])
+    return _table(titles, [[c.what, c.dtype, c.tokens, c.share, c.where] for c in rows])
 
 
-def _rate_lines(proof: Proof) -> list[str]:
-    words = {
-        "copy_gb_s": "copies on the device: {:,.0f} GB/s, read and written",
-        "matmul_tflop_s": "a large matmul: {:,.1f} TFLOP/s",
-        "from_host_gb_s": "from pinned host memory: {:,.1f} GB/s",
-    }
-    found = [f"- {words[name].format(value)}" for name, value in proof.rates.items()]
-    return ["## What this machine can do", "", *found, ""] if found else []
-
-
-def _table(titles: list[str], rows: list[list]) -> list[str]:
+def _table(titles: list[str], rows: list[list]) -> str:
     def cell(value) -> str:
         if value is None:
             return ""
         return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    return [markdown([[cell(value) for value in row] for row in rows], titles), ""]
+    return markdown([[cell(value) for value in row] for row in rows], titles)

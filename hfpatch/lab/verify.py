@@ -91,8 +91,7 @@ def verify(model: nn.Module, batch: Mapping) -> Verified:
         >>> print(hfpatch.verify(model, {"input_ids": ids, "labels": labels}))
     """
     _expect_decoder(model)
-    batch = _batch(model, batch)
-    return _compared(model, batch)
+    return _compared(model, _batch(model, batch))
 
 
 def _expect_decoder(model: nn.Module) -> None:
@@ -144,7 +143,8 @@ def _compared(model: nn.Module, batch: dict) -> Verified:
         # The patched result may lose what `allowed_error` says, and the stock one its own noise.
         lost = max(noise[name], middle)
         limits[name] = lost + allowed_error(lost, rounding.step)
-    worst = max(apart, key=lambda name: _share(apart[name], limits[name]))
+    shares = {name: apart[name] / limit for name, limit in limits.items()}
+    worst = max(shares, key=lambda name: math.inf if math.isnan(shares[name]) else shares[name])
     return Verified(
         loss=got["loss"].item(),
         stock_loss=wanted["loss"].item(),
@@ -155,10 +155,6 @@ def _compared(model: nn.Module, batch: dict) -> Verified:
         gradients=len(wanted) - 1,
         dtype=rounding.dtype,
     )
-
-
-def _share(distance: float, limit: float) -> float:
-    return math.inf if math.isnan(distance) or math.isnan(limit) else distance / limit
 
 
 @contextmanager
@@ -239,7 +235,8 @@ class Rounding:
         self.ran.add(module)
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return None
-        step = step_of(out.dtype)
+        # A rounding step, relative to the value; at least float32's.
+        step = max(torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps)
         if step > self.step:
             self.step, self.dtype = step, str(out.dtype).removeprefix("torch.")
         if out.device not in self.generators:
@@ -252,11 +249,6 @@ class Rounding:
             why = "the model's copy must run its own layers, and its forward runs another's"
             fix = "Remove what wraps model.forward (accelerator.unwrap_model)"
             raise ValueError(f"hfpatch: {why}. {fix} and call verify() again.")
-
-
-def step_of(dtype: torch.dtype) -> float:
-    """A rounding step, relative to the value; at least float32's."""
-    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
 class _Moved(torch.autograd.Function):

@@ -21,6 +21,7 @@ from hfpatch.compat import (
     context_parallel,
     modules_of,
     own_loss,
+    reference_of,
     set_own_loss,
     values_for_now,
 )
@@ -147,7 +148,7 @@ class FusedCausalLM(TellsPositions):
         # patched too: equal weights must give equal log-probabilities. TRL hands it to nobody, so
         # the one frame that is read is the trainer's own __init__.
         vars(self)["_hfpatch_trl"] = head
-        reference = getattr(sys._getframe(2).f_locals.get("self"), "ref_model", None)
+        reference = reference_of(sys._getframe(2).f_locals.get("self"))
         if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
             try:
                 self._hfpatch_beside(reference)

@@ -17,6 +17,7 @@ from hfpatch.trainer import config_file, configs, placement
 from hfpatch.trainer.flags import (
     CLASSES,
     COMPANIONS,
+    DEFAULTS,
     LENGTHS,
     DataArguments,
     ModelArguments,
@@ -37,6 +38,7 @@ def parse(argv) -> tuple[ModelArguments, DataArguments, TrainArguments]:
         allow_abbrev=False,
         description="Train a causal language model.",
     )
+    parser.set_defaults(**DEFAULTS)
     actions = _actions(parser)
     namespace, explicit = None, set()
     _take_lengths(parser)

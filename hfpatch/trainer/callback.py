@@ -75,7 +75,6 @@ class Callback(TrainerCallback):
         self._last = None
         self._longest = 0
         self._positions = None
-        self._tokens, self._flops, self._steps = 0, 0.0, 0
 
     def attach(self, trainer) -> None:
         """Gives the callback its Trainer, once both are made.
@@ -134,7 +133,8 @@ class Callback(TrainerCallback):
                 "hfpatch.apply inside it."
             )
         sizes = vars(_parallelism(args) or object).get
-        self._ranks, self._sharing = args.world_size // (sizes("tp_size") or 1), _sharing(args)
+        self._ranks = args.world_size // (sizes("tp_size") or 1)
+        self._sharing = max(sizes("sp_size") or 1, sizes("cp_size") or 1)  # ranks, of a row
         inner = _with_config(model)
         config = getattr(inner, "config", None)
         self._shape = Work.of(inner) if hasattr(config, "model_type") else None
@@ -251,22 +251,14 @@ def _parallelism(args):
     return getattr(args, "parallelism_config", None) or parallelism_config()
 
 
-def _sharing(args) -> int:
-    """The number of ranks that share a row."""
-    sizes = vars(_parallelism(args) or object).get
-    return max(sizes("sp_size") or 1, sizes("cp_size") or 1)
-
-
 def memory_columns(device) -> dict:
     """Peak memory in GiB: the largest resident set and, on a GPU, allocated and reserved."""
     scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
-    columns = {
-        "peak_host_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / GiB, 3)
-    }
+    found = {"peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale}
     if torch.device(device).type == "cuda":
-        columns["peak_gpu_gib"] = round(torch.cuda.max_memory_allocated(device) / GiB, 3)
-        columns["peak_gpu_reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / GiB, 3)
-    return columns
+        found["peak_gpu_gib"] = torch.cuda.max_memory_allocated(device)
+        found["peak_gpu_reserved_gib"] = torch.cuda.max_memory_reserved(device)
+    return {name: round(nbytes / GiB, 3) for name, nbytes in found.items()}
 
 
 def _trained_share(model) -> float:

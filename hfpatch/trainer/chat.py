@@ -10,6 +10,7 @@ Only assistant turns of a chat are learned. Two rules find them:
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 CHAT_FIELDS = ("messages", "conversations")
@@ -133,26 +134,13 @@ def encode(
     return ids, [True] * len(ids)
 
 
-def strings(row: dict, *, kind: str = "auto", text_field: str = "text") -> list[str]:
-    """The text of a row without a template: the text, prompt and completion, or each message.
-
-    Raises BadRow.
-    """
-    kind = kind_of(row, text_field) if kind == "auto" else kind
-    if kind == "text":
-        return [text_of(row, text_field)]
-    names = ("prompt", "completion") if kind == "prompt" else CHAT_FIELDS
-    said = []
-    for name in (name for name in names if name in row):
-        if isinstance(row[name], list):
-            said += [
-                _string(m["content"], "content")
-                for m in _messages(row[name], name)
-                if m.get("content")
-            ]
-        else:
-            said.append(_string(row[name], name))
-    return said
+def strings(value) -> Iterator[str]:
+    """Every text in a row, at any depth, without lone surrogates."""
+    if isinstance(value, str):
+        yield value.encode(errors="ignore").decode()
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings(inner)
 
 
 def text_of(row: dict, text_field: str) -> str:

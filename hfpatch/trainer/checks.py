@@ -12,6 +12,8 @@ from hfpatch.budget.policy import Checkpointing
 from hfpatch.planner.limits import check_ranges
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
+from hfpatch.trainer.locks import left_by_builds
+from hfpatch.trainer.run_file import NEEDED
 
 
 def _offload_folder(model) -> None:
@@ -55,6 +57,12 @@ def _process_rules(args):
         f"the {launched} processes of this launch must train together, and each sees itself alone: "
         "there is no GPU. Pass --use_cpu True and no engine, or launch one.",
     )
+    left = left_by_builds() if args.deepspeed else []
+    yield (
+        left,
+        f"DeepSpeed would wait forever for {', '.join(map(str, left))}, which a killed build left. "
+        "Remove it.",
+    )
     workers, most = args.dataloader_num_workers, 16 + 4 * cores()
     yield (
         workers > most,
@@ -68,14 +76,8 @@ def _process_rules(args):
 
 
 def _model_rules(model, data):
-    yield (
-        model.model is None,
-        "--model is missing. Name a folder, a hub id or a preset.",
-    )
-    yield (
-        not data.data,
-        "--data is missing. Name files, folders, or one hub data set.",
-    )
+    yield model.model is None, NEEDED["model"]
+    yield not data.data, NEEDED["data"]
     yield (
         model.config_overrides and not model.preset,
         (

@@ -28,20 +28,15 @@ def lengthened(config, limit: int | None, scaling: str | None):
     values = config.to_dict()
     if scaling is not None:
         asked = _asked(scaling)
-        original = asked.get("original_max_position_embeddings")
-        if original is None:
-            if (
-                before.get("rope_type", "default") != "default"
-                and asked["rope_type"] in _FROM_ORIGINAL
-            ):
-                raise ValueError(
-                    f"hfpatch: the model's positions are scaled already ({before['rope_type']}). "
-                    'Add "original_max_position_embeddings" to --rope_scaling, the length it '
-                    "starts from."
-                )
-            original = config.max_position_embeddings
+        known, scaled = "original_max_position_embeddings", before.get("rope_type", "default")
+        original = asked.get(known, config.max_position_embeddings)
         if asked["rope_type"] in _FROM_ORIGINAL:
-            asked["original_max_position_embeddings"] = original
+            if known not in asked and scaled != "default":
+                raise ValueError(
+                    f"hfpatch: the model's positions are scaled already ({scaled}). Add "
+                    f'"{known}" to --rope_scaling, the length it starts from.'
+                )
+            asked[known] = original
         if limit is None and isinstance(asked.get("factor"), (int, float)):
             limit = int(original * asked["factor"])
         kept = {k: before[k] for k in ("rope_theta", "partial_rotary_factor") if k in before}

@@ -4,7 +4,6 @@ Rows are tokenized and masked, then cut and packed; what was left out is printed
 the tokens, shuffles and streams.
 """
 
-import hashlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -201,7 +200,10 @@ class Stream(torch.utils.data.IterableDataset):
 def load_tokenizer(model, data, rows):
     """The tokenizer of the run, with its chat template. Raises ValueError."""
     if model.train_tokenizer:
-        made = tokenizer.train(_strings(data, rows), model.train_tokenizer)
+        columns = (data.text_field, "prompt", "completion", *chat.CHAT_FIELDS)
+        found = ([row.get(name) for name in columns] for row in rows.good())
+        texts = itertools.chain.from_iterable(map(chat.strings, found))
+        made = tokenizer.train(texts, model.train_tokenizer)
     else:
         from transformers import AutoTokenizer
 
@@ -211,14 +213,6 @@ def load_tokenizer(model, data, rows):
     if data.chat_template:
         made.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
     return made
-
-
-def _strings(data, rows):
-    for row in rows.good():
-        try:
-            yield from chat.strings(row, kind=data.kind, text_field=data.text_field)
-        except chat.BadRow:  # reported when the row is tokenized
-            continue
 
 
 def template_of(tokenizer, data, rows) -> chat.Template:
@@ -271,7 +265,7 @@ def load_data(model, data, args, config, *, say) -> tuple:
 
 def _kept(rows: Rows, encode, settings, data) -> datasets.Dataset:
     """TOKENS of the rows, from the cache if they were made before."""
-    name = hashlib.blake2b(repr((1, rows.digest, *settings)).encode(), digest_size=16).hexdigest()
+    name = datasets.fingerprint.Hasher.hash((2, rows.digest, *settings))
     cache = os.path.expanduser(data.cache_dir)
     try:
         return datasets.Dataset.from_generator(
@@ -347,6 +341,6 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
 def _tokenizer_digest(tokenizer) -> str:
     """Hex digest of a tokenizer: vocabulary, merges, special tokens, chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    body = backend.to_str() if backend else repr(sorted(tokenizer.get_vocab().items()))
-    parts = (body, str(tokenizer.chat_template), str(tokenizer.special_tokens_map))
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+    body = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
+    parts = body, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)
+    return datasets.fingerprint.Hasher.hash(parts)

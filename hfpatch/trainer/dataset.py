@@ -120,32 +120,21 @@ class Collator:
     positions: bool = False
 
     def __call__(self, rows: list[dict]) -> dict:
-        longest = max(len(row["input_ids"]) for row in rows)
-        T = -(-longest // self.multiple) * self.multiple
+        lengths = [len(row["input_ids"]) for row in rows]
+        T = -(-max(lengths) // self.multiple) * self.multiple
         fill = {"input_ids": self.pad_id, "labels": IGNORE}
         batch = {}
         for name in rows[0]:
-            if name == "position_ids":
-                batch[name] = torch.stack([_continue(row[name], T) for row in rows])
-                continue
-            padded = [
-                torch.nn.functional.pad(row[name], (0, T - len(row[name])), value=fill[name])
-                for row in rows
-            ]
-            batch[name] = torch.stack(padded)
-        if "position_ids" in batch:
-            return batch
-        if self.positions:
+            # Positions go on as a new document rather than as zeros: each zero would start one, and
+            # attention runs per document.
+            more = [torch.arange(T - n) if name not in fill else torch.full((T - n,), fill[name])
+                    for n in lengths]  # fmt: skip
+            batch[name] = torch.stack([torch.cat([row[name], x]) for row, x in zip(rows, more)])
+        if "position_ids" not in batch and self.positions:
             batch["position_ids"] = torch.arange(T).repeat(len(rows), 1)
-        elif any(len(row["input_ids"]) < T for row in rows):
-            lengths_B1 = torch.tensor([[len(row["input_ids"])] for row in rows])
-            batch["attention_mask"] = (torch.arange(T) < lengths_B1).long()
+        elif "position_ids" not in batch and min(lengths) < T:
+            batch["attention_mask"] = (torch.arange(T) < torch.tensor(lengths)[:, None]).long()
         return batch
-
-
-def _continue(position_ids_T: torch.Tensor, T: int) -> torch.Tensor:
-    # A new document rather than zeros: each zero would start one, and attention runs per document.
-    return torch.cat([position_ids_T, torch.arange(T - len(position_ids_T))])
 
 
 def show(rows: list[dict], tokenizer) -> str:

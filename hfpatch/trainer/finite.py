@@ -14,7 +14,8 @@ from hfpatch.trainer.stop import highest
 class FiniteTrainer(StockTrainer):
     """transformers' Trainer that stops after args.nan_steps steps in a row without a finite loss.
 
-    All ranks stop at once. Raises ValueError.
+    All ranks stop at once. Such steps save no checkpoint, and a run that ends with one saves no
+    model. Raises ValueError.
     """
 
     def __init__(self, *args, **kwargs):
@@ -44,10 +45,19 @@ class StopAtNaN(TrainerCallback):
         if not self.steps:
             return
         self._row = self._row + 1 if any(highest(args, bad is not None and bool(bad))) else 0
+        if self._row:
+            control.should_save = False  # it would take the place of a good checkpoint
         if self._row >= self.steps:
-            raise ValueError(
-                f"hfpatch: the loss must be finite, got {self._last.item()} at step "
-                f"{state.global_step}, the last of {self._row} such steps in a row. Lower "
-                "--learning_rate, look at the data with --show_batch, and go on from an earlier "
-                "checkpoint (--nan_steps 0 trains on)."
-            )
+            self._refuse(state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._row:
+            self._refuse(state)
+
+    def _refuse(self, state):
+        raise ValueError(
+            f"hfpatch: the loss must be finite, got {self._last.item()} at step "
+            f"{state.global_step}, the last of {self._row} such steps in a row. Lower "
+            "--learning_rate, look at the data with --show_batch, and go on from an earlier "
+            "checkpoint (--nan_steps 0 trains on)."
+        )

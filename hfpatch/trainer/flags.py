@@ -183,15 +183,20 @@ class DataArguments:
     )
 
 
+# Defaults of hfpatch train that differ from transformers'.
+DEFAULTS = {
+    "output_dir": "runs/train",
+    "logging_steps": 10.0,
+    "lr_scheduler_type": "cosine",
+    "logging_nan_inf_filter": False,  # it would log 0 for losses that are not finite
+    "report_to": "tensorboard" if importlib.util.find_spec("tensorboard") else "none",
+}
+
+
 @dataclass
 class TrainArguments(TrainingArguments):
     """transformers' TrainingArguments, with early stopping, a time limit and a stop at NaN."""
 
-    output_dir: str = _flag("runs/train", "Where checkpoints and the model go.")
-    logging_steps: float = _flag(10, "Steps between log lines.")
-    lr_scheduler_type: str = _flag(
-        "cosine", "transformers' schedules, shaped by --lr_scheduler_kwargs."
-    )
     early_stopping_patience: int = _flag(
         0, "Stop after this many evaluations without improvement; 0 never stops."
     )
@@ -206,13 +211,6 @@ class TrainArguments(TrainingArguments):
     )
     nan_steps: int = _flag(
         3, "Stop after this many steps in a row whose loss is not finite; 0 never stops."
-    )
-    logging_nan_inf_filter: bool = _flag(
-        False, "Leave losses that are not finite out of what is logged."
-    )
-    report_to: str = _flag(
-        "tensorboard" if importlib.util.find_spec("tensorboard") else "none",
-        "tensorboard, wandb, none, ...",
     )
 
     def __post_init__(self):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.lab.hardware import GiB, Gpu, gpu_named
+from hfpatch.lab.hardware import Gpu, gpu_named
+from hfpatch.lab.tables import gib
 from hfpatch.planner.machine import card, gpu_limit, host_limit
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import Adapters, plan
@@ -36,9 +37,8 @@ def check(config, model, data, args, say):
         say(f"hfpatch: not planned: {reason.removeprefix('hfpatch: ')}")
         return None
     memory = (
-        f"{found.gpu_peak_bytes / GiB:.1f} of {found.gpu_usable_bytes / GiB:.1f} GiB on the GPU, "
-        f"{found.host_peak_bytes / GiB:.0f} of {(found.host_usable_bytes or 0) / GiB:.0f} GiB of "
-        "host memory"
+        f"{gib(found.gpu_peak_bytes)} of {gib(found.gpu_usable_bytes)} on the GPU, "
+        f"{gib(found.host_peak_bytes)} of {gib(found.host_usable_bytes)} of host memory"
     )
     if not found.fits:
         ways = "; ".join(s["change"] for s in found.suggestions[:3])
@@ -54,7 +54,7 @@ def check(config, model, data, args, say):
 
 def against(found, peak: float | None, seconds: float) -> str:
     """The line that compares a plan with what a step took. peak: GiB on the GPU, if there is one."""
-    memory = f"{found.gpu_peak_bytes / GiB:.1f} GiB, peak {peak:.1f}; planned " if peak else ""
+    memory = f"{gib(found.gpu_peak_bytes)}, peak {peak:.1f}; planned " if peak else ""
     return f"planned {memory}{found.step_seconds:.1f} s, took {seconds:.1f} (a batch of step 2)."
 
 
@@ -63,7 +63,7 @@ def this_gpu(args) -> Gpu | None:
     if args.device.type != "cuda":
         return None
     memory = gpu_limit(args.device)
-    known = gpu_named(torch.cuda.get_device_name(args.device)) or card(f"{memory / GiB:.1f}GiB")
+    known = gpu_named(torch.cuda.get_device_name(args.device)) or card(gib(memory))
     return replace(known, memory_bytes=memory)
 
 

@@ -4,6 +4,7 @@ import copy
 import errno
 import inspect
 import json
+import os
 import warnings
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
+from hfpatch.lab.models import hub_config
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import check_sizes
 from hfpatch.trainer import context, placement
@@ -22,6 +24,8 @@ def load_config(model):
         if model.preset:
             config = LlamaConfig(**preset_config(model.preset) | _overrides(model.config_overrides))
         else:
+            if not os.path.exists(model.model):
+                hub_config(model.model)  # says at once what transformers would try for a minute
             config = AutoConfig.from_pretrained(
                 model.model, trust_remote_code=model.trust_remote_code
             )

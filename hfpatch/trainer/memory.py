@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from hfpatch.budget.free import ALLOCATOR, GROWS, expandable_segments
+from hfpatch.lab.tables import gib
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.traits import runtimes_in
 from hfpatch.report import say
 
-FILE, GiB = "hfpatch_memory.json", 1 << 30
+FILE = "hfpatch_memory.json"
 
 
 def meters(model) -> list[Meter]:
@@ -101,8 +102,8 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
         else f"Or set {ALLOCATOR[0]}={GROWS}"
     )
     sentence = (
-        f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: {before / GiB:.1f} "
-        f"GiB in use before it, a peak of {peak / GiB:.1f} of {limit / GiB:.1f} GiB, {untiled} "
+        f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: {gib(before)} in "
+        f"use before it, a peak of {gib(peak)} of {gib(limit)}, {untiled} "
         f"layers not checkpointed. Start again: the next start keeps less ({path}). {advice}."
     )
     error.args = (f"{error}\n{sentence}",)

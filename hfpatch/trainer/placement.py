@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS, GiB
+from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS
+from hfpatch.lab.tables import gib
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import plan
 from hfpatch.trainer import configs
@@ -107,29 +108,31 @@ def fitting(config, *, gpu_free: int, host_free: int, fused: bool = True, **run)
     if found.fits and (fused or not PLACEMENTS[found.placement].fused):
         return found.placement
     raise ValueError(
-        f"hfpatch: no placement fits {gpu_free / GiB:.1f} GiB on the GPU and "
-        f"{found.host_usable_bytes / GiB:.1f} usable on the host: {found.placement} needs "
-        f"{found.gpu_peak_bytes / GiB:.1f} and {found.host_peak_bytes / GiB:.1f} GiB. Shorten the "
-        "sequence, add GPUs or train with LoRA."
+        f"hfpatch: no placement fits {gib(gpu_free)} on the GPU and {gib(found.host_usable_bytes)} "
+        f"usable on the host: {found.placement} needs {gib(found.gpu_peak_bytes)} and "
+        f"{gib(found.host_peak_bytes)}. Shorten the sequence, add GPUs or train with LoRA."
     )
 
 
 def _refuse_what_fused_cannot(max_grad_norm, accumulation, world_size) -> None:
-    if max_grad_norm:
-        raise ValueError(
-            "hfpatch: gpu8bit-fused never has all gradients, so no global norm, got "
-            f"--max_grad_norm {max_grad_norm}. Set it to 0 or use gpu8bit."
-        )
-    if accumulation not in (None, 1):
-        raise ValueError(
-            "hfpatch: gpu8bit-fused updates in every backward, got --gradient_accumulation_steps "
-            f"{accumulation}. Set it to 1 or use gpu8bit."
-        )
-    if world_size > 1:
-        raise ValueError(
-            f"hfpatch: gpu8bit-fused runs in one process, got {world_size}. Use zero3 or fsdp2 for "
-            "several."
-        )
+    for wrong, sentence in (
+        (
+            max_grad_norm,
+            "never has all gradients, so no global norm, got --max_grad_norm "
+            f"{max_grad_norm}. Set it to 0 or use gpu8bit.",
+        ),
+        (
+            accumulation not in (None, 1),
+            "updates in every backward, got --gradient_accumulation_steps "
+            f"{accumulation}. Set it to 1 or use gpu8bit.",
+        ),
+        (
+            world_size > 1,
+            f"runs in one process, got {world_size}. Use zero3 or fsdp2 for several.",
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"hfpatch: gpu8bit-fused {sentence}")
 
 
 def single_process_environment() -> None:
@@ -144,11 +147,5 @@ def single_process_environment() -> None:
         port = free.getsockname()[1]
     # Schedulers set some of these (WORLD_SIZE for machines); with them a process without a rank
     # would wait for others.
-    alone = {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in alone.items()})
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}  # fmt: skip

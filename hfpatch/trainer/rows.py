@@ -77,6 +77,8 @@ def rows_of(paths, data, split: str) -> Rows:
     """The rows of local files and folders, or of one hub data set. Raises ValueError."""
     name = Path(paths[0])
     if len(paths) == 1 and not name.exists():
+        if reader_of(name) or name.is_absolute() or len(name.parts) > 2:  # no name of the hub's
+            raise ValueError(f"hfpatch: {name} is no file or folder here. Check --data.")
         with _reads(name):
             table = datasets.load_dataset(
                 str(name), data.data_config, split=split, streaming=data.streaming

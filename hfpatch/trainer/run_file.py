@@ -22,6 +22,13 @@ EXTENDED = "--extended"  # plan's flag for them
 BITS = {"load_in_4bit": "4bit", "load_in_8bit": "8bit"}
 
 
+# What every run names.
+NEEDED = {
+    "model": "--model is missing. Name a folder, a hub id or a preset.",
+    "data": "--data is missing. Name files, folders, or one hub data set.",
+}
+
+
 def is_one(word: str) -> bool:
     return Path(word).suffix in (".yaml", ".yml")
 

@@ -8,7 +8,7 @@ def train(texts, vocab_size: int) -> PreTrainedTokenizerFast:
 
     texts: iterator of str. Raises ValueError for a vocabulary without room for a merge.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers.implementations import ByteLevelBPETokenizer
 
     special = ["<s>", "</s>", "<pad>"]
     smallest = 256 + len(special) + 1
@@ -16,18 +16,12 @@ def train(texts, vocab_size: int) -> PreTrainedTokenizerFast:
         raise ValueError(
             f"hfpatch: --train_tokenizer must be {smallest} or more, got {vocab_size}. Raise it."
         )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(
+        texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=special
     )
-    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=made._tokenizer,
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",

@@ -29,10 +29,6 @@ class Trainer(RunCheckpoints, PositionTrainer):
             super().__init__(*args, **kwargs)
         self.add_callback(_OwnSteps)
 
-    def create_scheduler(self, *args, **kwargs):
-        with refusals():
-            return super().create_scheduler(*args, **kwargs)
-
     def create_optimizer(self, *args, **kwargs):
         with refusals():
             return super().create_optimizer(*args, **kwargs)

@@ -100,7 +100,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         f"{profile} --impl hfpatch --no-gradient-checkpointing": "for hf and liger, got impl hfpatch alone",
         f"{profile} --checkpointing": "--checkpointing: expected one argument",
         f"{profile} --checkpointing tile=0": 'tile must be "auto" or a positive number of tokens, got 0',
-        f"{profile} --checkpointing tiles=4": "keep, aim, got tiles. Did you mean tile?",
+        f"{profile} --checkpointing tiles=4": "aim, got tiles. Did you mean tile?",
         f"{profile} --checkpointing tile=": "must be FIELD=VALUE, got 'tile='",
         f"{profile} --seq-len 1": "seq_len must be a whole number of at least 2, got 1",
         "plan --model @/cut.json": "must be JSON",

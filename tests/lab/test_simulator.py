@@ -247,7 +247,11 @@ SCANS = {
     "writes these scans in another way, of which plans of short steps alone end"
 )
 @pytest.mark.parametrize(
-    "family, implementation", [("jamba", "hf"), ("jamba", "hfpatch"), ("qwen3_next", "hfpatch")]
+    "family, implementation",
+    tiny.longer(
+        [("jamba", "hf"), ("jamba", "hfpatch"), ("qwen3_next", "hfpatch")],
+        ("qwen3_next", "hfpatch"),
+    ),
 )
 def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(family, implementation, monkeypatch):
     """Plain code goes through tokens, or chunks of 64, one by one: at 131,072 plans of Jamba and

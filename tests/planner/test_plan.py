@@ -78,18 +78,6 @@ def test_the_job_this_is_for_fits():
     assert "fits" in str(found) and "zero3-offload" in str(found)
 
 
-def test_stock_does_not_fit_and_is_told_what_would():
-    asked = {"gpu": "rtx4090", "checkpointing": "stock-checkpointing", "placement": "gpu8bit"}
-    found = plan("llama-160m", seq_len=131072, **asked)
-    assert not found.fits
-    changes = [s["change"] for s in found.suggestions]
-    assert {"--checkpointing", "--seq-len"} <= {change.split()[0] for change in changes}
-    assert all(s["cost"] for s in found.suggestions)
-    length = next(int(c.split()[1]) for c in changes if c.startswith("--seq-len"))
-    assert plan("llama-160m", seq_len=length, **asked).fits
-    assert not plan("llama-160m", seq_len=length * 33 // 32 + 1024, **asked).fits
-
-
 # Each suggestion, taken, is a run that fits: a few ways of not fitting, by GPU, by host, by
 #     placement.
 @LONG
@@ -189,7 +177,7 @@ def test_hub_ids_answer_without_a_network(monkeypatch):
             [sys.executable, "-c", code.format(name)], capture_output=True, text=True
         )
 
-    assert "Qwen/Qwen3-8B, 1 x 8,192 tokens" in ask("Qwen/Qwen3-8B").stdout
+    assert config_of("Qwen/Qwen3-8B")[1]["hidden_size"] == 4096
     done = ask("owner/name")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "'owner/name' is no preset" in done.stderr and "Download its config.json" in done.stderr
@@ -220,7 +208,9 @@ def test_command_json_and_exit_codes(capsys):
     answer = json.loads(capsys.readouterr().out)
     assert all(key in answer for key in KEYS) and answer["fits"] is True
     assert cli.main([*common, "--gpu", "rtx4090", "--placement", "gpu8bit"]) == 3
-    assert json.loads(capsys.readouterr().out)["fits"] is False
+    answer = json.loads(capsys.readouterr().out)
+    changes = {suggestion["change"].split()[0] for suggestion in answer["suggestions"]}
+    assert answer["fits"] is False and {"--seq-len", "--lora-r"} <= changes
     assert cli.main([*common, "--gpu", "abacus"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1

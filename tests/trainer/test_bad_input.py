@@ -2,6 +2,7 @@
 overwritten.
 """
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +46,11 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
         ("--model is missing", {"model": None, "config_overrides": None}),
         ("works with a preset only, got --model x", {"model": "x"}),
         ("is no file or folder here", {"data": "/nowhere/data.jsonl"}),
+        ("none.txt is no file or folder here. Check --data", {"data": "none.txt"}),
+        (
+            "its config.json could not be fetched",
+            {"model": "nobody/nothing", "config_overrides": None},
+        ),
         ("no tokenizer loads", {"tokenizer": "/nowhere/tokenizer"}),
         ("must be at most the model's 4096 positions", {"seq_len": 5000}),
         ("no placement 'zero9'", {"engine": "zero9"}),
@@ -121,6 +127,17 @@ def test_contradictions_and_what_is_missing(refused, words, flags):
     if words == "no checkpoint":
         words = "there is no whole checkpoint in"
     refused(words, **flags)
+
+
+def test_a_lock_of_a_killed_build_is_named(refused, tmp_path, monkeypatch):
+    """DeepSpeed waits for it forever."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("dead", "alive"):
+        (tmp_path / "py311_cpu" / name).mkdir(parents=True)
+        (tmp_path / "py311_cpu" / name / "lock").touch()
+    left = tmp_path / "py311_cpu" / "dead" / "lock"
+    os.utime(left, (0, 0))
+    refused(f"would wait forever for {left}, which a killed build left", placement="zero3")
 
 
 def test_unknown_flag_and_key(refused, tmp_path):
@@ -211,7 +228,7 @@ def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
     said = [x for x in capsys.readouterr().out.splitlines() if x.startswith("hfpatch: planned: ")]
     assert len(said) == 3 and "131,072 tokens on a100-80gb (gpu8bit): fits" in said[0]
     monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 4 << 30)
-    refused("of 4 GiB of host memory", **flags, checkpointing="host", placement="gpu8bit")
+    refused("of 4.0 GiB of host memory", **flags, checkpointing="host", placement="gpu8bit")
 
 
 def test_a_model_that_cannot_be_planned_trains(refused, monkeypatch, capsys):

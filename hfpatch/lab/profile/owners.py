@@ -127,32 +127,24 @@ def _owned(events, node, count, category, died, zero, forward_end, head) -> Allo
     if node is None:
         return Allocation(count, min(0.0, died_s or 0.0), died_s, category, "", "before the step")
     born = node.start_time_ns
-    module, phase_name = events.module_at(node), events.phase_at(born)
+    module, phase = events.module_at(node), events.phase_at(born)
+    module = NOWHERE if module is None else module
     if category is None:
-        forward_long = (
-            phase_name == "forward"
-            and forward_end is not None
-            and (died is None or died > forward_end)
-        )
-        if phase_name == "optimizer":
-            category = "working set"
-        elif module is not None and holds(head, module):
-            category = "loss"
-        elif forward_long:
-            category = "activations"
-        else:
-            category = "working set" if phase_name else "other"
-    where = line(events, node)
-    return Allocation(
-        count,
-        (born - zero) / 1e9,
-        died_s,
-        category,
-        NOWHERE if module is None else module,
-        phase_name,
-        operator(node),
-        where,
-    )
+        outlives = forward_end is not None and (died is None or died > forward_end)
+        category = category_of(phase, module, head, outlives)
+    place = operator(node), line(events, node)
+    return Allocation(count, (born - zero) / 1e9, died_s, category, module, phase, *place)
+
+
+def category_of(phase: str, module: str, head: str, outlives: bool) -> str:
+    """The category of a block that nothing marked. outlives: it outlives the forward."""
+    if phase == "optimizer":
+        return "working set"
+    if module != NOWHERE and holds(head, module):
+        return "loss"
+    if phase == "forward" and outlives:
+        return "activations"
+    return "working set" if phase else "other"
 
 
 def holds(head: str, module: str) -> bool:

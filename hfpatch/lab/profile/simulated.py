@@ -7,11 +7,11 @@ import torch
 
 from hfpatch.budget.first import first_policy
 from hfpatch.budget.policy import parse_checkpointing
-from hfpatch.lab.profile.options import Options, words_of
-from hfpatch.lab.profile.owners import holds
+from hfpatch.lab.profile.options import Options
+from hfpatch.lab.profile.owners import category_of
 from hfpatch.lab.profile.record import is_layer
-from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, software
-from hfpatch.lab.profile.timeline import NOWHERE, Allocation, Run, measure
+from hfpatch.lab.profile.step import become, head_name, load_config, make_optimizer, new_run
+from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Allocation, Run, measure
 from hfpatch.lab.simulate.follow import current
 from hfpatch.lab.simulate.implementations import build
 from hfpatch.lab.simulate.simulator import simulate
@@ -45,21 +45,7 @@ def simulated_run(options: Options) -> Run:
 
     with module_calls(note):
         found = simulate(model, options.batch, options.seq_len, optimizer=optimizer, policy=policy)
-    run = Run(
-        impl=options.impl,
-        seq_len=options.seq_len,
-        batch=options.batch,
-        source="simulated",
-        device="fake tensors, as on CUDA",
-    )
-    run.setup = {
-        "model": options.model,
-        "dtype": str(dtype).removeprefix("torch."),
-        "optimizer": options.optimizer,
-    }
-    run.setup["gradient_checkpointing"] = options.gradient_checkpointing
-    run.setup["checkpointing"] = words_of(settings) if options.impl == "hfpatch" else None
-    run.versions = software()
+    run = new_run(options, "fake tensors, as on CUDA", dtype, "simulated")
     run.memory["simulated_flops"] = found.flops["total"]
     run.memory["host_peak_bytes"] = found.host_peak_bytes
     return _measured(run, found.ledger, inputs, head_name(model), type(model).__name__)
@@ -87,24 +73,16 @@ def _policy(model, options, settings):
 def _owned(block, inputs, forward_end, head, root) -> Allocation:
     """root: the name under which the follower lists the model itself."""
     module = "" if block.module == root else block.module or NOWHERE
-    category = (
-        block.category if block.category in ("parameters", "gradients", "optimizer") else None
-    )
     if block.host:
         category = "host"
-    elif category is None and block.phase == "setup":
+    elif block.category in LASTING:
+        category = block.category
+    elif block.phase == "setup":
         category = "other"
-    elif category is None and block.op != "workspace" and id(block) in inputs:
+    elif block.op != "workspace" and id(block) in inputs:
         category = "checkpoints"
-    elif (
-        category is None
-        and block.phase != "optimizer"
-        and module != NOWHERE
-        and holds(head, module)
-    ):
-        category = "loss"
-    elif category is None:
-        kept = block.phase == "forward" and (block.died is None or block.died > forward_end)
-        category = "activations" if kept else "working set"
+    else:
+        outlives = block.died is None or block.died > forward_end
+        category = category_of(block.phase, module, head, outlives)
     phase = "before the step" if block.phase == "setup" else block.phase
     return Allocation(block.nbytes, block.born, block.died, category, module, phase, block.op)

@@ -80,22 +80,20 @@ def make_batch(vocab_size: int, options: Options, device) -> dict:
     return {"input_ids": ids, "labels": ids}
 
 
-def _new_run(options: Options, device) -> Run:
-    run = Run(
-        impl=options.impl, seq_len=options.seq_len, batch=options.batch, device=_device_name(device)
-    )
+def new_run(options: Options, device: str, dtype: torch.dtype, source: str = "measured") -> Run:
+    """A Run with what was asked, and no figures yet."""
     ours = options.impl == "hfpatch"
-    run.setup = {
+    setup = {
         "model": options.model,
-        "dtype": str(options.torch_dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "optimizer": options.optimizer,
         "gradient_checkpointing": None if ours else options.gradient_checkpointing,
         "checkpointing": options.checkpointing if ours else None,
-        "warmup": options.warmup,
-        "steps": options.steps,
     }
-    run.versions = software()
-    return run
+    if source == "measured":
+        setup |= {"warmup": options.warmup, "steps": options.steps}
+    return Run(options.impl, options.seq_len, options.batch, source, device, setup=setup,
+               versions=software())  # fmt: skip
 
 
 def record_run(
@@ -104,7 +102,10 @@ def record_run(
 ) -> Run:  # fmt: skip
     """Warm-up steps, one recorded step, then timed steps. The Run has an error if memory ran out."""
     device = batch["input_ids"].device
-    run = _new_run(options, device)
+    name = "cpu"
+    if device.type != "cpu":
+        name = f"{device} {torch.cuda.get_device_name(device)}"
+    run = new_run(options, name, options.torch_dtype)
     step = Step(model, optimizer, batch)
     profiler, before = _profiler(device, options), None
     try:
@@ -183,10 +184,6 @@ def _profiler(device, options: Options) -> torch.profiler.profile:
     return torch.profiler.profile(
         activities=activities, profile_memory=True, with_stack=options.stacks, record_shapes=False
     )
-
-
-def _device_name(device) -> str:
-    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
 
 
 def _start_history(device) -> None:
