@@ -8,6 +8,7 @@ last one took. Each row of cells.csv is a case; `training` has these words, with
     -8bit -inback -none         8-bit AdamW; the same in the backward; no optimizer (AdamW)
     -eval -gen -ref -hold       evaluation, rollouts, a reference model; 4 GiB taken before step 3
     -unfreeze                   the lower half of the layers is frozen before step 3
+    -away                       frozen weights wait on the host
     -l8 -h200                   layers (all); GiB of host memory (64, 128 or 200, by the card)
 
     python profiles/policy/cells.py [WORD ...]    runs the rows that have all these words anew
@@ -60,6 +61,7 @@ def case_of(row: dict) -> dict:
     case["before"] = ", ".join(ACTIONS[w] for w in words if w in ACTIONS)
     case["batch"] = next((w for w in words if w in ("packed", "padded")), "")
     case["autocast"] = "amp" in words
+    case["checkpointing"] = {"frozen_weights": "host"} if "away" in words else "auto"
     case["dtype"] = "float32" if "32" in words else "bfloat16"
     return case
 

@@ -3,6 +3,7 @@ waits once, and memory stays where it was.
 """
 
 import pytest
+import transformers
 
 from scripts.families import FAMILIES
 
@@ -21,6 +22,8 @@ WAITS = {
     # The same, and hfpatch samples the chunked mask's function in each forward (context/masks.py).
     "llama4_text": 16, "llama4": 24,
 }  # fmt: skip
+# The plain code of these mixers in transformers 5.17 takes 64 MiB a token and more.
+PLAIN = ("falcon_h1", "granitemoehybrid", "bamba", "mamba2")
 # Their towers step too. Gemma 3's default config has more tokens an image than patches.
 TOWERS = {"llava": {}, "gemma3": {"mm_tokens_per_image": 49}}
 
@@ -32,7 +35,8 @@ def test_a_family_trains(family, dry, table):
     if family in GARBAGE:
         pytest.skip(GARBAGE[family])
     changes, before = TOWERS.get(family, {}), "image" if family in TOWERS else ""
-    rows = [(1, TOKENS)] * STEPS
+    few = family in PLAIN and transformers.__version__.startswith("5.17.")
+    rows = [(1, 512 if few else TOKENS)] * STEPS
     ran = dry.run(family, layers=LAYERS, rows=rows, changes=changes, before=before)
     if "Unrecognized model identifier" in ran.end or "should have a `model_type`" in ran.end:
         pytest.skip("this transformers does not have the family")
