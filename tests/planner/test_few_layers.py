@@ -145,3 +145,13 @@ def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, memory):
         simulate(model, 1, tokens, steps=6, optimizer=partial(torch.optim.SGD, lr=0.0))
     assert abs(chosen[-1].plain - planned.policy["plain"]) <= 1, (chosen, planned.policy)
     assert chosen[-1].tile == planned.policy["tile"]
+
+
+def test_what_a_tile_s_backward_takes_is_per_token():
+    """The sums of the weights' gradients, which a layer's first tile makes, are no tile's."""
+    found = []
+    for tile in (256, 512, 1024):
+        steps = steps_of("llama")
+        steps.cost(2048, dataclasses.replace(POLICIES["host"], tile=tile))
+        found += [kind.walk for kind in steps.kinds.values()]
+    assert found == pytest.approx([found[0]] * 3, rel=0.02)
