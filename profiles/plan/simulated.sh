@@ -35,7 +35,7 @@ if [ "$1" != hfpatch ]; then
     done
 fi
 for tokens in 8192 32768 131072; do row llama-3.1-8b 32 hfpatch $tokens; done
-row llama-3.1-8b 32 hfpatch 131072 save_attention=false
+row llama-3.1-8b 32 hfpatch 131072 keep=input
 for tokens in 8192 32768 131072; do
     for model in "llama-3.1-8b 32" "Qwen/Qwen3-8B 36" "mistralai/Mistral-7B-v0.3 32" "google/gemma-3-12b 12" "openai/gpt-oss-20b 4" \
         "Qwen/Qwen3-30B-A3B 4"; do

@@ -5,6 +5,7 @@ nothing, so a comparison on it answers whatever its memory held. Four places of 
 answers; here they get true ones, from the values that were copied to the device.
 """
 
+import copy
 import functools
 import sys
 
@@ -41,11 +42,14 @@ def documents_are_true() -> None:
 
     real = documents._marks
 
-    def marks(B, T, device, mask, positions, inside, chunk, idle, watched, padding, beside):
-        if idle is not None and mask is not None:
-            idle = ~on_host(mask).bool()  # computed on the device from labels
-        values = on_host(mask), on_host(positions), inside, chunk, idle, watched, padding, beside
-        return real(B, T, torch.device("cpu"), *values).to(device)
+    def marks(batch, *rest):
+        here = copy.copy(batch)
+        mask, positions, offsets = batch.said
+        here.said = on_host(mask), on_host(positions), offsets
+        here.device = torch.device("cpu")
+        if batch.idle_BT is not None and mask is not None:
+            here.idle_BT = ~here.said[0].bool()  # computed on the device from labels
+        return real(here, *rest).to(batch.device)
 
     documents._marks = marks
 
