@@ -23,7 +23,7 @@ from hfpatch.context.classes import is_patched, replaced_forward, swap
 from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder
 from hfpatch.decoder.stack import PatchedStack
-from hfpatch.layer.layer import TiledLayer, UntiledLayer
+from hfpatch.layer.layer import PatchedLayer, TiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
 from hfpatch.layer.tower import Tower, TowerBlock, find_towers
 from hfpatch.layer.traits import Patched
@@ -105,7 +105,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         skipped.append(("checkpointing", "not asked for" if off else found.alone))
         for layer, answer in zip(layers, found.answers):
             traits = replace(answer, kinds=found.kinds)
-            _swap_layer(layer, UntiledLayer, Patched(traits, configs))
+            _swap_layer(layer, PatchedLayer, Patched(traits, configs))
         return
     for layer in layers:
         if "forward" in vars(layer):

@@ -135,7 +135,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
         ValueError: the offsets do not cover the tokens.
     """
     B, T = batch.B, batch.T
-    mask, positions, offsets = batch.said
+    mask, positions, offsets = batch.given
     # 1. The caller's offsets override positions.
     bounds = _checked(offsets, B * T)
     if mask is None and positions is None and chunk is None:
@@ -181,7 +181,7 @@ def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) ->
     bounds: the caller's offsets; the others as in find_rows.
     """
     B, T = batch.B, batch.T
-    mask, positions, _ = batch.said
+    mask, positions, _ = batch.given
     valueless = mask is positions is batch.idle_BT is None  # then nothing waits for the device
     device = torch.device("cpu") if valueless else batch.device
     visible_BT = None if mask is None else mask.bool()

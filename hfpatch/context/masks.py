@@ -50,7 +50,7 @@ class Batch:
     ):
         self.B, self.T, self.device, self.sequence = B, T, device, sequence
         self.t = T if sequence is None else T // sequence.size  # tokens of this rank
-        self.said = (attention_mask, position_ids, cu_seq_lens)
+        self.given = (attention_mask, position_ids, cu_seq_lens)
         self.idle_BT, self.watched = idle_BT, watched
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.weights = False  # whether attention returns its probabilities too
@@ -67,7 +67,7 @@ class Batch:
         For mixers, which see masked tokens, as in transformers. None where every row is one
         document.
         """
-        _, positions, offsets = self.said
+        _, positions, offsets = self.given
         if positions is None and offsets is None:
             return None
         documents = find_rows(self, padding=False).documents
@@ -76,7 +76,7 @@ class Batch:
     def part(self, rows: slice, a: int, b: int) -> "Batch":
         """Tokens a to b of these rows, each as one document; a single row may have several."""
         if (rows.start, a, b) not in self._parts:
-            visible = None if self.said[0] is None else self.said[0][rows, a:b]
+            visible = None if self.given[0] is None else self.given[0][rows, a:b]
             B = len(range(self.B)[rows])
             part = self._parts[rows.start, a, b] = Batch(B, b - a, self.device, visible)
             if B == 1 and visible is None:
@@ -92,7 +92,7 @@ class Batch:
         Each document sees only itself. The closure gets positions inside the document or, in older
         versions, inside the row.
         """
-        visible, positions, offsets = self.said
+        visible, positions, offsets = self.given
         packed = positions is not None and visible is None and offsets is None
         if not packed or self.cached or self.sequence is not None:
             return function

@@ -42,7 +42,7 @@ from hfpatch.decoder.batch import (
 from hfpatch.decoder.find import list_of_layers
 from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
-from hfpatch.layer.layer import UntiledLayer, why_not_shared
+from hfpatch.layer.layer import PatchedLayer, why_not_shared
 from hfpatch.layer.traits import Patched
 from hfpatch.parallel.shards import alike
 
@@ -91,7 +91,7 @@ class PatchedStack(KeepsSignature):
         layers = list_of_layers(self) or ()
         # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
         inside = (module for held in layers for module in held.modules())
-        for layer in (module for module in inside if isinstance(module, UntiledLayer)):
+        for layer in (module for module in inside if isinstance(module, PatchedLayer)):
             look(layer)  # the layers read what they found here
         given, runtime = read_batch(self, kwargs), self._hfpatch.runtime
         if given is not None and _says_not_causal(layers, kwargs):
@@ -183,7 +183,7 @@ def _was_asked(layer) -> bool:
     """Whether the layer runs as its traits say."""
     if replaced_forward(layer):
         return False
-    if not isinstance(layer, UntiledLayer):
+    if not isinstance(layer, PatchedLayer):
         return package_of(layer) == "torch"  # torch's own wrappers
     shares = why_not_shared(layer._hfpatch.traits, look(layer)) is None
     return shares or not compiled_by_itself(layer)
@@ -197,7 +197,7 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
     """
     said = []
     for layer in layers:
-        names = layer._hfpatch.traits.attention if isinstance(layer, UntiledLayer) else ()
+        names = layer._hfpatch.traits.attention if isinstance(layer, PatchedLayer) else ()
         with suppress(AttributeError):  # a layer that was rebuilt runs untiled
             said += [
                 vars(submodule(layer, name)).get("is_causal") in (None, True) for name in names

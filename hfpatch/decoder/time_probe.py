@@ -76,7 +76,7 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     close = CLOSE[x.dtype]
     if not apart[what] <= close:
         return f"in tiles it differs from whole rows ({what}: {apart[what]:.0e})"
-    if not name and any(isinstance(x, Tensor) for x in mixer.parts.beside or ()):
+    if not name and any(isinstance(x, Tensor) for x in mixer.traced.beside or ()):
         return "it returns tensors beside its output"
     for key in runs.keys if name else ():  # a layer's states are its mixer's, tried before
         lost = differences(runs.tiles(*cuts, lost=key), whole)[OUTPUT]

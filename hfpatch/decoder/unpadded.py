@@ -21,7 +21,7 @@ from hfpatch.context.masks import Batch, Mask
 from hfpatch.decoder.batch import Given, StackTraits
 from hfpatch.layer.arguments import token_axis
 from hfpatch.layer.condition import look
-from hfpatch.layer.layer import UntiledLayer
+from hfpatch.layer.layer import PatchedLayer
 
 # The most padding that stays, as a share of the real tokens. Lengths are rounded up so that few of
 # them occur: each new length needs new plans of attention kernels and new pinned memory.
@@ -41,7 +41,7 @@ class PackedRow:
     """
 
     def __init__(self, batch: Batch, bounds: tuple[int, ...], N: int):
-        hidden_N = ~batch.said[0].flatten().bool()
+        hidden_N = ~batch.given[0].flatten().bool()
         # Real tokens first, in their order, then padding up to N.
         self.at_N = hidden_N.to(torch.uint8).argsort(stable=True)[:N]
         self.real, filler = bounds[-1], () if N == bounds[-1] else (N,)
@@ -114,7 +114,7 @@ def _as_tried(layer) -> bool:
     """Whether a layer behaves as in the small instance, on rows of any length. A layer compiled by
     itself would be compiled for each length. A layer with other modules in it may mix tokens, and
     one that runs untiled may remember padding."""
-    if not isinstance(layer, UntiledLayer) or compiled_by_itself(layer):
+    if not isinstance(layer, PatchedLayer) or compiled_by_itself(layer):
         return False
     now = look(layer)
     return now.reason in (None, layer._hfpatch.traits.reason)

@@ -82,14 +82,14 @@ class Backward:
     # -- the orders --------------------------------------------------------------------------------
     def one_tile(self, dy: Tensor) -> None:
         call = self.call
-        parts = call.parts
+        traced = call.traced
         held = call.tiles(next(self.passes))
         _, x, outs, gates = next(held)
         a, b = call.bounds[0]
         mixes = call.mixes
         # B
         if mixes:
-            qkv, back = parts.before_again(x, a, b, self.need_x, self.weights, unread=False)
+            qkv, back = traced.before_again(x, a, b, self.need_x, self.weights, unread=False)
             # the graph must not see its outputs overwritten by the gradients
             self.qkv = [part.detach().contiguous() for part in qkv]
         if mixes and not call.outs:
@@ -97,7 +97,7 @@ class Backward:
         # A
         out = call.attention.join(outs)
         dys = [dy, *self.recorded]
-        self.dx, self.douts = parts.after_backward(
+        self.dx, self.douts = traced.after_backward(
             x, out, a, b, dys, gates, self.need_x, self.weights
         )
         del x, out, dys
@@ -134,7 +134,7 @@ class Backward:
     def after_backward(self, dy: Tensor) -> None:
         call = self.call
         need_x = self.need_x
-        parts = call.parts
+        traced = call.traced
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))
         for index, x_t, out_t, gates in self._tiles():
@@ -143,7 +143,9 @@ class Backward:
                 out_t = [o[:, a:b] for o in self.outs]
             out_t = call.attention.join(out_t)
             dys = list(map(next, dy_tiles))
-            dx_t, douts_t = parts.after_backward(x_t, out_t, a, b, dys, gates, need_x, self.weights)
+            dx_t, douts_t = traced.after_backward(
+                x_t, out_t, a, b, dys, gates, need_x, self.weights
+            )
             if need_x:
                 dx[:, a:b] = dx_t
             if self.douts is None:
@@ -166,26 +168,26 @@ class Backward:
         )
 
     # -- C -----------------------------------------------------------------------------------------
-    def attend_backward(self, outs, into: list) -> None:
-        """outs: a function that returns group g's attention output; into: where gradients of q, k, v
-        may be written, of these tensors or None.
+    def attend_backward(self, outs, dqkv: list) -> None:
+        """outs: a function that returns group g's attention output; dqkv: where the gradients of
+        q, k, v are written: q, k, v themselves, or None for new tensors.
         """
         call = self.call
-        parts = call.parts
+        traced = call.traced
         if self.lse_ticket is not None:
             self.lses = self.lse_ticket.wait()
         lses = list(self.lses or [])
-        run = partial(call.attention.backward, self.qkv, self.douts, outs, lses, into)
+        run = partial(call.attention.backward, self.qkv, self.douts, outs, lses, dqkv)
         for mixer in call.attention.mixers:
             mixer.weights = [self.weights]
-        self.dsinks = parts.replayed("attend", 0, call.device, run) if parts.mixers else run()
+        self.dsinks = traced.replayed("attend", 0, call.device, run) if traced.mixers else run()
         left = iter(self.left)
-        for pair in parts.left.values():
+        for pair in traced.left.values():
             for place in pair:
                 d = next(left)
                 if d is not None:  # gradients of keys and values that later layers took
-                    into[place] = into[place] + d
-        self.qkv = into
+                    dqkv[place] = dqkv[place] + d
+        self.qkv = dqkv  # from here on the gradients
         self.douts = self.outs = self.lses = None
         if len(call.bounds) > 1:
             call.out_buffers = None
@@ -193,14 +195,14 @@ class Backward:
     # -- D -----------------------------------------------------------------------------------------
     def before_backward(self) -> None:
         call = self.call
-        parts = call.parts
+        traced = call.traced
         for saved in self.parked:
             self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
             call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         grads = list(map(call.cut, self.qkv))
         for index, x_t, *_ in self._tiles():
             a, b = call.bounds[index]
-            _, back = parts.before_again(x_t, a, b, self.need_x, self.weights, unread=True)
+            _, back = traced.before_again(x_t, a, b, self.need_x, self.weights, unread=True)
             dx_t = back(list(map(next, grads)), self.dsinks if index == 0 else None)
             if dx_t is not None:
                 self.dx[:, a:b].add_(dx_t)

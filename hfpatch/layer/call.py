@@ -2,13 +2,13 @@
 
 Only attention runs over whole rows, and its forward runs once if its outputs are kept:
 
-    qkv  = [parts.before(x_t) for x_t in tiles of x]            q, k, v of all tokens
+    qkv  = [traced.before(x_t) for x_t in tiles of x]           q, k, v of all tokens
     outs = attention(qkv)                                       whole rows; frees qkv
-    y    = [parts.after(x_t, out_t) for tiles of x and outs]
+    y    = [traced.after(x_t, out_t) for tiles of x and outs]
 
 The backward (backward.py) needs the layer's input x, the attention outputs with their log-sum-exp,
 and the tensors that the policy keeps (kept.py). They wait in the store (store/transfers.py).
-`before` and `after` come from the layer itself (parts.py).
+`before` and `after` run the layer's own forward on a tile (traced.py).
 
 B batch, T tokens, D hidden, H query heads, K key-value heads, E head dim; t tokens of a tile.
 """
@@ -37,7 +37,7 @@ class LayerCall(Kept):
 
     layer: nn.Module
     runtime: object  # layer.runtime.LayerRuntime
-    parts: Traced | None  # None once the last backward is over
+    traced: Traced | None  # None once the last backward is over
     then: ForwardState  # the tensors and switches of this forward
     attention: Attention = field(default_factory=Attention)
     # The earlier calls of its segment (every > 1), of which the first alone keeps its input.
@@ -47,16 +47,16 @@ class LayerCall(Kept):
 
     def release(self) -> None:
         super().release()
-        self.parts = self.attention = None
+        self.traced = self.attention = None
 
     @property
     def mixes(self) -> bool:
-        return bool(self.parts.traits.mixing)
+        return bool(self.traced.traits.mixing)
 
     # -- pieces ------------------------------------------------------------------------------------
     def _autocast(self):
         """Context with the autocast state of forward."""
-        (dtype, cache) = self.parts.autocast
+        (dtype, cache) = self.traced.autocast
         device = self.device.type
         if dtype is None and autocast_dtype(device) is None:
             return nullcontext()
@@ -66,19 +66,19 @@ class LayerCall(Kept):
         """Attention's outputs and log-sum-exps, over whole rows. again: a rerun, whose backward
         comes soon.
         """
-        parts = self.parts
-        run = partial(self.attention.forward, parts.asked, parts.mixers, qkv)
-        if not parts.mixers:
+        traced = self.traced
+        run = partial(self.attention.forward, traced.asked, traced.mixers, qkv)
+        if not traced.mixers:
             return run()
-        go_in_time(self, again, qkv[3 * len(parts.asked) :])
-        return parts.replayed("attend", 0, self.device, run)
+        go_in_time(self, again, qkv[3 * len(traced.asked) :])
+        return traced.replayed("attend", 0, self.device, run)
 
     def before(self, tiles) -> list[Tensor]:
         """q, k, v of whole rows, from an iterable of (index, x tile), without a graph."""
         whole = None
         for index, x_t in tiles:
             a, b = self.bounds[index]
-            parts = self.parts.before(x_t, a, b)
+            parts = self.traced.before(x_t, a, b)
             if len(self.bounds) == 1:
                 return parts
             if whole is None:
@@ -99,11 +99,11 @@ class LayerCall(Kept):
         for a, b in self.bounds:
             noted: list | None = [] if noting else None
             outs_t = self.attention.join(list(map(next, out_tiles)))
-            tiles = self.parts.after(next(x_tiles), outs_t, a, b, noted)
+            tiles = self.traced.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
                 transfers = self.queue.transfers
                 self.gates.append(list(map(transfers.save, noted)))
-                transfers.settle(under_way=1, room=self.runtime.spare)
+                transfers.settle(under_way=1, room=self.runtime.copy_room)
             del noted, outs_t
             if len(self.bounds) == 1:
                 return tiles
@@ -127,8 +127,8 @@ class LayerCall(Kept):
             # Also after an out-of-memory error: a caller that catches it and retries gets the
             # memory back.
             if self.queue is not None:
-                self.queue.transfers.settle(room=self.runtime.spare if where == "tier" else 0)
-        if self.parts.autocast[0] is not None:
+                self.queue.transfers.settle(room=self.runtime.copy_room if where == "tier" else 0)
+        if self.traced.autocast[0] is not None:
             # Casts made here carry no graph: a later use of the same weight must not find them.
             torch.clear_autocast_cache()
         return results
@@ -145,7 +145,7 @@ class LayerCall(Kept):
         # [Step 2] q, k, v of all tokens, then attention over whole rows.
         qkv = self.before(enumerate(self.cut(x_BTD)))
         outs, lses = self.attend(qkv, again=where == "again")
-        left = [qkv[place] for pair in self.parts.left.values() for place in pair]
+        left = [qkv[place] for pair in self.traced.left.values() for place in pair]
         del qkv
         # [Step 3] Attention's outputs.
         if where == "again" or (first and self.policy.saves_attention):
@@ -185,7 +185,7 @@ class LayerCall(Kept):
         """
         # [Step 1] The input, and the first tiles' fetches.
         queue = self.queue
-        parts = self.parts
+        traced = self.traced
         queue.begin()
         if self.segment and self.x is None:
             self._materialise()
@@ -200,7 +200,7 @@ class LayerCall(Kept):
         tiles = len(self.bounds) > 1
         several = tiles or any(mixer.several(dy_BTD.shape[1]) for mixer in self.attention.mixers)
         weights = WeightGradients(self.then, several)
-        with streamed, self._autocast(), weights, parts.again(weights, tiles) as darguments:
+        with streamed, self._autocast(), weights, traced.again(weights, tiles) as darguments:
             dx = self.run_backward(dy_BTD, dextras, need_x, weights, before)
             weights.round()
         # [Step 4] What no other pass needs is released.
@@ -214,5 +214,5 @@ class LayerCall(Kept):
 
     def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, before):
         """dx or None. before: the call whose backward is next, or None."""
-        n = len(dextras) - sum(map(len, self.parts.left.values()))
+        n = len(dextras) - sum(map(len, self.traced.left.values()))
         return Backward(self, need_x, weights, dextras[:n], dextras[n:]).run(dy_BTD, before)

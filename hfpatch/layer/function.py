@@ -10,8 +10,8 @@ from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import is_fake, keeps_graph, version
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.forward_state import ForwardState
+from hfpatch.layer.gate_up import spares_gates
 from hfpatch.layer.graph_bytes import measured
-from hfpatch.layer.parts import spares_gates
 from hfpatch.layer.random_state import Generators
 from hfpatch.layer.timed import TimedCall, in_time
 from hfpatch.layer.traced import Traced
@@ -43,7 +43,7 @@ class LayerFunction(torch.autograd.Function):
                 return (None,) * len(ctx.needs_input_grad)
             shape, dtype, device = ctx.like
             dy = torch.zeros(shape, dtype=dtype, device=device)
-        if call.parts is None:
+        if call.traced is None:
             raise RuntimeError(
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
                 "the first of two."
@@ -53,25 +53,25 @@ class LayerFunction(torch.autograd.Function):
         return None, dx, *grads
 
 
-def tiled_layer(runtime, policy: Checkpointing, parts: Traced, x: Tensor) -> list[Tensor]:
+def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> list[Tensor]:
     """Runs a layer tile by tile on x [B, T, D]. Returns its output, then the recorded tensors.
 
     runtime: layer.runtime.LayerRuntime, which gave the policy. Nothing is kept if no gradient is
     needed.
     """
-    layer = parts.layer
+    layer = traced.layer
     device = x.device
     # [Step 1] The call, and the tensors that its backward runs on.
-    then = ForwardState(layer, [layer, *parts.condition.snapshot.inside], parts.condition)
-    tensors = [*parts.wanted, *then.wanted]
+    then = ForwardState(layer, [layer, *traced.condition.snapshot.inside], traced.condition)
+    tensors = [*traced.wanted, *then.wanted]
     timed = None
-    if parts.traits.carries is not None and not then.gathered:
-        timed = in_time(parts, policy, runtime, x)
+    if traced.traits.carries is not None and not then.gathered:
+        timed = in_time(traced, policy, runtime, x)
     attention = Attention(wide=policy.aim == "fastest")
-    if parts.batch.sequence is not None:
-        attention = ExchangedAttention(parts.batch.sequence)
+    if traced.batch.sequence is not None:
+        attention = ExchangedAttention(traced.batch.sequence)
     call = (LayerCall if timed is None else TimedCall)(
-        layer=layer, runtime=runtime, policy=policy, parts=parts, device=device, then=then,
+        layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, then=then,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **(timed or {}),
     )  # fmt: skip
     # [Step 2] Without a gradient nothing is kept.
@@ -82,22 +82,22 @@ def tiled_layer(runtime, policy: Checkpointing, parts: Traced, x: Tensor) -> lis
             return call.forward(x, where=None)
     # [Step 3] What is kept, and who measures it.
     if policy.keeps_gates(layer._hfpatch.index):
-        call.keeps_gates = spares_gates(layer, parts.traits, device.type)
+        call.keeps_gates = spares_gates(layer, traced.traits, device.type)
     meter = runtime.meters.get(device)
     call.step = meter and meter.step
     runtime.link(call, x)
     # [Step 4] The run. The generators' state after it shows whether it draws random numbers
     # (dropout, noise before a router). From then on its tiles save that state.
     real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
-    watched = Generators(device) if real and parts.rng is None else None
+    watched = Generators(device) if real and traced.rng is None else None
     outputs = LayerFunction.apply(call, x, *tensors)
     then.ran()
     if watched is not None and watched.drew():
-        parts.rng = {}
-        parts.condition.draws = True
+        traced.rng = {}
+        traced.condition.draws = True
         watched.put_back()
-        parts.found = {}  # temporary forwards that are not filled with random numbers
+        traced.found = {}  # temporary forwards that are not filled with random numbers
         del call, outputs  # frees the first run's memory before the second
-        return tiled_layer(runtime, policy, parts, x)
+        return tiled_layer(runtime, policy, traced, x)
     runtime.last_call = weakref.ref(call), weakref.ref(outputs[0]), version(outputs[0])
     return list(outputs)

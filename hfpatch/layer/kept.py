@@ -138,7 +138,7 @@ class Kept:
         if self.x.resident:
             self.passes = self._planned()
             return
-        if not self.queue.is_for(self):
+        if not self.queue.keep_only(self):
             self.prefetch()
         for one in self.passes[1:]:
             self.queue.push(self, one.pieces)

@@ -74,7 +74,7 @@ class Request:
         return next((value for value in values if isinstance(value, Cache)), None)
 
 
-class UntiledLayer:
+class PatchedLayer:
     """A mixin over a decoder layer's class, where the layer runs transformers' own forward
     (checkpointing="off").
 
@@ -113,7 +113,7 @@ class UntiledLayer:
 
     def forward(self, hidden_states, *args, **kwargs):
         # accelerate binds this method and keeps it after undo()
-        if not isinstance(self, UntiledLayer):
+        if not isinstance(self, PatchedLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         if not torch.compiler.is_compiling() and current.role is None:
             if self._sequence(current.batch) is not None:
@@ -139,7 +139,7 @@ def _run_directly(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-class TiledLayer(UntiledLayer):
+class TiledLayer(PatchedLayer):
     """A mixin over a decoder layer's class. The layer runs tile by tile where that is exact, else
     whole with its input offloaded.
     """
@@ -250,7 +250,7 @@ class TiledLayer(UntiledLayer):
         if lists:
             records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
         arguments = Arguments(r.args, of_its_own(r.kwargs), *r.x.shape[:2])
-        parts = Traced(
+        traced = Traced(
             self, arguments, known.traits, known.configs, r.batch,
             records=records, condition=r.condition, rng={} if r.condition.draws else None,
             autocast=(autocast_dtype(r.x.device.type), torch.is_autocast_cache_enabled()),
@@ -259,14 +259,14 @@ class TiledLayer(UntiledLayer):
         put_off = values_for_now(hooks_put_off(units)) if units else nullcontext()
         try:
             with runtime.weights.forward(self, r.x.device), put_off:
-                y, *extras = tiled_layer(runtime, policy, parts, x)
+                y, *extras = tiled_layer(runtime, policy, traced, x)
         except NotStopped as error:
             raise RuntimeError(
                 f"hfpatch: a {type(self).__name__} does not mix tokens as its small instance did: "
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
         y = freed_with(units, y) if units else y
-        return parts.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))
+        return traced.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))
 
     def _whole(self, r: Request):
         """A function that runs the layer whole on given hidden states. Mixers take packed documents

@@ -114,7 +114,7 @@ class Meter:
         gauge: the device's counters; parameters: a function that returns the model's parameters.
         trained: how many numbers train. kinds: name -> Kind; calls: key -> Call.
         step: the last one that began; steps: those whose graph lives.
-        spare: bytes more to leave free, after memory ran out or was short.
+        reserve: bytes more to leave free, after memory ran out or was short.
         tile_most: the largest tile, after memory ran out in a step that kept the least.
         reached: the most bytes that a step was planned to take.
         highest: the most bytes that were read as allocated; gaps: Counters.gaps about there.
@@ -128,7 +128,7 @@ class Meter:
         self.card = gauge.card()
         self.step: Step | None = None
         self.steps: weakref.WeakSet[Step] = weakref.WeakSet()
-        self.spare = self.reached = self.highest = self.gaps = self.trained = 0
+        self.reserve = self.reached = self.highest = self.gaps = self.trained = 0
         self.tile_most = TILES[-1]
         self.why = ""
 
@@ -176,11 +176,11 @@ class Meter:
             less = max(UNSURE * self.card, kept / 2)
             reached = step.planned if kept else step.limit
             share = UNSURE if step.plan is None else step.plan.share
-            self.spare = max(self.spare, int(step.limit - share * self.card - reached + less))
+            self.reserve = max(self.reserve, int(step.limit - share * self.card - reached + less))
             if not kept and step.plan is not None:
                 self.tile_most = max(TILES[0], step.plan.policy.tile // 2)
         else:
-            self.spare = max(self.spare, int(SURE * self.card))
+            self.reserve = max(self.reserve, int(SURE * self.card))
         self.why = "memory ran out" if ran_out else "memory was short"
 
     def ran_out(self) -> None:
@@ -210,7 +210,7 @@ class Meter:
             share = UNSURE
             if own and call.sure:
                 share = min(UNSURE, SURE + self.gaps / self.card)
-            room = step.limit - step.base.allocated - share * self.card - self.spare
+            room = step.limit - step.base.allocated - share * self.card - self.reserve
             if not own:
                 room -= step.coming
             plan = climb(first, call, self.kinds, settings, able, rows, room, self.tile_most)
@@ -262,7 +262,7 @@ class Meter:
         plan = step.plan
         solid = now.allocated - waiting
         self._ends(solid)
-        limit = step.limit - plan.share * self.card - self.spare
+        limit = step.limit - plan.share * self.card - self.reserve
         # More than `ahead` where the step's peak, which comes later, leaves room for it.
         most = max(plan.ahead, step.planned - solid - plan.working)
         step.forward.room = max(0, int(min(most, limit - solid - plan.working)))
@@ -386,7 +386,7 @@ class Meter:
         return {
             "kinds": {name: asdict(kind) for name, kind in self.kinds.items()},
             "calls": {key: asdict(call) for key, call in self.calls.items()},
-            "spare": self.spare / self.card, "tile_most": self.tile_most,
+            "spare": self.reserve / self.card, "tile_most": self.tile_most,
         }  # fmt: skip
 
     def load(self, state: dict) -> None:
@@ -395,5 +395,5 @@ class Meter:
         for key, call in state["calls"].items():
             lines = {n: Line(v["points"]) if isinstance(v, dict) else v for n, v in call.items()}
             self.calls.setdefault(key, Call(**lines | {"sure": False}))
-        self.spare = max(self.spare, int(state["spare"] * self.card))
+        self.reserve = max(self.reserve, int(state["spare"] * self.card))
         self.tile_most = min(self.tile_most, state["tile_most"])

@@ -20,10 +20,10 @@ from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
 from hfpatch.compat import all_parameters, autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
+from hfpatch.layer.gate_up import gate_up_columns
 from hfpatch.layer.gauge import Gauge
 from hfpatch.layer.graph_bytes import kind_of
 from hfpatch.layer.meter import Meter
-from hfpatch.layer.parts import gate_up_columns
 from hfpatch.layer.streamed_weights import frozen_tables
 from hfpatch.layer.traits import layers_in
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
@@ -102,7 +102,7 @@ class Policies:
         for queue in self.queues.values():
             queue.begin()
         meter = self.meter_of(device)
-        self.spare = 0
+        self.copy_room = 0
         if meter is not None and torch.is_grad_enabled():
             meter.begin()
         self._begun = True
@@ -155,7 +155,7 @@ class Policies:
 
     def _settle(self, room: int) -> None:
         """Releases sources of copies, until those that stay take at most `room` bytes."""
-        self.spare = room
+        self.copy_room = room
         for queue in self.queues.values():
             queue.transfers.settle(room=room)
 
@@ -260,12 +260,12 @@ class Policies:
         self, meter: Meter, policy: Checkpointing, shape: tuple, key: tuple, x: Tensor
     ) -> None:
         """Prints a policy, if it is another than that of the last such step and of the last line."""
-        told = self.said.get(key)
-        self.said[key] = policy
-        if policy in (told, self.said.get(shape)):
+        told = self.printed.get(key)
+        self.printed[key] = policy
+        if policy in (told, self.printed.get(shape)):
             return
         why = f"{meter.why}; " if meter.why and told else ""
-        self.said[shape] = policy
+        self.printed[shape] = policy
         meter.why = ""
         layers = self._keeping(x)
         what = describe(policy, layers, self.n_layers - layers)

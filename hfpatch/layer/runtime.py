@@ -46,11 +46,11 @@ class LayerRuntime(Policies):
         queues: by (device, place of checkpoints), each with transfers of its own.
         shards: how tensor-parallel ranks share a layer's input, or None.
         meters: the Meter of each device, None if its free memory is unknown.
-        said: policies of the last lines.
+        printed: policies of the last lines.
         sequence: the ranks that share the rows of the current call, or None.
         exchange: ranks with batches of their own that send each other tokens in each tile, or None.
         owner: a weak reference to the module whose parameters a step trains.
-        spare: bytes that the sources of copies may take while a layer runs.
+        copy_room: bytes that the sources of copies may take while a layer runs.
         warned: lines already printed.
         padding_read: whether a gradient came to outputs at padding, as a flag on the device until
             the host reads it.
@@ -68,10 +68,10 @@ class LayerRuntime(Policies):
         self.queues: dict[tuple, FetchQueue] = {}
         self.shards: Shards | None = None
         self.meters: dict[torch.device, Meter | None] = {}
-        self.said: dict[tuple, Checkpointing] = {}
+        self.printed: dict[tuple, Checkpointing] = {}
         self.owner = lambda: None
         self.sequence = self.exchange = self.last_held = None
-        self.spare = 0
+        self.copy_room = 0
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self.warned: set[str] = set()
@@ -209,7 +209,7 @@ class LayerRuntime(Policies):
             not_for_deepspeed(parameter, False)
         self.queues.clear()
         self.shapes.clear()
-        self.said.clear()
+        self.printed.clear()
         self.meters.clear()
 
 

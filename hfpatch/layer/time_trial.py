@@ -148,17 +148,17 @@ def go_in_time(call, again: bool, inputs: list[Tensor]) -> None:
         again: whether the mixers run in backward of the layer or of its segment.
         inputs: the input [B, T, D] of each mixer.
     """
-    timed = dict(call.parts.traits.timed)
+    timed = dict(call.traced.traits.timed)
     saves = again or call.queue is not None and call.policy.saves_attention
     transfers = call.queue.transfers if saves and call.queue is not None else None
-    for name, mixer, x in zip(call.parts.traits.mixers, call.parts.mixers, inputs):
+    for name, mixer, x in zip(call.traced.traits.mixers, call.traced.mixers, inputs):
         if name in timed and (again or mixer.time is None):
             _go_in_time(call, name, timed[name], mixer, x, transfers)
 
 
 def _go_in_time(call, name: str, argument: str, mixer, x: Tensor, transfers) -> None:
-    sequence = call.parts.batch.sequence
-    place = argument, call.policy.tile, transfers, call.parts.rng
+    sequence = call.traced.batch.sequence
+    place = argument, call.policy.tile, transfers, call.traced.rng
     time = TimeTiles(*place) if sequence is None else RankTiles(sequence, *place)
     why = None
     if time.cuts(mixer, x.shape[1]):

@@ -25,26 +25,26 @@ MOST_PIECES = 2  # packed documents may have at most this many times the tiles o
 
 @dataclass
 class LayerAsMixer(Mixer):
-    """One call of a layer, as a Mixer. parts: the layer.traced.Traced of the call. unread: nothing
+    """One call of a layer, as a Mixer. traced: the layer.traced.Traced of the call. unread: nothing
     reads the values of its output.
     """
 
-    parts: Traced | None = None
+    traced: Traced | None = None
     unread: bool = False
 
     @classmethod
-    def of(cls, parts: Traced) -> "LayerAsMixer":
-        given = parts.arguments
-        batch = parts.batch
+    def of(cls, traced: Traced) -> "LayerAsMixer":
+        given = traced.arguments
+        batch = traced.batch
         leaves, spec = pytree.tree_flatten(((None, *given.args), given.kwargs))
         axes = Arguments((None, *given.args), given.kwargs, given.B, given.T).axes
         return cls(
-            parts.layer, leaves, spec, 0, axes, given.B, parts.configs, batch, batch.apart,
-            parts=parts,
+            traced.layer, leaves, spec, 0, axes, given.B, traced.configs, batch, batch.apart,
+            traced=traced,
         )  # fmt: skip
 
     def _run(self, args, kwargs):
-        return self.parts.run(args, kwargs, self.unread)
+        return self.traced.run(args, kwargs, self.unread)
 
 
 class SavedTiles(TimeTiles):
@@ -93,36 +93,36 @@ class TimedCall(LayerCall):
         return dx
 
 
-def _why_not_here(parts: Traced, x_BTD: Tensor, runtime) -> str | None:
+def _why_not_here(traced: Traced, x_BTD: Tensor, runtime) -> str | None:
     """time_trial.why_not_here of the layer's mixer, with the mixer's input for the first tokens."""
-    ((name, argument),) = parts.traits.timed
-    module = parts.layer.get_submodule(name)
+    ((name, argument),) = traced.traits.timed
+    module = traced.layer.get_submodule(name)
 
     def call():
         end = min(x_BTD.shape[1], tokens_tried(module))
         devices = [x_BTD.device] if x_BTD.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices):
-            given = parts.pre(x_BTD[:, :end].detach(), 0, end)
-        return parts.mixers[0], given[-1]
+            given = traced.pre(x_BTD[:, :end].detach(), 0, end)
+        return traced.mixers[0], given[-1]
 
     return why_not_here(module, argument, x_BTD, runtime, call)
 
 
-def in_time(parts, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
+def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
-    layer = parts.layer
-    carries = parts.traits.carries
-    if policy.every > 1 or parts.records is not None or parts.wanted or runtime.shards:
+    layer = traced.layer
+    carries = traced.traits.carries
+    if policy.every > 1 or traced.records is not None or traced.wanted or runtime.shards:
         return None
-    if layer._hfpatch.streams is not None or parts.batch.sequence is not None:
+    if layer._hfpatch.streams is not None or traced.batch.sequence is not None:
         return None
-    mixer = LayerAsMixer.of(parts)
+    mixer = LayerAsMixer.of(traced)
     tile = policy.tile
-    time = mixer.time = SavedTiles(carries, tile, rng=parts.rng)
+    time = mixer.time = SavedTiles(carries, tile, rng=traced.rng)
     B, T = x.shape[:2]
     short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
     if short or tile < chunk_of(layer):
         return None  # documents make too many tiles, or a tile is shorter than the mixers' chunk
-    if carries and time.cuts(mixer, T) and _why_not_here(parts, x, runtime) is not None:
+    if carries and time.cuts(mixer, T) and _why_not_here(traced, x, runtime) is not None:
         return None
     return {"mixer": mixer, "time": time}

@@ -16,9 +16,9 @@ from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, ou
 from hfpatch.layer.adapted_experts import experts_forwards, experts_in
 from hfpatch.layer.arguments import Arguments, takes_by_name
 from hfpatch.layer.block import Block
+from hfpatch.layer.gate_up import gates_of
 from hfpatch.layer.graph_bytes import tile_graph, unmeasured
 from hfpatch.layer.mixers import Mixer, standing_in
-from hfpatch.layer.parts import gates_of
 from hfpatch.layer.random_state import replayed
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import left_by
@@ -227,7 +227,7 @@ class Traced:
         self.beside = None if isinstance(y, Tensor) else y[1:]
         return y
 
-    # -- LayerParts --------------------------------------------------------------------------------
+    # -- what a LayerCall and its Backward call ----------------------------------------------------
     def replayed(self, phase: str, start: int, device: torch.device, run):
         """run(), for the tile at `start`. A forward saves the generators' state, a rerun restores
         it.

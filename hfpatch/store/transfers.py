@@ -377,9 +377,9 @@ class FetchQueue(Ring):
             self.under_way.append((owner, ticket))
             self.pending.popleft()
 
-    def is_for(self, owner) -> bool:
-        """Whether fetches for `owner` are queued. All are dropped if the first in the queue is
-        another layer's: one pass interleaves graphs that two threads made.
+    def keep_only(self, owner) -> bool:
+        """Drops all fetches if one of them is another layer's: one pass then interleaves graphs
+        that two threads made. Returns whether fetches for `owner` are queued.
         """
         if any(one is not owner for one, _ in (*self.under_way, *self.pending)):
             self.reset()

@@ -71,7 +71,7 @@ def write(model, args, folder=None) -> Path | None:
 
     folder: the run's, if None.
     """
-    found = next((meter for meter in meters(model) if meter.calls or meter.spare), None)
+    found = next((meter for meter in meters(model) if meter.calls or meter.reserve), None)
     if found is None:
         return None
     path, own = Path(folder or args.output_dir) / FILE, key(model, args)

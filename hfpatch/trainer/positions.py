@@ -10,8 +10,8 @@ import torch
 
 from hfpatch.compat import hooked_forward
 from hfpatch.loss.head import Call, linear_of
+from hfpatch.trainer.dataset import IGNORE
 from hfpatch.trainer.finite import FiniteTrainer
-from hfpatch.trainer.shared_rows import IGNORE
 
 _BUCKETS = 32
 _CHUNK = 1 << 26  # logits that are upcast at a time

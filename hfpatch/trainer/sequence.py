@@ -7,7 +7,7 @@ import accelerate
 from hfpatch.budget.limits import environment_number
 from hfpatch.context.ranks import sequence_of, summed_gradients
 from hfpatch.layer.condition import look
-from hfpatch.layer.layer import UntiledLayer, why_not_shared
+from hfpatch.layer.layer import PatchedLayer, why_not_shared
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.trainer.compat import deals_for_any_attention, skips_by_itself, unless_shared
 from hfpatch.trainer.shared_rows import of_all_ranks, part_of, shares_rows
@@ -130,7 +130,7 @@ def _heads_told(config):
 
 def shares_exactly(model) -> bool:
     """Whether ranks can share rows in all of the model's layers, unchanged since the probe."""
-    layers = [m for m in model.modules() if isinstance(m, UntiledLayer)]
+    layers = [m for m in model.modules() if isinstance(m, PatchedLayer)]
     # A layer with a mixer beside attention gives "", and the stack decides.
     unknown = any(why_not_shared(m._hfpatch.traits, look(m)) for m in layers)
     return not unknown and shares_rows(model)

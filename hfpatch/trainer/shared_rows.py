@@ -12,8 +12,7 @@ from hfpatch.context.ranks import SHORTEST_PART
 from hfpatch.decoder.stack import PatchedStack
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.parallel.shards import of_hosts
-
-IGNORE = -100
+from hfpatch.trainer.dataset import IGNORE
 
 
 def part_of(sequence: Sequence, batch: dict) -> dict:

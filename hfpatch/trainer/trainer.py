@@ -6,10 +6,10 @@ import torch
 from transformers import TrainerCallback
 
 from hfpatch.trainer.arguments import refusals
+from hfpatch.trainer.dataset import IGNORE
 from hfpatch.trainer.positions import PositionTrainer
 from hfpatch.trainer.runs import RunCheckpoints
 from hfpatch.trainer.sequence import sequence_under, share_rows
-from hfpatch.trainer.shared_rows import IGNORE
 
 
 class Trainer(RunCheckpoints, PositionTrainer):

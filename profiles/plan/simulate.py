@@ -49,11 +49,11 @@ def run(args, prepare=prepare) -> int:
         lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == n}
         config = config | {k: v[: args.layers] for k, v in lists.items()}
         config["num_hidden_layers"] = args.layers
-    settings = parse_checkpointing(args.checkpointing) if args.checkpointing else None
+    settings = parse_checkpointing(args.checkpointing)
     tokens = args.seq_len // args.sp_size
     policy = _policy(args, settings, config, tokens)
     started = time.perf_counter()
-    impl = "hfpatch-off" if settings == "off" else args.impl
+    impl = "hfpatch-off" if settings.offload == "off" else args.impl
     model = prepare(build(config, getattr(torch, args.dtype)), impl)
     how = {"steps": args.steps, "policy": policy, "ranks": args.sp_size}
     found = simulate(model, args.batch, tokens, **how)

@@ -44,11 +44,11 @@ def documents_are_true() -> None:
 
     def marks(batch, *rest):
         here = copy.copy(batch)
-        mask, positions, offsets = batch.said
-        here.said = on_host(mask), on_host(positions), offsets
+        mask, positions, offsets = batch.given
+        here.given = on_host(mask), on_host(positions), offsets
         here.device = torch.device("cpu")
         if batch.idle_BT is not None and mask is not None:
-            here.idle_BT = ~here.said[0].bool()  # computed on the device from labels
+            here.idle_BT = ~here.given[0].bool()  # computed on the device from labels
         return real(here, *rest).to(batch.device)
 
     documents._marks = marks

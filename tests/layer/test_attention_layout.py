@@ -30,7 +30,7 @@ PATHS = {
     "one tile, from the host": ({"offload": "host", "keep": "gate_up"}, {}),
     "tiles": ({"offload": "host", "tile": 16}, {}),
     "attention again": ({"offload": "host", "tile": 16, "keep": "input"}, {}),
-    "all heads at once": ({"offload": "host", "tile": 16}, {"wide": True}),
+    "all heads at once": ({"offload": "host", "tile": 16}, {"aim": "fastest"}),
 }
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2}
 

@@ -159,14 +159,14 @@ def test_after_memory_ran_out_less_is_kept(monkeypatch, capfd):
     capfd.readouterr()
     meter.step.over = False  # the error came on the way
     step(model)
-    assert meter.spare >= 0.1 * meter.card
+    assert meter.reserve >= 0.1 * meter.card
     said = capfd.readouterr().err
     assert 0 < meter.step.plan.policy.plain < kept and "memory ran out; 2 x 37 tokens:" in said, (
         said
     )
-    before = meter.spare
+    before = meter.reserve
     step(model)
-    assert meter.spare == before and capfd.readouterr().err == ""
+    assert meter.reserve == before and capfd.readouterr().err == ""
 
 
 def test_errors_of_others_are_not_the_step_s(monkeypatch):
@@ -174,7 +174,7 @@ def test_errors_of_others_are_not_the_step_s(monkeypatch):
     model, meter = told_steps(monkeypatch, 2)
     Told.counters = Counters(ooms=3, retries=5)
     step(model)
-    assert meter.spare == 0
+    assert meter.reserve == 0
 
 
 def test_a_retry_of_the_allocator_in_a_step_leaves_more_free(monkeypatch):
@@ -185,7 +185,7 @@ def test_a_retry_of_the_allocator_in_a_step_leaves_more_free(monkeypatch):
     for _ in range(4):
         step(model)
     hook.remove()
-    assert 0 < meter.spare <= 0.1 * meter.card
+    assert 0 < meter.reserve <= 0.1 * meter.card
 
 
 def test_the_smallest_step_that_ran_out_has_smaller_tiles(monkeypatch):
