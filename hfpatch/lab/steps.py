@@ -161,7 +161,7 @@ class Steps:
         """The cost of a step of rows of `tokens` tokens (of one rank), under a Checkpointing or a word for
         layers that run untiled.
 
-        ahead: as of lab.clock.StepMeter. deep: False for what a meter
+        ahead: as of lab.step_meter.StepMeter. deep: False for what a meter
             reads of the step alone, which the fewest layers tell.
         """
         if not self.carried_on(tokens, policy):

@@ -49,11 +49,11 @@ def run(args, prepare=prepare) -> int:
         lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == n}
         config = config | {k: v[: args.layers] for k, v in lists.items()}
         config["num_hidden_layers"] = args.layers
-    settings = parse_checkpointing(args.checkpointing) if args.checkpointing else None
+    settings = parse_checkpointing(args.checkpointing)
     tokens = args.seq_len // args.sp_size
     policy = _policy(args, settings, config, tokens)
     started = time.perf_counter()
-    impl = "hfpatch-off" if settings == "off" else args.impl
+    impl = "hfpatch-off" if settings.offload == "off" else args.impl
     model = prepare(build(config, getattr(torch, args.dtype)), impl)
     how = {"steps": args.steps, "policy": policy, "ranks": args.sp_size}
     found = simulate(model, args.batch, tokens, **how)
@@ -69,9 +69,7 @@ def run(args, prepare=prepare) -> int:
     print(f"beyond parameters and gradients {result['beyond_gib']:.2f} GiB")
     print(f"host {result['host_gib']:.2f} GiB")
     peak = found.peak_bytes / 2**30
-    print(f"highest total {peak:.2f} GiB in {found.peak_phase} at {found.peak_module or '-'}")
-    for name, nbytes in found.operations[:16]:
-        print(f"  {nbytes / 2**30:8.3f} GiB  {name}")
+    print(f"highest total {peak:.2f} GiB in {found.peak_phase}")
     return 0
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import csv
 import itertools
+import json
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -178,6 +180,29 @@ def test_attention_backward_scratch_and_causal_flops():
     assert cut - whole == 4 * 1024 * 64 * 2
     full = (*args[:-1], False)
     assert kernels_cost.attention(op, full, {}) == ("backward", 10 * 4 * 1024 * 1024 * 64)
+
+
+@pytest.mark.parametrize("more", [[], ["--checkpointing", "off"]])
+def test_the_developers_script_needs_no_checkpointing(more, capsys):
+    path = Path(__file__).parents[2] / "profiles/plan/simulate.py"
+    script = runpy.run_path(str(path))
+    asked = ["--model", "llama-tiny", "--seq-len", "512", "--json", *more]
+    assert script["run"](script["parser_of"]().parse_args(asked)) == 0
+    host = json.loads(capsys.readouterr().out)["host_gib"]
+    assert (host > 0) == (not more)  # only layers in tiles send their inputs to the host
+
+
+def test_wide_heads_count_attention_backward():
+    """Heads wider than 256 run torch's efficient attention, whose backward has an argument more."""
+    config = SMALL | {"num_hidden_layers": 1, "head_dim": 512, "vocab_size": 16}
+    found = simulate(prepare(build(config), "hfpatch"), 1, 1024, policy=LEAST)
+    scratch = "_scaled_dot_product_efficient_attention_backward.default scratch"
+    heads = config["num_attention_heads"]
+    # The float32 sum of dq, and delta: one number a query and head.
+    sizes = [block.nbytes for block in found.ledger.blocks if block.op == scratch]
+    assert sum(sizes) == 4 * heads * 1024 * (512 + 1)
+    flops = found.flops["attention"]
+    assert flops == {"forward": 2 * heads * 1024**2 * 512, "backward": 5 * heads * 1024**2 * 512}
 
 
 def test_grouped_products_count_every_row_once():

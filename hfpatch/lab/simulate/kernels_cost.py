@@ -2,7 +2,8 @@
 
 Sources: PyTorch's csrc of 2.9 to 2.13, aten/src/ATen/native/transformers/cuda (flash attention
 backward: the fp32 dq accumulator, softmax_d, dk, dv of every query head, and copies of out and its
-gradient where these are not contiguous) and native/cuda/Embedding.cu (fp32 partial sums).
+gradient where these are not contiguous; efficient attention's: the same accumulator, in
+mem_eff_attention/kernel_backward.h, and delta) and native/cuda/Embedding.cu (fp32 partial sums).
 """
 
 import math
@@ -30,13 +31,15 @@ ATTENTION_FORWARD = {op: 0 for op in _ops(
 ATTENTION_BACKWARD = {op: 1 for op in _ops(
     "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "_scaled_dot_product_cudnn_attention_backward", "_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward", "_flash_attention_backward",
 )}  # fmt: skip
 # q is [N, H, E], k [N, K, E]
 _ROWS_FIRST = _ops("_flash_attention_forward", "_flash_attention_backward")
 _ANY_STRIDES = _ops(
     "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_scaled_dot_product_cudnn_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
 )
 GROUPED = {getattr(aten, name) for name in ("_grouped_mm",) if hasattr(aten, name)}
 
@@ -195,8 +198,10 @@ def _written(func, args) -> list:
 
 def _copied(func, x: Tensor) -> int:
     """Bytes of the copy that flash attention's backward makes of out or of its gradient."""
+    if func in _ANY_STRIDES:
+        return 0
     rows_first = x if func in _ROWS_FIRST else x.transpose(1, 2)
-    return 0 if func in _ANY_STRIDES or rows_first.is_contiguous() else x.nbytes
+    return 0 if rows_first.is_contiguous() else x.nbytes
 
 
 def scratch_bytes(func, args) -> int:
