@@ -30,7 +30,7 @@ from hfpatch.compat import (
 from hfpatch.context.classes import (
     KeepsSignature,
     expect_module,
-    is_mixed,
+    is_patched,
     not_a_model,
     unswap,
 )
@@ -120,7 +120,7 @@ def _unpin(module: nn.Module) -> None:
     own = type(module).forward
     if getattr(forward, "__func__", None) is own:
         del module.forward
-    elif getattr(inner, "__func__", None) is own and is_mixed(module):
+    elif getattr(inner, "__func__", None) is own and is_patched(module):
         drop_wrapped_forward(module)
 
 
@@ -263,7 +263,7 @@ def undo(model: nn.Module) -> None:
         gather_as_one(layer, False)
     for module in model.modules():
         _unpin(module)
-        if is_mixed(module):
+        if is_patched(module):
             unswap(module)
         trl = vars(module).get("_hfpatch_trl")
         if trl is not None:

@@ -50,8 +50,9 @@ from hfpatch.parallel.shards import alike
 _ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAMES}
 
 
-class OurAttention(KeepsSignature):
-    """A mixin over the class of the module that holds the decoder layers.
+class PatchedStack(KeepsSignature):
+    """A mixin over the class of the module that holds the decoder layers: its forward reads the
+    batch, decides once how all layers run, and then calls transformers' own forward.
 
     _hfpatch: what is known of the stack. An instance that apply() has not seen runs as transformers'.
     """
@@ -111,7 +112,7 @@ class OurAttention(KeepsSignature):
         return _run_ours(self, batch, kwargs)
 
 
-def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
+def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
     if kwargs.get("attention_mask") is None:
         # Without a mask, transformers looks for documents itself, which waits for the device.
         # `batch` has the documents already.
@@ -128,7 +129,7 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
     return out
 
 
-def _run_compiled(stack: "OurAttention", kwargs):
+def _run_compiled(stack: "PatchedStack", kwargs):
     """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
 
     Tiled layers are autograd functions that run nested graphs, so a stack with them runs
@@ -146,12 +147,12 @@ def _run_compiled(stack: "OurAttention", kwargs):
     return stack._hfpatch_stock(kwargs)
 
 
-def _run_stock(stack: "OurAttention", kwargs):
+def _run_stock(stack: "PatchedStack", kwargs):
     with having(declined=True):
         return stack._hfpatch_stock(kwargs)
 
 
-def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
+def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
     """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
     with the changes that `decide` returns.
     """
@@ -170,7 +171,7 @@ def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
     return batch
 
 
-def _refuse_unasked(stack: "OurAttention") -> None:
+def _refuse_unasked(stack: "PatchedStack") -> None:
     """ValueError for layers without traits (replaced since apply(), or with another forward):
     they may mix tokens outside attention."""
     layers = list_of_layers(stack)

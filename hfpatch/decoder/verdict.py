@@ -25,7 +25,7 @@ from hfpatch.decoder import probe
 from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder, list_of_layers
 from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small_stack
-from hfpatch.decoder.stack import OurAttention
+from hfpatch.decoder.stack import PatchedStack
 from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
@@ -308,7 +308,7 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
-    swap(ours, OurAttention)
+    swap(ours, PatchedStack)
     layers = list_of_layers(ours)
     how = {"offload": "gpu", "keep": "attention", "tile": TILE, "every": 1}
     runtime = LayerRuntime(Checkpointing(**how), len(layers))

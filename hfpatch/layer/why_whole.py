@@ -316,8 +316,8 @@ def why(name: str, detail: str = "") -> Why:
     return made
 
 
-def why_not_called(sentence: str) -> Why:
-    """The reason at apply with this sentence, which context.current.Asked gives."""
+def why_by_sentence(sentence: str) -> Why:
+    """The reason with this sentence. context/current.py, below this file, gives only sentences."""
     return why(next(r.name for r in REASONS if r.sentence == sentence))
 
 
