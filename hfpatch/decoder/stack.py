@@ -90,9 +90,10 @@ class PatchedStack(KeepsSignature):
         )
         layers = list_of_layers(self) or ()
         # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
-        inside = (module for held in layers for module in held.modules())
-        for layer in (module for module in inside if isinstance(module, PatchedLayer)):
-            look(layer)  # the layers read what they found here
+        for held in layers:
+            for module in held.modules():
+                if isinstance(module, PatchedLayer):
+                    look(module)  # the layers read what they found here
         given, runtime = read_batch(self, kwargs), self._hfpatch.runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)

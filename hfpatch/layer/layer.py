@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from hfpatch.compat import (
     autocast_dtype,
@@ -61,17 +60,6 @@ class Request:
     batch: Batch | None
     sequence: object
     condition: Condition
-
-    @property
-    def mask(self):
-        """The layer's attention_mask."""
-        return self.kwargs.get("attention_mask")
-
-    @property
-    def cache(self) -> Cache | None:
-        """The KV cache that comes with the call."""
-        values = (*self.args, *self.kwargs.values())
-        return next((value for value in values if isinstance(value, Cache)), None)
 
 
 class PatchedLayer:

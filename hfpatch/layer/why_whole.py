@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
+from transformers.cache_utils import Cache
 
 from hfpatch.attention.attention import Pattern, supported
 from hfpatch.compat import (
@@ -179,10 +180,11 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
 
 
 def _mask(r) -> str | None:
-    if r.mask is None:
+    mask = r.kwargs.get("attention_mask")
+    if mask is None:
         return None
     for attn, _ in zip(r.condition.mixing, r.condition.traits.attention):
-        reason = why_not_causal(attn, r.mask)
+        reason = why_not_causal(attn, mask)
         if reason is not None:
             return reason
     return None
@@ -191,7 +193,8 @@ def _mask(r) -> str | None:
 def _no_kernels(r) -> str | None:
     softcap = r.condition.traits.softcap
     device = r.x.device
-    pattern = r.mask.pattern(softcap) if isinstance(r.mask, Mask) else Pattern(softcap=softcap)
+    mask = r.kwargs.get("attention_mask")
+    pattern = mask.pattern(softcap) if isinstance(mask, Mask) else Pattern(softcap=softcap)
     dtype = autocast_dtype(device.type) or r.x.dtype
     return supported(r.condition.head_dim, dtype, device, pattern)
 
@@ -212,7 +215,7 @@ REASONS = (
     _call(
         "cache",
         "keys and values come with the batch, or are to be kept (prefix tuning, use_cache=True)",
-        lambda r: r.cache is not None,
+        lambda r: any(isinstance(value, Cache) for value in (*r.args, *r.kwargs.values())),
         keeps=True,
     ),
     _layer("handed adapter", "an adapter in it has {}", partial(_adapters, _HANDED), keeps=True),
