@@ -185,7 +185,11 @@ class Meter:
         if not any(self.step.plan.keeps_all) or self.step.planned > self.step.limit:
             return ""
         most, limit = self.step.planned / 2**30, self.step.limit / 2**30
-        return f"; {most:.1f} of {limit:.1f} GiB of the device"
+        kinds = {
+            n for n, keeps_all in zip(self.step.plan.kinds, self.step.plan.keeps_all) if keeps_all
+        }
+        untried = any(self.kinds[name].kept is None for name in kinds - {None})
+        return f"; {'at most ' * untried}{most:.1f} of {limit:.1f} GiB of the device"
 
     # -- forward -----------------------------------------------------------------------------------
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:

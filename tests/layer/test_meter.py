@@ -128,6 +128,18 @@ def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(monkeypatch):
     assert kept(False)[-1] > 0
 
 
+def test_a_line_says_at_most_until_a_layer_of_its_kind_kept_everything(monkeypatch, capfd):
+    def work(run, ids):
+        for _ in range(4):
+            run.step(ids, 4096)
+            clear(run)
+
+    Run(monkeypatch, 8.0).run(work, 4096)
+    said = [line for line in capfd.readouterr().err.splitlines() if "of the device" in line]
+    assert ["; at most " in line for line in said] == [True, *[False] * (len(said) - 1)]
+    assert len(said) > 1
+
+
 # --- counters that a test sets -------------------------------------------------------------------
 def told_steps(monkeypatch, count=3, **fields):
     """A tiny model after steps on a device whose counters say little."""
