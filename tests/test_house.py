@@ -96,7 +96,7 @@ FIELDS = {
     ("layer/call.py", "LayerCall"): 8,
     ("layer/kept.py", "Kept"): 12,
     ("layer/condition.py", "Condition"): 11,
-    ("layer/meter.py", "Step"): 12,
+    ("layer/measured_step.py", "Step"): 12,
     ("layer/backward.py", "Backward"): 12,
     ("context/current.py", "_Current"): 7,  # thread-local, as the next
     ("parts/keeping.py", "_Here"): 1,

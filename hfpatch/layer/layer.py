@@ -198,12 +198,12 @@ class TiledLayer(PatchedLayer):
             policy = replace(policy, tile=r.x[..., 0].numel())
         # Mixers of shared rows need their tiles.
         tiled = r.batch.sequence and self._hfpatch.traits.mixers
-        if runtime.untiled(self, r.x, policy) and not tiled:
+        if runtime.keeps_all(self, r.x, policy) and not tiled:
             return self._keeping_all(r)
         return self._in_tiles(r, policy)
 
     def _untiled(self, r: Request, why: Why):
-        """Runs a call whole, for the reason `why`: checkpointed, unless it must or may keep all."""
+        """Runs a call untiled, for the reason `why`: checkpointed, unless it must or may keep all."""
         reason = BY_NAME[why.name]
         runtime = self._hfpatch.runtime
         whole = self._whole(r)
@@ -218,13 +218,13 @@ class TiledLayer(PatchedLayer):
         policy = None
         if r.given.dim() == 3:  # another shape's input stays on the device
             policy = runtime.policy(self, r.given, r.sequence, whole=True)
-            if runtime.untiled(self, r.given, policy):
+            if runtime.keeps_all(self, r.given, policy):
                 return self._keeping_all(r)
         return self._checkpointed(r, policy, whole)
 
     def _keeping_all(self, r: Request):
         y = self._whole(r)(r.given)
-        self._hfpatch.runtime.ran_plain(self, r.given, y)
+        self._hfpatch.runtime.kept_all(self, r.given, y)
         return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:

@@ -11,7 +11,7 @@ import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.budget.measured import Kind, Plan
+from hfpatch.budget.measured import Kind, StepPlan
 from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
@@ -259,10 +259,10 @@ def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
     meter.step.rows = 1
-    meter.step.plan = Plan(None, ["a"] * 4, [False, True, True, True])
+    meter.step.plan = StepPlan(None, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate([0, 0, 108, 208]):
         meter.layer(index, "a", 0)
-    assert meter.step.ran == meter.step.plan.untiled == [False, True, True, True]
+    assert meter.step.ran == meter.step.plan.keeps_all == [False, True, True, True]
 
 
 @pytest.mark.parametrize("keep, other, least", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])
