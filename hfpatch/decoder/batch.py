@@ -303,14 +303,15 @@ def decide(
         return None, _by_transformers(given, traits, why, changes)
     if given.tiled and given.watched and batch.rows().behind:
         batch.watched_BT = ~given.rows_mask.bool()
-        return batch, _PADDING.format(given.kind.__name__)
+        line = _PADDING.format(given.kind.__name__)
+        return batch, line if shared or given.packed else line + _ONCE_READ
     return batch, None
 
 
 _PADDING = (
-    "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask. "
-    "Once a gradient reaches them, layers run untiled, with transformers' mask."
+    "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask."
 )
+_ONCE_READ = " Once a gradient reaches them, layers run untiled, with transformers' mask."
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
