@@ -74,8 +74,11 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple:
     handle = layer.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with our_attention((stack.config,), batch), torch.no_grad():
-            mask = torch.ones(1, tokens, dtype=torch.bool)
-            stack(input_ids=ids, attention_mask=mask, use_cache=False)
+            stack(
+                input_ids=ids,
+                attention_mask=torch.ones(1, tokens, dtype=torch.bool),
+                use_cache=False,
+            )
     except _Captured:
         pass
     finally:
@@ -227,8 +230,10 @@ class _Probe:
 
     def _ask(self, arguments=None, **known) -> Traced:
         answers = replace(self.known, **known)
-        given = arguments or self.arguments
-        return Traced(self.layer, given, answers, self.configs, self.batch, forward=self.forward)
+        return Traced(
+            self.layer, arguments or self.arguments, answers, self.configs, self.batch,
+            forward=self.forward,
+        )  # fmt: skip
 
     def _gradients(self, run) -> list[Tensor | None]:
         x = self.x.clone().requires_grad_()

@@ -155,18 +155,18 @@ def _run_stock(stack: "PatchedStack", kwargs):
 
 def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
     """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
-    with the changes that `decide` returns.
+    with the changes that these functions return.
     """
-    changes = {}
-    given, cached = without_unread_cache(given, changes)
+    given, cached, changes = without_unread_cache(given)
     if given.sequence is not None:
         asked = kwargs.get("output_router_logits")
         if getattr(stack.config, "output_router_logits", False) if asked is None else asked:
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
-        given = share_rows(given, changes)
-    batch, warning = decide(given, stack._hfpatch.traits, cached, changes)
-    kwargs.update(changes)
+        given, shared = share_rows(given)
+        changes |= shared
+    batch, warning, decided = decide(given, stack._hfpatch.traits, cached)
+    kwargs.update(changes | decided)
     if warning is not None:
         stack._hfpatch.runtime.tell(warning)
     return batch
@@ -186,8 +186,9 @@ def _was_asked(layer) -> bool:
         return False
     if not isinstance(layer, PatchedLayer):
         return package_of(layer) == "torch"  # torch's own wrappers
-    shares = why_not_shared(layer._hfpatch.traits, look(layer)) is None
-    return shares or not compiled_by_itself(layer)
+    return why_not_shared(layer._hfpatch.traits, look(layer)) is None or not compiled_by_itself(
+        layer
+    )
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:

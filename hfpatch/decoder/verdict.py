@@ -83,8 +83,9 @@ def ask_model(decoder: Decoder) -> Verdict:
         found = _verdict(type(decoder.stack), *asked, code)
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        untried = LayerTraits(reason=why("untried", reason))
-        return Verdict((untried,) * n, False, shared, apart=False)
+        return Verdict(
+            (LayerTraits(reason=why("untried", reason)),) * n, False, shared, apart=False
+        )
     unknown = LayerTraits(reason=why("other kind"))
     answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
@@ -261,8 +262,7 @@ class _Expected:
             return False
         # Rounding may send a single token to another expert.
         error = (got[~idle_BT] - wanted).norm(dim=-1)
-        size = wanted.norm(dim=-1)
-        return bool((~(error <= CLOSE * size)).sum() <= 1)
+        return bool((~(error <= CLOSE * wanted.norm(dim=-1))).sum() <= 1)
 
     def differs(self, found: Verdict) -> Why | None:
         """How a stack with these traits differs from transformers, or None."""
@@ -310,13 +310,13 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     configs = (ours.config,)
     swap(ours, PatchedStack)
     layers = list_of_layers(ours)
-    how = {"offload": "gpu", "keep": "attention", "tile": TILE, "every": 1}
-    runtime = LayerRuntime(Checkpointing(**how), len(layers))
+    runtime = LayerRuntime(
+        Checkpointing(offload="gpu", keep="attention", tile=TILE, every=1), len(layers)
+    )
     ours._hfpatch = Patched(StackTraits(found.ours, unpads=found.unpads), configs, runtime)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
         answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
-        traits = replace(answer, kinds=kinds_in(layer))
-        layer._hfpatch = Patched(traits, configs, runtime, index)
+        layer._hfpatch = Patched(replace(answer, kinds=kinds_in(layer)), configs, runtime, index)
     return ours
