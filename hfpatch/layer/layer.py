@@ -1,5 +1,6 @@
-"""Mixins over the class of any decoder layer. The layer runs in tiles where that is exact, else
-whole with its input offloaded, or as transformers has it (why_whole.py has the reasons).
+"""Mixins over the class of any decoder layer. The layer runs in tiles where that is exact. Else
+it runs untiled: as a whole, and again in backward, with its input offloaded (why_whole.py has the
+reasons). A layer that keeps all runs as a whole once, and saves what autograd saves.
 """
 
 from contextlib import nullcontext
@@ -141,7 +142,7 @@ def _run_directly(function, *args, **kwargs):
 
 class TiledLayer(PatchedLayer):
     """A mixin over a decoder layer's class. The layer runs tile by tile where that is exact, else
-    whole with its input offloaded.
+    untiled, with its input offloaded.
     """
 
     @property
