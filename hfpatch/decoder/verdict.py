@@ -47,9 +47,13 @@ DOCUMENTS = (0, 17, TOKENS)
 class Verdict:
     """The traits of a decoder, from its small instance.
 
+    `_verdict` fills one in, with the traits of each kind of layer. It is cached for all models with
+    the same config and code, so from then on nobody changes it: `ask_model` returns a copy with the
+    traits of each layer of its model.
+
     Attributes:
-        answers: the traits of each layer. Before ask_model returns: the traits of each kind of
-            layer.
+        answers: in the cached verdict, kind of layer -> its traits; from ask_model, the traits of
+            each layer in order.
         ours: the stack may use hfpatch's attention and masks.
         alone: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
