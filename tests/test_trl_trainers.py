@@ -501,5 +501,12 @@ def test_pairs_whose_sequences_ranks_share_are_refused(size):
         def __init__(self, model):
             add_fused_lm_head(model)
 
-    with pytest.raises(ValueError, match=f"Pairs must get whole sequences, got .*'{size}': 2"):
-        Pairs(tiny.patched(tiny.llama()))
+        training_step = args = None
+
+    late = Pairs(tiny.llama())  # patched afterwards
+    for refused in (
+        lambda: Pairs(tiny.patched(tiny.llama())),
+        lambda: hfpatch.Callback().attach(late),
+    ):
+        with pytest.raises(ValueError, match=f"Pairs must get whole sequences, got .*'{size}': 2"):
+            refused()

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.policy import names_the_nearest
-from hfpatch.compat import parallelism_config
+from hfpatch.compat import parallelism_config, reference_of
 from hfpatch.context.classes import inner_model, is_patched
 from hfpatch.lab.hardware import GiB, gpu_named
 from hfpatch.planner.measure import matmul_rate
@@ -96,6 +96,7 @@ class Callback(TrainerCallback):
                 raise
 
         trainer.training_step = training_step
+        reference_of(trainer)  # refuses pairs whose sequences ranks share
         if _parallelism(trainer.args) is not None:
             from hfpatch.trainer.sequence import share_rows
 
