@@ -1,8 +1,16 @@
 """`apply(model)` gives a model's modules their fused classes; `undo(model)` restores the old ones.
 
-Classes and attributes that begin with `_hfpatch` change, and two marks that DeepSpeed and DDP read.
-A forward that TRL put on the model is put aside. Parameters, hooks, names and checkpoints stay the
-same.
+Hooks, names and checkpoints stay the same. Besides classes these change, and undo takes them back:
+
+    attributes that begin with `_hfpatch`
+    marks                             DeepSpeed reads `_z3_leaf` of a layer and `ds_optim_param` of a
+                                      parameter in host memory, DDP its list of ignored names
+    a forward that TRL had put there  it is put aside
+
+undo leaves two things:
+
+    frozen weights on the host        `parameter.data` stays on the CPU: call model.to(device)
+    torch's allocator                 its segments may grow, in the whole process
 """
 
 import weakref
@@ -30,7 +38,7 @@ from hfpatch.compat import (
 from hfpatch.context.classes import (
     KeepsSignature,
     expect_module,
-    is_mixed,
+    is_patched,
     not_a_model,
     unswap,
 )
@@ -120,7 +128,7 @@ def _unpin(module: nn.Module) -> None:
     own = type(module).forward
     if getattr(forward, "__func__", None) is own:
         del module.forward
-    elif getattr(inner, "__func__", None) is own and is_mixed(module):
+    elif getattr(inner, "__func__", None) is own and is_patched(module):
         drop_wrapped_forward(module)
 
 
@@ -251,6 +259,9 @@ def undo(model: nn.Module) -> None:
     """Restores every module's own class and frees the runtime's host memory. A model that was never
     patched stays the same.
 
+    Frozen weights that waited on the host are then on the CPU: call model.to(device). The setting of
+    torch's allocator stays.
+
     A reference model that a TRL trainer patched with its policy needs its own call:
     undo(trainer.ref_model).
 
@@ -263,7 +274,7 @@ def undo(model: nn.Module) -> None:
         gather_as_one(layer, False)
     for module in model.modules():
         _unpin(module)
-        if is_mixed(module):
+        if is_patched(module):
             unswap(module)
         trl = vars(module).get("_hfpatch_trl")
         if trl is not None:

@@ -19,10 +19,10 @@ from hfpatch.compat import (
     not_for_ddp,
     token_exchange_group,
 )
-from hfpatch.context.classes import is_mixed, replaced_forward, swap
+from hfpatch.context.classes import is_patched, replaced_forward, swap
 from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder
-from hfpatch.decoder.stack import OurAttention
+from hfpatch.decoder.stack import PatchedStack
 from hfpatch.layer.layer import PatchedLayer, TiledLayer
 from hfpatch.layer.runtime import LayerRuntime, Waiting
 from hfpatch.layer.tower import Tower, TowerBlock, find_towers
@@ -47,7 +47,7 @@ def fuse_parts(decoder: Decoder, option: str, report: Report) -> None:
     ending, part_of = PARTS[option]
     done, left = [], Counter()
     for module in decoder.stack.modules():
-        if not type(module).__name__.endswith(ending) or is_mixed(module):
+        if not type(module).__name__.endswith(ending) or is_patched(module):
             continue
         found = part_of(module)
         if isinstance(found, str):
@@ -74,7 +74,8 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
             "TRL's fused head is hfpatch's, as its loss is: log-probabilities and entropies "
             "without logits."
         )
-    for outer in (model, *(m for m in decoder.around if "forward" not in vars(m))):
+    models = (model, *(m for m in decoder.around if "forward" not in vars(m)))
+    for outer in models:
         holder = next(path for path, m in outer.named_modules() if m is model)
         swap(outer, FusedCausalLM)
         outer._hfpatch_holder, outer._hfpatch_head_name = holder, name
@@ -85,7 +86,7 @@ def fuse_loss(decoder: Decoder, logits, report: Report) -> None:
     if reason:  # each call checks again: an adapter may come off the head
         report.skipped.append(("loss", f"{reason}: the loss runs through whole logits"))
     else:
-        report.swaps.append(("loss", type(outer).__name__, 1))
+        report.swaps.append(("loss", type(models[-1]).__name__, 1))
 
 
 def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) -> None:
@@ -130,7 +131,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         # replaced its forward (accelerate's hooks, tensor parallelism). A parametrized one keeps
         # its class.
         rest = stack.embed_tokens
-        if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_mixed(rest):
+        if isinstance(rest, nn.Embedding) and not modules_of(rest) and not is_patched(rest):
             swap(rest, FreeEmbedding)
     report.swaps += [("checkpointing", name, n) for name, n in names.items()]
     notes.note_layers(decoder, settings, found, report)
@@ -156,13 +157,13 @@ def checkpoint_towers(model: nn.Module, decoder: Decoder, settings, turn: Turn, 
 def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> None:
     """Swaps the stack's class, and the class of a model around it that must hand positions on."""
     stack, causal = decoder.stack, decoder.causal
-    swap(stack, OurAttention)
+    swap(stack, PatchedStack)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
     timed = bool(mixing) and all(a.all_timed for a in mixing)
     traits = StackTraits(found.ours, bool(mixing), found.apart, found.unpads, timed)
     stack._hfpatch = Patched(traits, configs)
     for model in decoder.around if causal is None else (causal,):
-        if not is_mixed(model) and "forward" not in vars(model):
+        if not is_patched(model) and "forward" not in vars(model):
             swap(model, TellsPositions)
     if not found.apart:
         report.notes.append(
@@ -171,7 +172,7 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
 
 
 def _swap_layer(layer: nn.Module, part: type, known: Patched) -> None:
-    if not is_mixed(layer):
+    if not is_patched(layer):
         swap(layer, part)
         layer._hfpatch = known
 

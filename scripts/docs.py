@@ -200,10 +200,11 @@ def untiled() -> str:
         stage, facts = line.split(maxsplit=1)
         out.append(f"- *{stage}*: {re.sub(r' [(][^)]*[)]$', '', facts)}")
     out += ["", "Reasons of *apply* are in the report. The others are printed once, at the first "
-            "step that they hold in. Here with their names, stages and sentences:", ""]  # fmt: skip
+            "step that they hold in. Here with their names, stages and sentences; what is found replaces "
+            "the words in italics:", ""]  # fmt: skip
     for number, reason in enumerate(why_whole.REASONS, 1):
         keeps = ", keeps everything" if reason.keeps else ""
-        said = reason.sentence.replace("{}", "…")
+        said = re.sub(r"{(.+?)}", r"*\1*", reason.sentence)
         out.append(f"{number}. **{reason.name}** ({reason.when}{keeps}): {said}")
     return "\n".join(out) + "\n"
 

@@ -12,7 +12,7 @@ from transformers import AutoModel, LlamaForCausalLM, LlamaModel
 from transformers.models.llama import modeling_llama as hf
 
 import hfpatch
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.layer.condition import look
 from hfpatch.layer.function import tiled_layer
 from hfpatch.layer.layer import TiledLayer
@@ -150,7 +150,7 @@ def test_only_this_instance_changes():
     tiny.step(ours, tiny.labelled())
     after = tiny.llama()
     for other in (before, after):
-        assert not any(map(is_mixed, other.modules()))
+        assert not any(map(is_patched, other.modules()))
         got = tiny.step(other, tiny.labelled())
         assert all(torch.equal(got[n], expected[n]) for n in expected)
     assert {n: v for n, v in vars(hf).items() if callable(v)} == functions
@@ -335,7 +335,7 @@ def test_sharded_as_it_was_loaded(one_process):
     assert [type(m).__name__ for m in ours.modules()] == names
     hfpatch.undo(ours)
     assert [type(m).__name__ for m in ours.modules()] == names
-    assert not any(is_mixed(m) for m in ours.modules())
+    assert not any(is_patched(m) for m in ours.modules())
     assert tiny.step(ours, tiny.labelled()).keys() == wanted.keys()
 
 

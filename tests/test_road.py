@@ -10,11 +10,13 @@ import tiny
 FILE = Path(__file__).parent.parent / "profiles" / "house" / "road.py"
 
 
-LLAMA = ("llama", 241, 99, 162)
+# In 2026-11 the road grew by 6 functions: a layer's forward and backward in numbered steps, one rule
+# for which op runs its kernel, and losses that read padding, for who trains with such a loss.
+LLAMA = ("llama", 247, 106, 162)
 
 
 @pytest.mark.parametrize(
-    "model, forward, inside, backward", tiny.longer([LLAMA, ("moe-lora", 244, 95, 161)], LLAMA)
+    "model, forward, inside, backward", tiny.longer([LLAMA, ("moe-lora", 250, 102, 164)], LLAMA)
 )
 def test_the_road_of_a_step_stays_short(model, forward, inside, backward):
     """One more function is one more thing to know: merge two, or say why it earns its place. In a

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hfpatch
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.decoder.small_instance import TOKENS
 from hfpatch.decoder.unpadded import PackedRow
 from hfpatch.loss import log_probs as log_probs_module
@@ -277,7 +277,7 @@ def test_equal_policy_and_reference_give_equal_log_probs(bf16, tmp_path):
     trainer, logged, _ = trained(
         "DPO", tmp_path, "apply first", dtype=dtype, bf16=bf16, learning_rate=0.0
     )
-    assert is_mixed(trainer.ref_model)
+    assert is_patched(trainer.ref_model)
     assert (
         [e["rewards/chosen"] for e in logged]
         == [e["rewards/margins"] for e in logged]

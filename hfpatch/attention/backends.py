@@ -120,9 +120,10 @@ def _usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) 
     return "flash"
 
 
-def packed(x: Tensor) -> Tensor:
-    """x with the strides of a new tensor. contiguous() keeps other strides of axes of size 1, and
-    since torch 2.14 cuDNN's plans are kept by strides: each layout costs another plan.
+def with_new_strides(x: Tensor) -> Tensor:
+    """x, or a copy if its strides are not those of a new tensor. contiguous() keeps other strides
+    of axes of size 1, and since torch 2.14 cuDNN's plans are kept by strides: each layout costs
+    another plan.
     """
     expected = 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride())):

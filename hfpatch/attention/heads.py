@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hfpatch.attention.attention import attention_backward, attention_forward, pick
-from hfpatch.attention.backends import packed
+from hfpatch.attention.backends import with_new_strides
 from hfpatch.budget.cuts import heads_per_group
 
 # Of a group's q: some versions of FA2 compute offsets into their dq, of 128 columns or more, in 32
@@ -128,6 +128,11 @@ class Attention:
 
         Returns:
             The gradient of each call's sinks, None without sinks.
+
+        With one group, the kernel gets whole tensors, and its results may enter `into` as they are.
+        With several groups it gets views of each group's heads, and its results are copied. A long
+        row's q, out or gradient takes GiB. So each name that holds one is dropped after its last
+        use: else it would live through the next group's or the next call's kernel.
         """
         dsinks = []
         for n, (heads, dout) in enumerate(zip(self.heads, douts)):
@@ -144,7 +149,7 @@ class Attention:
                 else:
                     given = [dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs]]
                     # [B, G, T] or [G, N]; kernels assume that it is contiguous.
-                    given.append(packed(lse[hs] if lse.dim() == 2 else lse[:, hs]))
+                    given.append(with_new_strides(lse[hs] if lse.dim() == 2 else lse[:, hs]))
                 grads = attention_backward(*given, self.states[n], **heads.part(hs))
                 del given
                 for i, like, part, grad in zip(range(3), (q, k, v), (hs, ks, ks), grads):

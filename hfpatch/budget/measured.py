@@ -2,7 +2,7 @@
 
     1  larger tiles, up to the largest of TILES
     2  gate and up on the host too, in as many layers as the link has time for in a forward
-    3  layers that keep everything (untiled), with the memory that is left
+    3  layers that keep all that autograd saves, with the memory that is left
 
 Every number is measured by the run itself (layer/meter.py). Bytes count per token, so what one
 length showed serves every other. Standard library only.
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from hfpatch.budget.policy import RING_SLOTS, TILES, Checkpointing
 
-# Part of the card that stays free until a step with untiled layers was measured, and after it.
+# Part of the card that stays free until a step with layers that keep all was measured, and after it.
 UNSURE, SURE = 0.10, 0.04
-# A layer of a kind that never ran untiled keeps at most this many times the graphs of its tiles.
+# A layer of a kind that never kept all keeps at most this many times the graphs of its tiles.
 UNTRIED = 1.3
 # Part of the free host memory for checkpoints; the process, the data loader and page tables need
 # the rest.
@@ -71,9 +71,8 @@ class Line:
 
 @dataclass
 class Kind:
-    """Layers of one kind. kept: bytes per token that an untiled one keeps, None before one ran.
-    parts: of each part of a tile, [bytes per token of its graph, those that its backward takes in
-    addition].
+    """Layers of one kind. kept: bytes per token of one that keeps all, None before one did. parts: of
+    each part of a tile, [bytes per token of its graph, those that its backward takes in addition].
     """
 
     kept: float | None = None
@@ -89,7 +88,7 @@ class Kind:
 
     @property
     def cost(self) -> float:
-        """The most bytes per token that one untiled layer keeps."""
+        """The most bytes per token of a layer that keeps all."""
         return UNTRIED * self.graph if self.kept is None else self.kept
 
     @property
@@ -102,16 +101,16 @@ class Call:
     """Steps of one kind: the same parameters train, in the same dtypes. All bytes are measured.
 
     Attributes:
-        kinds: the kind of each layer, None for a layer that keeps nothing or must not be untiled.
-        stands: bytes as the layers' forward ends, above those as it began, without what untiled
-            layers keep.
+        kinds: the kind of each layer, None for a layer that keeps nothing or must not keep all.
+        stands: bytes as the layers' forward ends, above those as it began, without what layers
+            keep that keep all.
         loss: the most bytes from then on until the layers' backward begins.
         after: bytes as the layers' backward begins, above those as the forward ended.
         tiled: the most bytes in the backward of tiled layers, above those as the forward began,
             without the tile and all gradients.
         gradients: bytes that the whole step leaves, its gradients.
         seconds: of the layers' forward.
-        sure: a step with several untiled layers was measured.
+        sure: a step with several layers that keep all was measured.
     """
 
     kinds: list = field(default_factory=list)
@@ -129,7 +128,7 @@ class Call:
 
 
 @dataclass
-class Layers:
+class Abilities:
     """What the layers of a call can do. gate_up: bytes per token of gate and up, 0 if they cannot
     be kept; wide: bytes per token of a layer's input and attention output; host: free bytes of the
     host; link: bytes a second.
@@ -148,14 +147,14 @@ def tile_bytes(call: Call, kinds: dict, tile: int, gate_up: int) -> float:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """The plan of a step.
 
     Attributes:
         kinds: the kind of each layer, as the plan knows them.
-        untiled: whether each layer runs untiled.
+        keeps_all: whether each layer keeps all that autograd saves: nothing in it runs again.
         working: the most bytes in the backward of a tiled layer, without gradients.
-        need: bytes beside those that untiled layers keep.
+        need: bytes beside those of layers that keep all.
         top: the most bytes, above those as the step begins; 0 if nothing was measured.
         firm: ranks run it alike, whatever is free as a layer begins.
         share: of the card that stays free.
@@ -166,7 +165,7 @@ class Plan:
 
     policy: Checkpointing
     kinds: list = field(default_factory=list)
-    untiled: list = field(default_factory=list)
+    keeps_all: list = field(default_factory=list)
     working: float = 0.0
     need: float = 0.0
     top: float = 0.0
@@ -182,11 +181,11 @@ def climb(
     call: Call,
     kinds: dict,
     settings: Checkpointing,
-    able: Layers,
+    able: Abilities,
     rows: int,
     room: float,
     tile_most: int = TILES[-1],
-) -> Plan:
+) -> StepPlan:
     """The plan of a step.
 
     Args:
@@ -207,10 +206,12 @@ def climb(
     gates = settings.keep == "auto" and able.gate_up and policy.offload == "host"
     gates = gates and policy.every == 1 and takes(policy.tile, able.gate_up) <= room
     top = takes(policy.tile, gates and able.gate_up)
-    plan = Plan(policy, list(call.kinds), [False] * len(call.kinds), top - call.gradients, top=top)
+    plan = StepPlan(
+        policy, list(call.kinds), [False] * len(call.kinds), top - call.gradients, top=top
+    )
     if settings.plain == "auto":
         _spend(plan, call, kinds, rows, room)
-        plan.policy = policy = replace(policy, plain=sum(plan.untiled))
+        plan.policy = policy = replace(policy, plain=sum(plan.keeps_all))
     left = sum(kind is not None for kind in call.kinds) - policy.plain
     count = min(left, in_time(call, able, rows, left)) if gates else 0
     if count > 0:
@@ -219,8 +220,13 @@ def climb(
     return plan
 
 
-def _spend(plan: Plan, call: Call, kinds: dict, rows: int, room: float) -> None:
-    """Lets the last layers run untiled, as many as fit. Of a kind that never did, one is tried."""
+def _spend(plan: StepPlan, call: Call, kinds: dict, rows: int, room: float) -> None:
+    """Lets the last layers keep all, as many as fit. Of a kind that never did, one is tried.
+
+    Backward begins at the last layer: from there on kept bytes become fewer and gradients more. So
+    two peaks decide: `at_turn`, between forward and backward, with what all these layers keep; and
+    `at_end`, in the backward of the lowest of them, with its own bytes beside all gradients.
+    """
     kept, walk, tried, mixed = 0.0, 0.0, set(), False
     stands, loss, after = (line.most(rows) for line in (call.stands, call.loss, call.after))
     for index in range(len(call.kinds) - 1, -1, -1):
@@ -229,19 +235,20 @@ def _spend(plan: Plan, call: Call, kinds: dict, rows: int, room: float) -> None:
             continue
         kind = kinds[name]
         if not kind.known or kind.kept is None and name in tried:
-            mixed = True  # a tiled layer whose backward comes while untiled ones keep their bytes
+            mixed = True  # a tiled layer whose backward comes while others keep their bytes
             continue
         tried.add(name)
         cost, steps = kind.cost * rows, max(walk, kind.walk * rows)
         need = max(loss, after + max(steps, plan.working if mixed else 0))
-        top = max(stands + kept + cost + need, call.gradients + cost + steps)
-        if top > room:
+        at_turn = stands + kept + cost + need
+        at_end = call.gradients + cost + steps
+        if max(at_turn, at_end) > room:
             break
-        plan.untiled[index], kept, walk = True, kept + cost, steps
-        plan.need, plan.top = need, max(plan.top, top)
+        plan.keeps_all[index], kept, walk = True, kept + cost, steps
+        plan.need, plan.top = need, max(plan.top, at_turn, at_end)
 
 
-def in_time(call: Call, able: Layers, rows: int, tiled: int) -> int:
+def in_time(call: Call, able: Abilities, rows: int, tiled: int) -> int:
     """How many layers can send gate and up to the host while the forward computes."""
     if not call.seconds.points or not able.link:
         return 0

@@ -93,8 +93,8 @@ class Checkpointing:
             output, one more [batch, tokens, hidden] per layer, so that the attention forward runs
             once. "gate_up": the MLP's gate and up too; a number: in so many of the first layers.
             "input": nothing more.
-        plain: how many of the last layers keep everything that autograd saves; nothing in them runs
-            again.
+        plain: how many of the last layers run without any checkpointing: they keep everything that
+            autograd saves, and nothing in them runs again.
         aim: the "fastest" step that fits, or "least" device memory: the smallest tiles, and
             attention's backward by groups of heads.
 

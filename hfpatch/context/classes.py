@@ -101,7 +101,8 @@ def swap(module: nn.Module, part: type) -> None:
     module.__class__ = mixed(part, type(module))
 
 
-def is_mixed(module: nn.Module) -> bool:
+def is_patched(module: nn.Module) -> bool:
+    """Whether the module has a class of hfpatch mixed over its own."""
     return isinstance(module, Mixed)
 
 
@@ -207,12 +208,14 @@ Takes = namedtuple("Takes", "positional names")
 
 
 class KeepsSignature:
-    """Mixed over a model's class: gives the class a forward that calls `_hfpatch_forward(args,
-    kwargs)` and keeps the original signature.
+    """Mixed over a model's class: gives the class a forward that holds the model's lock while it
+    calls `_hfpatch_forward(args, kwargs)`, and that keeps the original signature.
 
-    Trainer reads the signature to decide which columns of a dataset to keep.
+    Trainer reads the signature to decide which columns of a dataset to keep. The lock lets one
+    thread at a time into a model, because a forward changes the model's attributes while it runs;
+    under torch.compile there is no lock.
 
-    `_hfpatch_turn`: the model's lock. Instances that apply() has not seen share one.
+    `_hfpatch_turn`: the lock. Instances that apply() has not seen share one.
     """
 
     _hfpatch_turn = Turn()

@@ -116,7 +116,7 @@ class Asked:
     def why_not_tiled(self) -> str | None:
         """None where this call can be tiled, else the reason."""
         if self.dropout:
-            return "attention dropout"
+            return "attention that is called with dropout"
         if self.told:
             return "attention that takes other inputs than q, k, v and a mask"
         if isinstance(self.mask, Tensor):
@@ -343,5 +343,4 @@ def standard(config) -> str | None:
     by_engine = not theirs and ulysses(function) is not None  # see ranks.sequence_now
     if name in ("eager", "sdpa", "flex_attention"):
         return name if theirs or by_engine else None
-    flash = function is flash_attention_forward or by_engine and "flash" in name
-    return "flash" if flash else None
+    return "flash" if function is flash_attention_forward or by_engine and "flash" in name else None

@@ -13,6 +13,7 @@ last one causality hides it. A mask with holes is left to transformers (decoder/
 tokens between visible ones, or behind them if a loss reads their outputs.
 """
 
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,8 +111,8 @@ def packs(
     if position_ids is None:
         return False
     visible_BT = None if attention_mask is None else attention_mask.bool()
-    found = on_host(_document_starts(position_ids.expand(B, -1), visible_BT, True).any())
-    return found is not None and bool(found)
+    # None, without values, is one document a row.
+    return bool(on_host(_document_starts(position_ids.expand(B, -1), visible_BT, True).any()))
 
 
 def refuse_packed(kind: type, advice: str = "do not pack"):
@@ -143,21 +144,18 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
             bounds = _from_bounds(sorted({*bounds, *range(0, B * T, T)}), B, T, batch.device)
         return Rows(bounds)
     # 2. Everything else that the host must know, in one copy.
-    found = on_host(_marks(batch, bounds, chunk, padding))
-    if found is None:  # a simulation has no values: every row is one document
+    marks = _marks_on_host(_marks(batch, bounds, chunk, padding))
+    if marks is None:  # every row is one document
         return Rows()
-    starts_N, seen_N = found[:-2].view(2, -1)
-    holes, read = found[-2:].tolist()
     # 3. Rows that may run without their padding, and those that begin with padding that is read.
-    documents = _from_bounds(_bounds(starts_N), B, T, batch.device)
-    seen_BT = seen_N.view(B, T)
-    alone = padding and not (holes or read or seen_N.all())
-    real = _bounds(starts_N[seen_N]) if alone else None
-    behind = padding and not seen_BT[:, -1].all()
+    documents = _from_bounds(_bounds(marks.starts_BT.view(-1)), B, T, batch.device)
+    alone = padding and not (marks.holes or marks.padding_is_read or marks.mask_BT.all())
+    real = _bounds(marks.starts_BT[marks.mask_BT]) if alone else None
+    behind = padding and not marks.mask_BT[:, -1].all()
     blind_BT = None
-    if padding and read and not seen_BT[:, 0].all():
+    if padding and marks.padding_is_read and not marks.mask_BT[:, 0].all():
         blind_BT = mask.bool().cumsum(1) == 0
-    return Rows(documents, real, holes, behind, blind_BT)
+    return Rows(documents, real, bool(marks.holes), behind, blind_BT)
 
 
 def _checked(offsets: Tensor | Sequence[int] | None, tokens: int) -> list[int] | None:
@@ -174,41 +172,56 @@ def _checked(offsets: Tensor | Sequence[int] | None, tokens: int) -> list[int] |
     return bounds
 
 
-def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) -> Tensor:
-    """[2*B*T + 2] of bool: where documents start, which tokens are visible, whether masked tokens
-    lie between visible ones, and whether padding's output is read.
+# What the host must know of a batch. starts_BT: where documents start. mask_BT: the visible tokens.
+# holes: masked tokens lie between visible ones, or a loss reads those behind. padding_is_read: the
+# loss, or other code, may read outputs of masked tokens.
+_Marks = namedtuple("_Marks", "starts_BT mask_BT holes padding_is_read")
+
+
+def _marks_on_host(marks: _Marks) -> _Marks | None:
+    """The marks on the host, in one copy; None in a simulation, which has no values."""
+    flat = on_host(torch.cat([mark.reshape(-1) for mark in marks]))
+    if flat is None:
+        return None
+    return _Marks(*map(Tensor.view_as, flat.split([mark.numel() for mark in marks]), marks))
+
+
+def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) -> _Marks:
+    """The marks on the device of the batch's tensors. All are bool; the last two have no axes.
 
     bounds: the caller's offsets; the others as in find_rows.
     """
     B, T = batch.B, batch.T
     mask, positions, _ = batch.given
-    valueless = mask is positions is batch.idle_BT is None  # then nothing waits for the device
-    device = torch.device("cpu") if valueless else batch.device
-    visible_BT = None if mask is None else mask.bool()
+    # Without values of the caller's, nothing waits for the device.
+    device = torch.device("cpu") if mask is positions is batch.idle_BT is None else batch.device
+    all_BT = torch.ones(B, T, dtype=torch.bool, device=device)
+    mask_BT = all_BT if mask is None else mask.bool()
     beside_a_mask = mask is not None or batch.cached or not padding
     # 1. Starts by the offsets or the positions.
-    starts_BT = torch.zeros(B, T, dtype=torch.bool, device=device)
+    starts_BT = torch.zeros_like(all_BT)
     starts_BT[:, 0] = True
     if bounds is not None:
         inside = torch.tensor([n for n in bounds if n < B * T], dtype=torch.int64, device="cpu")
         starts_BT.view(-1)[inside.to(device)] = True
     elif positions is not None:
         positions = positions.expand(B, T)
+        visible_BT = None if mask is None else mask_BT
         starts_BT[:, 1:] |= _document_starts(positions, visible_BT, beside_a_mask)
     # 2. Padding: before the first visible token it is a document of its own.
-    holes = read = torch.zeros((), dtype=torch.bool, device=device)
-    seen_BT = torch.ones_like(starts_BT) if visible_BT is None else visible_BT
-    if visible_BT is not None and padding:
-        before_BT, after_BT = seen_BT.cumsum(1) == 0, seen_BT.flip(1).cumsum(1).flip(1) == 0
-        starts_BT[:, 1:] |= before_BT[:, :-1] & ~before_BT[:, 1:]
+    holes = padding_is_read = torch.zeros((), dtype=torch.bool, device=device)
+    if mask is not None and padding:
+        front_padding_BT = mask_BT.cumsum(1) == 0
+        back_padding_BT = mask_BT.flip(1).cumsum(1).flip(1) == 0
+        starts_BT[:, 1:] |= front_padding_BT[:, :-1] & ~front_padding_BT[:, 1:]
+        # Where nobody knows what the loss reads, back padding makes no holes, and all padding counts
+        # as read.
+        unread_by_loss_BT = all_BT if batch.idle_BT is None else batch.idle_BT
         # A loss that reads padding counts what transformers' mask makes of it.
-        if batch.idle_BT is not None:
-            after_BT = after_BT & batch.idle_BT
-        holes = ~(seen_BT | before_BT | after_BT).all()
-        read_BT = ~seen_BT
-        if batch.idle_BT is not None and not batch.watched:
-            read_BT = read_BT & ~batch.idle_BT
-        read = read_BT.any()
+        holes = ~(mask_BT | front_padding_BT | back_padding_BT & unread_by_loss_BT).all()
+        only_the_loss_reads = batch.idle_BT is not None and not batch.watched
+        read_BT = ~unread_by_loss_BT if only_the_loss_reads else all_BT
+        padding_is_read = (read_BT & ~mask_BT).any()
     # 3. Chunks.
     if chunk is not None:
         at = torch.arange(T, device=device)
@@ -218,7 +231,7 @@ def _marks(batch, bounds: list[int] | None, chunk: int | None, padding: bool) ->
             # at any number.
             index_BT = torch.where(starts_BT[:, 1:].any(), positions, index_BT)
         starts_BT |= index_BT % chunk == 0
-    return torch.cat([starts_BT.view(-1), seen_BT.reshape(-1), holes[None], read[None]])
+    return _Marks(starts_BT, mask_BT, holes, padding_is_read)
 
 
 def _bounds(starts_N: Tensor) -> tuple[int, ...]:

@@ -104,8 +104,9 @@ class Batch:
         inside = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
         if inside is not None:
             function = inside(function, positions)
-        same = masking_utils.packed_sequence_mask_function(number_BT)
-        return masking_utils.and_masks(function, same)
+        return masking_utils.and_masks(
+            function, masking_utils.packed_sequence_mask_function(number_BT)
+        )
 
     def rows(self, chunk: int | None = None) -> Rows:
         if chunk not in self._rows:

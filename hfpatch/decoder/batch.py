@@ -1,8 +1,8 @@
 """Reads the arguments of a stack's forward and decides how the forward runs.
 
 `read_batch` reads this rank's arguments. `share_rows` replaces them by those of whole rows where
-ranks share rows. `decide` says how the forward runs. No function here runs the
-model or changes the caller's arguments: changes are collected in a dict. B rows, T tokens of a row.
+ranks share rows. `decide` says how the forward runs. No function here runs the model or changes the
+caller's arguments: the arguments to replace are returned, as `changes`. B rows, T tokens of a row.
 """
 
 from dataclasses import dataclass, replace
@@ -183,8 +183,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     )
 
 
-def share_rows(given: Given, changes: dict) -> Given:
-    """The arguments of whole rows, where `given` has this rank's part of each row.
+def share_rows(given: Given) -> tuple[Given, dict]:
+    """The arguments of whole rows, where `given` has this rank's part of each row; and the changes.
 
     Raises:
         ValueError: the ranks' parts do not fit together.
@@ -206,18 +206,17 @@ def share_rows(given: Given, changes: dict) -> Given:
     mask, positions, idle = whole_rows(
         given.sequence, given.B, given.rows_mask, given.positions, given.idle_BT
     )
-    changes["use_cache"] = False
-    T = given.T * given.sequence.size
-    return replace(given, T=T, rows_mask=mask, positions=positions, idle_BT=idle, use_cache=False)
+    whole = {"T": given.T * given.sequence.size, "rows_mask": mask, "positions": positions}
+    return replace(given, **whole, idle_BT=idle, use_cache=False), {"use_cache": False}
 
 
-def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
+def without_unread_cache(given: Given) -> tuple[Given, bool, dict]:
     """Removes a cache that an outer model made and nothing reads.
 
     Returns:
-        (the arguments without that cache, whether transformers would make a cache).
+        (the arguments without that cache, whether transformers would make a cache, the changes).
     """
-    made = given.use_cache
+    changes, made = {}, given.use_cache
     if given.cache is not None:
         made = type(given.cache) is DynamicCache and cached_tokens(given.cache) == 0
     unread = bool(given.uncached and given.trains and made)
@@ -236,81 +235,114 @@ def without_unread_cache(given: Given, changes: dict) -> tuple[Given, bool]:
             mask = torch.nn.functional.pad(mask, (0, given.T - mask.shape[1]))
             changes["attention_mask"] = mask
             given = replace(given, mask=mask, rows_mask=mask, own=False)
-    return given, cached
+    return given, cached, changes
 
 
 def decide(
-    given: Given, traits: StackTraits, cached: bool, changes: dict
-) -> tuple[Batch | None, str | None]:
-    """How a forward runs: the batch for hfpatch's layers, None where transformers' attention runs;
-    and a line for the user, or None. `changes` gets the arguments to replace.
+    given: Given, traits: StackTraits, cached: bool
+) -> tuple[Batch | None, str | None, dict]:
+    """How a forward runs.
+
+    Returns:
+        batch: for hfpatch's layers; None where transformers' attention runs.
+        line: for the user, or None.
+        changes: the arguments to replace.
 
     Raises:
         ValueError: documents of one row would see each other, or a layer would treat a rank's part
             of a row as the whole row.
     """
-    if not traits.apart and packs(given.B, given.positions, given.seen, given.offsets):
-        refuse_packed(given.kind)
-    # Some of transformers' mixers take documents by one of these, some by the other, some by both.
-    said = given.seq_idx and given.offsets is not None
-    stock_mixers = traits.mixers and not given.tiled and not said
-    if stock_mixers and packs(given.B, given.positions, given.seen, given.offsets):
-        refuse_packed(
-            given.kind,
-            "pass seq_idx and cu_seq_lens_q where its kernels take both, leave checkpointing on, or "
-            "do not pack",
-        )
-    use_cache = given.use_cache
-    if given.cache is None and use_cache is None:
-        use_cache = cached and not given.trains and not given.packed
-        # Models make a cache in training too, which nothing reads. RWKV makes none there.
-        if not use_cache:
-            changes["use_cache"] = False
-    if given.cache is not None or use_cache:
+    _refuse_mixed_documents(given, traits)
+    has_cache, changes = _settle_cache(given, cached)
+    if has_cache:
         _refuse_documents_beside_a_cache(given, traits)
-        return None, None
-    shared = given.sequence is not None
-    if traits.mixers and shared:
-        if not (traits.timed and given.tiled):
-            refuse_shared_mixers(given.kind)
-        if given.T // given.sequence.size < SHORTEST_PART:
-            raise ValueError(
-                f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
-                f"{given.T // given.sequence.size}. Pad the sequences, or share them between fewer "
-                "ranks."
-            )
+        return None, None, changes
+    if traits.mixers and given.sequence is not None:
+        _check_shared_mixers(given, traits)
+    batch = _batch(given, cached)
+    why = first("batch", None, given, traits, batch)
+    if why is None:
+        return batch, _watch_padding(given, batch), changes
+    if given.sequence is not None:
+        raise not_exchanged(why)
+    line, more = _by_transformers(given, traits, why)
+    return None, line, changes | more
+
+
+_APART = (
+    "pass seq_idx and cu_seq_lens_q where its kernels take both, leave checkpointing on, or do not "
+    "pack"
+)
+
+
+def _refuse_mixed_documents(given: Given, traits: StackTraits) -> None:
+    """ValueError for rows of several documents in layers that do not keep them apart."""
+    # Some of transformers' mixers take documents by one of these, some by the other, some by both.
+    told = given.seq_idx and given.offsets is not None
+    mixed = not traits.apart or traits.mixers and not given.tiled and not told
+    if mixed and packs(given.B, given.positions, given.seen, given.offsets):
+        refuse_packed(given.kind, _APART if traits.apart else "do not pack")
+
+
+def _settle_cache(given: Given, cached: bool) -> tuple[bool, dict]:
+    """(whether the layers read or fill a KV cache, the changes)."""
+    if given.cache is not None or given.use_cache is not None:
+        return given.cache is not None or given.use_cache, {}
+    if cached and not given.trains and not given.packed:
+        return True, {}
+    # Models make a cache in training too, which nothing reads. RWKV makes none there.
+    return False, {"use_cache": False}
+
+
+def _check_shared_mixers(given: Given, traits: StackTraits) -> None:
+    """ValueError for mixers that cannot run over rows that ranks share."""
+    if not (traits.timed and given.tiled):
+        refuse_shared_mixers(given.kind)
+    if given.T // given.sequence.size < SHORTEST_PART:
+        raise ValueError(
+            f"hfpatch: each rank must get at least {SHORTEST_PART} tokens of each sequence, got "
+            f"{given.T // given.sequence.size}. Pad the sequences, or share them between fewer "
+            "ranks."
+        )
+
+
+def _batch(given: Given, cached: bool) -> Batch:
+    """The batch of hfpatch's layers."""
     idle_BT = given.idle_BT
-    if given.watched and given.reads and not (shared or given.packed):
+    if given.watched and given.reads and given.sequence is None and not given.packed:
         idle_BT = torch.zeros_like(given.rows_mask, dtype=torch.bool)
-    # Where rows are shared, offsets would count this rank's tokens. The positions give the same
-    # documents for whole rows.
     batch = Batch(
         given.B,
         given.T,
         given.tokens.device,
         given.rows_mask,
         given.positions,
-        None if shared else given.offsets,
+        # Where rows are shared, offsets would count this rank's tokens. The positions give the same
+        # documents for whole rows.
+        given.offsets if given.sequence is None else None,
         idle_BT,
         given.watched,
         given.sequence,
     )
     batch.cached, batch.weights = cached, given.weights
-    why = first("batch", None, given, traits, batch)
-    if why is not None:
-        if shared:
-            raise not_exchanged(why)
-        return None, _by_transformers(given, traits, why, changes)
-    if given.tiled and given.watched and batch.rows().behind:
-        batch.watched_BT = ~given.rows_mask.bool()
-        return batch, _PADDING.format(given.kind.__name__)
-    return batch, None
+    return batch
+
+
+def _watch_padding(given: Given, batch: Batch) -> str | None:
+    """Notes in the batch the padding that other code may read. Returns the line for the user, or
+    None.
+    """
+    if not (given.tiled and given.watched and batch.rows().behind):
+        return None
+    batch.watched_BT = ~given.rows_mask.bool()
+    line = _PADDING.format(given.kind.__name__)
+    return line if given.sequence is not None or given.packed else line + _ONCE_READ
 
 
 _PADDING = (
-    "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask. "
-    "Once a gradient reaches them, layers run untiled, with transformers' mask."
+    "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask."
 )
+_ONCE_READ = " Once a gradient reaches them, layers run untiled, with transformers' mask."
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
@@ -326,10 +358,11 @@ def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:
         )
 
 
-def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict) -> str | None:
-    """The line for the user of a forward with transformers' attention. ValueError where documents
-    would see each other.
+def _by_transformers(given: Given, traits: StackTraits, why: str) -> tuple[str | None, dict]:
+    """(the line for the user of a forward with transformers' attention, the changes). ValueError
+    where documents would see each other.
     """
+    changes = {}
     if given.rows_mask is not None and given.packed:
         # Given a mask, transformers does not look for documents.
         changes["attention_mask"] = None
@@ -339,7 +372,7 @@ def _by_transformers(given: Given, traits: StackTraits, why: str, changes: dict)
         refuse_packed(given.kind, "do not pack, or load the model with attn_implementation='sdpa'")
     line = f"the layers of {given.kind.__name__} run untiled, their inputs offloaded: {why}."
     # The report tells of a stack that cannot have hfpatch's attention.
-    return line if traits.ours and given.tiled and given.trains else None
+    return line if traits.ours and given.tiled and given.trains else None, changes
 
 
 def cached_tokens(cache) -> int | None:

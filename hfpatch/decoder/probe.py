@@ -23,8 +23,8 @@ from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits, looks_like_a_block
-from hfpatch.layer.why_whole import OTHER_MIXER, Why, why, why_not_called
-from hfpatch.parts.unread import able, can_go_without, idle
+from hfpatch.layer.why_whole import OTHER_MIXER, Why, why, why_by_sentence
+from hfpatch.parts.unread import can_go_without, skippable, skipping
 
 TOKENS = 12
 MORE_THAN_HIDDEN = why("more results")
@@ -74,8 +74,11 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple:
     handle = layer.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with our_attention((stack.config,), batch), torch.no_grad():
-            mask = torch.ones(1, tokens, dtype=torch.bool)
-            stack(input_ids=ids, attention_mask=mask, use_cache=False)
+            stack(
+                input_ids=ids,
+                attention_mask=torch.ones(1, tokens, dtype=torch.bool),
+                use_cache=False,
+            )
     except _Captured:
         pass
     finally:
@@ -196,7 +199,7 @@ def _with_mixers(
     ):
         return replace(known, reason=MORE_THAN_HIDDEN)
     if attention and reasons:
-        return replace(known, reason=why_not_called(reasons[0]))
+        return replace(known, reason=why_by_sentence(reasons[0]))
     if len(count.modules) != len(attention):  # a mixer makes some of the attention calls
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     if not count.independent:
@@ -227,8 +230,10 @@ class _Probe:
 
     def _ask(self, arguments=None, **known) -> Traced:
         answers = replace(self.known, **known)
-        given = arguments or self.arguments
-        return Traced(self.layer, given, answers, self.configs, self.batch, forward=self.forward)
+        return Traced(
+            self.layer, arguments or self.arguments, answers, self.configs, self.batch,
+            forward=self.forward,
+        )  # fmt: skip
 
     def _gradients(self, run) -> list[Tensor | None]:
         x = self.x.clone().requires_grad_()
@@ -267,9 +272,9 @@ class _Probe:
             ]
             run_post = self._called(names, lambda: self._post(block=block))
             run_pre = self._called(names, lambda: self._pre(block=block))
-            unread_post = tuple(n for n in run_post if self._nothing_reads(n, self._post, post))
-            unread_pre = tuple(n for n in run_pre if self._nothing_reads(n, self._pre, pre))
-            unread = tuple(n for n in unread_post if self._unread(n))
+            unread_post = tuple(n for n in run_post if self._no_gradient_reads(n, self._post, post))
+            unread_pre = tuple(n for n in run_pre if self._no_gradient_reads(n, self._pre, pre))
+            unread = tuple(n for n in unread_post if self._output_ignores(n))
             together = {
                 "unread_post": unread_post,
                 "unread_pre": unread_pre,
@@ -292,23 +297,23 @@ class _Probe:
             handle.remove()
         return [name for name, module in modules.items() if module in called]
 
-    def _nothing_reads(self, name: str, run, expected) -> bool:
+    def _no_gradient_reads(self, name: str, run, expected) -> bool:
         """Whether no gradient reads this module's value: with NaN and with 3 in place of the value,
         all gradients stay the same."""
         for value in (float("nan"), 3.0):
             try:
-                with forwards_for_now(idle(able(self.layer, (name,)), value=value)):
+                with forwards_for_now(skipping(skippable(self.layer, (name,)), value=value)):
                     if not _equal(run(), expected):
                         return False
             except RuntimeError:  # for example a value that is written to in place
                 return False
         return True
 
-    def _unread(self, name: str) -> bool:
+    def _output_ignores(self, name: str) -> bool:
         """Whether the output of `post` does not depend on this module's value."""
         with torch.no_grad():
             expected = self._ask().post(self.x, self.outs, 0, self.T)
-            with forwards_for_now(idle(able(self.layer, (name,)), value=float("nan"))):
+            with forwards_for_now(skipping(skippable(self.layer, (name,)), value=float("nan"))):
                 return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
 
     def _same_as_block(self) -> bool:

@@ -50,8 +50,9 @@ from hfpatch.parallel.shards import alike
 _ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAMES}
 
 
-class OurAttention(KeepsSignature):
-    """A mixin over the class of the module that holds the decoder layers.
+class PatchedStack(KeepsSignature):
+    """A mixin over the class of the module that holds the decoder layers: its forward reads the
+    batch, decides once how all layers run, and then calls transformers' own forward.
 
     _hfpatch: what is known of the stack. An instance that apply() has not seen runs as transformers'.
     """
@@ -89,9 +90,10 @@ class OurAttention(KeepsSignature):
         )
         layers = list_of_layers(self) or ()
         # An engine's wrapper (FSDP1, torch's checkpoint wrapper) holds the layer.
-        inside = (module for held in layers for module in held.modules())
-        for layer in (module for module in inside if isinstance(module, PatchedLayer)):
-            look(layer)  # the layers read what they found here
+        for held in layers:
+            for module in held.modules():
+                if isinstance(module, PatchedLayer):
+                    look(module)  # the layers read what they found here
         given, runtime = read_batch(self, kwargs), self._hfpatch.runtime
         if given is not None and _says_not_causal(layers, kwargs):
             given = replace(given, causal=False)
@@ -111,7 +113,7 @@ class OurAttention(KeepsSignature):
         return _run_ours(self, batch, kwargs)
 
 
-def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
+def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
     if kwargs.get("attention_mask") is None:
         # Without a mask, transformers looks for documents itself, which waits for the device.
         # `batch` has the documents already.
@@ -128,7 +130,7 @@ def _run_ours(stack: "OurAttention", batch: Batch, kwargs):
     return out
 
 
-def _run_compiled(stack: "OurAttention", kwargs):
+def _run_compiled(stack: "PatchedStack", kwargs):
     """The forward under torch.compile: transformers' own, which builds a [T, T] mask.
 
     Tiled layers are autograd functions that run nested graphs, so a stack with them runs
@@ -146,31 +148,31 @@ def _run_compiled(stack: "OurAttention", kwargs):
     return stack._hfpatch_stock(kwargs)
 
 
-def _run_stock(stack: "OurAttention", kwargs):
+def _run_stock(stack: "PatchedStack", kwargs):
     with having(declined=True):
         return stack._hfpatch_stock(kwargs)
 
 
-def _batch_of(stack: "OurAttention", given: Given, kwargs) -> Batch | None:
+def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
     """The batch for hfpatch's layers; None where transformers' attention runs. Updates `kwargs`
-    with the changes that `decide` returns.
+    with the changes that these functions return.
     """
-    changes = {}
-    given, cached = without_unread_cache(given, changes)
+    given, cached, changes = without_unread_cache(given)
     if given.sequence is not None:
         asked = kwargs.get("output_router_logits")
         if getattr(stack.config, "output_router_logits", False) if asked is None else asked:
             raise not_exchanged("a balancing loss of experts (output_router_logits)")
         _refuse_unasked(stack)
-        given = share_rows(given, changes)
-    batch, warning = decide(given, stack._hfpatch.traits, cached, changes)
-    kwargs.update(changes)
+        given, shared = share_rows(given)
+        changes |= shared
+    batch, warning, decided = decide(given, stack._hfpatch.traits, cached)
+    kwargs.update(changes | decided)
     if warning is not None:
         stack._hfpatch.runtime.tell(warning)
     return batch
 
 
-def _refuse_unasked(stack: "OurAttention") -> None:
+def _refuse_unasked(stack: "PatchedStack") -> None:
     """ValueError for layers without traits (replaced since apply(), or with another forward):
     they may mix tokens outside attention."""
     layers = list_of_layers(stack)
@@ -184,8 +186,9 @@ def _was_asked(layer) -> bool:
         return False
     if not isinstance(layer, PatchedLayer):
         return package_of(layer) == "torch"  # torch's own wrappers
-    shares = why_not_shared(layer._hfpatch.traits, look(layer)) is None
-    return shares or not compiled_by_itself(layer)
+    return why_not_shared(layer._hfpatch.traits, look(layer)) is None or not compiled_by_itself(
+        layer
+    )
 
 
 def _says_not_causal(layers, kwargs: dict) -> bool:

@@ -116,8 +116,7 @@ def _as_tried(layer) -> bool:
     one that runs untiled may remember padding."""
     if not isinstance(layer, PatchedLayer) or compiled_by_itself(layer):
         return False
-    now = look(layer)
-    return now.reason in (None, layer._hfpatch.traits.reason)
+    return look(layer).reason in (None, layer._hfpatch.traits.reason)
 
 
 def _rounded(tokens: int) -> int:

@@ -25,7 +25,7 @@ from hfpatch.decoder import probe
 from hfpatch.decoder.batch import StackTraits
 from hfpatch.decoder.find import Decoder, list_of_layers
 from hfpatch.decoder.small_instance import TOKENS, kind_of, quiet_process, small_stack
-from hfpatch.decoder.stack import OurAttention
+from hfpatch.decoder.stack import PatchedStack
 from hfpatch.decoder.time_probe import ask_in_time
 from hfpatch.layer.layer import TiledLayer
 from hfpatch.layer.runtime import LayerRuntime
@@ -47,9 +47,13 @@ DOCUMENTS = (0, 17, TOKENS)
 class Verdict:
     """The traits of a decoder, from its small instance.
 
+    `_verdict` fills one in, with the traits of each kind of layer. It is cached for all models with
+    the same config and code, so from then on nobody changes it: `ask_model` returns a copy with the
+    traits of each layer of its model.
+
     Attributes:
-        answers: the traits of each layer. Before ask_model returns: the traits of each kind of
-            layer.
+        answers: in the cached verdict, kind of layer -> its traits; from ask_model, the traits of
+            each layer in order.
         ours: the stack may use hfpatch's attention and masks.
         alone: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
@@ -83,8 +87,9 @@ def ask_model(decoder: Decoder) -> Verdict:
         found = _verdict(type(decoder.stack), *asked, code)
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        untried = LayerTraits(reason=why("untried", reason))
-        return Verdict((untried,) * n, False, shared, apart=False)
+        return Verdict(
+            (LayerTraits(reason=why("untried", reason)),) * n, False, shared, apart=False
+        )
     unknown = LayerTraits(reason=why("other kind"))
     answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
     # The mixers of an unknown layer are not known either, so it cannot keep documents apart, nor
@@ -261,8 +266,7 @@ class _Expected:
             return False
         # Rounding may send a single token to another expert.
         error = (got[~idle_BT] - wanted).norm(dim=-1)
-        size = wanted.norm(dim=-1)
-        return bool((~(error <= CLOSE * size)).sum() <= 1)
+        return bool((~(error <= CLOSE * wanted.norm(dim=-1))).sum() <= 1)
 
     def differs(self, found: Verdict) -> Why | None:
         """How a stack with these traits differs from transformers, or None."""
@@ -308,15 +312,15 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     """A patched copy of a small stack, with these traits."""
     ours = copy.deepcopy(stack)
     configs = (ours.config,)
-    swap(ours, OurAttention)
+    swap(ours, PatchedStack)
     layers = list_of_layers(ours)
-    how = {"offload": "gpu", "keep": "attention", "tile": TILE, "every": 1}
-    runtime = LayerRuntime(Checkpointing(**how), len(layers))
+    runtime = LayerRuntime(
+        Checkpointing(offload="gpu", keep="attention", tile=TILE, every=1), len(layers)
+    )
     ours._hfpatch = Patched(StackTraits(found.ours, unpads=found.unpads), configs, runtime)
     ours._hfpatch_turn = runtime.turn
     for index, layer in enumerate(layers):
         answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
-        traits = replace(answer, kinds=kinds_in(layer))
-        layer._hfpatch = Patched(traits, configs, runtime, index)
+        layer._hfpatch = Patched(replace(answer, kinds=kinds_in(layer)), configs, runtime, index)
     return ours

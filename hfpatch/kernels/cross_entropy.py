@@ -1,5 +1,8 @@
 """Cross-entropy over a chunk of logits, in place. One program per row loops over blocks of columns.
 
+ops/_linear_ce_chunk.py launches `cross_entropy_fwd` and `cross_entropy_bwd`, by their names
+(`by_device` in ops/_library.py).
+
 Legend: N rows, V vocabulary; S the row stride of the logits, in elements (the buffer may be padded
 past V).
 

@@ -1,5 +1,6 @@
 """Triton kernels of a mixture of experts: the activation and the combination of rows around the
-grouped matmuls, and the sum of weight gradients over tiles.
+grouped matmuls, and the sum of weight gradients over tiles. ops/experts.py launches them by their
+names (`by_device` in ops/_library.py).
 
 S routed rows sorted by expert, N tokens, K experts a token, E experts, D hidden, F intermediate.
 """

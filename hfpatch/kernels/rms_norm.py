@@ -1,4 +1,5 @@
-"""Triton kernels of RMSNorm. Rows live in registers.
+"""Triton kernels of RMSNorm. Rows live in registers. ops/rms_norm.py launches `rms_norm_fwd` and
+`rms_norm_bwd`, in its `_fwd` and `_bwd`.
 
 N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements
 (4 with the residual), backward 3 ND (4 with dsum). Beyond D = 8,192 the backward spills some

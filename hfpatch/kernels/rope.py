@@ -1,4 +1,5 @@
-"""Triton kernel of RoPE: queries and keys in one launch, in any memory layout.
+"""Triton kernel of RoPE: queries and keys in one launch, in any memory layout. ops/rope.py launches
+`rope`, forward and (transposed) backward.
 
 B batch, T tokens, H query heads, K key heads, E head dim. A program takes BLOCK_T tokens of one
 sequence, loads their cos and sin once and rotates every head of q, then of k. Each pair (x1, x2) is

@@ -1,4 +1,4 @@
-"""A tensor times one number on the device, in place."""
+"""A tensor times one number on the device, in place. ops/_linear_ce_chunk.py launches `scale_`."""
 
 import triton
 import triton.language as tl

@@ -56,12 +56,7 @@ class Slice:
     end: float
     turn: str
     layer: str
-    phase: str
     nbytes: int = 0  # of a copy
-
-    @property
-    def name(self) -> str:
-        return " ".join(word for word in (self.layer, self.phase) if word)
 
 
 class Stream:
@@ -91,9 +86,8 @@ class ClockDevice(Device):
         self.stack, self.links = self.streams[:], dict.fromkeys((UP, DOWN), 0.0)
         self.rows: dict[str, list[Slice]] = {WAITS: []}
         self.peers = Stream(EXCHANGES)
-        self.late: dict[str, float] = {}
         self.carried: Counter = Counter()  # direction -> bytes over the link
-        self.turn, self.place = "setup", ("", "")
+        self.turn, self.layer = "setup", ""
 
     @property
     def compute(self) -> Stream:
@@ -125,7 +119,7 @@ class ClockDevice(Device):
             began = max(stream.now, self.host)
             if event.time > began:
                 row = RANK_WAITS if event.stream is self.peers else WAITS
-                self._note(Slice(row, began, event.time, self.turn, *self.place))
+                self._note(Slice(row, began, event.time, self.turn, self.layer))
         stream.now = max(stream.now, event.time)
 
     def synchronize(self, event=None) -> None:
@@ -138,10 +132,8 @@ class ClockDevice(Device):
         stream = self.current()
         self.host += LAUNCH_SECONDS
         start = max(stream.now, self.host)
-        if stream is self.compute:
-            self.late[self.turn] = self.late.get(self.turn, 0.0) + start - stream.now
         stream.now = start + seconds
-        self._note(Slice(stream.name, start, stream.now, self.turn, *self.place))
+        self._note(Slice(stream.name, start, stream.now, self.turn, self.layer))
 
     def copy(self, nbytes: int, direction: str) -> None:
         """A copy between host and device on the current stream. Copies in one direction share the
@@ -164,16 +156,14 @@ class ClockDevice(Device):
             stream.now = self.links[direction] = start + piece / self.gpu.link_rate
             if drive is not None:
                 (drive.write if direction == UP else drive.landed)(stream.now, piece)
-            self._note(
-                Slice(stream.name, start, stream.now, self.turn, self.place[0], "copies", piece)
-            )
+            self._note(Slice(stream.name, start, stream.now, self.turn, self.layer, piece))
 
     def _held_up(self, until: float) -> None:
         """The host waits for a file. Compute waits for the host once its queue is empty."""
         compute = self.compute
         began, self.host = max(compute.now, self.host), max(self.host, until)
         if until > began:
-            self._note(Slice(WAITS, began, until, self.turn, *self.place))
+            self._note(Slice(WAITS, began, until, self.turn, self.layer))
             compute.now = until
 
     def exchange(self, nbytes: float) -> Event:
@@ -181,8 +171,7 @@ class ClockDevice(Device):
         self.host += LAUNCH_SECONDS
         start = max(self.peers.now, self.current().now, self.host)
         self.peers.now = start + nbytes / self.gpu.peer_rate
-        slice_ = Slice(EXCHANGES, start, self.peers.now, self.turn, *self.place, int(nbytes))
-        self._note(slice_)
+        self._note(Slice(EXCHANGES, start, self.peers.now, self.turn, self.layer, int(nbytes)))
         return Event(self.peers, self.peers.now)
 
     def _note(self, new: Slice) -> None:
@@ -191,7 +180,7 @@ class ClockDevice(Device):
         last = row[-1] if row else None
         if (
             last is not None
-            and (last.turn, last.name) == (new.turn, new.name)
+            and (last.turn, last.layer) == (new.turn, new.layer)
             and new.start - last.end < 1e-9
         ):
             last.end, last.nbytes = new.end, last.nbytes + new.nbytes
@@ -221,7 +210,7 @@ class ClockFollower(Follower):
 
     def set_phase(self, name: str) -> None:
         super().set_phase(name)
-        self.clock.turn, self.clock.place = name, ("", "")
+        self.clock.turn, self.clock.layer = name, ""
         self.begins[name] = self.clock.compute.now
 
     @property
@@ -230,34 +219,14 @@ class ClockFollower(Follower):
         return self.__dict__.setdefault("_begins", {})
 
     @contextmanager
-    def tiled(self, layer: int, phase: str):
-        """A context in which a layer runs in tiles. Attention separates its phases."""
+    def tiled(self, layer: int):
+        """A context in which a layer runs in tiles."""
         before, self.layer = self.layer, layer
-        self.clock.place = f"layer {layer}", phase
+        self.clock.layer = f"layer {layer}"
         try:
             yield
         finally:
             self.layer = before
-
-    def _placed(self, kind: str | None) -> tuple[str, str]:
-        """(layer, phase) of an operation. kind: attention's direction, None for others."""
-        if self.layer is not None:
-            layer, phase = self.clock.place
-            if kind is not None:
-                return layer, "attention"
-            backward = self.clock.turn == "backward" and self.kind == "backward"
-            return (
-                layer,
-                phase
-                if phase != "attention"
-                else "before attention"
-                if backward
-                else "after attention",
-            )
-        found = _LAYER.search(self._where())
-        if found is None:
-            return "", "head" if self.clock.turn in ("forward", "backward") else self.clock.turn
-        return f"layer {found[1]}", "attention" if kind else "whole"
 
     def _cost(self, func, args, kwargs) -> None:
         super()._cost(func, args, kwargs)
@@ -270,9 +239,9 @@ class ClockFollower(Follower):
         if attention is not None:
             kind, flops = attention
             seconds = self._attention_seconds(kind, flops, func, args, kwargs)
-        if self.clock.current() is self.clock.compute:
-            self.clock.place = self._placed(kind)
-            self.kind = kind or self.kind
+        if self.layer is None and self.clock.current() is self.clock.compute:
+            found = _LAYER.search(self._where())
+            self.clock.layer = f"layer {found[1]}" if found else ""
         what = "attention" if kind else "matmul"
         self.pending = seconds * self.times, self._direction(func, args), what
 
@@ -285,8 +254,6 @@ class ClockFollower(Follower):
             return flops * attention_ramp(keys) / gpu.attention_forward
         block = 5 * BLOCK_ROWS * keys * 2 * width * gpu.processors
         return (flops + TAIL_SHARE * block) * attention_ramp(keys) / gpu.attention_backward
-
-    kind: str | None = None  # of the last attention
 
     def _direction(self, func, args) -> str | None:
         """UP or DOWN for a copy between host and device, else None."""
@@ -315,12 +282,12 @@ def _tiles_on(follower: list):
     until there is one.
     """
 
-    def watched(name, phase):
+    def watched(name):
         real = getattr(LayerCall, name)
 
         def run(call, *args, **kwargs):
             with (
-                follower[0].tiled(call.layer._hfpatch.index, phase)
+                follower[0].tiled(call.layer._hfpatch.index)
                 if follower
                 else contextlib.nullcontext()
             ):
@@ -328,7 +295,7 @@ def _tiles_on(follower: list):
 
         return mock.patch.object(LayerCall, name, run)
 
-    with watched("forward", "before attention"), watched("backward", "after attention"):
+    with watched("forward"), watched("backward"):
         yield
 
 

@@ -1,6 +1,6 @@
 """A simulated step of a few layers, measured as a run measures its own (layer/meter.py)."""
 
-from hfpatch.budget.measured import Layers
+from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.shallow import trained_bytes_of
 from hfpatch.lab.simulate.follow import Follower
@@ -43,17 +43,17 @@ class StepMeter(Meter):
         able: what the layers can do.
         gradients: bytes of those of all layers.
         ahead: bytes per token that the sources of copies may take while a tiled layer runs, and
-            while an untiled one does; None: those of two layers, and the room of gradients, which
+            while one that keeps all does; None: those of two layers, and the room of gradients, which
             come after the forward.
     """
 
     def __init__(self, gauge: LedgerGauge, model, gradients: int, kinds: dict, ahead: tuple):
         super().__init__(gauge, model.parameters, len(layers_in(model)))
-        self.gradients, self.kinds, self.able = gradients, kinds, Layers()
+        self.gradients, self.kinds, self.able = gradients, kinds, Abilities()
         self.ahead = ahead
         self.own = trained_bytes_of(model)
 
-    def plan(self, first: Checkpointing, settings, able: Layers, rows: int):
+    def next_policy(self, first: Checkpointing, settings, able: Abilities, rows: int):
         self.able = able
         self.step.rows = rows
         self.firm(first)
@@ -65,12 +65,12 @@ class StepMeter(Meter):
         return first
 
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:
-        untiled = super().layer(index, kind, waiting)
-        if untiled and self.ahead[1] is not None:
+        keeps_all = super().layer(index, kind, waiting)
+        if keeps_all and self.ahead[1] is not None:
             self.step.forward.room = min(self.step.forward.room, self.ahead[1] * self.step.rows)
-        return untiled
+        return keeps_all
 
-    def backward(self, step, untiled: bool = False) -> Counters:
+    def backward(self, step, keeps_all: bool = False) -> Counters:
         if step.backward.began is not None:
             self.gauge.missing = max(0, self.gradients - self.own)
-        return super().backward(step, untiled)
+        return super().backward(step, keeps_all)

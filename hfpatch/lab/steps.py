@@ -13,7 +13,7 @@ import torch
 
 from hfpatch.attention import heads
 from hfpatch.budget.cuts import heads_per_group
-from hfpatch.budget.measured import Layers
+from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import ALL, Checkpointing
 from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
@@ -82,7 +82,7 @@ class Cost:
     passed: float = 0.0
     exact: bool = False
     kinds: tuple = ()
-    able: Layers | None = None
+    able: Abilities | None = None
 
 
 MEASURED = "stands", "loss", "after", "tiled", "passed"
@@ -184,8 +184,8 @@ class Steps:
         numbers = self._ran(tokens, None, FREE, word, layers, 0).numbers
         return {key[1]: value for key, value in numbers.items() if key[0] == "seconds"}
 
-    def try_untiled(self, tokens: int, policy: Checkpointing, ahead: tuple) -> None:
-        """Measures what an untiled layer of each kind keeps."""
+    def try_keeping_all(self, tokens: int, policy: Checkpointing, ahead: tuple) -> None:
+        """Measures what a layer of each kind keeps that keeps all."""
         n, period = self.model.depths(policy.every)
         while self.carried_on(tokens, policy):
             tokens //= 2

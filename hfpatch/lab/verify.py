@@ -176,7 +176,7 @@ def _copied(model: nn.Module, patched: bool = False):
             apply(made, **asked)
         yield made
     finally:
-        undo(made)  # weights that wait on the host come back, pinned memory goes
+        undo(made)  # pinned memory goes; weights that waited on the host stay there
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -86,13 +86,12 @@ class Backward:
         held = call.tiles(next(self.passes))
         _, x, outs, gates = next(held)
         a, b = call.bounds[0]
-        mixes = call.mixes
         # B
-        if mixes:
+        if call.mixes:
             qkv, back = traced.before_again(x, a, b, self.need_x, self.weights, unread=False)
             # the graph must not see its outputs overwritten by the gradients
             self.qkv = [part.detach().contiguous() for part in qkv]
-        if mixes and not call.outs:
+        if call.mixes and not call.outs:
             outs, self.lses = call.attend(self.qkv, again=True)
         # A
         out = call.attention.join(outs)
@@ -101,7 +100,7 @@ class Backward:
             x, out, a, b, dys, gates, self.need_x, self.weights
         )
         del x, out, dys
-        if mixes:
+        if call.mixes:
             # C
             self.attend_backward(outs.__getitem__, [None] * len(self.qkv))
             del outs
@@ -133,9 +132,8 @@ class Backward:
     # -- A -----------------------------------------------------------------------------------------
     def after_backward(self, dy: Tensor) -> None:
         call = self.call
-        need_x = self.need_x
         traced = call.traced
-        dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if need_x else None
+        dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if self.need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))
         for index, x_t, out_t, gates in self._tiles():
             a, b = call.bounds[index]
@@ -144,9 +142,9 @@ class Backward:
             out_t = call.attention.join(out_t)
             dys = list(map(next, dy_tiles))
             dx_t, douts_t = traced.after_backward(
-                x_t, out_t, a, b, dys, gates, need_x, self.weights
+                x_t, out_t, a, b, dys, gates, self.need_x, self.weights
             )
-            if need_x:
+            if self.need_x:
                 dx[:, a:b] = dx_t
             if self.douts is None:
                 tokens = call.bounds[-1][1]
@@ -154,7 +152,7 @@ class Backward:
             for dout, dout_t in zip(self.douts, douts_t):
                 dout[:, a:b] = dout_t
             x_t = out_t = dys = dx_t = douts_t = dout_t = dout = None
-        if need_x and call.mixes and call.policy.parks_dx:
+        if self.need_x and call.mixes and call.policy.parks_dx:
             self.parked = [call.queue.transfers.save(dx)]
             call.queue.transfers.settle()
             dx = None

@@ -14,7 +14,7 @@ from hfpatch.context.class_code import rope_of
 from hfpatch.context.current import Call
 from hfpatch.parts.keeping import unread_sum
 from hfpatch.parts.parts import FusedRMSNorm
-from hfpatch.parts.rotation import FusedAttention, rotation, rotation_in
+from hfpatch.parts.rotation import FusedRotation, rotation, rotation_in
 from hfpatch.parts.unread import is_unread
 
 
@@ -40,7 +40,7 @@ class Block:
         behind = self.norm_behind
         self.adds = isinstance(behind, FusedRMSNorm) and "forward" not in vars(behind)
         self.norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
-        self.attention = attn._hfpatch_base.forward if isinstance(attn, FusedAttention) else None
+        self.attention = attn._hfpatch_base.forward if isinstance(attn, FusedRotation) else None
         self.theirs = rope_of(attn) if self.attention is None else rotation_in(self.attention)
         self.rotate = self.theirs if self.attention is None else rotation(self.theirs)
         self.attn = attn

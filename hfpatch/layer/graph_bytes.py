@@ -1,6 +1,6 @@
 """The backward of layers as it is measured, and the graphs of their tiles (meter.py).
 
-A tile's graph holds what its tokens would keep in an untiled layer: the difference of the
+A tile's graph holds what its tokens would keep in a layer that keeps all: the difference of the
 allocator's counter before and after it is built. Hooks on its nodes sample what its own backward
 takes in addition.
 """

@@ -1,5 +1,6 @@
-"""Mixins over the class of any decoder layer. The layer runs in tiles where that is exact, else
-whole with its input offloaded, or as transformers has it (why_whole.py has the reasons).
+"""Mixins over the class of any decoder layer. The layer runs in tiles where that is exact. Else
+it runs untiled: as a whole, and again in backward, with its input offloaded (why_whole.py has the
+reasons). A layer that keeps all runs as a whole once, and saves what autograd saves.
 """
 
 from contextlib import nullcontext
@@ -7,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from hfpatch.compat import (
     autocast_dtype,
@@ -61,17 +61,6 @@ class Request:
     batch: Batch | None
     sequence: object
     condition: Condition
-
-    @property
-    def mask(self):
-        """The layer's attention_mask."""
-        return self.kwargs.get("attention_mask")
-
-    @property
-    def cache(self) -> Cache | None:
-        """The KV cache that comes with the call."""
-        values = (*self.args, *self.kwargs.values())
-        return next((value for value in values if isinstance(value, Cache)), None)
 
 
 class PatchedLayer:
@@ -141,7 +130,7 @@ def _run_directly(function, *args, **kwargs):
 
 class TiledLayer(PatchedLayer):
     """A mixin over a decoder layer's class. The layer runs tile by tile where that is exact, else
-    whole with its input offloaded.
+    untiled, with its input offloaded.
     """
 
     @property
@@ -198,12 +187,12 @@ class TiledLayer(PatchedLayer):
             policy = replace(policy, tile=r.x[..., 0].numel())
         # Mixers of shared rows need their tiles.
         tiled = r.batch.sequence and self._hfpatch.traits.mixers
-        if runtime.untiled(self, r.x, policy) and not tiled:
+        if runtime.keeps_all(self, r.x, policy) and not tiled:
             return self._keeping_all(r)
         return self._in_tiles(r, policy)
 
     def _untiled(self, r: Request, why: Why):
-        """Runs a call whole, for the reason `why`: checkpointed, unless it must or may keep all."""
+        """Runs a call untiled, for the reason `why`: checkpointed, unless it must or may keep all."""
         reason = BY_NAME[why.name]
         runtime = self._hfpatch.runtime
         whole = self._whole(r)
@@ -218,13 +207,13 @@ class TiledLayer(PatchedLayer):
         policy = None
         if r.given.dim() == 3:  # another shape's input stays on the device
             policy = runtime.policy(self, r.given, r.sequence, whole=True)
-            if runtime.untiled(self, r.given, policy):
+            if runtime.keeps_all(self, r.given, policy):
                 return self._keeping_all(r)
         return self._checkpointed(r, policy, whole)
 
     def _keeping_all(self, r: Request):
         y = self._whole(r)(r.given)
-        self._hfpatch.runtime.ran_plain(self, r.given, y)
+        self._hfpatch.runtime.kept_all(self, r.given, y)
         return y
 
     def _request(self, given: Tensor, batch: Batch | None, args, kwargs) -> Request:

@@ -3,7 +3,7 @@
 All counters are the caching allocator's own, on the host: reading them waits for nothing. They are
 read where bytes change hands, and never reset, because torch's peak belongs to the user:
 
-    a layer's forward begins      what the layer before kept, if it ran untiled
+    a layer's forward begins      what the layer before kept, if it keeps all
     the last one's forward ends   what stands then
     a layer's backward begins     first: what the loss took; last: all gradients
     a tile's graph                what its tokens keep, and what their backward takes beside it
@@ -11,100 +11,33 @@ read where bytes change hands, and never reset, because torch's peak belongs to 
 A peak is exact if torch's counter rose meanwhile. Otherwise it lies between the samples and that
 counter, and an earlier measurement stays.
 
-The plan of a step is made as it begins (budget/measured.py). Each layer that it runs untiled is
-checked again as it begins, against what is allocated by then: other people's tensors, an
+The plan of a step is made as it begins (budget/measured.py). Each layer that it lets keep all
+is checked again as it begins, against what is allocated by then: other people's tensors, an
 optimizer's states or a wrong belief then cost speed, and no step.
 """
 
 import weakref
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 from hfpatch.budget.free import to_come
-from hfpatch.budget.measured import SURE, UNSURE, Call, Kind, Layers, Line, Plan, climb, tile_bytes
+from hfpatch.budget.measured import (
+    SURE,
+    UNSURE,
+    Abilities,
+    Call,
+    Kind,
+    Line,
+    StepPlan,
+    climb,
+    tile_bytes,
+)
 from hfpatch.budget.policy import LOSS_WORKSPACE, TILES, Checkpointing
 from hfpatch.compat import autocast_dtype
 from hfpatch.layer.gauge import Counters, Gauge
+from hfpatch.layer.measured_step import Step
 from hfpatch.store.device import seconds_between
 
 COPIES = 2  # the sources of copies of so many layers may stay while later layers run
-
-
-@dataclass
-class Forward:
-    """A step's forward of the layers, as it is measured.
-
-    Attributes:
-        room: bytes that the sources of copies may take while the current layer runs.
-        open: (index, kind, bytes that stood) of an untiled layer that runs now.
-        kept: bytes that untiled layers kept. clocks: events as it began and ended.
-        ends: the counters as it ended.
-        kinds: of the layers that ran, None for one that keeps nothing.
-    """
-
-    room: int = 0
-    open: tuple | None = None
-    kept: float = 0.0
-    clocks: list = field(default_factory=list)
-    ends: Counters | None = None
-    kinds: list = field(default_factory=list)
-
-
-@dataclass
-class Backward:
-    """A step's backward of the layers, as it is measured.
-
-    Attributes:
-        began: the counters as it began. within: the backward of a layer runs that keeps little.
-        top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
-        closed: what it showed of tiled layers is noted.
-    """
-
-    began: Counters | None = None
-    within: bool = False
-    top: int = 0
-    exact: bool = False
-    closed: bool = False
-
-    def reached(self, peak: int) -> None:
-        """Torch's counter rose to `peak` in a tiled layer's backward."""
-        self.top = peak
-        self.exact = True
-
-
-@dataclass(eq=False)
-class Step:
-    """One forward of the layers and its backward: what is planned, and what is measured.
-
-    Attributes:
-        key: of its Call. rows: of its batch. base: the counters as it began; last: the last read.
-        limit: the most bytes that can be allocated; coming: of gradients that do not exist yet.
-        plan: budget.measured.Plan; ran: which layers ran untiled.
-        over: its backward needs no more memory.
-    """
-
-    meter: "Meter"
-    key: str
-    base: Counters
-    last: Counters
-    limit: int
-    rows: int = 0
-    plan: Plan | None = None
-    ran: list = field(default_factory=list)
-    coming: int = 0
-    over: bool = False
-    forward: Forward = field(default_factory=Forward)
-    backward: Backward = field(default_factory=Backward)
-
-    @property
-    def planned(self) -> float:
-        """The most bytes that the step is planned to take, 0 if nothing was measured."""
-        top = 0.0 if self.plan is None else self.plan.top
-        return top and self.base.allocated + top
-
-    @property
-    def first(self) -> int | None:
-        """The first layer that keeps something: its backward is the last."""
-        return next((i for i, kind in enumerate(self.forward.kinds) if kind is not None), None)
 
 
 class Meter:
@@ -185,9 +118,8 @@ class Meter:
 
     def ran_out(self) -> None:
         """The step that runs has run out of memory, and the run ends."""
-        step = self.step
+        self._keep_less(self.step, True)
         self.step = None
-        self._keep_less(step, True)
 
     def _call_of(self, key: str) -> tuple[Call | None, bool]:
         """(the measured Call of this key or of the most alike, whether it is the key's own)."""
@@ -198,14 +130,18 @@ class Meter:
         found = (c for k, c in self.calls.items() if k.startswith(alike) and c.measured)
         return next(found, None), False
 
-    def plan(self, first: Checkpointing, settings: Checkpointing, able: Layers, rows: int):
-        """The policy of the step that begins. first: of one of which nothing is known."""
+    def next_policy(
+        self, first: Checkpointing, settings: Checkpointing, able: Abilities, rows: int
+    ):
+        """Plans the step that begins, and returns its policy. first: that of a step of which
+        nothing is known.
+        """
         step = self.step
         call, own = self._call_of(step.key)
         step.rows = rows
         if settings.tile == "auto" and first.tile > self.tile_most:
             first = replace(first, tile=self.tile_most)
-        plan = Plan(first, untiled=[False] * self.n_layers)
+        plan = StepPlan(first, keeps_all=[False] * self.n_layers)
         if call is not None:
             share = UNSURE
             if own and call.sure:
@@ -223,10 +159,10 @@ class Meter:
 
     def firm(self, policy: Checkpointing) -> None:
         """The step runs as other ranks do, whatever is allocated as its layers begin."""
-        plan = self.step.plan = self.step.plan or Plan(policy)
+        plan = self.step.plan = self.step.plan or StepPlan(policy)
         plan.policy = policy
         plan.firm = True
-        plan.untiled = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
+        plan.keeps_all = [i >= self.n_layers - policy.plain for i in range(self.n_layers)]
 
     def free(self) -> int:
         """Bytes of the device that a first step may take, beside its gradients and an optimizer's
@@ -246,51 +182,73 @@ class Meter:
 
     def words(self) -> str:
         """What the planned step takes, for the line of a policy."""
-        if not any(self.step.plan.untiled) or self.step.planned > self.step.limit:
+        if not any(self.step.plan.keeps_all) or self.step.planned > self.step.limit:
             return ""
         most, limit = self.step.planned / 2**30, self.step.limit / 2**30
-        return f"; {most:.1f} of {limit:.1f} GiB of the device"
+        kinds = {
+            n for n, keeps_all in zip(self.step.plan.kinds, self.step.plan.keeps_all) if keeps_all
+        }
+        untried = any(self.kinds[name].kept is None for name in kinds - {None})
+        return f"; {'at most ' * untried}{most:.1f} of {limit:.1f} GiB of the device"
 
     # -- forward -----------------------------------------------------------------------------------
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:
-        """A layer's forward begins. Returns whether it runs untiled.
+        """A layer's forward begins. Returns whether it keeps all.
 
         waiting: bytes of the sources of copies, which are freed when their memory is needed.
         """
         step = self.step
-        now = self._read()
-        plan = step.plan
+        now = step.last = self._read()
         solid = now.allocated - waiting
         self._ends(solid)
-        limit = step.limit - plan.share * self.card - self.reserve
-        # More than `ahead` where the step's peak, which comes later, leaves room for it.
-        most = max(plan.ahead, step.planned - solid - plan.working)
-        step.forward.room = max(0, int(min(most, limit - solid - plan.working)))
         if not step.forward.clocks:
             step.forward.clocks.append(self.gauge.clock())
         step.forward.kinds[index] = kind
-        step.last = now
+        limit = step.limit - step.plan.share * self.card - self.reserve
         if kind is not None:
             self.kinds.setdefault(kind, Kind())
-        if kind is None or not plan.untiled[index]:
-            return False
-        later = (n for n, untiled in list(zip(plan.kinds, plan.untiled))[index + 1 :] if untiled)
-        costs = self.kinds[kind].cost + sum(self.kinds[name].cost for name in later)
-        kept = solid + costs * step.rows
+            if step.plan.keeps_all[index] and self._keeps_all(index, kind, solid, limit):
+                return True
+        step.forward.room = self._beside_tiles(solid, limit)
+        return False
+
+    def _beside_tiles(self, solid: int, limit: float) -> int:
+        """The most bytes that the sources of copies may take while a tiled layer runs:
+
+            solid + sources + plan.working <= limit
+
+        They take more than `plan.ahead` only below the step's planned peak, which comes later.
+        """
+        plan = self.step.plan
+        below_peak = self.step.planned - solid - plan.working
+        below_limit = limit - solid - plan.working
+        return max(0, int(min(max(plan.ahead, below_peak), below_limit)))
+
+    def _keeps_all(self, index: int, kind: str, solid: int, limit: float) -> bool:
+        """Whether a layer that is planned to keep all may do so now:
+
+            solid + bytes that it and the later ones keep + plan.need <= limit
+
+        Then the sources of copies may take what is left, below the step's planned peak.
+        """
+        step = self.step
+        plan = step.plan
+        planned = list(zip(plan.kinds, plan.keeps_all))[index + 1 :]
+        later = (self.kinds[name].cost for name, keeps_all in planned if keeps_all)
+        kept = solid + (self.kinds[kind].cost + sum(later)) * step.rows
         left = limit - kept - plan.need
         if (left < 0 or not self.kinds[kind].known) and not plan.firm:
-            plan.untiled[index] = False
+            plan.keeps_all[index] = False
             return False
         step.forward.open = (index, kind, solid)
         step.ran[index] = True
-        # Sources of copies do not raise the peak that was announced.
-        most = step.planned - kept if step.planned else left
-        room = max(0, int(min(plan.ahead, left, most)))
+        below_peak = step.planned - kept if step.planned else left
+        room = max(0, int(min(plan.ahead, left, below_peak)))
         step.forward.room = 0 if self.kinds[kind].kept is None else room
         return True
 
     def _ends(self, solid: int) -> None:
-        """The untiled layer that ran last has ended."""
+        """The layer that ran last, if it keeps all, has ended."""
         step = self.step
         if step.forward.open is None:
             return
@@ -305,9 +263,8 @@ class Meter:
     def ended(self) -> None:
         """The forward of the last layer has ended; no copy's source is left."""
         step = self.step
-        now = self._read()
+        now = step.forward.ends = step.last = self._read()
         self._ends(now.allocated)
-        step.forward.ends = step.last = now
         call = self.calls.setdefault(step.key, Call())
         call.kinds = list(step.forward.kinds)
         call.stands.put(step.rows, max(0, now.allocated - step.base.allocated - step.forward.kept))
@@ -316,18 +273,18 @@ class Meter:
         self.steps.add(step)
 
     # -- backward ----------------------------------------------------------------------------------
-    def untiled(self, step: Step, index: int) -> None:
-        """The backward of an untiled layer begins."""
-        self.backward(step, untiled=True)
+    def backward_keeping_all(self, step: Step, index: int, _grad) -> None:
+        """Tensor hook: the backward of a layer that keeps all begins."""
+        self.backward(step, keeps_all=True)
         step.over = step.over or index == step.first
 
-    def backward(self, step: Step, untiled: bool = False) -> Counters:
+    def backward(self, step: Step, keeps_all: bool = False) -> Counters:
         """A layer's backward begins."""
         now = self._read()
         if step.backward.within and now.peak > step.last.peak:
             step.backward.reached(now.peak)
         step.last = now
-        step.backward.within = not untiled
+        step.backward.within = not keeps_all
         if step.backward.began is None and step.forward.ends is not None:
             step.backward.began = now
             self._loss(step, now)
@@ -337,17 +294,16 @@ class Meter:
         """What was allocated at most between the layers' forward and their backward."""
         call = self.calls[step.key]
         ends = step.forward.ends
-        rows = step.rows
         stood = max(0, now.allocated - ends.allocated)
-        call.after.put(rows, stood)
+        call.after.put(step.rows, stood)
         most = now.peak - ends.allocated  # at the most, if the counter did not rise
         if now.peak <= ends.peak:
             if call.loss.points:
-                most = min(most, call.loss.most(rows))
+                most = min(most, call.loss.most(step.rows))
             elif now.peak <= step.base.peak:
                 # Sums in float32 and the loss's workspace come in addition to what it leaves.
                 most = min(most, 3 * stood + 2 * LOSS_WORKSPACE)
-        call.loss.put(rows, max(most, stood))
+        call.loss.put(step.rows, max(most, stood))
 
     def backed(self, step: Step, before: Counters, first: bool) -> None:
         """A tiled layer's backward has ended. first: it was the first layer's."""
@@ -367,7 +323,6 @@ class Meter:
         step.over = step.backward.closed = True
         if call is None:
             return
-        policy = step.plan.policy
         if now is not None:
             call.gradients = max(0, now.allocated - base)
         if not step.backward.exact:
@@ -377,8 +332,8 @@ class Meter:
                 step.backward.top = step.last.peak
             else:  # scratch of kernels was not sampled
                 step.backward.top += (step.backward.top - base) // 4
-        gates = step.plan.gate_up if policy.keep > 0 else 0
-        tile = tile_bytes(call, self.kinds, min(policy.tile, step.rows), gates)
+        gates = step.plan.gate_up if step.plan.policy.keep > 0 else 0
+        tile = tile_bytes(call, self.kinds, min(step.plan.policy.tile, step.rows), gates)
         call.tiled.put(step.rows, max(0, step.backward.top - base - call.gradients - tile))
 
     # -- what a later run may begin with -----------------------------------------------------------

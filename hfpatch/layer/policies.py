@@ -16,7 +16,7 @@ from hfpatch.budget import free as memory
 from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.first import first_policy, step_bytes
 from hfpatch.budget.limits import environment_number
-from hfpatch.budget.measured import HOST_SHARE, Layers, rounded
+from hfpatch.budget.measured import HOST_SHARE, Abilities, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
 from hfpatch.compat import all_parameters, autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
@@ -41,7 +41,7 @@ def metered(device: torch.device) -> bool:
 def arrival_counts() -> bool:
     """Whether gradients must arrive in the same order on all ranks, as DeepSpeed's buckets need.
 
-    A plain layer and a tiled one differ in that order, and each rank chooses by its own memory and
+    A layer that keeps all and a tiled one differ in that order, and each rank chooses by its own memory and
     lengths.
     """
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
@@ -143,14 +143,15 @@ class Policies:
         if step is not None and (begins or step.plan is None or step.plan.whole != whole):
             self._grow(meter, shape, layer, x_BTD, whole)
             self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
-        # [Step 3] Its host memory.
+        # [Step 3] Its host memory. A reservation that raises leaves the shape forgotten: the next
+        # call decides again and tries again.
         if shape.reserved != shape.policy:
-            del self.shapes[key]  # a reservation that fails is tried again
+            del self.shapes[key]
             group = None if whole else tensor_parallel_group(layer)
             reserve = partial(self._reserve, shape.policy, layer, x_BTD, longest, meter)
             self._together(group, reserve)
-            self.shapes[key] = shape
             shape.reserved = shape.policy
+            self.shapes[key] = shape
         return shape.policy
 
     def _settle(self, room: int) -> None:
@@ -225,32 +226,35 @@ class Policies:
     def _settings(self, x: Tensor, layer: nn.Module) -> Checkpointing:
         """The user's settings, with the fields set that this device, engine or layer dictates."""
         settings = self.checkpointing
-        change = dataclasses.replace
         if settings.every == "auto" and is_sharded(layer):
-            settings = change(settings, every=1)
+            settings = dataclasses.replace(settings, every=1)
         # The device is the host, so a copy would only take memory. The meta device has nothing to
         # copy.
         host = self.meter_of(x.device) is None and settings.offload == "auto"
         if host or x.device.type == "meta":
-            settings = change(settings, offload="gpu")
+            settings = dataclasses.replace(settings, offload="gpu")
         if self.weights.on:
-            return change(settings, frozen_weights="host", plain=0)
+            return dataclasses.replace(settings, frozen_weights="host", plain=0)
         alike = arrival_counts() or self.exchange is not None
-        return change(settings, plain=0) if alike and settings.plain == "auto" else settings
+        return (
+            dataclasses.replace(settings, plain=0)
+            if alike and settings.plain == "auto"
+            else settings
+        )
 
     def _grow(self, meter: Meter, shape: Shape, layer, x: Tensor, whole: bool) -> None:
         """Sets the policy of the step that begins, by what earlier ones have shown."""
         columns = 0
         if not whole:
             columns = gate_up_columns(layer, layer._hfpatch.traits, x.device.type)
-        able = Layers(
+        able = Abilities(
             gate_up=columns * x.element_size(),
             wide=2 * x.shape[-1] * x.element_size(),
             host=self._host_free(),
             link=self.queues[x.device, shape.first.offload].transfers.speed.now(),
         )
         settings = self._settings(x, layer)
-        shape.policy = meter.plan(shape.first, settings, able, x.shape[0] * x.shape[1])
+        shape.policy = meter.next_policy(shape.first, settings, able, x.shape[0] * x.shape[1])
         meter.step.plan.whole = whole
         group = None if whole else tensor_parallel_group(layer)
         if self.sequence is not None or group is not None:
@@ -284,8 +288,8 @@ class Policies:
         shape.policy = shape.agreed
         meter.firm(shape.policy)
 
-    def untiled(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
-        """Whether this layer keeps everything. Called as its forward begins."""
+    def keeps_all(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
+        """Whether this layer keeps all that autograd saves. Called as its forward begins."""
         meter = self.meters.get(x.device)
         index = layer._hfpatch.index
         if not torch.is_grad_enabled():
@@ -298,8 +302,9 @@ class Policies:
             waiting += transfers.unsettled_bytes + sum(n for _, n, _ in transfers.copied)
         planned = meter.layer(index, kind_of(layer, x), waiting)
         self._settle(meter.step.forward.room)
-        fixed = self.checkpointing.plain != "auto"
-        return index >= self.n_layers - policy.plain if fixed else planned
+        return (
+            planned if self.checkpointing.plain == "auto" else index >= self.n_layers - policy.plain
+        )
 
     def ended(self, layer: nn.Module, device: torch.device) -> None:
         """A layer's forward has ended."""

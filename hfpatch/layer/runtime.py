@@ -153,12 +153,12 @@ class LayerRuntime(Policies):
         )
         return last() if as_given else None
 
-    def ran_plain(self, layer: nn.Module, x: Tensor, y) -> None:
-        """Called after a layer that keeps everything, with its output y."""
+    def kept_all(self, layer: nn.Module, x: Tensor, y) -> None:
+        """Called after a layer that keeps all, with its output y."""
         y = y if isinstance(y, Tensor) else y[0]
         meter = self.meters.get(x.device)
         if meter is not None and meter.step is not None and y.requires_grad:
-            y.register_hook(partial(_measure, meter.step, layer._hfpatch.index))
+            y.register_hook(partial(meter.backward_keeping_all, meter.step, layer._hfpatch.index))
 
     # -- frozen weights ----------------------------------------------------------------------------
     def weights_to_host(self, owner: nn.Module, device: torch.device) -> None:
@@ -211,11 +211,6 @@ class LayerRuntime(Policies):
         self.shapes.clear()
         self.printed.clear()
         self.meters.clear()
-
-
-def _measure(step, index: int, _grad: Tensor) -> None:
-    """Tensor hook: the backward of an untiled layer begins."""
-    step.meter.untiled(step, index)
 
 
 class Waiting:

@@ -25,7 +25,7 @@ from hfpatch.layer.shared_keys import left_by
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.weight_gradients import walk
 from hfpatch.parts.keeping import keeping
-from hfpatch.parts.unread import able, add_up, idle
+from hfpatch.parts.unread import add_up, skippable, skipping
 
 _TENSOR = object()
 
@@ -156,9 +156,9 @@ class Traced:
             # found once while the layer has the same modules and tensors
             can_skip = {} if known is None else known.can_skip
             if names and names not in can_skip:
-                can_skip[names] = able(self.layer, names)
+                can_skip[names] = skippable(self.layer, names)
             filled = self.rng is not None
-            found = idle(can_skip[names], device, adding=adding, filled=filled) if names else []
+            found = skipping(can_skip[names], device, adding=adding, filled=filled) if names else []
             found += add_up(self.layer, found, device, adding) if adding else []
             layouts, chains = known.experts if known else experts_in(modules_in(self.layer))
             if layouts:

@@ -25,7 +25,7 @@ class LayerTraits:
             in backward.
         unread_pre: the same for `pre`.
         unread_always: the names in unread_post whose values the layer's output does not read
-            either.
+            either, so that they are skipped in forward too.
         reason: why the layer is not tiled (layer.why_whole.Why, of stage apply), or None.
         softcap: the cap of attention's scores, or None.
         looked: the probe searched for modules that mix tokens.

@@ -14,11 +14,13 @@ A rare case gets a row here, not a mechanism. docs/internals/untiled.md is made 
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
+from transformers.cache_utils import Cache
 
 from hfpatch.attention.attention import Pattern, supported
 from hfpatch.compat import (
@@ -62,7 +64,7 @@ class Reason:
 
     Attributes:
         name: unique.
-        sentence: for the report, with {} for the detail.
+        sentence: for the report. The words in braces say what the detail is, which replaces them.
         test: function of the stage's facts. Returns the detail, or whether the reason holds. None at
             stage apply, where decoder/ finds it.
         when: the stage.
@@ -179,10 +181,11 @@ def _drops_scores(layer: nn.Module, condition) -> bool:
 
 
 def _mask(r) -> str | None:
-    if r.mask is None:
+    mask = r.kwargs.get("attention_mask")
+    if mask is None:
         return None
     for attn, _ in zip(r.condition.mixing, r.condition.traits.attention):
-        reason = why_not_causal(attn, r.mask)
+        reason = why_not_causal(attn, mask)
         if reason is not None:
             return reason
     return None
@@ -191,7 +194,8 @@ def _mask(r) -> str | None:
 def _no_kernels(r) -> str | None:
     softcap = r.condition.traits.softcap
     device = r.x.device
-    pattern = r.mask.pattern(softcap) if isinstance(r.mask, Mask) else Pattern(softcap=softcap)
+    mask = r.kwargs.get("attention_mask")
+    pattern = mask.pattern(softcap) if isinstance(mask, Mask) else Pattern(softcap=softcap)
     dtype = autocast_dtype(device.type) or r.x.dtype
     return supported(r.condition.head_dim, dtype, device, pattern)
 
@@ -212,21 +216,30 @@ REASONS = (
     _call(
         "cache",
         "keys and values come with the batch, or are to be kept (prefix tuning, use_cache=True)",
-        lambda r: r.cache is not None,
+        lambda r: any(isinstance(value, Cache) for value in (*r.args, *r.kwargs.values())),
         keeps=True,
     ),
-    _layer("handed adapter", "an adapter in it has {}", partial(_adapters, _HANDED), keeps=True),
+    _layer(
+        "handed adapter",
+        "an adapter in it has {something that its model hands it}",
+        partial(_adapters, _HANDED),
+        keeps=True,
+    ),
     # What nobody tried.
-    Reason("untried", "no small instance of it could be tried ({})"),
+    Reason("untried", "no small instance of it could be tried ({the error})"),
     Reason("other kind", "no layer of its kind in the small instance"),
-    _layer("unknown module", "{}", lambda layer, c: stranger_in(layer, c.traits.kinds)),
+    _layer(
+        "unknown module",
+        "{a module or a forward that hfpatch does not know}",
+        lambda layer, c: stranger_in(layer, c.traits.kinds),
+    ),
     # What the small instance showed.
-    Reason("masks of its own", "its model reads masks itself, and cannot read ours ({})"),
-    Reason("raised", "its small instance raised {}"),
-    Reason("not stopped", "{}"),
+    Reason("masks of its own", "its model reads masks itself, and cannot read ours ({the error})"),
+    Reason("raised", "its small instance raised {an error}"),
+    Reason("not stopped", "{why its forward does not end at its attention}"),
     Reason("other mixer", "it mixes tokens by something other than attention"),
     Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
-    Reason("probed dropout", "attention dropout"),
+    Reason("probed dropout", "attention that is called with dropout"),
     Reason("probed inputs", "attention that takes other inputs than q, k, v and a mask"),
     Reason("probed mask of its layer", "attention with a mask that its layer makes"),
     Reason("probed mask", OWN_MASK),
@@ -234,33 +247,43 @@ REASONS = (
     Reason("probed direction", NOT_CAUSAL),
     Reason("probed lengths", "queries and keys of different lengths"),
     Reason("dependent mixers", "its mixers depend on each other"),
-    Reason("buffer", "it writes to {}"),
-    Reason("batch raises", "it raises {}"),
-    Reason("other gradients", "other parameters have gradients on a {} batch"),
-    Reason("differs", "it differs from transformers on a {}"),
+    Reason("buffer", "it writes to {a buffer}"),
+    Reason("batch raises", "it raises {an error on one of the batches}"),
+    Reason(
+        "other gradients", "other parameters have gradients on a {plain, packed or masked} batch"
+    ),
+    Reason("differs", "it differs from transformers on a {batch, in a gradient, by so much}"),
     # What is in the layer now.
-    _layer("adapter", "an adapter in it has {}", partial(_adapters, _OVER_TOKENS)),
+    _layer(
+        "adapter",
+        "an adapter in it has {something that several tokens share}",
+        partial(_adapters, _OVER_TOKENS),
+    ),
     _layer("adapter's bias", "an adapter adds a bias before a mixer", _adds_a_bias),
-    _layer("shared scale", "{}", _scaled),
-    _layer("hooks", "hooks on {}", _hooked),
-    _layer("patched class", "another {}.forward or rotation than at apply()", _patched),
-    _layer("other attention", "{}", _other_attention),
+    _layer("shared scale", "{a projection that rounds several tokens by one scale}", _scaled),
+    _layer("hooks", "hooks on {a module}", _hooked),
+    _layer("patched class", "another {class}.forward or rotation than at apply()", _patched),
+    _layer(
+        "other attention",
+        "{a module around attention with another class or forward}",
+        _other_attention,
+    ),
     # What holds in this forward.
     _forward(
         "hooks on all",
         "hooks on every module of the process",
         lambda layer, c: c.snapshot.inside and hooks_on_all(),
     ),
-    _forward("dropout", "attention dropout", _drops_scores),
+    _forward("dropout", "attention dropout in training", _drops_scores),
     # What the stack was given.
     _batch(
         "stack's attention",
-        "a {}, whose attention cannot be hfpatch's,",
+        "a {class}, whose attention cannot be hfpatch's,",
         lambda given, traits, batch: not traits.ours and given.kind.__name__,
     ),
     _batch(
         "named attention",
-        "attention of another library ({})",
+        "attention of another library ({its name})",
         lambda given, *_: not standard(given.config) and str(named(given.config)),
     ),
     _batch(
@@ -278,7 +301,7 @@ REASONS = (
     ),
     _batch("reruns", "transformers' own checkpointing", lambda given, *_: given.reruns),
     _batch(
-        "shared dropout",
+        "shared dropout",  # of rows on several ranks: the sentence ends in not_exchanged's words
         "attention dropout",
         lambda given, *_: (
             given.sequence
@@ -294,7 +317,7 @@ REASONS = (
     # What this call of the layer was given.
     _call(
         "not described",
-        "not described",
+        "a call outside the stack, output_attentions, or no input [B, T, D]",
         lambda r: r.batch is None or r.batch.weights or r.x.dim() != 3 or not r.x.numel(),
         told=False,
     ),
@@ -303,21 +326,21 @@ REASONS = (
         "it attends to an encoder's states",
         lambda r: r.kwargs.get("encoder_hidden_states") is not None,
     ),
-    _call("mask", "{}", _mask),
-    _call("kernels", "{}", _no_kernels),
+    _call("mask", "{attention or a mask that is not causal}", _mask),
+    _call("kernels", "{a head width, dtype or pattern that no kernel takes}", _no_kernels),
 )
 BY_NAME = {reason.name: reason for reason in REASONS}
 
 
 def why(name: str, detail: str = "") -> Why:
     """The sentence of the reason of this name."""
-    made = Why(BY_NAME[name].sentence.format(detail))
+    made = Why(BY_NAME[name].sentence.format_map(defaultdict(lambda: detail)))
     made.name = name
     return made
 
 
-def why_not_called(sentence: str) -> Why:
-    """The reason at apply with this sentence, which context.current.Asked gives."""
+def why_by_sentence(sentence: str) -> Why:
+    """The reason with this sentence. context/current.py, below this file, gives only sentences."""
     return why(next(r.name for r in REASONS if r.sentence == sentence))
 
 
@@ -328,10 +351,8 @@ def first(stage: str, settled: Why | None, *facts) -> Why | None:
     for reason in REASONS:
         if settled is not None and settled.name == reason.name:
             return settled
-        if reason.when == stage:
-            detail = reason.test(*facts)
-            if detail:
-                return why(reason.name, detail)
+        if reason.when == stage and (detail := reason.test(*facts)):
+            return why(reason.name, detail)
     return None
 
 

@@ -25,7 +25,7 @@ from hfpatch.compat import (
     set_own_loss,
     values_for_now,
 )
-from hfpatch.context.classes import KeepsSignature, is_mixed, is_watched
+from hfpatch.context.classes import KeepsSignature, is_patched, is_watched
 from hfpatch.context.current import Labelled, asks_for_hidden_states, current, having
 from hfpatch.layer.traits import runtimes_in
 from hfpatch.loss.head import WHOLE, why_whole_logits
@@ -141,15 +141,20 @@ class FusedCausalLM(TellsPositions):
         set_own_loss(self, value)
 
     def __setattr__(self, name, value):
+        """TRL's trainers assign `model.forward = ...`, a forward with TRL's own fused head. Such an
+        assignment is caught: the model keeps this class's forward, which returns the same fields,
+        and only notes what TRL asked for. Every other assignment is made.
+
+        The trainer's reference model is patched too: equal weights must give equal
+        log-probabilities. TRL hands it to nobody, so it is read from the trainer, which is `self`
+        two frames up: this method, TRL's function that assigns, the trainer's __init__.
+        """
         head = TrlHead.of(value) if name == "forward" else None
         if head is None:  # also TRL's own, where this TRL is not 1.16
             return super().__setattr__(name, value)
-        # This class's forward returns the same fields as TRL's. The trainer's reference model is
-        # patched too: equal weights must give equal log-probabilities. TRL hands it to nobody, so
-        # the one frame that is read is the trainer's own __init__.
         vars(self)["_hfpatch_trl"] = head
         reference = reference_of(sys._getframe(2).f_locals.get("self"))
-        if isinstance(reference, nn.Module) and not any(map(is_mixed, reference.modules())):
+        if isinstance(reference, nn.Module) and not any(map(is_patched, reference.modules())):
             try:
                 self._hfpatch_beside(reference)
             except ValueError as error:

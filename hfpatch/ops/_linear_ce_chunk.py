@@ -11,14 +11,22 @@ smoothing, p_j = exp(z_j - lse):
     entropy = - sum_j p_j log p_j           mean = 1/V sum_j z_j           square = sum_j p_j^2
 and the gradient of any combination of these is
     dz_j = p_j (P + H (log p_j + entropy) + Q p_j) - Y [j = y] - U,     dx_j = dz_j * dz/dx
-with six factors a row: for a loss that enters the total with factor s, Y = s (1 - e), U = s e/V,
-P = s + 2 s z_loss lse, H = Q = 0. A row whose label is ignore_index gets loss,
-lse and the others 0, best -1 and an exactly zero gradient.
+with five factors a row. Two ops fill them: the loss, which enters a total with factor s, by
+`loss_factors`; linear_log_prob, with an upstream gradient g of each of its outputs, by `_factors`
+in linear_cross_entropy.py.
+         the loss              linear_log_prob
+    Y    s (1 - e)             - g_log_prob
+    U    s e/V                 - g_mean / V
+    H    0                     - g_entropy
+    Q    0                     2 g_square
+    P    s + 2 s z_loss lse    Y + g_lse - Q square
+A row whose label is ignore_index gets loss, lse and the others 0, best -1 and an exactly zero
+gradient.
 
 lse is kept as two numbers: the largest u, and log L with L = sum_j exp(z_j - largest z). For large
 logits one rounding step of lse or z is many steps of a probability, while differences of u near the
-largest are exact. The backward therefore takes factors for q_j = exp(z_j - largest z) = L p_j and
-its logarithm: P / L, H / L, Q / L^2, entropy - log L (`linear_cross_entropy.py`).
+largest are exact. The backward therefore takes factors for exp(z_j - largest z) = L p_j and its
+logarithm: P / L, H / L, Q / L^2, entropy - log L.
 """
 
 import torch
@@ -78,7 +86,7 @@ def _gradient_(
 ) -> None:
     """Overwrites the logits with dx, see the top of this file. Overwrites u_RV too.
 
-    rows_KR: largest u, P, Y, then U, then entropy, H, Q.
+    rows_KR: largest u, P / L, Y, then U, then entropy - log L, H / L, Q / L^2.
     """
     slope_RV = None
     if inner:  # 1 - tanh^2 without the cancellation where tanh is near 1
@@ -190,8 +198,8 @@ cross_entropy_chunk_ = define(
     by_device(cross_entropy_chunk_plain_, "cross_entropy", "cross_entropy_fwd"),
     lambda *args: None,
 )
-# rows: [K, C] in the wide dtype, a column per row of logits: largest u, P, Y (K = 3), U (K = 4),
-# then entropy, H, Q (K = 7).
+# rows: [K, C] in the wide dtype, a column per row of logits: largest u, P / L, Y (K = 3), U (K = 4),
+# then entropy - log L, H / L, Q / L^2 (K = 7).
 cross_entropy_chunk_bwd_ = define(
     "cross_entropy_chunk_bwd_(Tensor(a!) logits, Tensor labels, Tensor rows, int ignore_index, "
     "float inner, float outer) -> ()",

@@ -6,7 +6,11 @@ upcast a slice at a time. The sum is held as two slabs of half the vocabulary ea
 has the bytes of the rounded dW, so rounded rows overwrite float32 rows that were already read, and
 the second slab is freed. The sum and the rounded dW never exist side by side. The second slab
 starts at a multiple of 8 columns of the logits, because cuBLAS' fast kernels need pointers of whole
-16 bytes.
+16 bytes. For a bf16 dW, drawn with 4 rows a slab (s0 is row 0 of the sum, w0 of the rounded dW):
+
+    first slab  | s0 s0 | s1 s1 | s2 s2 | s3 s3 |    second slab  | s4 s4 | s5 s5 | s6 s6 | s7 s7 |
+    finish      | w0 w1 | w2 w3 | s2 s2 | s3 s3 |    in order: each s is read before it is overwritten
+    dW          | w0 w1 | w2 w3 | w4 w5 | w6 w7 |    then freed
 
 C rows of one chunk, R rows of one slab, D hidden, V vocabulary.
 """

@@ -15,10 +15,7 @@ scale * logits / temperature) and p = softmax(z):
     log_prob = z_y - lse        lse = log sum exp z        entropy = - sum p log p
     mean_logit = mean of z over the vocabulary             sum_sq_prob = sum p^2
     is_top1: y has the first largest z
-For upstream gradients g of each, the gradient of the logits is
-    dz = p (P + H (log p + entropy) + Q p) - Y [y] - U
-with Y = -g_log_prob, U = -g_mean_logit / V, H = -g_entropy, Q = 2 g_sum_sq_prob,
-P = Y + g_lse - Q sum_sq_prob.
+The gradient of the logits and its factors P, H, Q, Y, U: see the top of _linear_ce_chunk.py.
 """
 
 from typing import NamedTuple
@@ -83,10 +80,10 @@ def linear_log_prob_ref(
 
 
 def _factors(dlog_prob_N, dlse_2N, dstats_3N, lse_2N, stats_3N, vocab_size: int) -> Tensor:
-    """The factors that backward_pass takes; see the formula at the top of this file.
+    """The factors that backward_pass takes; see the table at the top of _linear_ce_chunk.py.
 
-    backward_pass multiplies them by p / c, where c is the largest p, so P and H contain c, and Q
-    contains c^2. An upstream gradient may be None. The gradient of lse is dlse_2N[1].
+    backward_pass multiplies them by p / c, where c = 1 / L is the largest p, so P and H contain c,
+    and Q contains c^2. An upstream gradient may be None. The gradient of lse is dlse_2N[1].
     """
     top_N, log_N = lse_2N
     c_N = log_N.neg().exp()

@@ -16,8 +16,9 @@ from hfpatch.parts.parts import close
 from hfpatch.parts.unread import is_unread, rotation_without_values
 
 
-class FusedAttention:
-    """An attention's own forward, with the fused op as rotation: q and k in one launch."""
+class FusedRotation:
+    """Mixed over an attention's class: its own forward, which rotates q and k in one launch. The
+    attention itself stays as it is."""
 
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
@@ -109,7 +110,12 @@ def rotation(theirs):
 @cache
 def rotating(forward, theirs):
     """A copy of an attention's forward in which `theirs` is replaced by the fused rotation, under
-    the same decorators."""
+    the same decorators.
+
+    The forward finds its rotation among the globals of the family's file. Replacing it there would
+    change every other model of the family in the process, so the forward's code gets globals of its
+    own (_Names).
+    """
     inner = getattr(forward, "__wrapped__", None)
     if inner is not None:
         return _decorated(forward, inner, rotating(inner, theirs))
@@ -126,7 +132,11 @@ def rotating(forward, theirs):
 
 
 def _decorated(forward, inner, made):
-    """A copy of the decorated function `forward` that calls `made` in place of `inner`."""
+    """A copy of the decorated function `forward` that calls `made` in place of `inner`.
+
+    A decorator's wrapper holds the function that it calls in a cell of its closure, which other
+    models share, so the copy gets a cell of its own.
+    """
     cells = [types.CellType(made) if c.cell_contents is inner else c for c in forward.__closure__]
     copied = types.FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, tuple(cells)
@@ -142,7 +152,7 @@ def rope_part(attention: nn.Module) -> tuple[type, dict] | str:
     reason = reason or _rope_reason(
         forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
     )
-    return reason or (FusedAttention, {})
+    return reason or (FusedRotation, {})
 
 
 @cache

@@ -1,6 +1,11 @@
 """Linears whose output values are unread when a backward runs a layer again, so their matmul is
 skipped.
 
+What is skipped is the forward matmul alone: the Linear is called, and its backward runs. When: as a
+backward runs `pre` or `post` of a tile again (LayerTraits.unread_pre, unread_post), and in forward
+too where not even the layer's output depends on the values (unread_always). `skippable` finds the
+modules, `skipping` makes their forwards for the time.
+
 Two examples. The last projection in `post` is added to the residual, and no gradient reads the sum.
 A q or k projection in `pre` is rotated, and the rotation's backward reads only the angles. Such a
 Linear returns one constant row, expanded over all tokens, and keeps its ordinary backward, so every
@@ -134,7 +139,7 @@ def as_found(layer: nn.Module, name: str) -> bool:
     return modules_of(module).get(last) is not None
 
 
-def able(layer: nn.Module, names) -> list[tuple]:
+def skippable(layer: nn.Module, names) -> list[tuple]:
     """The named modules that can skip their matmul now: (Linear or fused experts, whether it is the
     base of an adapter, the experts' layout).
 
@@ -152,11 +157,13 @@ def able(layer: nn.Module, names) -> list[tuple]:
     return found
 
 
-def idle(able: list, device: str = "cpu", value: float = 0.0, adding=None, filled=False) -> list:
-    """Replacement forwards that skip the matmul.
+def skipping(
+    found: list, device: str = "cpu", value: float = 0.0, adding=None, filled=False
+) -> list:
+    """Forwards that skip the matmul, to replace those of these modules.
 
     Args:
-        able: the modules, from `able`.
+        found: the modules, from `skippable`.
         device: the type of the device.
         value: the constant that they return.
         adding: see add_up.
@@ -168,31 +175,31 @@ def idle(able: list, device: str = "cpu", value: float = 0.0, adding=None, fille
     """
     if autocast_dtype(device) is not None:  # autocast casts inside F.linear
         return []
-    found = []
-    for module, of_adapter, layout in able:
+    pairs = []
+    for module, of_adapter, layout in found:
         if layout is not None:
             run = partial(experts.run, module, layout=layout, value=value, adding=adding)
         else:
             dense = None if type(module).forward is LINEAR else dense_of(module)
             fill = filled and not of_adapter
             run = partial(_unread_forward, module, dense, value, adding, fill)
-        found.append((module, run))
-    return found
+        pairs.append((module, run))
+    return pairs
 
 
-def add_up(layer: nn.Module, idle: list, device: str, adding) -> list:
+def add_up(layer: nn.Module, skipped: list, device: str, adding) -> list:
     """(module, forward) pairs of the layer's other plain Linears whose matmul can sum the weight's
     gradient over tiles.
 
     Args:
         layer: the decoder layer.
-        idle: the pairs that `idle` returned; these modules are left out.
+        skipped: the pairs that `skipping` returned; these modules are left out.
         device: the type of the device.
         adding: weight -> the function that takes its gradient, or None (WeightGradients.adding).
     """
     if autocast_dtype(device) is not None:
         return []
-    taken = {id(m) for m, _ in idle}
+    taken = {id(m) for m, _ in skipped}
     found = []
     for module in modules_in(layer):
         plain = isinstance(module, nn.Linear) and type(module).forward is LINEAR

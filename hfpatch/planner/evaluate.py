@@ -13,8 +13,8 @@ from hfpatch.budget.measured import (
     HOST_SHARE,
     SURE,
     UNSURE,
+    Abilities,
     Call,
-    Layers,
     climb,
     rounded,
 )
@@ -139,9 +139,9 @@ class Ladder:
         for _ in range(STEPS if way == SETTLED and cost.kinds else 0):
             self._note(call, cost)
             found = self._next(call, cost, sure)
-            if any(found.untiled) and self._unknown(call):
+            if any(found.keeps_all) and self._unknown(call):
                 # a run tries one layer of each kind alone
-                self.steps.try_untiled(run.seq_len, policy, ahead)
+                self.steps.try_keeping_all(run.seq_len, policy, ahead)
                 found = self._next(call, cost, sure)
             room, settled = self._ahead(call, cost, found), (policy, sure, ahead)
             policy, sure, ahead = found.policy, found.policy.plain > 1, room
@@ -175,9 +175,9 @@ class Ladder:
         return any(k is not None and kinds[k].kept is None for k in call.kinds)
 
     def _next(self, call: Call, cost: Cost, sure: bool):
-        """The next step's budget.measured.Plan."""
+        """The next step's budget.measured.StepPlan."""
         room = self._room(sure)
-        able = Layers(cost.able.gate_up, cost.able.wide, self._host(), self.run.gpu.link_rate)
+        able = Abilities(cost.able.gate_up, cost.able.wide, self._host(), self.run.gpu.link_rate)
         return climb(self.first, call, self.steps.kinds, self.settings, able, self.rows, room)
 
     def _room(self, sure: bool) -> float:
@@ -186,8 +186,8 @@ class Ladder:
 
     def _ahead(self, call: Call, cost: Cost, found) -> tuple:
         """Bytes per token that the sources of copies may take while tiled layers run and while
-        untiled ones do, as layer/meter.py has them; None where they need not wait for memory."""
-        room = self._room(any(found.untiled))
+        ones that keep all do, as layer/meter.py has them; None where they need not wait for memory."""
+        room = self._room(any(found.keeps_all))
         if self.settings.aim == "least":  # no more than its backward takes
             room = min(room, found.top)
         tiled = room - found.working - call.stands.most(self.rows)

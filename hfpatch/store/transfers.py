@@ -3,8 +3,8 @@
 Beside a device's compute stream each Transfers has two: to_host (copies to the store) and to_device
 (copies back). Which waits for which:
 
-    save(x)      to_host waits for compute     x is complete, and the block's last reader is done
-                 copy x -> block on to_host    (its ticket ended with a wait, see below)
+    save(x)      to_host waits for compute     x is complete, and so is the block's last fetch:
+                 copy x -> block on to_host    its ticket made compute wait for it
                  x stays in `unsettled`
     settle()     compute waits for the copy    then x is freed, and its memory may be reused
     fetch(...)   to_device waits for compute,  earlier kernels in that memory are done, and the
@@ -13,17 +13,18 @@ Beside a device's compute stream each Transfers has two: to_host (copies to the 
     ticket.wait  compute waits for to_device   the tensors may be used
     ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
                  slot's next fetch             ticket is freed
+    host waits   with files: in settle() and fetch() for a free buffer, in ticket.wait() for the read;
+                 on_host(): for queued work, once a batch; a pinned block is freed: for the device;
+                 streamed_weights.py: for the copies of each layer's weights
 
-The host waits only for files: in settle() and fetch() for a free buffer, in ticket.wait() for the
-read. A later settle() hides a copy longer. Callers limit the bytes of sources.
+A later settle() hides a copy longer. Callers limit the bytes of sources. Files: disk.py.
 
 This module never calls `record_stream`: the caching allocator would hold freed blocks until the
-host has seen an event, and a host that runs ahead sees it late. Instead, the stream that allocated
-a tensor waits for the tensor's last copy before the tensor is freed.
+host has seen an event, and a host that runs ahead sees it late. Instead, the stream that allocated a
+tensor waits for its last copy before it is freed.
 
 Host memory is free again once its Loan is freed, a slot of a ring once its Ticket is. So an
 exception, wherever it comes, needs no clean-up. tests/dry/test_order.py finds every missing wait.
-Files: disk.py. Host memory: pool.py.
 """
 
 import sys
@@ -138,7 +139,7 @@ class Ticket:
 class Transfers:
     """Copies between a device and a tier ("gpu", "host" or "disk"), on two streams of its own."""
 
-    late = False  # whether settle() starts every copy to the tier, as it does those to files
+    late = False  # whether settle() starts all copies, as those to files: lab/clock.py alone
 
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
         self.device = device_for(device)
@@ -277,9 +278,9 @@ class Transfers:
         ticket = Ticket(device, self.to_device, tensors, slot, free)
         if not copies:
             return ticket
-        # New memory: earlier kernels of the compute stream may still use it. That wait includes the
-        # one of settle(), so the data to read has been written. A slot's last use may be older:
-        # there the caller orders the write (FetchQueue.begin).
+        # New memory: earlier kernels of the compute stream may still use it. settle() made that
+        # stream wait for the copies to the tier: the source is written. A slot's last use may be
+        # older than settle(): FetchQueue.begin settles and drops such slots.
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             self._write()  # a read waits for the writes that it finds started
@@ -344,8 +345,7 @@ class FetchQueue(Ring):
     """The tiles that one backward pass needs, in order, across layers. The ring's slots limit how
     many are in flight.
 
-    Tiles left over when another pass (or a forward) begins belong to an interrupted pass: begin()
-    drops them.
+    begin() drops what an interrupted pass left.
     """
 
     def __init__(self, transfers: Transfers):

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.compat import parallelism_config
-from hfpatch.context.classes import inner_model, is_mixed
+from hfpatch.context.classes import inner_model, is_patched
 from hfpatch.lab.hardware import GiB, gpu_named
 from hfpatch.planner.measure import matmul_rate
 from hfpatch.report import say
@@ -125,7 +125,7 @@ class Callback(TrainerCallback):
             handler = trainer.callback_handler
             handler.callbacks = [self, *(c for c in handler.callbacks if c is not self)]
         # FSDP1 and compile wrap the model. model_init makes another one, which it may have patched.
-        known = (module is self._applied() or is_mixed(module) for module in model.modules())
+        known = (module is self._applied() or is_patched(module) for module in model.modules())
         if self.apply and not any(known):
             raise ValueError(
                 "hfpatch: the model that trains is not the one that Trainer was made with. Pass "

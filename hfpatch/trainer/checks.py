@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from hfpatch.budget.limits import environment_number
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.planner.limits import check_ranges
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
 from hfpatch.trainer.locks import left_by_builds
+from hfpatch.trainer.placement import launched_processes
 from hfpatch.trainer.run_file import NEEDED
 
 
@@ -50,7 +50,7 @@ def flags(model, data, args) -> None:
 
 
 def _process_rules(args):
-    launched = environment_number("WORLD_SIZE", 1) if "LOCAL_RANK" in os.environ else 1
+    launched = launched_processes()
     # Each process would train by itself, into one folder.
     yield (
         launched > 1 and args.world_size == 1,

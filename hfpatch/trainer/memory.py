@@ -92,7 +92,7 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     meter = next((m for m in meters(model) if m.step is not None), None)
     if meter is None:
         return
-    untiled, before = sum(meter.step.ran), meter.step.base.allocated
+    kept, before = sum(meter.step.ran), meter.step.base.allocated
     peak, limit = meter.gauge.read().peak, meter.step.limit
     meter.ran_out()
     path = write(model, args)
@@ -103,7 +103,7 @@ def explain(model, args, shape: tuple, error: BaseException) -> None:
     )
     sentence = (
         f"hfpatch: out of memory in a step of {shape[0]} x {shape[1]:,} tokens: {gib(before)} in "
-        f"use before it, a peak of {gib(peak)} of {gib(limit)}, {untiled} "
+        f"use before it, a peak of {gib(peak)} of {gib(limit)}, {kept} "
         f"layers not checkpointed. Start again: the next start keeps less ({path}). {advice}."
     )
     error.args = (f"{error}\n{sentence}",)

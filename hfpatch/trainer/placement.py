@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from hfpatch.budget.limits import environment_number
 from hfpatch.lab.hardware import CONTEXT_BYTES, GPUS
 from hfpatch.lab.tables import gib
 from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
@@ -133,6 +134,11 @@ def _refuse_what_fused_cannot(max_grad_norm, accumulation, world_size) -> None:
     ):
         if wrong:
             raise ValueError(f"hfpatch: gpu8bit-fused {sentence}")
+
+
+def launched_processes() -> int:
+    """The processes of this launch. Without a rank a scheduler's WORLD_SIZE counts machines."""
+    return environment_number("WORLD_SIZE", 1, 1) if "LOCAL_RANK" in os.environ else 1
 
 
 def single_process_environment() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfpatch.context.current import standard
 from hfpatch.context.ranks import SHORTEST_PART
-from hfpatch.decoder.stack import OurAttention
+from hfpatch.decoder.stack import PatchedStack
 from hfpatch.parallel.exchange import Sequence
 from hfpatch.parallel.shards import of_hosts
 from hfpatch.trainer.dataset import IGNORE
@@ -55,11 +55,11 @@ def of_all_ranks(sequence: Sequence, batch: dict) -> list[dict]:
 def shares_rows(model) -> bool:
     """Whether the ranks can exchange this model's attention in evaluation: its layers can run on a
     part of each row outside training."""
-    stacks = [m for m in model.modules() if isinstance(m, OurAttention)]
+    stacks = [m for m in model.modules() if isinstance(m, PatchedStack)]
     return bool(stacks) and all(map(_runs_on_a_part, stacks))
 
 
-def _runs_on_a_part(stack: OurAttention) -> bool:
+def _runs_on_a_part(stack: PatchedStack) -> bool:
     traits, config = stack._hfpatch.traits, stack.config
     timed = traits.timed and stack._hfpatch.runtime is not None
     ours = traits.ours and (timed or not traits.mixers) and standard(config)

@@ -93,9 +93,9 @@ def _options() -> dict:
 
 
 def _is_patched(model) -> bool:
-    from hfpatch.context.classes import is_mixed
+    from hfpatch.context.classes import is_patched
 
-    return any(map(is_mixed, getattr(model, "modules", tuple)()))
+    return any(map(is_patched, getattr(model, "modules", tuple)()))
 
 
 def _is_plain_decoder(model) -> bool:

@@ -54,8 +54,6 @@ def main(tokens: int, visual: int):
         f"gradients {beyond / 2**30:.1f} then, {found.most_beyond_bytes / 2**30:.1f} at most, host"
     )
     print(f"{host / 2**30:.1f}; at the peak, in the {found.peak_phase}: {gib}", flush=True)
-    for name, nbytes in found.modules[:4]:
-        print(f"  {nbytes / 2**30:5.1f} {name}")
 
 
 if __name__ == "__main__":

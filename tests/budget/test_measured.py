@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hfpatch.budget.measured import Call, Kind, Layers, Line, climb
+from hfpatch.budget.measured import Abilities, Call, Kind, Line, climb
 from hfpatch.budget.policy import LEAST, Checkpointing
 
 GiB = 2**30
@@ -26,13 +26,13 @@ def plan(rows, room, settings=None, able=None, kind=None, made=None, first=None)
     return climb(
         first or replace(LEAST, tile=4096), made or call(rows),
         {"layer": kind or Kind(KEPT, {"after": [TILE, 0.0]})}, settings or Checkpointing(),
-        able or Layers(), rows, room,
+        able or Abilities(), rows, room,
     )  # fmt: skip
 
 
 def took(found, rows: int) -> float:
     """The most bytes of such a step."""
-    untiled = sum(found.untiled)
+    untiled = sum(found.keeps_all)
     tiled = GRADIENTS + TILE * min(found.policy.tile, rows) if untiled < LAYERS else 0
     return max(untiled * KEPT * rows + LOSS, tiled)
 
@@ -44,7 +44,7 @@ def test_no_step_takes_more_than_there_is(rows, room):
     assert took(found, rows) <= max(room * GiB, took(plan(rows, 0), rows))
     if found.policy.plain < LAYERS and room > 4:  # another layer would not fit
         assert took(found, rows) + KEPT * rows > room * GiB or found.policy.tile < 16384
-    assert found.untiled == [i >= LAYERS - found.policy.plain for i in range(LAYERS)]
+    assert found.keeps_all == [i >= LAYERS - found.policy.plain for i in range(LAYERS)]
     if room == 200:
         assert found.policy.plain == LAYERS
 
@@ -53,30 +53,30 @@ def test_a_kind_that_never_ran_untiled_is_tried_alone():
     made = call(8192, kinds=["a", "b", "a", "b", None])
     kinds = {"a": Kind(KEPT, {"after": [TILE, 0.0]}), "b": Kind(None, {"after": [TILE, 0.0]})}
     found = climb(
-        LEAST, made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB
+        LEAST, made, kinds, Checkpointing(), Abilities(), 8192, 200 * GiB
     )  # fmt: skip
-    assert found.untiled == [True, False, True, True, False]
+    assert found.keeps_all == [True, False, True, True, False]
     kinds["b"] = Kind()  # nothing is known of it
-    found = climb(LEAST, made, kinds, Checkpointing(), Layers(), 8192, 200 * GiB)
-    assert found.untiled == [True, False, True, False, False]
+    found = climb(LEAST, made, kinds, Checkpointing(), Abilities(), 8192, 200 * GiB)
+    assert found.keeps_all == [True, False, True, False, False]
 
 
 def test_gate_and_up_go_to_the_host_as_far_as_the_link_has_time():
     made = call(8192)
     made.seconds.put(8192, 1.0)
-    able = Layers(gate_up=50_000, wide=20_000, host=200 * GiB, link=6e9)
+    able = Abilities(gate_up=50_000, wide=20_000, host=200 * GiB, link=6e9)
     found = plan(8192, 6 * GiB, able=able, made=made)
     left = LAYERS - found.policy.plain
     spare = 6e9 - left * 20_000 * 8192
     assert found.policy.keep == min(left, int(spare / (50_000 * 8192)))
     for less in ({"link": 0.0}, {"host": GiB}, {"gate_up": 0}):
-        given = Layers(**vars(able) | less)
+        given = Abilities(**vars(able) | less)
         assert plan(8192, 6 * GiB, able=given, made=made).policy.keep == 0
 
 
 def test_what_is_asked_for_stays():
     found = plan(16384, 200 * GiB, Checkpointing(tile=4096, plain=0))
-    assert (found.policy.tile, found.policy.plain, sum(found.untiled)) == (4096, 0, 0)
+    assert (found.policy.tile, found.policy.plain, sum(found.keeps_all)) == (4096, 0, 0)
     found = plan(16384, 200 * GiB, Checkpointing(tile=4096))
     assert (found.policy.tile, found.policy.plain) == (4096, LAYERS)
 

@@ -25,8 +25,7 @@ def given(**arguments) -> Given:
 
 
 def of(arguments: Given, traits: StackTraits):
-    changes = {}
-    return *decide(arguments, traits, True, changes), changes
+    return decide(arguments, traits, True)
 
 
 # (what differs from a plain training batch, what differs in the stack, the arguments that change,

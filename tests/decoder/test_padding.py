@@ -221,6 +221,25 @@ def test_what_reads_padding_behind_a_row_gets_transformers_values(what, checkpoi
         assert [n for n in ours._hfpatch_report.notes if n.endswith(line)]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_line_of_padding_promises_what_happens(packed):
+    """Beside a mask transformers does not look for documents: packed rows keep hfpatch's mask."""
+    ours = tiny.patched(tiny.llama(LlamaModel, dtype=torch.float64))
+    ids, mask = behind()
+    places = torch.arange(tiny.TOKENS).expand(2, -1)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": places % (9 if packed else 99),
+    }
+    for _ in range(2):
+        tiny.step(ours, batch, lambda out: out.last_hidden_state.mean(1).square().sum())
+    notes = " ".join(ours._hfpatch_report.notes)
+    assert "at padding behind a row are not transformers'" in notes
+    assert ("Once a gradient reaches them" in notes) is not packed
+    assert ("or a loss that reads padding." in notes) is not packed
+
+
 @pytest.mark.parametrize("gap", [False, True], ids=["padding's id", "another id"])
 def test_a_classifier_of_rows_reads_one_token_of_each(gap, rows, capfd):  # noqa: F811
     """Its padding costs nothing. With another id there it pools padding, as in transformers."""

@@ -49,7 +49,10 @@ def documents_are_true() -> None:
         here.device = torch.device("cpu")
         if batch.idle_BT is not None and mask is not None:
             here.idle_BT = ~here.given[0].bool()  # computed on the device from labels
-        return real(here, *rest).to(batch.device)
+        found = real(here, *rest)
+        # The copy to the host that a GPU makes.
+        documents.on_host(torch.cat([mark.reshape(-1) for mark in found]).to(batch.device))
+        return found
 
     documents._marks = marks
 

@@ -62,10 +62,10 @@ class Card(Gauge):
 
 class Noted:
     """own: the plans that this rank's meter made; ran: the policy of each step, and which layers
-    ran untiled; asked: how often the ranks agreed, policies of first steps left out."""
+    kept all; asked: how often the ranks agreed, policies of first steps left out."""
 
     def __init__(self):
-        self.own, self.ran, self.asked, self.plan = [], [], 0, Meter.plan
+        self.own, self.ran, self.asked, self.plan = [], [], 0, Meter.next_policy
         self.least = shards.least_of
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class Noted:
             mock.patch.object(policies, "Gauge", card),
             mock.patch.object(policies, "arrival_counts", lambda: False),  # DeepSpeed is imported
             mock.patch.object(Speed, "now", lambda _: 1.0),
-            mock.patch.object(Meter, "plan", lambda *args: self.planning(*args)),
+            mock.patch.object(Meter, "next_policy", lambda *args: self.planning(*args)),
             mock.patch.object(policies, "least_of", self.leasting),
             mock.patch.object(exchange, "least_of", self.leasting),
         ):

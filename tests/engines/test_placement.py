@@ -10,7 +10,9 @@ import torch
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfpatch
-from hfpatch.trainer import placement
+from hfpatch.budget import free
+from hfpatch.trainer import arguments, placement
+from hfpatch.trainer.flags import ModelArguments
 
 # torchao's extension libraries and pytree registration complain at import on a CPU machine
 pytestmark = pytest.mark.filterwarnings(
@@ -199,3 +201,20 @@ def test_auto_takes_the_most_faithful_plan_that_fits():
         ValueError, match=r"no placement fits 40.0 GiB .*: gpu8bit-fused needs \d\d.\d and"
     ):
         placement.fitting(config, host_free=100 * gib, fused=False, **small)
+
+
+def test_auto_plans_the_run_that_was_launched(monkeypatch):
+    """Its ranks, those that share a sequence, and what layers keep."""
+    planned = {}
+    monkeypatch.setattr(free, "gpu_free", lambda: 78 << 30)
+    monkeypatch.setattr(placement, "fitting", lambda config, **run: planned.update(run))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    model = ModelArguments(model="llama-3.2-1b", sp_size=2, checkpointing=["tile=1024"])
+    values = {"seq_len": 4096, "per_device_train_batch_size": 1}
+    arguments._fitting(model, values, {})
+    assert planned["gpus"] == 1  # no launcher: a scheduler's number of machines
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    arguments._fitting(model, values, {})
+    assert planned["gpus"] == 4 and planned["sp_size"] == 2
+    assert planned["checkpointing"].tile == 1024

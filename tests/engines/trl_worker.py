@@ -15,7 +15,7 @@ import test_trl_trainers
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.trainer import configs
 
 # else it builds an extension, half a minute of C++
@@ -56,7 +56,7 @@ def main(engine: str, lora: str, folder: str) -> None:
             )
         test_trl_trainers.assert_same_run(*runs)
         reference = getattr(runs[0][0], "ref_model", None)
-        references += reference is not None and is_mixed(getattr(reference, "module", reference))
+        references += reference is not None and is_patched(getattr(reference, "module", reference))
         ran.append(name)
     common.report(folder, ran=ran, references=references)
 

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from engines import common
 from test_axolotl import trained_by
 
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 
 
 def as_if_on_gpus(engine: str) -> None:
@@ -52,7 +52,7 @@ def main(engine: str, file: str, folder: str) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(whole, Path(folder) / "weights.pt")
     layers = [m for m in model.modules() if type(m).__name__.endswith("LlamaDecoderLayer")]
-    tiled = [is_mixed(m) and m._hfpatch.condition.reason is None for m in layers]
+    tiled = [is_patched(m) and m._hfpatch.condition.reason is None for m in layers]
     common.report(folder, losses=losses, sharded=sharded, layers=tiled)
 
 

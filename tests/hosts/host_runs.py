@@ -12,7 +12,7 @@ import tiny
 import torch
 from trainer.workbench import PLACES, WHOLE, execute
 
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.trainer import tokenizer as byte_level
 
 TEXTS = [f"Question {i}: what is {i} and {i}? The answer is {2 * i}, as ever." for i in range(16)]
@@ -43,7 +43,7 @@ def losses(log_history: list[dict]) -> list[float]:
 def assert_tiled(model) -> None:
     """Every decoder layer is patched, and runs in tiles."""
     layers = [m for m in model.modules() if type(m).__name__ == "LlamaDecoderLayer"]
-    assert len(layers) == 2 and all(is_mixed(layer) for layer in layers)
+    assert len(layers) == 2 and all(is_patched(layer) for layer in layers)
     assert all(layer._hfpatch.condition.reason is None for layer in layers)
 
 

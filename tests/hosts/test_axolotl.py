@@ -14,7 +14,7 @@ import torch
 import yaml
 from trainer.workbench import execute
 
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 
 os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
@@ -129,7 +129,7 @@ def test_against_stock(kind, tmp_path):
     stock, theirs = trained_by(yaml_of(*places, tmp_path / "stock", **TRAININGS[kind], **off))
     ours, mine = trained_by(yaml_of(*places, tmp_path / "ours", **TRAININGS[kind], **PLUGIN))
     host_runs.assert_tiled(ours)
-    assert not any(map(is_mixed, stock.modules()))
+    assert not any(map(is_patched, stock.modules()))
     assert len(theirs) == 4 and mine == pytest.approx(theirs, rel=1e-4)
     host_runs.assert_same_training(ours, stock)
 

@@ -15,7 +15,7 @@ import host_runs
 import pytest
 import torch
 
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.trainer import marks
 
 verl = pytest.importorskip("verl")
@@ -134,7 +134,7 @@ def layers_of(engine) -> list:
 
 def assert_tiled(engine) -> None:
     layers = layers_of(engine)
-    assert len(layers) == 2 and all(is_mixed(layer) for layer in layers)
+    assert len(layers) == 2 and all(is_patched(layer) for layer in layers)
     assert all(layer._hfpatch.condition.reason is None for layer in layers)
     assert all(layer._hfpatch.runtime.checkpointing.tile == 4 for layer in layers)
 
@@ -190,7 +190,7 @@ def test_reference_against_stock(folder, packed, monkeypatch):
 def test_a_model_that_does_not_name_it_stays_stock(folder):
     importlib.import_module(PLUGIN)
     engine = engine_of(folder, use_fused_kernels=False)
-    assert not any(is_mixed(layer) for layer in layers_of(engine))
+    assert not any(is_patched(layer) for layer in layers_of(engine))
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_the_entry_point_turns_it_on(folder, monkeypatch):
         pytest.skip("hfpatch is not installed as a package here")
     assert found[0].value == PLUGIN
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "hfpatch")
-    assert all(is_mixed(layer) for layer in layers_of(engine_of(folder)))
+    assert all(is_patched(layer) for layer in layers_of(engine_of(folder)))

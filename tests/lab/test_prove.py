@@ -13,7 +13,7 @@ import torch
 
 import hfpatch
 from hfpatch.cli.main import main
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.lab import checks
 from hfpatch.lab.budget import share_of_allowed
 from hfpatch.lab.checks import Check
@@ -141,7 +141,7 @@ def test_what_nothing_wrote_fails(monkeypatch):
 
     def half(model, batch):
         found = right(model, batch)
-        if is_mixed(model.model.norm):
+        if is_patched(model.model.norm):
             found["lm_head.weight"] = torch.empty_like(found["lm_head.weight"])
         return found
 

@@ -431,7 +431,7 @@ def test_too_little_host_memory_is_said_before_the_step(monkeypatch):
     hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="host", every=1))
     monkeypatch.setattr(session_module.memory, "host_free", lambda *a, **k: 30_000)
     ids = tokens()
-    with pytest.raises(ValueError, match="host memory.*saves"):
+    with pytest.raises(ValueError, match="host memory.*pass a directory as offload"):
         model(ids, labels=ids)
 
 

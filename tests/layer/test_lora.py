@@ -61,10 +61,8 @@ def gradients(model: nn.Module) -> dict:
 def same_with_and_without_dead_products(model: nn.Module, monkeypatch) -> set:
     """Which Linear layers were left out, gradients being equal to the bit."""
     hfpatch.apply(model, checkpointing=tiny.TILED)
-    left, forward = set(), dead._valueless_forward
-    monkeypatch.setattr(
-        dead, "_valueless_forward", lambda m, *args: left.add(m) or forward(m, *args)
-    )
+    left, forward = set(), dead._unread_forward
+    monkeypatch.setattr(dead, "_unread_forward", lambda m, *args: left.add(m) or forward(m, *args))
     ours = gradients(model)
     monkeypatch.setattr(dead, "can_go_without", lambda module: False)
     computed = gradients(model)

@@ -11,7 +11,7 @@ import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.budget.measured import Kind, Plan
+from hfpatch.budget.measured import Kind, StepPlan
 from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
@@ -78,6 +78,10 @@ def test_layers_come_to_keep_what_there_is_room_for(monkeypatch, capfd):
     assert 0.85 * size < run.peaks[-1] <= 0.97 * size
     said = capfd.readouterr().err
     assert said.count("1 x 16,384 tokens") == len(dict.fromkeys(run.policies)), said
+    # An estimate until a layer of the kind kept everything: the first line that announces bytes.
+    announced = [line for line in said.splitlines() if "GiB of the device" in line]
+    assert ["; at most " in line for line in announced] == [True, *[False] * (len(announced) - 1)]
+    assert len(announced) > 1
 
 
 def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
@@ -259,10 +263,10 @@ def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
     meter.step.rows = 1
-    meter.step.plan = Plan(None, ["a"] * 4, [False, True, True, True])
+    meter.step.plan = StepPlan(None, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate([0, 0, 108, 208]):
         meter.layer(index, "a", 0)
-    assert meter.step.ran == meter.step.plan.untiled == [False, True, True, True]
+    assert meter.step.ran == meter.step.plan.keeps_all == [False, True, True, True]
 
 
 @pytest.mark.parametrize("keep, other, least", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])

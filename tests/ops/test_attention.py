@@ -69,9 +69,9 @@ def reference(q, k, v, dout, scale, documents, dtype, sinks=None, **pattern):
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
-def check(got, plain, exact, name, dtype, T):
+def check(got, plain, exact, name, dtype, T, largest=None):
     if dtype != torch.float64:
-        return assert_close(got, plain, exact, name, dtype=dtype)
+        return assert_close(got, plain, exact, name, dtype=dtype, largest=largest)
     # float64 has no wider reference: a rounding for each of the T terms of a sum.
     assert (got - exact).abs().max() <= max(T, 16) * 2.0**-52 * max(
         1.0, exact.abs().max().item()
@@ -91,8 +91,11 @@ def test_both_directions(B, T, H, K, E, dtype):
     plain = reference(q, k, v, dout, scale, None, dtype)
     out, lse, state = A.attention_forward(q, k, v, scale=scale, backend="cpu")
     grads = A.attention_backward(dout, q, k, v, out, lse, state, scale=scale, backend="cpu")
+    # dq and dk are sums of differences, which are 0 where a token sees itself alone. Their terms are
+    # as large as dv.
+    largest = max(x.abs().max().item() for x in exact[2:])
     for name, got, p, e in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), plain, exact):
-        check(got, p, e, name, dtype, T)
+        check(got, p, e, name, dtype, T, largest if name in ("dq", "dk") else None)
 
 
 @pytest.mark.parametrize(

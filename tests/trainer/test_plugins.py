@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 
 import hfpatch
 import hfpatch.budget.policy
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.trainer import plugins
 
 
@@ -72,7 +72,7 @@ def test_axolotl_patches_between_adapters_and_trainer(axolotl, tmp_path, capsys)
     plugin.pre_model_load(cfg)
     plugin.post_model_load(cfg, model)
     assert (
-        all(is_mixed(layer) for layer in model.model.layers)
+        all(is_patched(layer) for layer in model.model.layers)
         and "hfpatch on" in capsys.readouterr().err
     )
     assert model._hfpatch_report.count("checkpointing") == 2
@@ -230,7 +230,7 @@ def test_verl_scores_without_logits(verl_engine, rolled):
     """Log-probabilities and entropies of packed rows with a temperature, and their gradients."""
     ours, stock = tiny.exact(tiny.llama()), tiny.exact(tiny.llama())
     assert verl_engine()._build_fsdp_module(ours) is ours
-    assert all(is_mixed(layer) for layer in ours.model.layers)
+    assert all(is_patched(layer) for layer in ours.model.layers)
     ids = tiny.ids(1, 24)
     positions = torch.cat([torch.arange(15), torch.arange(9)])[None]
     batch = {
@@ -257,10 +257,10 @@ def test_verl_is_asked_by_name(verl_engine, monkeypatch):
     """An installed hfpatch changes no training; the model's external_lib or the environment does."""
     model = tiny.llama()
     verl_engine(external_lib=None)._build_fsdp_module(model)
-    assert not is_mixed(model.model.layers[0])
+    assert not is_patched(model.model.layers[0])
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "another, hfpatch")
     verl_engine(external_lib=None)._build_fsdp_module(model)
-    assert is_mixed(model.model.layers[0])
+    assert is_patched(model.model.layers[0])
 
 
 @pytest.mark.parametrize(

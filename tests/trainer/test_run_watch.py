@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hfpatch
 from hfpatch.cli import run
-from hfpatch.context.classes import is_mixed
+from hfpatch.context.classes import is_patched
 from hfpatch.layer.traits import runtimes_in
 from hfpatch.trainer import marks, watch
 from hfpatch.trainer.callback import Callback
@@ -59,7 +59,7 @@ def test_every_trainer_gets_one_callback(watched, tmp_path, capsys):
         ours = [
             c for c in trainer.callback_handler.callbacks if isinstance(c, Callback) and c.apply
         ]
-        assert len(ours) == 1 and is_mixed(trainer.model.model.norm)
+        assert len(ours) == 1 and is_patched(trainer.model.model.norm)
         assert bool(ours[0].report.count("loss")) == (ours[0] is own), (
             "the run's options, where the script has none"
         )

@@ -44,8 +44,8 @@ class Simulation:
     """The memory of one simulated run. Sizes in bytes.
 
     Attributes:
-        peak_bytes: the highest total on the device, with parameters and gradients. `categories` and
-            `modules` split the blocks alive then.
+        peak_bytes: the highest total on the device, with parameters and gradients. `categories`
+            splits the blocks alive then.
         beyond_bytes: that total without the parameters and gradients alive then.
         most_beyond_bytes: the highest such difference at any moment. It counts if gradients leave
             the device as they come.
@@ -59,11 +59,7 @@ class Simulation:
     most_beyond_bytes: int
     host_peak_bytes: int
     peak_phase: str
-    peak_module: str
     categories: dict
-    modules: list
-    operations: list
-    phase_peaks: dict
     flops: dict = field(default_factory=dict)
     attention_calls: dict = field(default_factory=dict)
     whole: dict = field(default_factory=dict)
@@ -79,7 +75,7 @@ def summarize(ledger: Ledger) -> Simulation:
     """Finds the highest total and the blocks alive at it."""
     device = host = host_top = beyond = most_beyond = 0
     top, top_at, phase, top_phase = -1, 0, "setup", "setup"
-    phase_peaks, begun = {}, dict(ledger.phases)
+    begun = dict(ledger.phases)
     for at, (index, delta) in enumerate(ledger.events):
         phase = begun.get(at, phase)
         if ledger.blocks[index].host:
@@ -90,10 +86,9 @@ def summarize(ledger: Ledger) -> Simulation:
             if ledger.blocks[index].category not in ("parameters", "gradients"):
                 beyond += delta
                 most_beyond = max(most_beyond, beyond)
-            phase_peaks[phase] = max(phase_peaks.get(phase, 0), device)
             if device > top:
                 top, top_at, top_phase = device, at, phase
-    categories, modules, operations = Counter(), Counter(), Counter()
+    categories: Counter = Counter()
     turn = max(
         (at for at, name in ledger.phases if name == "backward" and at <= top_at), default=None
     )
@@ -107,15 +102,11 @@ def summarize(ledger: Ledger) -> Simulation:
         if category == "activations" and turn is not None and block.born < turn:
             category = "checkpoints"  # made in the forward, kept for the backward
         categories[category] += block.nbytes
-        if block.category not in ("parameters", "gradients"):
-            modules[block.module] += block.nbytes
-            operations[f"{block.op} @ {block.module or block.phase}"] += block.nbytes
     return Simulation(
         peak_bytes=max(top, 0),
         beyond_bytes=top - categories["parameters"] - categories["gradients"],
         most_beyond_bytes=most_beyond, host_peak_bytes=host_top, peak_phase=top_phase,
-        peak_module=ledger.blocks[ledger.events[top_at][0]].module, categories=dict(categories),
-        modules=modules.most_common(), operations=operations.most_common(), phase_peaks=phase_peaks,
+        categories=dict(categories),
         flops={
             "matmul": dict(ledger.matmul_flops),
             "attention": dict(ledger.attention_flops),

@@ -1,0 +1,84 @@
+"""One forward of the layers and its backward, as the meter sees them (meter.py)."""
+
+from dataclasses import dataclass, field
+
+from hfpatch.budget.measured import StepPlan
+from hfpatch.layer.gauge import Counters
+
+
+@dataclass
+class Forward:
+    """A step's forward of the layers, as it is measured.
+
+    Attributes:
+        room: bytes that the sources of copies may take while the current layer runs.
+        open: (index, kind, bytes that stood) of a layer that keeps all and runs now.
+        kept: bytes that layers kept that keep all. clocks: events as it began and ended.
+        ends: the counters as it ended.
+        kinds: of the layers that ran, None for one that keeps nothing.
+    """
+
+    room: int = 0
+    open: tuple | None = None
+    kept: float = 0.0
+    clocks: list = field(default_factory=list)
+    ends: Counters | None = None
+    kinds: list = field(default_factory=list)
+
+
+@dataclass
+class Backward:
+    """A step's backward of the layers, as it is measured.
+
+    Attributes:
+        began: the counters as it began. within: the backward of a layer runs that keeps little.
+        top: the most bytes seen in a tiled layer's backward; exact: torch's counter rose there.
+        closed: what it showed of tiled layers is noted.
+    """
+
+    began: Counters | None = None
+    within: bool = False
+    top: int = 0
+    exact: bool = False
+    closed: bool = False
+
+    def reached(self, peak: int) -> None:
+        """Torch's counter rose to `peak` in a tiled layer's backward."""
+        self.top = peak
+        self.exact = True
+
+
+@dataclass(eq=False)
+class Step:
+    """One forward of the layers and its backward: what is planned, and what is measured.
+
+    Attributes:
+        key: of its Call. rows: of its batch. base: the counters as it began; last: the last read.
+        limit: the most bytes that can be allocated; coming: of gradients that do not exist yet.
+        plan: budget.measured.StepPlan; ran: which layers kept all.
+        over: its backward needs no more memory.
+    """
+
+    meter: object  # meter.Meter
+    key: str
+    base: Counters
+    last: Counters
+    limit: int
+    rows: int = 0
+    plan: StepPlan | None = None
+    ran: list = field(default_factory=list)
+    coming: int = 0
+    over: bool = False
+    forward: Forward = field(default_factory=Forward)
+    backward: Backward = field(default_factory=Backward)
+
+    @property
+    def planned(self) -> float:
+        """The most bytes that the step is planned to take, 0 if nothing was measured."""
+        top = 0.0 if self.plan is None else self.plan.top
+        return top and self.base.allocated + top
+
+    @property
+    def first(self) -> int | None:
+        """The first layer that keeps something: its backward is the last."""
+        return next((i for i, kind in enumerate(self.forward.kinds) if kind is not None), None)
