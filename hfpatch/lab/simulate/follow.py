@@ -54,12 +54,7 @@ def _called_by_engine() -> bool:
     frame = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
-        if (
-            "_compile.py" in name
-            or "_dynamo" in name
-            or "_python_dispatch" in name
-            or "_library" in name
-        ):
+        if any(part in name for part in ("_compile.py", "_dynamo", "_python_dispatch", "_library")):
             frame = frame.f_back
             continue
         return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
@@ -132,10 +127,8 @@ class Follower(TorchDispatchMode):
         """Records the tensor's storage if it is new or has a new size. Returns its block."""
         try:
             storage = tensor.untyped_storage()
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # sparse tensors and wrappers have no storage, their parts have
+        except (NotImplementedError, RuntimeError):
+            # sparse tensors and wrappers have no storage, their parts have
             return None
         known = self._refs.get(id(storage))
         nbytes = round_up(storage.nbytes(), self.rounding)
