@@ -116,7 +116,7 @@ class Resident:
     """Bytes that a placement keeps for the whole step. Default: none.
 
     parameters, optimizer: on one GPU.
-    gradients: on one GPU; None if all gradients stay there, as StepMemory counts them.
+    gradients: on one GPU; None if all gradients stay there.
     host: on the machine, for all its ranks.
     link: over one GPU's host link in each step.
     host_optimizer: host memory that the optimizer reads and writes; 0 if it runs on the GPU.

@@ -1,7 +1,9 @@
 """`hfpatch.plan(...)`: whether a run fits, how long a step takes, and which changes make it fit.
 
-lab/steps.py runs the step on fake tensors, evaluate.py finds policy and placement, suggestions.py the
-changes.
+The way of a call: cli/plan.py -> plan() -> answer.make_run (the model on meta) -> lab/shallow.py's
+Model (the period of its layers) -> evaluate.Ladder (first_policy, then climb) -> lab/steps.py's
+Steps.cost (steps of two and three periods, under simulate() and a ClockDevice) -> answer.assembled.
+suggestions.py finds the changes that make a run fit.
 """
 
 from dataclasses import replace

@@ -35,12 +35,16 @@ _, FakeTensor, on_fakes, TorchDispatchMode = simulation_parts()
 _BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor,
              aten.index_put_.default,
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
-             aten._to_copy.default,
              aten.set_.source_Storage_storage_offset)  # fmt: skip
 # Operations that torch decomposes in Python -> others of the same result
 _PLAIN = {aten._unsafe_view.default: aten.view.default}
-# key of an operation (key_of) -> shape, strides, dtype; on CUDA, and elsewhere
+# key of an operation (key_of) -> (shape, strides, dtype) of each result; on CUDA, and elsewhere
 _SHAPES: dict = {True: {}, False: {}}
+
+
+def _empty(layout: tuple) -> Tensor:
+    shape, strides, dtype = layout
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _called_by_engine() -> bool:
@@ -50,12 +54,7 @@ def _called_by_engine() -> bool:
     frame = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
-        if (
-            "_compile.py" in name
-            or "_dynamo" in name
-            or "_python_dispatch" in name
-            or "_library" in name
-        ):
+        if any(part in name for part in ("_compile.py", "_dynamo", "_python_dispatch", "_library")):
             frame = frame.f_back
             continue
         return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
@@ -128,10 +127,8 @@ class Follower(TorchDispatchMode):
         """Records the tensor's storage if it is new or has a new size. Returns its block."""
         try:
             storage = tensor.untyped_storage()
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # sparse tensors and wrappers have no storage, their parts have
+        except (NotImplementedError, RuntimeError):
+            # sparse tensors and wrappers have no storage, their parts have
             return None
         known = self._refs.get(id(storage))
         nbytes = round_up(storage.nbytes(), self.rounding)
@@ -316,7 +313,8 @@ class Follower(TorchDispatchMode):
         try:
             with on_fakes(mode):
                 if known:
-                    out = torch.empty_strided(*known[:2], dtype=known[2], device="meta")
+                    out = tuple(map(_empty, known))
+                    out = out if len(out) > 1 else out[0]
                 else:
                     out = _PLAIN.get(func, func)(*args, **kwargs)
                     if key:
@@ -337,16 +335,18 @@ class Follower(TorchDispatchMode):
         return type(out)(map(fake, out)) if isinstance(out, (tuple, list)) else fake(out)
 
     def _note_shape(self, key: tuple, inputs: list, out) -> None:
-        """Remembers the shape of a result that owns its whole storage."""
-        if not isinstance(out, Tensor):
+        """Remembers the shapes of results that own their whole storages."""
+        outs = out if isinstance(out, tuple) else (out,)
+        if not all(isinstance(x, Tensor) for x in outs):
             return
-        own = out.untyped_storage()
-        if any(own is x.untyped_storage() for x in inputs):  # aten._unsafe_view hides its alias
-            return
-        known = tuple(out.shape), out.stride(), out.dtype
-        like = torch.empty_strided(*known[:2], dtype=out.dtype, device="meta")
-        if like.untyped_storage().nbytes() == own.nbytes():
-            self._shapes[key] = known
+        given = {id(x.untyped_storage()) for x in inputs}
+        known = [(tuple(x.shape), x.stride(), x.dtype) for x in outs]
+        for x, layout in zip(outs, known):
+            own = x.untyped_storage()
+            # aten._unsafe_view hides its alias
+            if id(own) in given or _empty(layout).untyped_storage().nbytes() != own.nbytes():
+                return
+        self._shapes[key] = known
 
     def _accumulates(self, args, kwargs) -> bool:
         """Whether this addition is autograd's sum of gradients, which a bare run does in place.

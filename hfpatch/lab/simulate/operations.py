@@ -22,10 +22,9 @@ def tensors_in(tree, out: list) -> list[Tensor]:
 
 @cache
 def _is_fresh(func) -> bool:
-    """Whether an operation writes to no argument and returns one tensor with memory of its own."""
+    """Whether an operation writes to no argument and returns tensors with memory of their own."""
     schema = schema_of(func)
-    aliased = any(x.alias_info for x in (*schema.arguments, *schema.returns))
-    return len(schema.returns) == 1 and not aliased
+    return not any(x.alias_info for x in (*schema.arguments, *schema.returns))
 
 
 @cache
@@ -56,7 +55,7 @@ def _described(x):
 
 
 def key_of(func, args, kwargs) -> tuple | None:
-    """A key that determines the shape of the operation's fresh result, None without one."""
+    """A key that determines the shapes of the operation's fresh results, None without them."""
     if not _is_fresh(func):
         return None
     return func, _described(args), _described(tuple(kwargs.items()))
