@@ -68,14 +68,18 @@ def first_policy(
     if whole or every > 1:
         keep = KEEPS["input"]
     one = rows * width * itemsize
-    at_once = settings.aim != "least" and free is not None and 2 * TENSORS * one < free
+
+    def at_once() -> bool:
+        """Whether attention's backward takes all heads at once."""
+        return settings.aim != "least" and (TENSORS + _tensors(every)) * one < (free or 0)
+
     # [Step 2] What the host cannot hold.
     if place == "host" and host is not None:
 
         def needs(keep: int) -> int:
             inputs = -(-layers // every)
             # The gradient of one layer's input waits there too, unless all heads run at once.
-            return (inputs * (2 if keep >= 0 else 1) + (not at_once)) * one
+            return (inputs * (2 if keep >= 0 else 1) + (not at_once())) * one
 
         room = HOST_SHARE * host
         if needs(keep) > room and not chains:
@@ -104,11 +108,18 @@ def first_policy(
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
         keep=keep,
         plain=0 if settings.plain == "auto" else settings.plain,
-        aim="fastest" if at_once else "least",
+        aim="fastest" if at_once() else "least",
     )
 
 
 def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:
     """About the bytes that a first step takes beside weights and gradients."""
-    loss = 2 * LOSS_WORKSPACE
-    return TENSORS * rows * width * itemsize + min(policy.tile, rows) * width * TILE_BYTES + loss
+    layer = _tensors(policy.every) * rows * width * itemsize
+    return layer + min(policy.tile, rows) * width * TILE_BYTES + 2 * LOSS_WORKSPACE
+
+
+def _tensors(every: int) -> int:
+    """How many [tokens, width] tensors the backward of a segment of this many layers takes: for
+    each further layer its input and its attention's output.
+    """
+    return TENSORS + 2 * (every - 1)

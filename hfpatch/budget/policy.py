@@ -62,10 +62,10 @@ def _place(argument: str, words: tuple, value) -> str:
         if place in words or os.sep in str(place) and not os.path.isfile(place):
             return place
     quoted = ", ".join(f'"{word}"' for word in words)
-    near = did_you_mean(_MEANT.get(str(value), str(value)), words)
+    meant = _MEANT.get(str(value), str(value))
     raise ValueError(
         f'hfpatch: {argument} must be {quoted} or a directory written as a path ("./name"), got '
-        f"{str(value)!r}." + (near or ' Pass "host" for pinned memory.')
+        f"{str(value)!r}." + (did_you_mean(meant, words) or ' Pass "host" for pinned memory.')
     )
 
 
@@ -148,10 +148,9 @@ class Checkpointing:
         parse_checkpointing reads.
         """
         spelt = {number: word for word, number in KEEPS.items()}
-        usual = {name: field.default for name, field in self.__dataclass_fields__.items()}
         found = ["off"] if self.offload == "off" else []
         for name, value in asdict(self).items():
-            if value not in (usual[name], "off"):
+            if value not in (self.__dataclass_fields__[name].default, "off"):
                 found.append(f"{name}={spelt.get(value, value) if name == 'keep' else value}")
         return found
 
@@ -279,9 +278,9 @@ def describe(policy: Checkpointing, num_layers: int | None = None, below: int = 
             kept.append("gate and up" + (f" (in {policy.keep - below} of them)" if few else ""))
         listed = ", ".join(kept[:-1]) + (" and " if len(kept) > 1 else "") + kept[-1]
         tiled = num_layers - plain if num_layers else "the others" if plain else "layers"
-        verb = "keeps" if tiled == 1 else "keep"
         said.append(
-            f"{tiled} {verb} {listed} {_WHERE[policy.tier]}, in tiles of {policy.tile:,} tokens"
+            f"{tiled} keep{'s' if tiled == 1 else ''} {listed} {_WHERE[policy.tier]}, "
+            f"in tiles of {policy.tile:,} tokens"
         )
     if policy.frozen_weights == "host":
         said.append("frozen weights come from the host")

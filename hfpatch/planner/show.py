@@ -78,7 +78,7 @@ def _answer(plan) -> list[str]:
             ],
             ("GPU memory", ""),
         ),
-        f"  the peak is at {plan.moment}",
+        "  the peak is at " + plan.moment.removesuffix(" in "),
         f"host memory     {gib(plan.host_peak_bytes)} of {of}",
         f"step            {plan.step_seconds:.1f} s ({span(plan.step_seconds)}): "
         + ", ".join(
