@@ -22,8 +22,7 @@ def test_inputs_and_attention_go_to_the_host_in_tiles_by_length_width_and_card()
     tiles = [first_tile(rows, 4096, 80 * GiB) for rows in (512, 8192, 8193, 32768, 32769)]
     assert tiles == [8192, 8192, 4096, 4096, 8192]
     assert first_tile(131072, 8192, 24 * GiB) == 2048  # a 70B model
-    assert first_tile(131072, 1 << 20, 24 * GiB) == 1024
-    assert first_tile(131072, 4096, None) == 8192
+    assert first_tile(131072, 1 << 20, 24 * GiB) == 1024 < first_tile(131072, 4096, None) == 8192
 
 
 def test_a_host_that_is_too_small_is_said():
