@@ -8,7 +8,7 @@ def train(texts, vocab_size: int) -> PreTrainedTokenizerFast:
 
     texts: iterator of str. Raises ValueError for a vocabulary without room for a merge.
     """
-    from tokenizers.implementations import ByteLevelBPETokenizer
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
     special = ["<s>", "</s>", "<pad>"]
     smallest = 256 + len(special) + 1
@@ -21,7 +21,7 @@ def train(texts, vocab_size: int) -> PreTrainedTokenizerFast:
         texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=special
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made._tokenizer,
+        tokenizer_object=Tokenizer.from_str(made.to_str()),
         bos_token="<s>",
         eos_token="</s>",
         pad_token="<pad>",

@@ -210,7 +210,7 @@ def test_command_json_and_exit_codes(capsys):
     assert cli.main([*common, "--gpu", "rtx4090", "--placement", "gpu8bit"]) == 3
     answer = json.loads(capsys.readouterr().out)
     changes = {suggestion["change"].split()[0] for suggestion in answer["suggestions"]}
-    assert answer["fits"] is False and {"--seq-len", "--lora-r"} <= changes
+    assert answer["fits"] is False and {"--placement", "--lora-r"} <= changes
     assert cli.main([*common, "--gpu", "abacus"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
