@@ -132,7 +132,8 @@ def show(facts, found) -> None:
         for gpu in facts["gpus"]
     ]
     there = [name for name, on in facts["attention"].items() if on]
-    of = {name: "unlimited" if n is None else size(n) for name, n in limits.items()}
+    none = {"locked_bytes": "unlimited", "host_free_bytes": "?"}
+    of = {k: none.get(k, "none") if n is None else size(n) for k, n in limits.items()}
     rows = [
         *((name, version) for name, version in facts["versions"].items() if version),
         ("torch's CUDA", facts["torch_cuda"] or "none: built for the CPU"),

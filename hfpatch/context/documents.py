@@ -159,7 +159,8 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
 
 
 def _checked(offsets: Tensor | Sequence[int] | None, tokens: int) -> list[int] | None:
-    """The offsets, on the host; None in a simulation or without any. ValueError if they do not cover the tokens."""
+    """The offsets, on the host; None in a simulation or without any. ValueError if they do not
+    cover the tokens."""
     offsets = on_host(offsets) if isinstance(offsets, Tensor) else offsets
     if offsets is None:
         return None

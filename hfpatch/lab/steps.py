@@ -158,8 +158,8 @@ class Steps:
         return tiled and self.batch * tokens > max(LONG * policy.tile, 2 * LEAST)
 
     def cost(self, tokens: int, policy, ahead: tuple = FREE, deep: bool = True) -> Cost:
-        """The cost of a step of rows of `tokens` tokens (of one rank), under a Checkpointing or a word for
-        layers that run untiled.
+        """The cost of a step of rows of `tokens` tokens (of one rank), under a Checkpointing or a
+        word for layers that run untiled.
 
         ahead: as of lab.step_meter.StepMeter. deep: False for what a meter
             reads of the step alone, which the fewest layers tell.

@@ -52,7 +52,7 @@ class LayerRuntime(Policies):
         owner: a weak reference to the module whose parameters a step trains.
         copy_room: bytes that the sources of copies may take while a layer runs.
         warned: lines already printed.
-        padding_read: whether a gradient came to outputs at padding, as a flag on the device until
+        padding_read: whether a gradient reached outputs at padding, as a flag on the device until
             the host reads it.
         tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
@@ -118,7 +118,7 @@ class LayerRuntime(Policies):
         self.padding_read |= (hidden_BT & (size_BT > 0)).any()
 
     def padding_is_read(self) -> bool:
-        """Whether a gradient came to padding in an earlier backward of this model."""
+        """Whether a gradient reached padding in an earlier backward of this model."""
         if isinstance(self.padding_read, Tensor):
             self.padding_read = bool(on_host(self.padding_read))
         return self.padding_read

@@ -136,8 +136,8 @@ class Resident:
 
 
 def resident(name: str, shape, gpus: int, policy=None) -> Resident:
-    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Checkpointing, or a word
-    for layers that run untiled.
+    """The bytes of a placement on each of `gpus` GPUs of one machine. policy: a Checkpointing, or a
+    word for layers that run untiled.
     """
     if shape.adapters:
         T, base, host = shape.trained_parameters, shape.nbytes, 0
