@@ -30,6 +30,7 @@ from hfpatch.planner.answer import (
     WHOLE,
     Run,
     assembled,
+    optimizer_seconds,
     stays_of,
 )
 from hfpatch.planner.placements import PLACEMENTS, candidates
@@ -150,8 +151,14 @@ class Ladder:
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
         cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
         found = _said(run, self.placement, policy, cost)
-        short = run.host is not None and found.host_peak_bytes > found.host_usable_bytes
-        return self.plan(FIRST) if short and way == GLANCE else found
+        if run.host is None or way != GLANCE:
+            return found
+        # Of a glance's layers, two or more, each counts as many bytes of host memory as the longest
+        # waiting gradient may take once: at most one tensor [rows, width].
+        wide = self.rows * self.width * PLACEMENTS[self.placement].itemsize
+        most = run.gpus * run.shape.num_layers // 2 * wide
+        short = found.host_peak_bytes - found.host_usable_bytes
+        return self.plan(FIRST) if 0 < short <= most else found
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
@@ -255,11 +262,18 @@ def possible(run: Run, names) -> list[str]:
 def faster(run: Run, plan: Plan, names) -> dict:
     """Plan.faster: the first placement after the plan's that fits and is faster by more than the
     plan's error."""
-    later = names[names.index(plan.placement) + 1 :]
-    later = (evaluate(run, n) for n in later if evaluate(run, n, GLANCE).fits)
     enough = (1 - SECONDS_ERROR) * plan.step_seconds
-    found = next((p for p in later if p.fits and p.step_seconds < enough), None)
-    return {} if found is None else {n: getattr(found, n) for n in ("placement", "step_seconds")}
+    # At best nothing runs again, which is at most a third of all but attention, and no copy waits.
+    again = plan.seconds["matmul"] + plan.seconds["elementwise"]
+    least = plan.seconds["attention"] + again * 2 / 3
+    for name in names[names.index(plan.placement) + 1 :]:
+        if least + optimizer_seconds(run, stays_of(run, name, run.checkpointing)) >= enough:
+            continue
+        found = evaluate(run, name, GLANCE)
+        found = evaluate(run, name) if found.fits else found
+        if found.fits and found.step_seconds < enough:
+            return {"placement": name, "step_seconds": found.step_seconds}
+    return {}
 
 
 def _lack(plan: Plan) -> int:
