@@ -204,11 +204,6 @@ class TrainArguments(TrainingArguments):
         0.0, "What counts as improvement of --metric_for_best_model."
     )
     time_limit: float = _flag(0.0, "Stop after this many minutes of training; 0 never stops.")
-    eval_positions: int = _flag(
-        1024,
-        "Evaluation reports the loss by position, in buckets of this many tokens that double; 0 "
-        "does not.",
-    )
     nan_steps: int = _flag(
         3, "Stop after this many steps in a row whose loss is not finite; 0 never stops."
     )
