@@ -81,16 +81,17 @@ class Ladder:
         # DeepSpeed's buckets need gradients in one order on all ranks.
         if settings.plain == "auto" and run.gpus > 1 and placement.startswith("zero3"):
             change["plain"] = 0
-        self.settings = replace(settings, **change)
-        self.stays = stays_of(run, placement, self.settings)
-        self.first = self._first(self.settings)
+        self._begin(replace(settings, **change))
         alone = run.ranks == 1 and not named.sharded and run.shape.adapters
         if alone and settings.frozen_weights == "auto" and self._too_large():
-            self.settings = replace(self.settings, frozen_weights="host")
-        if self.settings.frozen_weights == "host":
-            self.settings = replace(self.settings, plain=0)
-            self.stays = stays_of(run, placement, self.settings)
-            self.first = self._first(self.settings)
+            self._begin(replace(self.settings, frozen_weights="host"))
+
+    def _begin(self, settings: Checkpointing) -> None:
+        if settings.frozen_weights == "host":
+            settings = replace(settings, plain=0)
+        self.settings = settings
+        self.stays = stays_of(self.run, self.placement, settings)
+        self.first = self._first(settings)
 
     def _sizes(self, rows: int) -> dict:
         itemsize = PLACEMENTS[self.placement].itemsize
@@ -99,10 +100,11 @@ class Ladder:
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
         run = self.run
-        held = 0 if run.tower is None else int(run.tower.cost(run).numbers["held"])
+        held = int(run.tower.cost(run).numbers["held"]) if run.tower else 0
         return max(0, run.gpu.usable_bytes - self.stays.parameters - held)
 
     def _host(self) -> int | None:
+        """Free bytes of the host for a process's checkpoints."""
         run = self.run
         if run.host is None:
             return None
@@ -235,7 +237,7 @@ def best(run: Run, names, way: str = SETTLED) -> Plan:
         if plans[-1].fits:
             found = evaluate(run, name, way)
             return found if found.fits else evaluate(run, name, FIRST)
-    return evaluate(run, min(plans, key=_lack).placement, GLANCE if way == GLANCE else FIRST)
+    return evaluate(run, max(plans, key=_room).placement, GLANCE if way == GLANCE else FIRST)
 
 
 def possible(run: Run, names) -> list[str]:
@@ -272,10 +274,6 @@ def faster(run: Run, plan: Plan, names) -> dict:
         if found.fits and found.step_seconds < enough:
             return {"placement": name, "step_seconds": found.step_seconds}
     return {}
-
-
-def _lack(plan: Plan) -> int:
-    return max(0, -_room(plan))
 
 
 def _room(plan: Plan) -> int:
