@@ -1,7 +1,26 @@
 """Private names of torch and of engines that the lab alone needs (hfpatch/compat/ has the core's)."""
 
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def for_now(owner, **values):
+    """A context in which a module, a class or an object has these attributes."""
+    held = vars(owner)
+    before = {name: held[name] for name in values if name in held}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 def autograd_node():

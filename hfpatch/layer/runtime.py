@@ -54,7 +54,6 @@ class LayerRuntime(Policies):
         warned: lines already printed.
         padding_read: whether a gradient reached outputs at padding, None before any backward could
             show it; a flag on the device until the host reads it.
-        tried: why mixers do not run in tiles here, by class, device and dtype (time_trial.py).
         weights: frozen weights that wait on the host.
         turn: the model's lock.
         last_call: weak references to the last call and to its output, and how often that was
@@ -76,7 +75,6 @@ class LayerRuntime(Policies):
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self.warned: set[str] = set()
         self.padding_read: bool | Tensor | None = None
-        self.tried: dict[tuple, str | None] = {}
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
         self.last_call = (lambda: None, lambda: None, 0)

@@ -106,20 +106,17 @@ ROPE = define(
 )
 
 
-def rope(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """q and k rotated as by transformers' apply_rotary_pos_emb, in float32 and rounded once.
 
     Args:
         q: [B, H, T, E], E even, any strides. The result has the same layout.
         k: [B, K, T, E].
         cos, sin: [1 or B, T, E], as transformers' rotary_emb returns them.
-        dtype: of the results. By default the promoted dtype of q and cos, which under autocast is
-            float32 where transformers' is.
 
     Returns:
-        (q, k), rotated.
+        (q, k), rotated, in the promoted dtype of q and cos: under autocast float32, where
+        transformers' are.
 
     Raises:
         ValueError: for other shapes or integers.
@@ -141,6 +138,5 @@ def rope(
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         # transformers makes cos and sin without gradients; a learned rotation needs the plain
         # version.
-        outs = rope_ref(q, k, cos, sin)
-        return outs if dtype is None else tuple(x.to(dtype) for x in outs)
-    return ROPE(q, k, cos, sin, False, dtype)
+        return rope_ref(q, k, cos, sin)
+    return ROPE(q, k, cos, sin, False, None)

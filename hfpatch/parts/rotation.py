@@ -46,63 +46,29 @@ class _Names(dict):
         return self.file_globals[name]
 
 
-# Dtypes of (q and k, angles) in families with float32 angles.
-_MIXED = (torch.bfloat16, torch.float32)
-
-
-def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype, halves: bool) -> tuple[Tensor, ...]:
-    """(q, k, cos, sin). halves: angles of width E / 2, as in gpt-oss."""
+def _rotation_probe(dtype: torch.dtype, of_angles: torch.dtype) -> tuple[Tensor, ...]:
+    """(q, k, cos, sin)."""
     generator = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    q, k, cos, sin = make(2, 4, 5, 16), make(2, 2, 5, 16), make(1, 5, 8), make(1, 5, 8)
-    cos, sin = (cos, sin) if halves else (_repeated(cos), _repeated(sin))
-    return q.to(dtype), k.to(dtype), cos.to(of_angles), sin.to(of_angles)
-
-
-def _repeated(angles: Tensor) -> Tensor:
-    return torch.cat((angles, angles), -1)
-
-
-@cache
-def rotates_by_halves(theirs) -> bool:
-    """Whether this rotation takes angles of half a head's width (gpt-oss), where it rotates whole
-    heads. In a partial rotation such a width has another meaning."""
-    given = _rotation_probe(torch.float32, torch.float32, True)
-    whole = _rotation_probe(torch.float32, torch.float32, False)
-    try:
-        with torch.no_grad():
-            return all(close(a, b, 8) for a, b in zip(theirs(*given), ops.rope(*whole)))
-    except Exception:  # another kind of rotation
-        return False
-
-
-@cache
-def rotates_into_what_came(theirs) -> bool:
-    """Whether results keep the dtype of q and k if the angles' dtype is wider (OLMo 2)."""
-    try:
-        with torch.no_grad():
-            probe = _rotation_probe(*_MIXED, rotates_by_halves(theirs))
-            return theirs(*probe)[0].dtype == _MIXED[0]
-    except Exception:  # another kind of rotation, which keeps its own code
-        return False
+    q, k, cos, sin = (
+        torch.randn(shape, generator=generator)
+        for shape in ((2, 4, 5, 16), (2, 2, 5, 16), (1, 5, 8), (1, 5, 8))
+    )
+    cos, sin = (torch.cat((x, x), -1).to(of_angles) for x in (cos, sin))
+    return q.to(dtype), k.to(dtype), cos, sin
 
 
 @cache
 def rotation(theirs):
     """Replaces the rotation `theirs`: the fused op where whole heads are rotated, else `theirs`
     itself."""
-    as_given, halves = rotates_into_what_came(theirs), rotates_by_halves(theirs)
 
     def rotate(q, k, cos, sin, *args, **kwargs):
         plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3
-        whole = plain and cos.shape[-1] * (1 + halves) == q.shape[-1]
-        if not whole or as_given and q.dtype != k.dtype:  # two result dtypes
+        if not plain or cos.shape[-1] != q.shape[-1]:
             return theirs(q, k, cos, sin, *args, **kwargs)
-        dtype = q.dtype if as_given else None
-        cos, sin = (_repeated(cos), _repeated(sin)) if halves else (cos, sin)
         if is_unread(q) and is_unread(k):
-            return rotation_without_values(q, k, cos, sin, dtype)
-        return ops.rope(q, k, cos, sin, dtype=dtype)
+            return rotation_without_values(q, k, cos, sin)
+        return ops.rope(q, k, cos, sin)
 
     return rotate
 
@@ -163,12 +129,12 @@ def _rope_reason(forward, theirs) -> str | None:
     for dtype, of_angles in (
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.bfloat16),
-        _MIXED,
+        (torch.bfloat16, torch.float32),  # under autocast
     ):
-        args = _rotation_probe(dtype, of_angles, rotates_by_halves(theirs))
+        args = _rotation_probe(dtype, of_angles)
         try:
             with torch.no_grad():
-                pairs = zip(rotation(theirs)(*args), theirs(*args))
+                pairs = zip(ops.rope(*args), theirs(*args))
                 # Stock rounds two products and their sum; fused rounds once.
                 if not all(close(ours, his, 8) for ours, his in pairs):
                     return "its rotation is another"

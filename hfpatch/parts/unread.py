@@ -86,21 +86,20 @@ def _adding_forward(module: nn.Linear, adding, input: Tensor) -> Tensor:
 class UnreadRotation(torch.autograd.Function):
     """The fused rotation's backward, with a forward that computes nothing.
 
-    q_BHTE, k_BKTE: expanded constants. dtype: of the results; None means the promoted dtype of the
-    inputs and the angles.
+    q_BHTE, k_BKTE: expanded constants.
     """
 
     @staticmethod
-    def forward(ctx, q_BHTE, k_BKTE, cos, sin, dtype):
+    def forward(ctx, q_BHTE, k_BKTE, cos, sin):
         ctx.save_for_backward(cos, sin)
         ctx.dtype = q_BHTE.dtype
-        wide = dtype or torch.promote_types(q_BHTE.dtype, cos.dtype)
+        wide = torch.promote_types(q_BHTE.dtype, cos.dtype)
         return tuple(x.new_zeros((), dtype=wide).expand(x.shape) for x in (q_BHTE, k_BKTE))
 
     @staticmethod
     def backward(ctx, dq_BHTE, dk_BKTE):
         cos, sin = ctx.saved_tensors
-        return *ROPE(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None, None
+        return *ROPE(dq_BHTE, dk_BKTE, cos, sin, True, ctx.dtype), None, None
 
 
 rotation_without_values = UnreadRotation.apply

@@ -21,7 +21,6 @@ from hfpatch.budget.measured import (
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
-from hfpatch.lab.simulate.fla import installed
 from hfpatch.lab.steps import Cost, Steps
 from hfpatch.layer.meter import COPIES
 from hfpatch.planner import float8
@@ -210,8 +209,7 @@ def _said(run: Run, placement: str, policy, cost: Cost) -> Plan:
         else:
             said.append(f"{count} of {run.shape.num_layers} layers run untiled ({reasons})")
     if run.shape.carries_states:
-        who = "delta rules take what fla's kernels do, other mixers" if installed() else "mixers"
-        said.append(f"{who} run in plain code, which takes more memory than their kernels do")
+        said.append("mixers run in plain code, which takes more memory than their kernels do")
         said += [WAITS] * (run.ranks > 1)
     if isinstance(policy, Checkpointing):
         said += [f"checkpoints wait in files, on {DISK}"] * (policy.tier == "disk")

@@ -25,7 +25,7 @@ RANGES = {
     "save_steps": ([0], None), "eval_steps": ([0], None), "save_total_limit": (1, None),
     "dataloader_num_workers": (0, None), "early_stopping_patience": (0, None),
     "early_stopping_delta": (0, None),
-    "nan_steps": (0, None), "eval_positions": (0, None), "max_position_embeddings": (1, None),
+    "nan_steps": (0, None), "max_position_embeddings": (1, None),
     "lora_r": (0, None), "lora_alpha": (0, None),
     "lora_dropout": (0, [1]), "train_tokenizer": (1, None), "seq_len": (2, None),
     "pad_multiple": COUNT,

@@ -92,7 +92,7 @@ def refusals(kinds=(ImportError, LookupError, TypeError, ValueError)):
             if isinstance(error, ValueError)
             else f"transformers does not take these flags, {type(error).__name__}: "
         )
-        raise ValueError(f"hfpatch: {kind}{(text.splitlines() or [''])[0]}") from error
+        raise ValueError(f"hfpatch: {kind}{' '.join(text.split())}") from error
 
 
 def _passed_through_us(error: BaseException) -> bool:
@@ -199,7 +199,6 @@ def _share_rows(model: ModelArguments, data: DataArguments, values: dict, config
     values["parallelism_config"] = parallelism(
         engine, engine_values, size=model.sp_size, attention=model.attn_implementation
     )
-    values["eval_positions"] = 0  # a rank has only a part of each row
     # Each rank of FSDP2's context parallelism takes two chunks.
     chunks = model.sp_size if engine == "deepspeed" else 2 * model.sp_size
     return replace(data, pad_multiple=math.lcm(data.pad_multiple, chunks))

@@ -39,7 +39,7 @@ class ModelArguments:
         "preset: " + ", ".join(PRESETS),
     )
     config_overrides: str | None = _flag(
-        None, "With a preset: changes to its config, such as hidden_size=128,vocab_size=512."
+        None, "With a preset: changes to its config, such as hidden_size=128,num_hidden_layers=4."
     )
     max_position_embeddings: int | None = _flag(
         None, "Positions of the model, if more than its config says."
@@ -204,11 +204,6 @@ class TrainArguments(TrainingArguments):
         0.0, "What counts as improvement of --metric_for_best_model."
     )
     time_limit: float = _flag(0.0, "Stop after this many minutes of training; 0 never stops.")
-    eval_positions: int = _flag(
-        1024,
-        "Evaluation reports the loss by position, in buckets of this many tokens that double; 0 "
-        "does not.",
-    )
     nan_steps: int = _flag(
         3, "Stop after this many steps in a row whose loss is not finite; 0 never stops."
     )

@@ -7,12 +7,12 @@ from transformers import TrainerCallback
 
 from hfpatch.trainer.arguments import refusals
 from hfpatch.trainer.dataset import IGNORE
-from hfpatch.trainer.positions import PositionTrainer
+from hfpatch.trainer.finite import FiniteTrainer
 from hfpatch.trainer.runs import RunCheckpoints
 from hfpatch.trainer.sequence import sequence_under, share_rows
 
 
-class Trainer(RunCheckpoints, PositionTrainer):
+class Trainer(RunCheckpoints, FiniteTrainer):
     """transformers' Trainer; args is a TrainArguments.
 
     The evaluation loss is the mean over tokens (stock: over batches), with perplexity and, for

@@ -6,10 +6,8 @@ import families
 import pytest
 import torch
 import transformers
-from transformers.models.olmo2 import modeling_olmo2
 
 import hfpatch
-from hfpatch.parts.rotation import rotation
 
 SHORT = (
     "mistral",
@@ -155,14 +153,6 @@ def test_a_family_that_our_attention_cannot_serve_keeps_its_own():
     assert_close(grads, wanted)
     hfpatch.apply(ours, checkpointing="off")
     assert_close(step(ours, batch())[2], wanted)
-
-
-def test_a_rotation_gives_q_and_k_each_its_own_dtype():
-    q, k, cos, sin = (
-        torch.randn(*shape) for shape in ((1, 2, 5, 16), (1, 2, 5, 16), (1, 5, 16), (1, 5, 16))
-    )
-    rotate = rotation(modeling_olmo2.apply_rotary_pos_emb)
-    assert [x.dtype for x in rotate(q.bfloat16(), k, cos, sin)] == [torch.bfloat16, torch.float32]
 
 
 # Angles that stay float32 (OLMo 2), norms of heads, norms and rotations in float32. A router may

@@ -118,7 +118,6 @@ def main(engine: str, folder: str) -> None:
         run(
             "resumed",
             (TrainArguments, ours.Trainer),
-            eval_positions=0,
             lr_scheduler_type="linear",
             **more,
         ),
@@ -129,7 +128,7 @@ def main(engine: str, folder: str) -> None:
     # With another number of labels in each row, which weigh by token in the Trainer of hfpatch
     # train, and experts. Their config does not say how wide a head is.
     rows = common.make_rows(positions=True)
-    both = [(TrainArguments, ours.Trainer, {"eval_positions": 0})]
+    both = [(TrainArguments, ours.Trainer, {})]
     uneven = [
         run(
             "uneven",

@@ -72,7 +72,7 @@ def test_gradients_are_those_of_one_process(tmp_path):
         # on all, though one alone is short of host memory
         assert report["short"] == "attention of 0 layers"
         assert "no memory to pin" in report["failed"]
-        assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
+        assert report["least"] == [10, 19, None]
 
 
 @pytest.mark.parametrize("ways, free, speeds", [
@@ -134,7 +134,6 @@ class Runs:
             "--validation_split", 0.1, "--eval_strategy", "steps", "--eval_steps", 4,
             "--save_steps", 3, "--logging_steps", 1,
             "--per_device_train_batch_size", 1, "--report_to", "none", "--disable_tqdm", True,
-            "--eval_positions", 0,
             "--lr_scheduler_type", "constant", "--cache_dir", folder / "cache",
         ]  # fmt: skip
         self("model", 1, "--model", "llama-tiny", "--train_tokenizer", 300, "--max_steps", 1)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfpatch.budget.policy import LEAST
 from hfpatch.lab.presets import preset_config
-from hfpatch.lab.simulate import fla, follow, kernels_cost
+from hfpatch.lab.simulate import follow, kernels_cost
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.shadow import Shadows
@@ -337,38 +337,3 @@ def test_chunks_that_count_from_padding_are_known():
     # A layer that runs untiled computes attention forward twice, and is not what its policy says.
     assert tiled.flops["attention"]["forward"] == kept.flops["attention"]["forward"]
     assert tiled.host_peak_bytes > 4 * 2 * 128 * 64
-
-
-@tiny.not_before_transformers((5, 16), "has the rule in another function")
-def test_where_fla_is_installed_a_delta_rule_takes_what_its_kernels_do(monkeypatch):
-    """What is saved, by hand; less memory than plain code, about its products, a state that
-    gradients go through.
-    """
-    B, T, G, H, K, V = 1, 256, 2, 4, 16, 32
-    make = lambda *shape, dtype=torch.bfloat16: torch.randn(*shape, dtype=dtype).requires_grad_()  # noqa: E731
-    q, k, v = make(B, T, G, K), make(B, T, G, K), make(B, T, H, V)
-    g, beta = make(B, T, H, dtype=torch.float32), make(B, T, H)
-    state, saved = make(B, H, K, V, dtype=torch.float32), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        out, last = fla.gated_delta_rule(
-            q, k, v, g, beta, initial_state=state, output_final_state=True
-        )
-    own = 2 * B * T * (2 * G * K + H * V + H + H * fla.C) + 4 * B * (2 * T * G + T * H + H * K * V)
-    assert sum(x.nbytes for x in saved) == own and out.shape == v.shape
-    inputs = (q, k, v, g, beta, state)
-    for x, gradient in zip(inputs, torch.autograd.grad((out.sum(), last.sum()), inputs)):
-        assert gradient.shape == x.shape and gradient.dtype == x.dtype
-
-    config = {"model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 512,
-              "num_hidden_layers": 4, "head_dim": 64, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "vocab_size": 512, "linear_num_key_heads": 4,
-              "linear_num_value_heads": 8, "linear_key_head_dim": 64,
-              "linear_value_head_dim": 64}  # fmt: skip
-    found = {}
-    for there in (False, True):
-        monkeypatch.setattr(fla, "installed", lambda there=there: there)
-        found[there] = simulate(prepare(build(config), "hfpatch"), 1, 8192)
-    assert found[True].most_beyond_bytes < 0.9 * found[False].most_beyond_bytes
-    for way in ("forward", "backward"):
-        products = [found[there].flops["matmul"][way] for there in (True, False)]
-        assert products[0] == pytest.approx(products[1], rel=0.25)

@@ -81,11 +81,6 @@ def test_mixed_dtypes(dtype):
     q, k = randn(2, 5, 4, 8, dtype=dtype), randn(2, 5, 2, 8, dtype=dtype, seed=1)
     with torch.autocast(DEVICE, dtype):
         check(*both(*cos_sin(1, 5, 8)), (q, k), view=heads_last)
-    got = rope(*heads_last(q, k), *cos_sin(1, 5, 8), dtype=dtype)
-    want = apply_rotary_pos_emb(*heads_last(q, k), *cos_sin(1, 5, 8))
-    for g, w in zip(got, want):
-        assert g.dtype == dtype
-        torch.testing.assert_close(g, w.to(dtype))
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from workbench import history
 
 from hfpatch.trainer import loading
 from hfpatch.trainer.arguments import ModelArguments
@@ -32,15 +31,12 @@ def test_longer_than_the_model(run_train, tmp_path):
         code == 2 and "must be at most the model's 32 positions" in err and "--rope_scaling" in err
     )
     config_file = tmp_path / "long.yaml"
-    config_file.write_text("rope_scaling: {rope_type: yarn, factor: 4.0}\neval_positions: 32\n")
-    held = {"validation_split": 0.2, "eval_strategy": "steps", "eval_steps": 1}
-    code, _, err, long = run_train("long", str(config_file), **flags, **held)
+    config_file.write_text("rope_scaling: {rope_type: yarn, factor: 4.0}\n")
+    code, _, err, long = run_train("long", str(config_file), **flags)
     assert code == 0, err
     saved = json.loads((long / "config.json").read_text())
     assert saved["max_position_embeddings"] == 128
     assert rope_of(saved).items() >= {**YARN, "original_max_position_embeddings": 32}.items()
-    evaluated = next(entry for entry in history(long) if "eval_loss" in entry)
-    assert {"eval_loss_at_0", "eval_loss_at_32", "eval_loss_at_64"} <= evaluated.keys()
     code, _, err, _ = run_train("again", **flags | {"model": long})
     assert code == 0, "what is saved needs no flags: " + err
 

@@ -1,8 +1,7 @@
 """Loops over tokens or chunks in plain code, made short for fake tensors.
 
 The loops: the scan of Mamba, Falcon-Mamba, Jamba and Zamba; the gated delta rule of Qwen3-Next,
-Qwen3.5 and OLMo hybrids (fla's kernels if fla is installed); the queries of Qwen4's indexer; our
-own attention in blocks of queries.
+Qwen3.5 and OLMo hybrids; the queries of Qwen4's indexer; our own attention in blocks of queries.
 
 In transformers' loops each operation takes a block of tokens or chunks. A million tokens then need
 as few operations as a thousand, with the same bytes and FLOPs. Values mean nothing here.
@@ -14,14 +13,13 @@ import contextlib
 import inspect
 import sys
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from hfpatch.attention import blocks as _attention_blocks
-from hfpatch.lab.simulate import fla
+from hfpatch.lab.compat import for_now
 
 BLOCKS = 64
 # Of the gated delta rule's chunks: what a layer keeps for backward does not depend on it.
@@ -78,7 +76,7 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
 
     given = kwargs.get("initial_state")
     state = state if given is None else state + given[:, :, None]
-    with mock.patch.dict(plain.__globals__, range=blocks):
+    with for_now(sys.modules[plain.__module__], range=blocks):
         out, last = plain(
             query, key, value, g, beta, chunk_size, **kwargs | {"initial_state": state}
         )
@@ -88,9 +86,7 @@ def gated_delta_rule(stock, query, key, value: Tensor, g, beta, chunk_size: int 
 # By the function's name in transformers' modules. A loop of another name takes each token or chunk.
 _BY_BLOCKS = {
     "mamba_selective_scan": lambda stock: selective_scan,
-    "torch_chunk_gated_delta_rule": lambda stock: (
-        fla.gated_delta_rule if fla.installed() else partial(gated_delta_rule, stock)
-    ),
+    "torch_chunk_gated_delta_rule": lambda stock: partial(gated_delta_rule, stock),
 }
 
 
@@ -98,16 +94,16 @@ _BY_BLOCKS = {
 def scans_by_blocks():
     """A context in which transformers' models run these functions in blocks."""
     with contextlib.ExitStack() as stack:
-        for file, module in list(sys.modules.items()):
-            for name in (
-                _BY_BLOCKS.keys() & vars(module).keys()
-                if file.startswith("transformers.models.")
-                else ()
-            ):
-                stack.enter_context(
-                    mock.patch.object(module, name, _BY_BLOCKS[name](getattr(module, name)))
-                )
+        for module in _families():
+            found = {name: make(getattr(module, name)) for name, make in _BY_BLOCKS.items()
+                     if hasattr(module, name)}  # fmt: skip
+            stack.enter_context(for_now(module, **found))
         yield
+
+
+def _families():
+    """transformers' modules of models, as far as they are imported."""
+    return [m for name, m in list(sys.modules.items()) if name.startswith("transformers.models.")]
 
 
 def _counted(follower, rows):
@@ -141,12 +137,10 @@ def few_queries(follower):
         return counting
 
     with contextlib.ExitStack() as stack:
-        for file, module in list(sys.modules.items()):
-            if file.startswith("transformers.models."):
-                for name in vars(module).keys() & INDEXERS:
-                    plain = inspect.unwrap(getattr(module, name).forward)
-                    around = mock.patch.dict(plain.__globals__, range=few(plain.__code__))
-                    stack.enter_context(around)
+        for module in _families():
+            for name in vars(module).keys() & INDEXERS:
+                plain = inspect.unwrap(getattr(module, name).forward)
+                stack.enter_context(for_now(module, range=few(plain.__code__)))
         yield
 
 
@@ -167,5 +161,5 @@ def few_blocks(follower):
         last = (0, every[max(0, len(every) - 2)]), (0, every[-1])
         yield from _counted(follower, (*counted, *last))
 
-    with mock.patch.object(_attention_blocks, "_blocks", few):
+    with for_now(_attention_blocks, _blocks=few):
         yield
