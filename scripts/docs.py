@@ -117,8 +117,8 @@ through time where that is proved. Qwen4 and GLM-5-Next make the mask of their a
 
 Whatever `attn_implementation` names (eager, sdpa, flash_attention_2, a kernel of the hub), attention
 runs in cuDNN on H100 and B200 and in FlashAttention-2 on other GPUs. `HFPATCH_ATTENTION=flash`, `cudnn`,
-`fa3` or `efficient` names the kernel (`fa3` needs the package flash_attn_interface). A kernel is compared
-with plain torch once, and where it differs FlashAttention-2 runs, as in a process with more than four sequence lengths.
+`fa3` or `efficient` names the kernel (`fa3` needs the package flash_attn_interface). FlashAttention-2 also
+runs heads of more than 128 columns, and in a process with more than four sequence lengths.
 Windows and packed rows take FlashAttention-2. Soft caps of scores (Gemma 2) have no kernel: on a GPU such
 layers run untiled, with transformers' attention. Heads of more than 256 columns (Gemma 4 has 512) take
 torch's memory-efficient kernel.

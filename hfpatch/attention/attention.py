@@ -20,7 +20,6 @@ from hfpatch.attention.backends import (
     WIDEST_HEAD,
     has_flash,
     pick,  # noqa: F401 (for callers of both directions)
-    why_not_kernel,
 )
 from hfpatch.attention.blocks import blocks_backward, blocks_forward
 from hfpatch.attention.pattern import CAUSAL, Documents, Pattern
@@ -89,12 +88,9 @@ def supported(
         return f"kernels for bf16 take {needs}" if dtype == torch.bfloat16 else None
     if head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8"
-    if head_dim <= WIDEST_HEAD:
-        return None
-    if pattern.window is not None:
+    if head_dim > WIDEST_HEAD and pattern.window is not None:
         return f"a window at head_dim {head_dim}"
-    reason = why_not_kernel("efficient", device, dtype, head_dim)
-    return reason and f"head_dim {head_dim} needs torch's efficient attention, and {reason}"
+    return None
 
 
 def _chosen(q, v, pattern: Pattern, backend: str) -> str:

@@ -20,12 +20,11 @@ from hfpatch.attention.efficient import (
     for_each_head,
     of_groups,
 )
-from hfpatch.attention.trial import why_not
 from hfpatch.compat import aten, flash3
-from hfpatch.report import say
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # columns; only the efficient kernel takes more
+WIDEST_CUDNN = 128  # columns that every version of cuDNN takes in both directions
 FEW_LENGTHS = 4
 
 # --- one row a backend --------------------------------------------------------------------------
@@ -99,27 +98,6 @@ def has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@lru_cache(maxsize=64)
-def why_not_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> str | None:
-    """None if a kernel agrees with plain blocks at this head dim, else the reason."""
-    return why_not(*BACKENDS[name], device, dtype, head_dim)
-
-
-@lru_cache(maxsize=64)
-def _usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The kernel of this name, or "flash" where it does not agree with plain blocks."""
-    if name not in BACKENDS:
-        known = ", ".join(BACKENDS)
-        raise ValueError(f"hfpatch: HFPATCH_ATTENTION must be one of {known}, got {name!r}.")
-    reason = None if name == "flash" else why_not_kernel(name, device, dtype, head_dim)
-    if reason is None:
-        return name
-    say(f"attention with heads of {head_dim} uses flash, not {name}: {reason}.")
-    return "flash"
-
-
 def with_new_strides(x: Tensor) -> Tensor:
     """x, or a copy if its strides are not those of a new tensor. contiguous() keeps other strides
     of axes of size 1, and since torch 2.14 cuDNN's plans are kept by strides: each layout costs
@@ -151,10 +129,13 @@ def pick(q_BTHE: Tensor) -> str:
     if T < 128 or E % 8:
         return "flash"
     name = os.environ.get("HFPATCH_ATTENTION")
-    if name is None:
-        if len(lengths_met) <= FEW_LENGTHS:
-            lengths_met.add((B, T))
-        if len(lengths_met) > FEW_LENGTHS:
-            return "flash"
-        name = FASTEST.get(torch.cuda.get_device_capability(device), "flash")
-    return _usable(name, device, q_BTHE.dtype, E)
+    if name is not None:
+        if name not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise ValueError(f"hfpatch: HFPATCH_ATTENTION must be one of {known}, got {name!r}.")
+        return name
+    if len(lengths_met) <= FEW_LENGTHS:
+        lengths_met.add((B, T))
+    if len(lengths_met) > FEW_LENGTHS or E > WIDEST_CUDNN:
+        return "flash"
+    return FASTEST.get(torch.cuda.get_device_capability(device), "flash")

@@ -26,7 +26,8 @@ from hfpatch.compat import autocast, autocast_dtype
 from hfpatch.layer.backward import Backward
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.kept import Kept
-from hfpatch.layer.time_trial import go_in_time
+from hfpatch.layer.time_ranks import RankTiles
+from hfpatch.layer.time_tiles import TimeTiles
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.weight_gradients import WeightGradients
 
@@ -70,8 +71,21 @@ class LayerCall(Kept):
         run = partial(self.attention.forward, traced.asked, traced.mixers, qkv)
         if not traced.mixers:
             return run()
-        go_in_time(self, again, qkv[3 * len(traced.asked) :])
+        self._go_in_time(again)
         return traced.replayed("attend", 0, self.device, run)
+
+    def _go_in_time(self, again: bool) -> None:
+        """Sets Mixer.time on those mixers that can run in tiles through time. again: as in attend."""
+        traced = self.traced
+        timed = dict(traced.traits.timed)
+        sequence = traced.batch.sequence
+        transfers = None
+        if self.queue is not None and (again or self.policy.saves_attention):
+            transfers = self.queue.transfers
+        for name, mixer in zip(traced.traits.mixers, traced.mixers):
+            if name in timed and (again or mixer.time is None):
+                given = timed[name], self.policy.tile, transfers, traced.rng
+                mixer.time = RankTiles(sequence, *given) if sequence else TimeTiles(*given)
 
     def before(self, tiles) -> list[Tensor]:
         """q, k, v of whole rows, from an iterable of (index, x tile), without a graph."""

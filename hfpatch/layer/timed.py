@@ -16,7 +16,6 @@ from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.mixers import Mixer
 from hfpatch.layer.time_tiles import TimeTiles, chunk_of
-from hfpatch.layer.time_trial import tokens_tried, why_not_here
 from hfpatch.layer.traced import Traced
 from hfpatch.store.transfers import Saved
 
@@ -93,21 +92,6 @@ class TimedCall(LayerCall):
         return dx
 
 
-def _why_not_here(traced: Traced, x_BTD: Tensor, runtime) -> str | None:
-    """time_trial.why_not_here of the layer's mixer, with the mixer's input for the first tokens."""
-    ((name, argument),) = traced.traits.timed
-    module = traced.layer.get_submodule(name)
-
-    def call():
-        end = min(x_BTD.shape[1], tokens_tried(module))
-        devices = [x_BTD.device] if x_BTD.is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            given = traced.pre(x_BTD[:, :end].detach(), 0, end)
-        return traced.mixers[0], given[-1]
-
-    return why_not_here(module, argument, x_BTD, runtime, call)
-
-
 def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     """The fields of a TimedCall if this call of a layer may be one, else None."""
     layer = traced.layer
@@ -123,6 +107,4 @@ def in_time(traced, policy: Checkpointing, runtime, x: Tensor) -> dict | None:
     short = len(time.pieces(mixer, T)) > MOST_PIECES * -(-B * T // tile) + B
     if short or tile < chunk_of(layer):
         return None  # documents make too many tiles, or a tile is shorter than the mixers' chunk
-    if carries and time.cuts(mixer, T) and _why_not_here(traced, x, runtime) is not None:
-        return None
     return {"mixer": mixer, "time": time}

@@ -39,7 +39,6 @@ class Sequence:
     def __init__(self, group, zigzag: bool = False):
         self.group, self.zigzag = group, zigzag
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._agreed: dict = {}
         self._leaving: deque = deque()  # (handle, tensor) of each send() in flight
 
     # -- communication -----------------------------------------------------------------------------
@@ -73,14 +72,6 @@ class Sequence:
     def together(self, work):
         """Runs work() on every rank; if one raises, all raise."""
         return together(self.group, work)
-
-    def agreed(self, key, choose):
-        """The first rank's choose(), called once per key: each rank may measure other times."""
-        if key not in self._agreed:
-            said = [choose() if self.rank == 0 else None]
-            dist.broadcast_object_list(said, group=of_hosts(self.group), group_src=0)
-            self._agreed[key] = said[0]
-        return self._agreed[key]
 
     # -- order of tokens ---------------------------------------------------------------------------
     def chunks(self, t: int) -> list[tuple[int, int, int]]:

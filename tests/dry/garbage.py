@@ -1,7 +1,7 @@
 """Answers for the few places where a program asks the device for values, which are garbage there.
 
 Only copies of up to 1 MiB and small fills are really made on the dry device. Kernels compute
-nothing, so a comparison on it answers whatever its memory held. Four places of hfpatch act on such
+nothing, so a comparison on it answers whatever its memory held. Three places of hfpatch act on such
 answers; here they get true ones, from the values that were copied to the device.
 """
 
@@ -11,12 +11,11 @@ import sys
 
 import torch
 
-TRIALS = "attention/trial.py", "ops/_wide_sums.py"
+TRIALS = "ops/_wide_sums.py"
 
 
 def kernels_agree() -> None:
-    """Trials of attention kernels and of sums in products find that their numbers agree, and they are
-    used."""
+    """The trial of sums in products finds that their numbers agree, and they are used."""
     real = torch.Tensor.__bool__
 
     def answer(self):

@@ -386,11 +386,10 @@ def main(chosen: str, folder: str) -> None:
         ranks, lambda given: reference(with_own_attention(tiny.exact(parts_cases.llama())), given)
     )
     both = Sequence(ranks.group)
-    backend = both.agreed("key", lambda: f"rank {ranks.rank}")
     least = both.least([10 + ranks.rank, 20 - ranks.rank, None if ranks.rank else 3])
     common.report(
         folder, worst=found, calls=calls, said=said, evaluation=evaluated,
-        scores=scores(ranks), backend=backend,
+        scores=scores(ranks),
         least=least, lengths=lengths, parts=parts,
         short=one_for_all(ranks, [1 << 40, SHORT], False),
         failed=one_for_all(ranks, [1 << 40, 1 << 40], True),

@@ -72,7 +72,7 @@ def test_gradients_are_those_of_one_process(tmp_path):
         # on all, though one alone is short of host memory
         assert report["short"] == "attention of 0 layers"
         assert "no memory to pin" in report["failed"]
-        assert report["backend"] == "rank 0" and report["least"] == [10, 19, None]
+        assert report["least"] == [10, 19, None]
 
 
 @pytest.mark.parametrize("ways, free, speeds", [

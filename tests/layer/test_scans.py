@@ -10,17 +10,11 @@ import families
 import pytest
 import tiny
 import torch
-import torch.utils.checkpoint
-from numerics import lifted
 
 import hfpatch
-from hfpatch.decoder.find import find_decoder
 from hfpatch.decoder.verdict import _verdict
 from hfpatch.lab.simulate.simulator import simulate
-from hfpatch.layer import time_trial
-from hfpatch.layer.mixers import Mixer
 from tests.decoder.test_families import batch, step
-from tests.layer.test_time import assert_same
 
 pytestmark = tiny.not_before_transformers((5, 16), "chooses kernels for mixers by other ways")
 FUNCTIONS = {  # what may be a package's
@@ -66,7 +60,7 @@ def kernels(monkeypatch):
 
         return run
 
-    def install(family, change=lambda kernel: kernel):
+    def install(family):
         for name in FUNCTIONS[family]:
             chooses = wrapper_in(getattr(file_of(family), name))
             cells = dict(zip(chooses.__code__.co_freevars, chooses.__closure__))
@@ -74,7 +68,7 @@ def kernels(monkeypatch):
             monkeypatch.setattr(
                 cells["implementation"],
                 "cell_contents",
-                kernel(name, change(chooses.__wrapped__)),
+                kernel(name, chooses.__wrapped__),
             )
         return ran
 
@@ -107,70 +101,6 @@ def test_layers_are_tiled_and_documents_apart_beside_kernels(family, kernels):
     assert ran and abs(loss - wanted_loss) <= 1e-5 * wanted_loss
     for name, value in wanted.items():
         assert (grads[name] - value).norm() <= 1e-3 * value.norm().clamp_min(1e-3), name
-
-
-def takes_no_state(rule):
-    def run(*args, initial_state=None, **kwargs):
-        return rule(*args, initial_state=None, **kwargs)
-
-    return run if "initial_state" in inspect.signature(rule).parameters else rule
-
-
-def cuts_the_graph_of_a_state(rule):
-    def run(*args, initial_state=None, **kwargs):
-        state = None if initial_state is None else initial_state.detach()
-        return rule(*args, initial_state=state, **kwargs)
-
-    return run if "initial_state" in inspect.signature(rule).parameters else rule
-
-
-@pytest.mark.parametrize("change", [takes_no_state, cuts_the_graph_of_a_state])
-def test_a_kernel_that_drops_states_is_seen_where_it_runs(change, kernels, monkeypatch, capsys):
-    """The small instance is tried with transformers' plain code, which does not."""
-    ran, runs = kernels("qwen3_next", change), []
-    stock = families.small_model("qwen3_next", torch.float32)
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="host", tile=64))
-    assert find_decoder(ours).layers[0]._hfpatch.traits.timed
-    call = Mixer.call
-    monkeypatch.setattr(
-        Mixer, "call", lambda mixer, x, *args: runs.append(x.shape) or call(mixer, x, *args)
-    )
-    _, loss, grads = step(ours, batch(200))
-    _, wanted_loss, wanted = step(stock, batch(200))
-    assert ran and {(2, 200), (1, 133), (1, 64), (1, 69)} == {tuple(shape[:2]) for shape in runs}
-    assert abs(loss - wanted_loss) <= 1e-5 * wanted_loss
-    for name, value in wanted.items():
-        assert (grads[name] - value).norm() <= 1e-3 * value.norm().clamp_min(1e-3), name
-    said = capsys.readouterr().err
-    assert said.count("take all tokens at once: with this device's kernels tiles differ") == 1
-
-
-def test_the_trial_is_no_part_of_the_callers_graph():
-    """Somebody's checkpoint around the model counts what its forward saves, and runs that twice."""
-    stock = families.small_model("qwen3_5_text")
-    ours = copy.deepcopy(stock)
-    hfpatch.apply(ours, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=64), loss=False)
-    given, found = batch(165), []
-    labels = given.pop("labels")
-    for model in (ours, stock):
-        embeds = model.get_input_embeddings()(given["input_ids"])
-
-        def loss(x, model=model):
-            return model(inputs_embeds=x, labels=labels, use_cache=False).loss
-
-        with lifted():
-            torch.utils.checkpoint.checkpoint(loss, embeds, use_reentrant=False).backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert_same(*found, 1e-12)
-
-
-def test_a_trial_that_raises_names_the_mixer(monkeypatch, capsys):
-    monkeypatch.setattr(time_trial, "_tried", lambda *given: 1 / 0)
-    model = families.small_model("qwen3_5_text").float()
-    hfpatch.apply(model, checkpointing=hfpatch.Checkpointing(offload="gpu", tile=64))
-    step(model, batch(165))
-    assert "Qwen3_5GatedDeltaNets take all tokens at once" in capsys.readouterr().err
 
 
 def test_a_plan_meets_no_kernel(kernels):

@@ -14,7 +14,6 @@ from numerics import lifted
 
 import hfpatch
 from hfpatch.decoder.find import find_decoder
-from hfpatch.layer import time_trial
 from tests.decoder.test_families import batch, step
 
 pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")
@@ -28,14 +27,6 @@ CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 ROUTED = ("qwen3_next", "qwen4_exp_text")  # whose gradients follow the scores of experts closely
 TIMED = DELTA + KEYED + MAMBA2 + CONVOLUTIONS
 SHORT = ("qwen3_5_text", "falcon_h1", "lfm2")
-
-
-@pytest.fixture(autouse=True)
-def tried(monkeypatch):
-    """Mixers are not tried once more here, which the lengths of their runs would show:
-    test_scans.py does that.
-    """
-    monkeypatch.setattr(time_trial, "_tried", lambda *given: None)
 
 
 def names(short=SHORT):

@@ -21,7 +21,6 @@ from tests.layer.test_time import (
     assert_same,
     lengths,
     timed_mixers,
-    tried,  # noqa: F401
 )
 
 pytestmark = tiny.not_before_transformers((5, 16), "hands mixers their states by other ways")

@@ -37,6 +37,3 @@ class LoneRank(Sequence):
 
     def together(self, work):
         return work()
-
-    def agreed(self, key, choose):
-        return choose()

@@ -185,7 +185,6 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
             stack.enter_context(
                 mock.patch.object(attention, "has_flash", lambda *_: True)
             )  # whatever this machine has
-            stack.enter_context(mock.patch.object(attention, "why_not_kernel", lambda *_: None))
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
