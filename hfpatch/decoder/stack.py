@@ -5,6 +5,7 @@ Each forward decides once whether our attention can run, and which tokens see ea
 (context/documents.py).
 """
 
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 
@@ -108,9 +109,10 @@ class PatchedStack(KeepsSignature):
                 batch.even = even
         elif batch is not None:
             batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
-        if batch is None:
-            return _run_stock(self, kwargs)
-        return _run_ours(self, batch, kwargs)
+        out = _run_stock(self, kwargs) if batch is None else _run_ours(self, batch, kwargs)
+        if runtime is not None and given is not None and given.behind:
+            runtime.watch_padding(out, ~given.rows_mask.bool())
+        return out
 
 
 def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
@@ -124,10 +126,7 @@ def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
     if known.runtime is not None:
         known.runtime.begin(batch.device)
     with our_attention(known.configs, batch):
-        out = stack._hfpatch_stock(kwargs)
-    if batch.watched_BT is not None:
-        known.runtime.watch_padding(out, batch.watched_BT)
-    return out
+        return stack._hfpatch_stock(kwargs)
 
 
 def _run_compiled(stack: "PatchedStack", kwargs):
@@ -167,8 +166,10 @@ def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
         changes |= shared
     batch, warning, decided = decide(given, stack._hfpatch.traits, cached)
     kwargs.update(changes | decided)
-    if warning is not None:
+    if warning is not None and given.tiled:
         stack._hfpatch.runtime.tell(warning)
+    elif warning is not None:
+        warnings.warn(f"hfpatch: {warning}", stacklevel=2)
     return batch
 
 
