@@ -329,6 +329,18 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
     return _Ran(numbers, *moments_of(found.ledger, bottom), measured)
 
 
+def onward(x: float, y: float, z: float, beyond: float, bends: bool) -> float:
+    """A number of bytes or seconds `beyond` further steps after x, y and z, of three equal steps.
+
+    bends: it may grow quadratically, as a mask of [tokens, tokens] does. Else a jump at one of them
+    alone comes from another instant and is not growth.
+    """
+    bend = z - 2 * y + x
+    if bends and bend > SQUARE * (z - y) > 0:
+        return z + beyond * (z - y + bend / 2 * (beyond + 1))
+    return z + beyond * max(0, min(z - y, y - x))
+
+
 def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     """The cost at `tokens`, from two or three shorter lengths. Bytes and seconds grow
     linearly, attention's seconds and all FLOPs have a square too. A mixer
@@ -343,14 +355,8 @@ def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     tile = three - two
     beyond = (tokens - three) / tile
 
-    def onward(x, y, z):
-        if a is b:
-            return z + round(beyond * max(0, z - y))
-        bend = z - 2 * y + x
-        if c.rows and bend > SQUARE * (z - y) > 0:
-            return z + round(beyond * (z - y + bend / 2 * (beyond + 1)))
-        # A jump at one length alone comes from another instant and is not growth.
-        return z + round(beyond * max(0, min(z - y, y - x)))
+    def further(x, y, z):
+        return round(onward(2 * y - z if a is b else x, y, z, beyond, bool(c.rows)))
 
     def curve(x, y):
         square = (y / three - x / two) / tile
@@ -360,10 +366,10 @@ def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     moments = []
     for m in c.moments:
         y = between.get(m.name, m.beyond)
-        grown = onward(before.get(m.name, y), y, m.beyond)
+        grown = further(before.get(m.name, y), y, m.beyond)
         moments.append(m._replace(beyond=grown - full * ("embedding_dense_backward" in m.name)))
     counted = "host", "up", "down", "stands", "loss", "after", "tiled"
-    bytes_ = {n: onward(*(getattr(x, n) for x in (a, b, c))) for n in counted}
+    bytes_ = {n: further(*(getattr(x, n) for x in (a, b, c))) for n in counted}
     grown = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
     straight = lambda y, z: z + beyond * max(0.0, z - y)  # noqa: E731
     waits = ("copy_wait", "python_wait")
