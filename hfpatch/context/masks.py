@@ -56,7 +56,6 @@ class Batch:
         self.weights = False  # whether attention returns its probabilities too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
         self.watched_BT = None  # padding whose outputs other code may read, unlike transformers'
-        self.even = True  # whether the ranks that exchange tokens per tile have batches of one size
         self._rows: dict = {}
         self._parts: dict = {}
 
