@@ -59,10 +59,7 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
         if settings.offload == "auto"
         else settings.offload
     )
-    notes.append(
-        f"checkpoints of {len(layers)} layers: {where}. They replace transformers' gradient "
-        "checkpointing."
-    )
+    notes.append(f"checkpoints: {where}. They replace transformers' gradient checkpointing.")
     if settings.frozen_weights == "host":
         notes.append(
             "frozen weights of the layers stay in host memory and come to the device a layer "

@@ -231,8 +231,7 @@ def test_padded_batches(way, side, positions):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches_without_a_square_mask(side, no_square):
-    ours = tiny.patched(tiny.llama())
-    ours(**padded(side)).loss.backward()
+    tiny.patched(tiny.llama())(**padded(side)).loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
@@ -240,8 +239,7 @@ def test_mask_dtypes(dtype):
     stock = tiny.llama()
     batch = padded("right")
     batch["attention_mask"] = batch["attention_mask"].to(dtype)
-    against = padded("right")
-    tiny.assert_as_good(tiny.patched(stock), stock, batch, against=against)
+    tiny.assert_as_good(tiny.patched(stock), stock, batch, against=padded("right"))
 
 
 def test_row_of_padding_alone():
@@ -295,12 +293,11 @@ def test_packed_with_padding_after():
     stock = tiny.llama()
     batch = packed()
     reference = one_by_one(batch)
-    fill = 6
     more = {
-        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, fill)),
-        "labels": torch.nn.functional.pad(batch["labels"], (0, fill), value=-100),
-        "position_ids": torch.nn.functional.pad(batch["position_ids"], (0, fill), value=1),
-        "attention_mask": torch.nn.functional.pad(torch.ones_like(batch["input_ids"]), (0, fill)),
+        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, 6)),
+        "labels": torch.nn.functional.pad(batch["labels"], (0, 6), value=-100),
+        "position_ids": torch.nn.functional.pad(batch["position_ids"], (0, 6), value=1),
+        "attention_mask": torch.nn.functional.pad(torch.ones_like(batch["input_ids"]), (0, 6)),
     }
     for options in ({}, {"checkpointing": "off"}):
         got = gradients(tiny.patched(stock, **options), lambda m: m(**more).loss)

@@ -86,17 +86,6 @@ def test_a_mask_of_another_length(length):
     tiny.assert_as_good(tiny.patched(stock), stock, given)
 
 
-def test_padding_with_labels_counts_as_in_stock():
-    """Labels that nobody masked: what padded positions predict is in transformers' loss, so it is
-    in ours.
-    """
-    stock = tiny.llama()
-    mask = torch.ones(1, tiny.TOKENS, dtype=torch.long)
-    mask[:, -6:] = 0
-    given = batch(attention_mask=mask)
-    tiny.assert_as_good(tiny.patched(stock), stock, given)
-
-
 # transformers passes hidden states by keyword, of which such hooks know nothing: torch says so with
 #     any model.
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
@@ -106,14 +95,6 @@ def test_a_backward_hook_on_attention_fires():
     ours.model.layers[1].self_attn.register_full_backward_hook(lambda *_: fired.append(1))
     tiny.assert_as_good(ours, stock, batch())
     assert fired == [1]
-
-
-def test_the_users_own_loss_runs():
-    ours = tiny.patched(tiny.llama())
-    ours.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
-    with pytest.warns(UserWarning, match="loss function of its own"):
-        out = ours(**batch())
-    assert torch.equal(out.loss, out.logits.float().square().mean())
 
 
 def mean_square(logits, labels, vocab_size, **_):

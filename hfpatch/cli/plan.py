@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from hfpatch.budget.limits import parse_length
+from hfpatch.budget.policy import parse_checkpointing
 from hfpatch.cli.flags import adapters_of, add_adapters, add_checkpointing
 from hfpatch.cli.quiet import progress
 from hfpatch.lab.hardware import GPUS
@@ -71,6 +72,8 @@ def _lengths_tried():
 
 def main(args) -> int:
     """Runs the command; returns its exit code."""
+    # at once: planning loads torch for seconds
+    parse_checkpointing([word for word in args.checkpointing if not word.startswith("stock")])
     with progress("planning: the model's own step runs on fake tensors"):
         found = plan(
             args.model, seq_len=args.seq_len, batch=args.batch, gpu=args.gpu, gpus=args.gpus,

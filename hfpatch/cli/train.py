@@ -152,7 +152,7 @@ def _fit(run, checkpoint: str | None, stop, say) -> int:
     if run.args.push_to_hub:
         run.push_to_hub()
     wanted, limit = run.state.max_steps, f"{stop.time_limit / 60:g} minutes (--time_limit)"
-    steps = f"{run.state.global_step} steps"
+    steps = f"{run.state.global_step} step{'s' * (run.state.global_step != 1)}"
     if stop.late:
         steps = f"{run.state.global_step} of {wanted} steps, stopped after {limit}"
     seconds = result.metrics["train_runtime"], time.monotonic() - begin

@@ -24,6 +24,9 @@ from hfpatch.context.ranks import (
     whole_rows,
 )
 from hfpatch.layer.why_whole import first
+from hfpatch.store.device import on_host
+
+FEW = 1 << 14  # tokens that run untiled at no great cost: their mask takes at most 256 MiB
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ class Given:
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
         watched: beside a mask, other code may read outputs.
-        reads: outputs that other code may read must be transformers' at padding too: a loss reads
-            them, or the layers are transformers'.
+        behind: it may read those of padding behind a row.
+        reads: those must be transformers' own: the layers are, or code reads them, or nothing has
+            shown that none does and the tokens are few.
         sequence: the ranks that share the rows, or None.
     """
 
@@ -102,6 +106,7 @@ class Given:
     encoder: bool = False
     idle_BT: Tensor | None = None
     watched: bool = False
+    behind: bool = False
     reads: bool = False
     sequence: object = None
 
@@ -151,6 +156,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     _, idle, watched = current.labelled
     # Labels of other tokens (a soft prompt that the model's forward adds) say nothing of these.
     idle = idle if isinstance(idle, Tensor) and idle.shape == (B, T) else None
+    watched = visible and (watched or idle is None)
+    behind = watched and bool(on_host((~mask.bool()[:, -1]).any()))
     checkpoints = training and getattr(stack, "gradient_checkpointing", False)
     return Given(
         kind=type(stack),
@@ -177,8 +184,9 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
         encoder=kwargs.get("encoder_hidden_states") is not None,
         idle_BT=idle,
-        watched=visible and (watched or idle is None),
-        reads=runtime is None or runtime.padding_is_read(),
+        watched=watched,
+        behind=behind,
+        reads=behind and (runtime is None or runtime.padding_is_read(B * T <= FEW)),
         sequence=sequence_now(config, training),
     )
 
@@ -262,7 +270,8 @@ def decide(
     batch = _batch(given, cached)
     why = first("batch", None, given, traits, batch)
     if why is None:
-        return batch, _watch_padding(given, batch), changes
+        line = _PADDING.format(given.kind.__name__) if given.behind else None
+        return batch, line, changes
     if given.sequence is not None:
         raise not_exchanged(why)
     line, more = _by_transformers(given, traits, why)
@@ -309,7 +318,7 @@ def _check_shared_mixers(given: Given, traits: StackTraits) -> None:
 def _batch(given: Given, cached: bool) -> Batch:
     """The batch of hfpatch's layers."""
     idle_BT = given.idle_BT
-    if given.watched and given.reads and given.sequence is None and not given.packed:
+    if given.reads and given.sequence is None and not given.packed:
         idle_BT = torch.zeros_like(given.rows_mask, dtype=torch.bool)
     batch = Batch(
         given.B,
@@ -328,21 +337,9 @@ def _batch(given: Given, cached: bool) -> Batch:
     return batch
 
 
-def _watch_padding(given: Given, batch: Batch) -> str | None:
-    """Notes in the batch the padding that other code may read. Returns the line for the user, or
-    None.
-    """
-    if not (given.tiled and given.watched and batch.rows().behind):
-        return None
-    batch.watched_BT = ~given.rows_mask.bool()
-    line = _PADDING.format(given.kind.__name__)
-    return line if given.sequence is not None or given.packed else line + _ONCE_READ
-
-
 _PADDING = (
     "outputs of {} at padding behind a row are not transformers'. Weight them by attention_mask."
 )
-_ONCE_READ = " Once a gradient reaches them, layers run untiled, with transformers' mask."
 
 
 def _refuse_documents_beside_a_cache(given: Given, traits: StackTraits) -> None:

@@ -5,6 +5,7 @@ Each forward decides once whether our attention can run, and which tokens see ea
 (context/documents.py).
 """
 
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 
@@ -99,10 +100,12 @@ class PatchedStack(KeepsSignature):
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
         batch = None if given is None else _batch_of(self, given, kwargs)
-        if batch is None:
-            return _run_stock(self, kwargs)
-        batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
-        return _run_ours(self, batch, kwargs)
+        if batch is not None:
+            batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
+        out = _run_stock(self, kwargs) if batch is None else _run_ours(self, batch, kwargs)
+        if runtime is not None and given is not None and given.behind:
+            runtime.watch_padding(out, ~given.rows_mask.bool())
+        return out
 
 
 def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
@@ -116,10 +119,7 @@ def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):
     if known.runtime is not None:
         known.runtime.begin(batch.device)
     with our_attention(known.configs, batch):
-        out = stack._hfpatch_stock(kwargs)
-    if batch.watched_BT is not None:
-        known.runtime.watch_padding(out, batch.watched_BT)
-    return out
+        return stack._hfpatch_stock(kwargs)
 
 
 def _run_compiled(stack: "PatchedStack", kwargs):
@@ -159,8 +159,10 @@ def _batch_of(stack: "PatchedStack", given: Given, kwargs) -> Batch | None:
         changes |= shared
     batch, warning, decided = decide(given, stack._hfpatch.traits, cached)
     kwargs.update(changes | decided)
-    if warning is not None:
+    if warning is not None and given.tiled:
         stack._hfpatch.runtime.tell(warning)
+    elif warning is not None:
+        warnings.warn(f"hfpatch: {warning}", stacklevel=2)
     return batch
 
 

@@ -34,6 +34,7 @@ from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.step_meter import LedgerGauge, StepMeter
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.runtime import LayerRuntime
+from hfpatch.ops import experts
 from hfpatch.store import device as devices
 from hfpatch.store.device import DEVICES, Device
 from hfpatch.store.transfers import Transfers
@@ -348,6 +349,7 @@ def run_on_clock(
         _standing_in(device), _tiles_on(made),
         mock.patch.object(simulator, "LoneRank", partial(ClockRank, device)),
         mock.patch.object(Transfers, "late", disk),
+        mock.patch.object(experts, "_major", lambda _: gpu.major),
         mock.patch.object(LayerRuntime, "_say", lambda *_: None),
         mock.patch.object(
             LayerRuntime, "meter_of", lambda self, on: self.meters.setdefault(on, made[0].meter)

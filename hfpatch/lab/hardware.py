@@ -51,6 +51,7 @@ class Gpu:
         host.
     sharing: GPUs that use the machine's disk at once.
     float8: speedup of the layers' matmuls in float8 (`plan --fp8`); 1.0 without it.
+    major: the first number of the compute capability, by which operations pick their kernels.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Gpu:
     peer: float = 0.0
     sharing: int = 1
     float8: float = 1.0
+    major: int = 8
 
     @property
     def matmul_flops(self) -> float:
@@ -147,10 +149,12 @@ _ROWS = (
      "the peak"),
 )  # fmt: skip
 
+_MAJORS = {"h100": 9, "h200": 9, "mi300x": 9, "b200": 10, "rtx5090": 12}  # others: 8
+
 GPUS = {
     name: Gpu(
         name, int(gib * GiB), tera * 1e12, tb * 1e12, link * 1e9, fwd * 1e12, bwd * 1e12, source,
-        processors, peer=peer * 1e9,
+        processors, peer=peer * 1e9, major=_MAJORS.get(name, 8),
     )
     for name, gib, tera, tb, link, fwd, bwd, processors, peer, source in _ROWS
 }  # fmt: skip

@@ -52,8 +52,8 @@ class LayerRuntime(Policies):
         owner: a weak reference to the module whose parameters a step trains.
         copy_room: bytes that the sources of copies may take while a layer runs.
         warned: lines already printed.
-        padding_read: whether a gradient reached outputs at padding, as a flag on the device until
-            the host reads it.
+        padding_read: whether a gradient reached outputs at padding, None before any backward could
+            show it; a flag on the device until the host reads it.
         weights: frozen weights that wait on the host.
         turn: the model's lock.
         last_call: weak references to the last call and to its output, and how often that was
@@ -75,7 +75,7 @@ class LayerRuntime(Policies):
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self.warned: set[str] = set()
-        self.padding_read: bool | Tensor = False
+        self.padding_read: bool | Tensor | None = None
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
         self.last_call = (lambda: None, lambda: None, 0)
@@ -114,13 +114,16 @@ class LayerRuntime(Policies):
     def _look(self, hidden_BT: Tensor, dy_BTD: Tensor) -> None:
         # NaN, which a mask of zeros does not remove, is not above 0.
         size_BT = torch.linalg.vector_norm(dy_BTD.detach(), torch.inf, -1)
-        self.padding_read |= (hidden_BT & (size_BT > 0)).any()
+        before = False if self.padding_read is None else self.padding_read
+        self.padding_read = (hidden_BT & (size_BT > 0)).any() | before
 
-    def padding_is_read(self) -> bool:
-        """Whether a gradient reached padding in an earlier backward of this model."""
+    def padding_is_read(self, unknown: bool) -> bool:
+        """Whether a gradient reached padding in an earlier backward of this model. unknown: the
+        answer before one could show it.
+        """
         if isinstance(self.padding_read, Tensor):
             self.padding_read = bool(on_host(self.padding_read))
-        return self.padding_read
+        return unknown if self.padding_read is None else self.padding_read
 
     # -- the order of calls ------------------------------------------------------------------------
     def link(self, call: LayerCall, x: Tensor) -> None:

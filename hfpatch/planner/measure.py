@@ -42,7 +42,7 @@ def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
     return Gpu(
         name=properties.name, memory_bytes=gpu_limit(device), **_rates(device, dtype),
         source="measured on this machine",
-        processors=properties.multi_processor_count, measured=True,
+        processors=properties.multi_processor_count, measured=True, major=properties.major,
     )  # fmt: skip
 
 

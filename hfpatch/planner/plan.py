@@ -10,7 +10,10 @@ from dataclasses import replace
 
 from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.models import config_of
+from hfpatch.planner.machine import card
+from hfpatch.planner.placements import candidates
 from hfpatch.planner.remembered import recall, remember
 from hfpatch.planner.result import Plan
 
@@ -72,6 +75,10 @@ def plan(
             f"hfpatch: adapters must be a hfpatch.lab.adapters.Adapters, got {adapters!r}. Pass "
             "Adapters(16) for rank 16."
         )
+    # at once: what comes next loads torch for seconds
+    candidates(placement, gpus, bool(adapters))
+    if gpu != "this" and not isinstance(gpu, Gpu):
+        card(gpu)
     asked = {
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,

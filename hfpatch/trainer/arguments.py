@@ -92,7 +92,7 @@ def refusals(kinds=(ImportError, LookupError, TypeError, ValueError)):
             if isinstance(error, ValueError)
             else f"transformers does not take these flags, {type(error).__name__}: "
         )
-        raise ValueError(f"hfpatch: {kind}{(text.splitlines() or [''])[0]}") from error
+        raise ValueError(f"hfpatch: {kind}{' '.join(text.split())}") from error
 
 
 def _passed_through_us(error: BaseException) -> bool:

@@ -230,7 +230,7 @@ def _data_rules(model, data, args):
         )
     yield (
         args.optim_args and args.optim in ("adamw_torch", "adamw_torch_fused"),
-        f"--optim_args works with another optimizer than {args.optim}. Add --optim.",
+        f"--optim_args works with another optimizer than {args.optim.value}. Add --optim.",
     )
     yield (
         data.chat_template and not Path(data.chat_template).is_file(),

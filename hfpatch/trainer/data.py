@@ -147,9 +147,9 @@ def prepared(table, documents, name: str, data, pad_id: int, windows, say) -> tu
     tokens, read_ = sum(p.length for p in kept), int(chosen.sum())
     fill = f" (packing fill {tokens / (len(rows) * data.seq_len):.1%})" if data.packing else ""
     say(
-        f"hfpatch: {name}: {len(documents):,} documents of {read_:,} tokens; {tokens:,} tokens, "
-        f"{labels / tokens:.1%} of them labels, in {len(rows):,} rows of up to "
-        f"{data.seq_len:,}{fill}; left out: {read_ - tokens:,} tokens ({1 - tokens / read_:.1%})"
+        f"hfpatch: {name}: {len(documents):,} document{'s' * (len(documents) != 1)} of {read_:,} "
+        f"tokens; {tokens:,} tokens, {labels / tokens:.1%} of them labels, in {len(rows):,} rows of "
+        f"up to {data.seq_len:,}{fill}; left out: {read_ - tokens:,} tokens ({1 - tokens / read_:.1%})"
     )
     made = RowDataset(table, rows, pad_to=data.seq_len if data.packing else None, pad_id=pad_id)
     per_token = int(sum(table.data.column("bytes").to_numpy())) / max(1, int(lengths.sum()))

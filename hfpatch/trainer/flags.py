@@ -39,7 +39,7 @@ class ModelArguments:
         "preset: " + ", ".join(PRESETS),
     )
     config_overrides: str | None = _flag(
-        None, "With a preset: changes to its config, such as hidden_size=128,vocab_size=512."
+        None, "With a preset: changes to its config, such as hidden_size=128,num_hidden_layers=4."
     )
     max_position_embeddings: int | None = _flag(
         None, "Positions of the model, if more than its config says."

@@ -12,17 +12,27 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
+from hfpatch.budget.limits import did_you_mean
 from hfpatch.lab.models import hub_config
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import check_sizes
 from hfpatch.trainer import context, placement
+
+# Fields of a config that would fail late: name, whether a value fits, what it must be.
+_FIELDS = (
+    ("max_position_embeddings", lambda n: isinstance(n, int) and n > 0, "1 or more"),
+    ("dtype", lambda kind: isinstance(kind, torch.dtype), "one such as bfloat16"),
+    ("hidden_act", lambda name: name in ACT2FN, "one of transformers'"),
+)
 
 
 def load_config(model):
     """The config of a preset with its overrides, or of a model, lengthened. Raises ValueError."""
     with loads("no model loads", model.model):
         if model.preset:
-            config = LlamaConfig(**preset_config(model.preset) | _overrides(model.config_overrides))
+            values = preset_config(model.preset) | _overrides(model)
+            check_sizes(values.get)  # LlamaConfig divides by some of them
+            config = LlamaConfig(**values)
         else:
             if not os.path.exists(model.model):
                 hub_config(model.model)  # says at once what transformers would try for a minute
@@ -33,17 +43,10 @@ def load_config(model):
         # Lists have one value a layer.
         sizes = {name: value for name, value in vars(text).items() if not isinstance(value, list)}
         check_sizes(sizes.get)
-        positions, dtype = (
-            getattr(text, "max_position_embeddings", None),
-            getattr(text, "dtype", None),
-        )
-        if positions is not None and not (isinstance(positions, int) and positions > 0):
-            raise ValueError(f"max_position_embeddings must be 1 or more, got {positions!r}")
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype must be one such as bfloat16, got {dtype!r}")
-        activation = getattr(text, "hidden_act", None)
-        if activation is not None and activation not in ACT2FN:
-            raise ValueError(f"hidden_act must be one of transformers', got {activation!r}")
+        for name, fits, what in _FIELDS:
+            value = getattr(text, name, None)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name} must be {what}, got {value!r}")
     return context.lengthened(config, model.max_position_embeddings, model.rope_scaling)
 
 
@@ -64,7 +67,7 @@ def loads(what: str, name: str, hint: str = ""):
         why = str(error).strip() and _first(error).removeprefix("hfpatch: ")
         why = (
             why
-            if isinstance(error, (OSError, ValueError))
+            if isinstance(error, (OSError, ValueError)) or error.__cause__
             else f"{type(error).__name__} {why}".strip()
         )
         raise ValueError(
@@ -72,9 +75,9 @@ def loads(what: str, name: str, hint: str = ""):
         ) from error
 
 
-def _overrides(text: str | None) -> dict:
+def _overrides(model) -> dict:
     values = {}
-    for item in filter(None, (text or "").split(",")):
+    for item in filter(None, (model.config_overrides or "").split(",")):
         name, equals, value = item.partition("=")
         if not equals:
             raise ValueError(
@@ -86,12 +89,17 @@ def _overrides(text: str | None) -> dict:
             values[name.strip()] = value
     # A LlamaConfig's own fields, without those that the tokenizer decides.
     every, common = (inspect.signature(c).parameters for c in (LlamaConfig, PretrainedConfig))
-    known = every.keys() - common.keys() - {"pad_token_id", "bos_token_id", "eos_token_id"}
+    decided = {"pad_token_id", "bos_token_id", "eos_token_id"}
+    decided |= {"vocab_size"} if model.train_tokenizer else set()
+    known = every.keys() - common.keys() - decided
     unknown = [name for name in values if name not in known]
     if unknown:
+        who = (
+            "the tokenizer decides it" if unknown[0] in decided else "LlamaConfig has no such size"
+        )
         raise ValueError(
-            f"hfpatch: --config_overrides has an unknown name {unknown[0]!r} for a LlamaConfig. "
-            "Check it."
+            f"hfpatch: --config_overrides cannot set {unknown[0]!r}: {who}. Leave it out."
+            f"{did_you_mean(unknown[0], known)}"
         )
     return values
 

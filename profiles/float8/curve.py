@@ -26,7 +26,7 @@ def losses(folder: Path, flags: list[str]) -> list[float]:
     code = train.main([
         "--model", "llama-tiny", "--train_tokenizer", "512", "--data", str(HERE.parents[1] / "hfpatch/loss"),
         "--data_glob", "**/*.py", "--packing", "True", "--seq_len", "96", "--checkpointing",
-        "host,tile=32", "--config_overrides", "vocab_size=512", "--per_device_train_batch_size", "2",
+        "host,tile=32", "--per_device_train_batch_size", "2",
         "--max_steps", str(STEPS), "--learning_rate", "1e-2", "--logging_steps", "1",
         "--dtype", "bfloat16", "--save_strategy", "steps", "--save_steps", str(STEPS),
         "--report_to", "none", "--use_cpu", "True", "--seed", "0", "--cache_dir",

@@ -20,6 +20,14 @@ THEIRS = "transformers' own"
 WAYS = {THEIRS: "off", "tiled": tiny.TILED, "whole": hfpatch.Checkpointing(tile=64), "off": "off"}
 
 
+def assert_equal(model, stock, batch, loss=lambda out: out.loss) -> None:
+    got, true = tiny.step(model, batch, loss), tiny.step(stock, batch, loss)
+    for name, wanted in true.items():
+        assert torch.isfinite(wanted).all()
+        # norms and rotation are in float32 in stock
+        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12, name
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("where", ["left", "hole", "row"])
 @pytest.mark.parametrize("way", WAYS)
@@ -47,11 +55,7 @@ def test_what_sees_nobody_gets_zeros(way, where, family):
     ours = tiny.patched(stock, checkpointing=WAYS[way])
     if way == THEIRS:  # again in backward, when our attention has gone
         ours.gradient_checkpointing_enable()
-    got, true = tiny.step(ours, batch), tiny.step(stock, batch)
-    for name, wanted in true.items():
-        assert torch.isfinite(wanted).all()
-        # norms and rotation are in float32 in stock
-        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    assert_equal(ours, stock, batch)
 
 
 SHORT = ("llama4_text", "phi3")
@@ -91,6 +95,13 @@ def hook(model):
     model.model.norm.register_forward_hook(lambda *_: None)
 
 
+def told(model) -> str:
+    return " ".join(model._hfpatch_report.notes)
+
+
+MAY_READ = "or padding behind a row, until a backward shows that no loss reads it."
+OTHERS = "outputs of LlamaModel at padding behind a row are not transformers'."
+
 # How a forward with labels differs: (class, options of apply, change of the model, arguments).
 LABELLED = {
     "fused": (LlamaForCausalLM, {}, None, {}),
@@ -116,12 +127,8 @@ def test_labels_at_padding_behind_a_row_count_as_in_transformers(how):
         if change is not None:
             change(model)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids, **extra}
-    got, true = tiny.step(ours, batch), tiny.step(stock, batch)
-    for name, wanted in true.items():
-        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
-    if how in ("own class", "logits", "hook"):
-        line = "an attention mask with holes, or a loss that reads padding."
-        assert [n for n in ours._hfpatch_report.notes if n.endswith(line)]
+    assert_equal(ours, stock, batch)
+    assert how not in ("own class", "logits", "hook") or MAY_READ in told(ours)
 
 
 @pytest.mark.parametrize("where", [slice(15, None), slice(0, 9)])
@@ -197,47 +204,60 @@ READERS = {
 
 @pytest.mark.parametrize("checkpointing", [tiny.TILED, "off"], ids=["tiled", "off"])
 @pytest.mark.parametrize("what", READERS)
-def test_what_reads_padding_behind_a_row_gets_transformers_values(what, checkpointing, capfd):
-    """At once if the model's own forward is given its targets, or is not tiled. A loss outside the
-    model shows by its gradient: the report says so in the first step, the second is exact."""
+def test_what_reads_padding_behind_a_row_gets_transformers_values(what, checkpointing):
+    """From the first step. A loss outside the model shows by its gradient, for all later steps."""
     kind, beside, loss = READERS[what]
     stock = tiny.llama(kind, dtype=torch.float64, classifier_dropout=0.0)
     ids, mask = behind()
     batch = {"input_ids": ids, "attention_mask": mask, **beside(ids)}
     ours = tiny.patched(stock, checkpointing=checkpointing)
-    loss = loss or (lambda out: out.loss)
-    true = tiny.step(stock, batch, loss)
-    if loss is READERS[what][2] and checkpointing != "off":
-        tiny.step(ours, batch, loss)
-        line = "outputs of LlamaModel at padding behind a row are not transformers'."
-        assert line in capfd.readouterr().err
-        assert any(note.startswith(line) for note in ours._hfpatch_report.notes)
     for _ in range(2):
-        got = tiny.step(ours, batch, loss)
-        for name, wanted in true.items():
-            assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12, name
-    if checkpointing != "off":
-        line = "an attention mask with holes, or a loss that reads padding."
-        assert [n for n in ours._hfpatch_report.notes if n.endswith(line)]
+        assert_equal(ours, stock, batch, loss or (lambda out: out.loss))
+    assert checkpointing == "off" or MAY_READ in told(ours)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_line_of_padding_promises_what_happens(packed):
+UNREAD = of_ones_own(lambda z: z[0].square().mean() + z[1, :15].square().mean())
+EVERYTHING = of_ones_own(lambda z: z.square().mean())
+
+
+@pytest.mark.parametrize("most, first", [(1 << 14, MAY_READ), (0, OTHERS)])
+def test_padding_is_tiled_once_a_backward_shows_it_unread(most, first, monkeypatch):
+    """Long rows are so at once. The line is there before a loss reads padding, and
+    the step after that is exact."""
+    monkeypatch.setattr("hfpatch.decoder.batch.FEW", most)
+    stock, (ids, mask) = tiny.llama(dtype=torch.float64), behind()
+    ours, batch = tiny.patched(stock), {"input_ids": ids, "attention_mask": mask}
+    for line in (first, OTHERS):
+        assert_equal(ours, stock, batch, UNREAD)
+        assert line in told(ours)
+    tiny.step(ours, batch, EVERYTHING)
+    assert_equal(ours, stock, batch, EVERYTHING)
+
+
+@pytest.mark.parametrize("most", [1 << 14, 0])
+def test_a_teachers_padding_is_transformers_or_has_a_line(most, monkeypatch):
+    """Its logits go to a loss that no gradient of its own can show."""
+    monkeypatch.setattr("hfpatch.decoder.batch.FEW", most)
+    stock, (ids, mask) = tiny.llama(dtype=torch.float64).eval(), behind()
+    ours, batch = tiny.patched(stock), {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        got, wanted = (model(**batch, use_cache=False).logits for model in (ours, stock))
+    exact = (got - wanted).norm() <= 1e-5 * wanted.norm()
+    line = OTHERS + " Weight them by attention_mask."
+    assert exact if most else line in ours._hfpatch_report.notes
+
+
+@pytest.mark.parametrize("way", ["tiled", "off"])
+def test_packed_rows_with_padding_have_the_line(way, recwarn):
     """Beside a mask transformers does not look for documents: packed rows keep hfpatch's mask."""
-    ours = tiny.patched(tiny.llama(LlamaModel, dtype=torch.float64))
+    ours = tiny.patched(tiny.llama(LlamaModel, dtype=torch.float64), checkpointing=WAYS[way])
     ids, mask = behind()
-    places = torch.arange(tiny.TOKENS).expand(2, -1)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": places % (9 if packed else 99),
-    }
+    positions = torch.arange(tiny.TOKENS).expand(2, -1) % 9
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     for _ in range(2):
         tiny.step(ours, batch, lambda out: out.last_hidden_state.mean(1).square().sum())
-    notes = " ".join(ours._hfpatch_report.notes)
-    assert "at padding behind a row are not transformers'" in notes
-    assert ("Once a gradient reaches them" in notes) is not packed
-    assert ("or a loss that reads padding." in notes) is not packed
+    lines = [str(warning.message) for warning in recwarn] + ours._hfpatch_report.notes
+    assert [line for line in lines if OTHERS in line] and MAY_READ not in " ".join(lines)
 
 
 @pytest.mark.parametrize("gap", [False, True], ids=["padding's id", "another id"])
@@ -249,11 +269,7 @@ def test_a_classifier_of_rows_reads_one_token_of_each(gap, rows, capfd):  # noqa
     ids, mask = behind()
     ids = ids.masked_fill(mask == 0, 7) if gap else ids
     batch = {"input_ids": ids, "attention_mask": mask}
-    got, true = (
-        tiny.step(model, batch, lambda out: F.logsigmoid(out.logits[0] - out.logits[1]).sum())
-        for model in (tiny.patched(stock), stock)
-    )
-    for name, wanted in true.items():
-        assert (got[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    prefers = lambda out: F.logsigmoid(out.logits[0] - out.logits[1]).sum()  # noqa: E731
+    assert_equal(tiny.patched(stock), stock, batch, prefers)
     assert len(rows) == (not gap)
-    assert ("or a loss that reads padding" in capfd.readouterr().err) == gap
+    assert ("or padding behind a row" in capfd.readouterr().err) == gap

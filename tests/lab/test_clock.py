@@ -12,6 +12,7 @@ from hfpatch.lab import clock as lab
 from hfpatch.lab.hardware import GPUS
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate.implementations import build, prepare
+from hfpatch.ops import experts
 
 # A Llama's true layer, of which four tell as much as thirty-two; the head is small, so that it
 # hides nothing.
@@ -108,3 +109,13 @@ def test_exchanges_of_ranks_take_their_bytes():
         assert found.busy(lab.EXCHANGES) == pytest.approx(sent / one.peer_rate, rel=0.05)
         waits.append(found.busy(lab.RANK_WAITS) / sum(found.seconds.values()))
     assert waits[0] < 0.05 < waits[1]
+
+
+@pytest.mark.parametrize("card, runs", [("a100-80gb", False), ("h100", True), ("rtx5090", False)])
+def test_products_of_experts_are_those_that_the_card_runs(card, runs):
+    """torch's grouped product is a kernel on sm_90 and sm_100 alone."""
+    sizes = {"num_hidden_layers": 1, "num_experts": 8, "vocab_size": 1000}
+    patched = prepare(build(preset_config("qwen3-30b-a3b") | sizes), "hfpatch")
+    with mock.patch.object(experts, "grouped_mm", wraps=experts.grouped_mm) as seen:
+        Found(patched, GPUS[card], dataclasses.replace(LEAST, tile=256), tokens=256)
+    assert seen.called is runs

@@ -263,7 +263,3 @@ def test_parts_of_another_library_stay_and_the_others_are_ours(when):
 
 def _kernel(forward):
     return lambda self, x: forward(self, x)
-
-
-def _run(forward, *args):
-    return forward(*args)

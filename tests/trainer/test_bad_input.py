@@ -55,7 +55,7 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
         ("must be at most the model's 4096 positions", {"seq_len": 5000}),
         ("no placement 'zero9'", {"engine": "zero9"}),
         ("no placement 'nowhere.json'", {"deepspeed": "nowhere.json"}),
-        ("unknown name 'hidden'", {"config_overrides": "hidden=3"}),
+        ("cannot set 'hidden': LlamaConfig has no such size", {"config_overrides": "hidden=3"}),
         (
             "the tokenizer must have at most 299 tokens",
             {"config_overrides": "vocab_size=299"},
@@ -90,12 +90,29 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
         ("trainer_state.json is missing. Check the path", {"resume_from_checkpoint": "/nowhere"}),
         ("cannot be combined with --optim sgd", {"placement": "gpu8bit", "optim": "sgd"}),
         ("no placement 'gpu8bits'. Did you mean gpu8bit?", {"placement": "gpu8bits"}),
-        ("--train_tokenizer must be 260", {"tokenizer": None, "train_tokenizer": 100}),
+        (
+            "--train_tokenizer must be 260",
+            {"tokenizer": None, "train_tokenizer": 100, "config_overrides": None},
+        ),
         ("invalid choice: 'ours'", {"impl": "ours"}),
-        ("unknown name 'to_dict'", {"config_overrides": "to_dict=3"}),
-        ("unknown name 'model_type'", {"config_overrides": "model_type=bert"}),
-        ("unknown name 'pad_token_id'", {"config_overrides": "pad_token_id=999"}),
-        ("unknown name 'dtype'", {"config_overrides": "dtype=bfloat16"}),
+        ("cannot set 'to_dict'", {"config_overrides": "to_dict=3"}),
+        ("cannot set 'model_type'", {"config_overrides": "model_type=bert"}),
+        (
+            "cannot set 'pad_token_id': the tokenizer decides it",
+            {"config_overrides": "pad_token_id=999"},
+        ),
+        (
+            "cannot set 'vocab_size': the tokenizer decides it",
+            {"config_overrides": "vocab_size=9", "tokenizer": None, "train_tokenizer": 300},
+        ),
+        (
+            "cannot set 'num_hidden_layer': LlamaConfig has no such size. Leave it out. Did you "
+            "mean num_hidden_layers?",
+            {"config_overrides": "num_hidden_layer=2"},
+        ),
+        ("num_attention_heads must be a whole", {"config_overrides": "num_attention_heads=0"}),
+        ("from 'llama-tiny': Validation error", {"config_overrides": "rms_norm_eps=x"}),
+        ("cannot set 'dtype'", {"config_overrides": "dtype=bfloat16"}),
         ("--eval_on_start needs --eval_data", {"eval_on_start": True}),
         ("--save_strategy best needs --eval_data", {"save_strategy": "best"}),
         (
@@ -107,10 +124,17 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
             {"load_best_model_at_end": True, "save_strategy": "no"},
         ),
         (
+            "found - Evaluation strategy",
+            {"load_best_model_at_end": True, "save_strategy": "steps"},
+        ),
+        (
             "--dataloader_persistent_workers works with --dataloader_num_workers",
             {"dataloader_persistent_workers": True},
         ),
-        ("--optim_args works with", {"optim_args": "bf16_stochastic_round=True"}),
+        (
+            "--optim_args works with another optimizer than adamw_torch",
+            {"optim_args": "bf16_stochastic_round=True"},
+        ),
         ("--cache_dir has no value", {"cache_dir": ""}),
         ("--pad_multiple must be", {"pad_multiple": 2**31 - 1}),
         (
