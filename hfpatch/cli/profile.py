@@ -22,13 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpointing(add)
     add("--out", default="runs/profile", help="the report's folder (runs/profile)")
     add("--impl", default="hf,hfpatch", help="of hf, liger, hfpatch (hf,hfpatch)")
-    add("--steps", type=int, default=3, help="one recorded, the rest timed (3)")
-    add(
-        "--warmup",
-        type=int,
-        default=1,
-        help="steps before the recorded one; 0 records the first (1)",
-    )
+    add("--steps", type=int, default=3, help="steps that are timed (3)")
+    add("--warmup", type=int, default=1, help="steps before them (1)")
     add("--dtype", default="auto", choices=CHOICES["dtype"])
     add("--optimizer", default="adamw", choices=CHOICES["optimizer"])
     add("--gradient-checkpointing", action=on_off, default=True, help="for hf and liger (on)")
@@ -36,14 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--simulate",
         action="store_true",
-        help="follow the step on fake tensors: any size, any machine",
+        help="no real steps, fake tensors alone: any size, any machine",
     )
-    add(
-        "--no-stacks",
-        action="store_true",
-        help="no Python lines in the report; a lighter recording",
-    )
-    add("--no-trace", action="store_true", help="no Chrome trace, which takes a few hundred KiB")
     add("--json", action="store_true", help="results on stdout as JSON, nothing else")
 
 
@@ -55,8 +44,8 @@ def main(args) -> int:
         args.model, seq_len=parse_lengths(args.seq_len), impl=args.impl, out=args.out, command=command,
         batch=args.batch, steps=args.steps, warmup=args.warmup, dtype=args.dtype,
         optimizer=args.optimizer, gradient_checkpointing=args.gradient_checkpointing,
-        checkpointing=args.checkpointing, device=args.device, stacks=not args.no_stacks,
-        trace=not args.no_trace, simulate=args.simulate, progress=progress,
+        checkpointing=args.checkpointing, device=args.device, simulate=args.simulate,
+        progress=progress,
     )  # fmt: skip
     print(results(done.runs, command=command, notes=done.notes)) if args.json else show(done)
     return 0

@@ -91,15 +91,20 @@ def _engine_wait(gpu: Gpu, cost: Cost, stays: Resident) -> float:
     return waits
 
 
-def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:
-    """Seconds of a step by part. The norm reads every gradient, the clip reads and writes it, the
-    step reads it; it reads and writes parameters and optimizer states."""
-    gpu, seconds = run.rates, dict(cost.seconds)
+def optimizer_seconds(run: Run, stays: Resident) -> float:
+    """Seconds of the optimizer's step. The norm reads every gradient, the clip reads and writes it,
+    the step reads it; it reads and writes parameters and optimizer states."""
+    if stays.host_optimizer:
+        return stays.host_optimizer / HOST_BYTES_PER_SECOND
     own = run.shape.trained_bytes if stays.gradients is None else stays.gradients
     moved = 4 * own + 2 * (stays.parameters - stays.passed + stays.optimizer)
-    seconds["optimizer"] = moved / gpu.memory_rate
-    if stays.host_optimizer:
-        seconds["optimizer"] = stays.host_optimizer / HOST_BYTES_PER_SECOND
+    return moved / run.rates.memory_rate
+
+
+def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:
+    """Seconds of a step by part."""
+    gpu, seconds = run.rates, dict(cost.seconds)
+    seconds["optimizer"] = optimizer_seconds(run, stays)
     if stays.link or stays.gathers:
         seconds["copy_wait"] = max(seconds["copy_wait"], _engine_wait(gpu, cost, stays))
         # nothing hides the first layer's gather and the last layer's gradients

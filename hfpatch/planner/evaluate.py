@@ -29,6 +29,7 @@ from hfpatch.planner.answer import (
     WHOLE,
     Run,
     assembled,
+    optimizer_seconds,
     stays_of,
 )
 from hfpatch.planner.placements import PLACEMENTS, candidates
@@ -80,16 +81,17 @@ class Ladder:
         # DeepSpeed's buckets need gradients in one order on all ranks.
         if settings.plain == "auto" and run.gpus > 1 and placement.startswith("zero3"):
             change["plain"] = 0
-        self.settings = replace(settings, **change)
-        self.stays = stays_of(run, placement, self.settings)
-        self.first = self._first(self.settings)
+        self._begin(replace(settings, **change))
         alone = run.ranks == 1 and not named.sharded and run.shape.adapters
         if alone and settings.frozen_weights == "auto" and self._too_large():
-            self.settings = replace(self.settings, frozen_weights="host")
-        if self.settings.frozen_weights == "host":
-            self.settings = replace(self.settings, plain=0)
-            self.stays = stays_of(run, placement, self.settings)
-            self.first = self._first(self.settings)
+            self._begin(replace(self.settings, frozen_weights="host"))
+
+    def _begin(self, settings: Checkpointing) -> None:
+        if settings.frozen_weights == "host":
+            settings = replace(settings, plain=0)
+        self.settings = settings
+        self.stays = stays_of(self.run, self.placement, settings)
+        self.first = self._first(settings)
 
     def _sizes(self, rows: int) -> dict:
         itemsize = PLACEMENTS[self.placement].itemsize
@@ -98,10 +100,11 @@ class Ladder:
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
         run = self.run
-        held = 0 if run.tower is None else int(run.tower.cost(run).numbers["held"])
+        held = int(run.tower.cost(run).numbers["held"]) if run.tower else 0
         return max(0, run.gpu.usable_bytes - self.stays.parameters - held)
 
     def _host(self) -> int | None:
+        """Free bytes of the host for a process's checkpoints."""
         run = self.run
         if run.host is None:
             return None
@@ -149,8 +152,14 @@ class Ladder:
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
         cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
         found = _said(run, self.placement, policy, cost)
-        short = run.host is not None and found.host_peak_bytes > found.host_usable_bytes
-        return self.plan(FIRST) if short and way == GLANCE else found
+        if run.host is None or way != GLANCE:
+            return found
+        # Of a glance's layers, two or more, each counts as many bytes of host memory as the longest
+        # waiting gradient may take once: at most one tensor [rows, width].
+        wide = self.rows * self.width * PLACEMENTS[self.placement].itemsize
+        most = run.gpus * run.shape.num_layers // 2 * wide
+        short = found.host_peak_bytes - found.host_usable_bytes
+        return self.plan(FIRST) if 0 < short <= most else found
 
     def _note(self, call: Call, cost: Cost) -> None:
         """Notes what a step showed, as layer/meter.py does."""
@@ -228,7 +237,7 @@ def best(run: Run, names, way: str = SETTLED) -> Plan:
         if plans[-1].fits:
             found = evaluate(run, name, way)
             return found if found.fits else evaluate(run, name, FIRST)
-    return evaluate(run, min(plans, key=_lack).placement, GLANCE if way == GLANCE else FIRST)
+    return evaluate(run, max(plans, key=_room).placement, GLANCE if way == GLANCE else FIRST)
 
 
 def possible(run: Run, names) -> list[str]:
@@ -253,15 +262,18 @@ def possible(run: Run, names) -> list[str]:
 def faster(run: Run, plan: Plan, names) -> dict:
     """Plan.faster: the first placement after the plan's that fits and is faster by more than the
     plan's error."""
-    later = names[names.index(plan.placement) + 1 :]
-    later = (evaluate(run, n) for n in later if evaluate(run, n, GLANCE).fits)
     enough = (1 - SECONDS_ERROR) * plan.step_seconds
-    found = next((p for p in later if p.fits and p.step_seconds < enough), None)
-    return {} if found is None else {n: getattr(found, n) for n in ("placement", "step_seconds")}
-
-
-def _lack(plan: Plan) -> int:
-    return max(0, -_room(plan))
+    # At best nothing runs again, which is at most a third of all but attention, and no copy waits.
+    again = plan.seconds["matmul"] + plan.seconds["elementwise"]
+    least = plan.seconds["attention"] + again * 2 / 3
+    for name in names[names.index(plan.placement) + 1 :]:
+        if least + optimizer_seconds(run, stays_of(run, name, run.checkpointing)) >= enough:
+            continue
+        found = evaluate(run, name, GLANCE)
+        found = evaluate(run, name) if found.fits else found
+        if found.fits and found.step_seconds < enough:
+            return {"placement": name, "step_seconds": found.step_seconds}
+    return {}
 
 
 def _room(plan: Plan) -> int:

@@ -36,15 +36,12 @@ def test_stock_runs_where_liger_cannot(capfd, tmp_path):
     code, out, _ = call(
         capfd, "--model", "llama-tiny", "--seq-len", 64, "--impl", "hf,liger", "--steps", 1,
         "--warmup", 0,
-        "--device", "cpu", "--no-stacks", "--out", tmp_path,
+        "--device", "cpu", "--out", tmp_path,
     )  # fmt: skip
     assert code == 0 and "\x1b" not in out
     notes = [text for text in out.splitlines() if "Liger" in text]
     assert len(notes) == 1 and notes[0].startswith("hfpatch: ")
-    assert "trace-hf-64.json.gz" in out and "KiB" in out
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "memory.png", "report.md", "results.json", "trace-hf-64.json.gz",
-    }  # fmt: skip
+    assert {p.name for p in tmp_path.iterdir()} == {"memory.png", "report.md", "results.json"}
     assert notes[0] in (tmp_path / "report.md").read_text()
 
 
@@ -127,8 +124,7 @@ def test_the_worker_ends_with_its_parent(name, tmp_path, request):
     """It holds the memory of a step, on a GPU too."""
     parent = subprocess.Popen(
         [sys.executable, "-m", "hfpatch", "profile", "--model", "llama-tiny", "--impl", "hf",
-         "--seq-len", "4096", "--steps", "100000", "--device", "cpu", "--no-stacks", "--no-trace",
-         "--out", str(tmp_path)],
+         "--seq-len", "4096", "--steps", "100000", "--device", "cpu", "--out", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL,
         preexec_fn=default_signals,
     )  # fmt: skip

@@ -18,7 +18,7 @@ PROGRAMS = {
     ),
     "TRL SFT": "tests/dry/trainers_worker.py sft OUT",
     "TRL GRPO": "tests/dry/trainers_worker.py grpo OUT",
-    "tests that need a GPU": "-m pytest -q -W ignore -p no:cacheprovider -m gpu tests/lab",
+    "tests that need a GPU": "-m pytest -q -W ignore -p no:cacheprovider -m gpu tests/lab/test_step.py",
     "nine.py, small": NINE + "first second --small",
     "nine.py": NINE + "second step_8k step_131k_32 lengths least_131k_8 stock_8k loss",
 }

@@ -24,7 +24,7 @@ def runs():
         "fragmentation_bytes": 2 * MIB,
     }
     finished.memory |= {"pinned_host_peak_bytes": 3 * MIB}
-    finished.memory |= {"trace_file": "trace.json.gz", "trace_file_bytes": 2048}
+    finished.memory |= {"snapshot_file": "snapshot.pickle", "snapshot_file_bytes": 2048}
     finished.applied = ["hfpatch on LlamaForCausalLM:", "  mlp  2 x <LlamaMLP>"]
     failed = a_run(impl="hf", error="out of memory: tried <b>5 GiB</b>")
     return [failed, finished, Run(impl="liger", seq_len=128, error="killed by the system")]
@@ -41,12 +41,12 @@ def test_markdown_has_every_part(runs):
     for part in (
         "`hfpatch profile --model x`", "commit abc1234", "Liger is out.", "hf (did not finish)",
         "| **peak** | **17.0 MiB** | **10.0 MiB** | **0 B** |",
-        "| seconds a step (median, without the profiler) |  | 500 ms |  |",
+        "| seconds a step (median) |  | 500 ms |  |",
         "| tokens a second |  | 256 |  |",
         "fragmentation (reserved, not allocated) |  | 2.00 MiB",
         "pinned host memory, peak |  | 3.00 MiB",
-        "`trace.json.gz` (2.00 KiB, one step)",
-        "out of memory: tried", "killed by the system", "a.py:2",
+        "`snapshot.pickle` (2.00 KiB, one step)",
+        "out of memory: tried", "killed by the system",
         "### hfpatch: what `hfpatch.apply` did\n\n```\nhfpatch on LlamaForCausalLM:\n  mlp  2 x "
         "<LlamaMLP>\n```",
     ):  # fmt: skip
@@ -67,7 +67,7 @@ def test_what_takes_the_same_stands_in_one_order_in_every_report():
 
 
 def test_simulated_is_marked_everywhere():
-    runs = [a_run(impl="hf", source="simulated")]
+    runs = [a_run(impl="hf", source="simulated", memory={"host_peak_bytes": MIB})]
     assert "# Memory profile of a model (simulated)" in markdown(runs)
     assert "hf (simulated)" in markdown(runs) and "| figure |" in markdown(runs)
 

@@ -28,9 +28,8 @@ def a_run(impl="hf", scale=1, **changes):
             "model.layers.0",
             "forward",
             "aten::add",
-            "a.py:1",
         ),
-        Allocation(5 * MIB * scale, 0.8, 1.5, "loss", "lm_head", "forward", "aten::mm", "a.py:2"),
+        Allocation(5 * MIB * scale, 0.8, 1.5, "loss", "lm_head", "forward", "aten::mm"),
         Allocation(
             4 * MIB * scale,
             1.5,
@@ -39,9 +38,7 @@ def a_run(impl="hf", scale=1, **changes):
             "model.layers.3.mlp",
             "backward",
             "aten::mm",
-            "a.py:3",
         ),
-        Allocation(3 * MIB, 0.1, 2.9, "host", "", "forward"),
     ]
     return measure(run, blocks)
 
@@ -55,7 +52,6 @@ def test_peak_and_split():
         "checkpoints": 2 * MIB,
         "loss": 5 * MIB,
     }
-    assert run.memory["host_peak_bytes"] == 3 * MIB, "host memory is no part of the device's peak"
 
 
 def test_two_sentences_name_peak_and_holder():

@@ -35,8 +35,6 @@ class Options:
     gradient_checkpointing: bool = True
     checkpointing: list[str] = field(default_factory=list)
     device: str = "auto"
-    stacks: bool = True
-    trace: bool = True
     folder: str = "."
     simulate: bool = False
 

@@ -1,4 +1,4 @@
-"""memory.png: the bytes that are alive over the recorded step, by category. Drawn by matplotlib."""
+"""memory.png: the bytes that are alive over the followed step, by category. Drawn by matplotlib."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def draw(axis, run: Run, name: str, unit: int):
     areas = axis.stackplot(times, *([n / unit for n in one] for one in levels), step="post")
     axis.axhline(run.peak_bytes / unit, color="black", linestyle="--", linewidth=0.8)
     axis.set_title(f"{name}, {run.seq_len:,} tokens\npeak {size(run.peak_bytes)}")
-    axis.set_xlabel("seconds" if run.source == "measured" else "allocations and frees")
+    axis.set_xlabel("allocations and frees")
     axis.set_xlim(run.phases[0][1], run.phases[-1][2])
     axis.set_ylabel(UNITS[unit])
     return areas

@@ -56,7 +56,7 @@ FIGURES = {
     "reserved_peak_bytes": "reserved, peak",
     "fragmentation_bytes": "fragmentation (reserved, not allocated)",
     "pinned_host_peak_bytes": "pinned host memory, peak",
-    "host_peak_bytes": "host memory of the step, peak",
+    "host_peak_bytes": "host memory of the followed step, peak",
     "process_peak_bytes": "process memory, peak",
 }
 
@@ -66,7 +66,7 @@ def figure_table(runs):
     took = [run.seconds for run in runs]
     speed = [f"{r.seq_len * r.batch / s:,.0f}" if s else "" for r, s in zip(runs, took)]
     rows = [
-        ("seconds a step (median, without the profiler)", [tables.seconds(s) for s in took]),
+        ("seconds a step (median)", [tables.seconds(s) for s in took]),
         ("tokens a second", speed),
     ]
     for key, name in FIGURES.items():
@@ -76,12 +76,11 @@ def figure_table(runs):
 
 def top_table(run) -> str:
     """The largest blocks alive at the peak."""
-    head = ("bytes", "blocks", "category", "module", "phase", "operator", "line")
+    head = ("bytes", "blocks", "category", "module", "phase", "operator")
     rows = [
-        (size(r["bytes"]), r["count"], r["category"], generic(r["module"]), r["phase"], r["op"],
-         r["line"])
+        (size(r["bytes"]), r["count"], r["category"], generic(r["module"]), r["phase"], r["op"])
         for r in run.rows[:10]
-    ]  # fmt: skip
+    ]
     return tables.markdown(rows, head) if rows else "Nothing was recorded."
 
 
@@ -94,7 +93,7 @@ def facts(runs, command, commit) -> list[str]:
         for k, v in first.setup.items()
         if k not in ("gradient_checkpointing", "checkpointing")
     )
-    where = f"measured on {first.device}"
+    where = "owners of memory by the step on fake tensors; figures measured on " + first.device
     if first.source == "simulated":
         where = "simulated on fake tensors, no kernel ran"
     for impl, values in {r.impl: r.setup for r in runs}.items():
@@ -111,17 +110,12 @@ def facts(runs, command, commit) -> list[str]:
 
 
 def files(runs) -> list[str]:
-    """Trace and snapshot, with their size and what opens them."""
-    opens = {
-        "trace": "https://ui.perfetto.dev",
-        "snapshot": "https://docs.pytorch.org/memory_viz",
-    }
+    """Snapshots of the allocator, with their size and what opens them."""
     return [
-        f"`{run.memory[f'{kind}_file']}` ({size(run.memory[f'{kind}_file_bytes'])}, one step): "
-        f"open it at {site}"
+        f"`{run.memory['snapshot_file']}` ({size(run.memory['snapshot_file_bytes'])}, one step): "
+        "open it at https://docs.pytorch.org/memory_viz"
         for run in runs
-        for kind, site in opens.items()
-        if f"{kind}_file" in run.memory
+        if "snapshot_file" in run.memory
     ]
 
 

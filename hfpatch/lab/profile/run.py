@@ -55,14 +55,13 @@ def profile(
     gradient_checkpointing: bool = True,
     checkpointing="auto",
     device: str = "auto",
-    stacks: bool = True,
-    trace: bool = True,
     simulate: bool = False,
     out: str | Path = "runs/profile",
     command: str | None = None,
     progress: Callable[[str, int, str], None] = lambda impl, seq_len, text: None,
 ) -> Profile:
-    """Runs real training steps of each implementation and writes a folder with their report.
+    """Runs real training steps of each implementation, follows one on fake tensors to see what holds
+    its memory, and writes a folder with the report.
 
     An implementation that cannot run here is named in the notes. One that runs out of memory is in
     the report.
@@ -70,13 +69,12 @@ def profile(
     Args:
         model: a preset, a config.json, a folder or a hub id. Weights are random.
         seq_len: in tokens, one length or several.
-        steps: one is recorded, the others are timed without the profiler.
-        warmup: steps before the recorded one. 0 records the first step, in which optimizer states
-            are born.
+        steps: that are timed. On a GPU one more is recorded by PyTorch's allocator.
+        warmup: steps before them.
         dtype: "auto" (bfloat16 on a GPU, float32 on a CPU) or a name.
         gradient_checkpointing: of hf and liger.
         checkpointing: of hfpatch, as hfpatch.apply takes it.
-        simulate: follow the step on fake tensors, for models that this machine cannot hold.
+        simulate: no real step, for models that this machine cannot hold.
 
     Raises:
         ValueError: an option is wrong, or no implementation can run.
@@ -96,7 +94,7 @@ def profile(
         "optimizer": optimizer,
         "gradient_checkpointing": gradient_checkpointing, "checkpointing": words_of(checkpointing),
         "device": device,
-        "stacks": stacks, "trace": trace, "simulate": simulate, "folder": str(folder),
+        "simulate": simulate, "folder": str(folder),
     }  # fmt: skip
     asked = [shared | {"impl": name, "seq_len": length} for length in lengths for name in names]
     if not asked:

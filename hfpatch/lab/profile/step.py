@@ -1,9 +1,9 @@
-"""One measured run: builds the model, applies an implementation, trains a few steps, records one.
+"""Real steps of one implementation: builds the model, trains a few steps, and times them.
 
-Called by worker.py, one process per implementation.
+On a GPU one more step runs under the allocator's own history, for PyTorch's memory viewer. Called
+by worker.py, one process per implementation.
 """
 
-import gc
 import resource
 import time
 from collections.abc import Callable
@@ -12,15 +12,13 @@ from pathlib import Path
 import torch
 
 from hfpatch.lab.compat import dump_allocations, record_allocations
-from hfpatch.lab.device import is_out_of_memory, synchronize
+from hfpatch.lab.device import is_out_of_memory, one_line, synchronize
 from hfpatch.lab.made import model_of
 from hfpatch.lab.models import config_of
-from hfpatch.lab.profile import record
 from hfpatch.lab.profile.options import Options
-from hfpatch.lab.profile.owners import allocations
-from hfpatch.lab.profile.timeline import Run, measure, versions
+from hfpatch.lab.profile.timeline import Run, versions
 from hfpatch.lab.simulate.implementations import config_class, enable_checkpointing
-from hfpatch.lab.watch import pinned_bytes, pools
+from hfpatch.lab.watch import pinned_bytes, policy_used
 
 
 def load_config(name: str):
@@ -96,166 +94,75 @@ def new_run(options: Options, device: str, dtype: torch.dtype, source: str = "me
                versions=software())  # fmt: skip
 
 
-def record_run(
-    model, optimizer, batch: dict, options: Options, *,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Run:  # fmt: skip
-    """Warm-up steps, one recorded step, then timed steps. The Run has an error if memory ran out."""
-    device = batch["input_ids"].device
-    name = "cpu"
-    if device.type != "cpu":
-        name = f"{device} {torch.cuda.get_device_name(device)}"
-    run = new_run(options, name, options.torch_dtype)
-    step = Step(model, optimizer, batch)
-    profiler, before = _profiler(device, options), None
+def measure_steps(options: Options, progress: Callable[[str], None] = lambda text: None):
+    """(Run with what real steps took, the policy that hfpatch's layers chose). The Run has an error
+    if memory ran out.
+    """
+    device = torch.device(options.on)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    run, model = new_run(options, name, options.torch_dtype), None
     try:
-        for i in range(options.warmup):
-            progress(f"warm-up step {i + 1} of {options.warmup}")
-            step()
-        progress("recorded step")
-        _start_history(device)
-        before = _preexisting(model, optimizer, batch, device)
-        with record.module_markers(model) as step.inputs, profiler:
-            step(marked=True)
-            synchronize()
-        _end_history(model, device, options, run)
-        for i in range(1, options.steps):
-            progress(f"timed step {i} of {options.steps - 1}")
-            start = time.perf_counter()
-            step()
-            synchronize()
-            run.step_seconds.append(time.perf_counter() - start)
+        progress("building the model")
+        model = build_model(options)
+        run.applied = become(
+            model, options.impl, options.gradient_checkpointing, options.checkpointing
+        )
+        _steps(run, model, options, device, progress)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        run.error = f"out of memory: {str(error).strip().splitlines()[0]}"
-        _end_history(model, device, options, run)
-    if before is not None:
-        progress("reading the events")
-        events = record.Events(profiler)
-        blocks, run.phases = allocations(events, device.type, before, step.marks, head_name(model))
-        measure(run, blocks)
-        if options.trace:
-            name = f"trace-{run.name}.json.gz"
-            profiler.export_chrome_trace(str(Path(options.folder) / name))
-            run.keep("trace", options.folder, name)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    run.memory["process_peak_bytes"] = usage.ru_maxrss * 1024
-    return run
+        run.error = f"out of memory: {one_line(error)}"
+    run.memory["process_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return run, None if model is None else policy_used(model)
 
 
-class Step:
-    """One training step, in phases.
+def _steps(run: Run, model, options: Options, device: torch.device, progress) -> None:
+    """Warm-up steps, timed ones, and on a GPU one under the allocator's history."""
+    optimizer = make_optimizer(model.parameters(), options.optimizer)
+    batch = make_batch(model.config.vocab_size, options, device)
 
-    marks: addresses of gradients and optimizer states of a marked step, by phase. inputs: those of
-    its layers' inputs (record.module_markers).
+    def step() -> None:
+        model(**batch).loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        synchronize()
+
+    for i in range(options.warmup):
+        progress(f"warm-up step {i + 1} of {options.warmup}")
+        step()
+    for i in range(options.steps):
+        progress(f"timed step {i + 1} of {options.steps}")
+        start = time.perf_counter()
+        step()
+        run.step_seconds.append(time.perf_counter() - start)
+    if device.type == "cuda":
+        progress("recorded step")
+        _record(run, model, step, device, Path(options.folder))
+
+
+def _record(run: Run, model, step, device: torch.device, folder: Path) -> None:
+    """One step under the allocator's history, and the allocator's own counts, also of a step that
+    runs out of memory.
     """
-
-    def __init__(self, model, optimizer, batch: dict):
-        self.model, self.optimizer, self.batch = model, optimizer, batch
-        self.marks: list = []
-        self.inputs: dict = {}
-
-    def __call__(self, marked: bool = False) -> None:
-        with record.phase("forward"):
-            # Keeping the output object would hold the logits through the backward.
-            loss = self.model(**self.batch).loss
-        if marked:
-            self.marks.append(("forward", _marked(host=_host_areas(self.model)) | self.inputs))
-        with record.phase("backward"):
-            loss.backward()
-        del loss
-        if marked:
-            self.marks.append(("backward", _marked(gradients=_gradients(self.model))))
-        if self.optimizer is None:
-            self.model.zero_grad(set_to_none=True)
-            return
-        with record.phase("optimizer"):
-            self.optimizer.step()
-        if marked:
-            self.marks.append(("optimizer", _marked(optimizer=_states(self.optimizer))))
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-def _profiler(device, options: Options) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(
-        activities=activities, profile_memory=True, with_stack=options.stacks, record_shapes=False
-    )
-
-
-def _start_history(device) -> None:
-    """Starts the allocator's own record, for PyTorch's memory viewer. A CPU has none."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        record_allocations(True)
-
-
-def _end_history(model, device, options, run: Run) -> None:
-    """Keeps that record, and the allocator's own counts, to compare with the followed figures."""
-    if device.type != "cuda":
-        return
-    stats = torch.cuda.memory_stats(device)
-    allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    run.memory |= {
-        "allocated_peak_bytes": allocated,
-        "reserved_peak_bytes": reserved,
-        "fragmentation_bytes": reserved - allocated,
-        "pinned_host_peak_bytes": pinned_bytes(model),
-    }
     name = f"snapshot-{run.name}.pickle"
-    dump_allocations(str(Path(options.folder) / name))
-    record_allocations(False)
-    run.keep("snapshot", options.folder, name)
-
-
-def _storages(tensors) -> dict:
-    """{data_ptr: storage} of tensors with memory."""
-    storages = (t.untyped_storage() for t in tensors if t.device.type != "meta")
-    return {storage.data_ptr(): storage for storage in storages}
-
-
-def _marked(**kinds) -> dict:
-    """{data_ptr: category} of tensors by category."""
-    return {ptr: kind for kind, tensors in kinds.items() for ptr in _storages(tensors)}
-
-
-def _host_areas(model) -> list:
-    """The runtimes' host memory. On a CPU it must not count as the device's."""
-    return [area.block.bytes for pool in pools(model) for area in pool.areas]
-
-
-def _gradients(model) -> list:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def _states(optimizer) -> list:
-    states = optimizer.state.values() if optimizer is not None else ()
-    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-
-
-def _preexisting(model, optimizer, batch, device) -> list:
-    """(data_ptr, bytes, category) of the storages alive on the device before the recorded step."""
-    found: dict = {}
-    for category, tensors in (
-        ("host", _host_areas(model)),
-        ("parameters", [*model.parameters(), *model.buffers()]),
-        ("gradients", _gradients(model)),
-        ("optimizer", _states(optimizer)),
-        ("other", batch.values()),
-    ):
-        for pointer, storage in _storages(tensors).items():
-            if storage.device.type == device.type and pointer:
-                found.setdefault(pointer, (pointer, storage.nbytes(), category))
-    known = [*found.values()]
-    if device.type == "cuda":  # of all other tensors the allocator knows the bytes alone
-        rest = torch.cuda.memory_allocated(device) - sum(count for _, count, _ in known)
-        known.append((-1, max(0, rest), "other"))
-    return known
+    torch.cuda.reset_peak_memory_stats(device)
+    record_allocations(True)
+    try:
+        step()
+    finally:
+        dump_allocations(str(folder / name))
+        record_allocations(False)
+        stats = torch.cuda.memory_stats(device)
+        allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+        run.memory |= {
+            "allocated_peak_bytes": allocated,
+            "reserved_peak_bytes": reserved,
+            "fragmentation_bytes": reserved - allocated,
+            "pinned_host_peak_bytes": pinned_bytes(model),
+            "snapshot_file": name,
+            "snapshot_file_bytes": (folder / name).stat().st_size,
+        }
 
 
 def head_name(model) -> str:

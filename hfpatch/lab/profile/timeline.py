@@ -1,12 +1,9 @@
 """The data of a profile: allocations with a birth and a death, and the Run that a report shows.
 
-Measured runs (CPU or GPU) and simulated ones are both Runs, so one writer serves all. Standard
-library only.
+Standard library only.
 """
 
 import importlib.metadata
-import itertools
-import os
 import platform
 import statistics
 from dataclasses import dataclass, field
@@ -43,24 +40,25 @@ SLICES = 300  # of a picture's time
 
 @dataclass(frozen=True)
 class Allocation:
-    """One block: bytes, its life in seconds from the start of the recording, and its owner.
+    """One block: bytes, its life in events of the step, and its owner.
 
-    died: None if the block outlives the recording.
+    died: None if the block outlives the step.
     """
 
     bytes: int
-    born: float
-    died: float | None
+    born: int
+    died: int | None
     category: str = "other"
     module: str = ""
     phase: str = ""
     op: str = ""
-    line: str = ""
 
 
 @dataclass
 class Run:
-    """One implementation at one length. Sizes in bytes, times in seconds (in allocator events if simulated)."""
+    """One implementation at one length. Sizes in bytes, moments in allocations and frees of the step
+    as it was followed on fake tensors.
+    """
 
     impl: str
     seq_len: int
@@ -69,13 +67,13 @@ class Run:
     device: str = "cpu"
     phases: list = field(default_factory=list)  # [name, start, end]
     peak_bytes: int = 0
-    peak_at: float = 0.0
+    peak_at: int = 0
     peak_phase: str = ""
-    # alive at the peak: {bytes, count, category, module, phase, op, line}
+    # alive at the peak: {bytes, count, category, module, phase, op}
     rows: list = field(default_factory=list)
     # [time, [bytes of each of CATEGORIES]], for the picture
     curve: list = field(default_factory=list)
-    step_seconds: list = field(default_factory=list)  # of the steps that ran without the profiler
+    step_seconds: list = field(default_factory=list)  # of real steps
     memory: dict = field(default_factory=dict)  # allocator, host and copy figures, by name
     setup: dict = field(default_factory=dict)  # model, dtype, optimizer, engine, ...
     versions: dict = field(default_factory=dict)
@@ -87,11 +85,6 @@ class Run:
     def name(self) -> str:
         """Of its files."""
         return f"{self.impl}-{self.seq_len}"
-
-    def keep(self, kind: str, folder: str, name: str) -> None:
-        """Notes a file of the run, and its size."""
-        self.memory[f"{kind}_file"] = name
-        self.memory[f"{kind}_file_bytes"] = os.path.getsize(os.path.join(folder, name))
 
     @property
     def peak_split(self) -> dict:
@@ -114,12 +107,6 @@ def generic(module: str) -> str:
 
 def measure(run: Run, allocations: list[Allocation]) -> Run:
     """Fills the run's peak with the blocks alive then."""
-    host = [a for a in allocations if a.category == "host"]
-    if host:
-        run.memory["host_peak_bytes"] = max(
-            itertools.accumulate(nbytes for _, nbytes, _ in _changes(host))
-        )
-    allocations = [a for a in allocations if a.category != "host"]
     level = dict.fromkeys(CATEGORIES, 0)
     points = []
     for at, nbytes, category in _changes(allocations):
@@ -165,11 +152,11 @@ def grouped(alive: list[Allocation]) -> list:
     """
     groups: dict = {}
     for a in alive:
-        key = (a.category, generic(a.module), a.phase, a.op, a.line)
+        key = (a.category, generic(a.module), a.phase, a.op)
         size, count = groups.get(key, (0, 0))
         groups[key] = (size + a.bytes, count + 1)
     rows = [
-        dict(zip(("category", "module", "phase", "op", "line"), key), bytes=size, count=count)
+        dict(zip(("category", "module", "phase", "op"), key), bytes=size, count=count)
         for key, (size, count) in groups.items()
     ]
     rows.sort(key=lambda row: -row["bytes"])
@@ -183,7 +170,6 @@ def grouped(alive: list[Allocation]) -> list:
             "module": "(smaller ones)",
             "phase": "",
             "op": "",
-            "line": "",
             "bytes": b,
             "count": n,
         }

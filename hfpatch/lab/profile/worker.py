@@ -13,17 +13,11 @@ PROGRESS = "hfpatch-progress "
 
 
 def main(argv) -> int:
-    from hfpatch.lab.profile import step
     from hfpatch.lab.profile.options import Options
 
     options = Options(**json.loads(argv[0]))
-
-    def progress(text):
-        print(PROGRESS + text, flush=True)
-
     try:
-        progress("building the model")
-        run = _run(step, options, progress)
+        run = _run(options, lambda text: print(PROGRESS + text, flush=True))
     except ValueError as error:
         if not str(error).startswith("hfpatch:"):
             raise
@@ -34,30 +28,21 @@ def main(argv) -> int:
     return 0
 
 
-def _run(step, options, progress):
-    from hfpatch.lab.device import is_out_of_memory
-    from hfpatch.lab.profile.timeline import Run
+def _run(options, progress):
+    import torch
+
+    from hfpatch.lab.profile import simulated, step
 
     if options.simulate:
-        from hfpatch.lab.profile.simulated import simulated_run
-
-        progress("simulating")
-        return simulated_run(options)
-    try:
-        model = step.build_model(options)
-        applied = step.become(
-            model, options.impl, options.gradient_checkpointing, options.checkpointing
-        )
-        optimizer = step.make_optimizer(model.parameters(), options.optimizer)
-        batch = step.make_batch(model.config.vocab_size, options, next(model.parameters()).device)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        text = f"out of memory while the model was built: {str(error).strip().splitlines()[0]}"
-        return Run(impl=options.impl, seq_len=options.seq_len, batch=options.batch, error=text)
-    run = step.record_run(model, optimizer, batch, options, progress=progress)
-    run.applied = applied
-    return run
+        dtype = torch.bfloat16 if options.dtype == "auto" else options.torch_dtype
+        run, used = step.new_run(options, "fake tensors", dtype, "simulated"), None
+    else:
+        run, used = step.measure_steps(options, progress)
+    if options.impl == "liger" and not options.simulate:  # its kernels know no fake tensors
+        run.peak_bytes = run.memory.get("allocated_peak_bytes", 0)
+        return run
+    progress("following the step on fake tensors")
+    return simulated.follow(run, options, used)
 
 
 if __name__ == "__main__":
