@@ -13,11 +13,11 @@ from torch import nn
 from hfpatch import notes
 from hfpatch.compat import (
     Turn,
+    exchanges_tokens,
     gather_as_one,
     modules_of,
     names_attention,
     not_for_ddp,
-    token_exchange_group,
 )
 from hfpatch.context.classes import is_patched, replaced_forward, swap
 from hfpatch.decoder.batch import StackTraits
@@ -115,7 +115,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     owner = decoder.causal or stack
     owner._hfpatch_report = report
     runtime.owner = weakref.ref(owner)
-    runtime.exchange = token_exchange_group(owner)
+    runtime.exchanges_tokens = exchanges_tokens(owner)
     stack._hfpatch.runtime = runtime
     not_for_ddp(owner, Waiting(runtime))
     names = Counter(type(layer).__name__ for layer in layers)

@@ -73,11 +73,10 @@ def sharded_while_loaded(model) -> bool:
     return max(_sizes(model, "fsdp_size", "dp_replicate_size")) > 1
 
 
-def token_exchange_group(model):
-    """The ranks that exchange tokens between their experts and have different batches, or None."""
+def exchanges_tokens(model) -> bool:
+    """Whether ranks with different batches send tokens to each other's experts."""
     experts, shared = _sizes(model, "ep_size", "tp_size")
-    meshes = getattr(model, "_mesh_manager", None)
-    return None if meshes is None or experts <= shared else meshes.get_mesh("ep").get_group()
+    return hasattr(model, "_mesh_manager") and experts > shared
 
 
 def attention_of(config) -> str | None:

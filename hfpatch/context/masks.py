@@ -55,7 +55,6 @@ class Batch:
         self.cached = False  # whether transformers would make a cache, although it is unread
         self.weights = False  # whether attention returns its probabilities too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
-        self.even = True  # whether the ranks that exchange tokens per tile have batches of one size
         self._rows: dict = {}
         self._parts: dict = {}
 

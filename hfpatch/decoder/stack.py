@@ -45,7 +45,6 @@ from hfpatch.decoder.unpadded import packed_row
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import PatchedLayer, why_not_shared
 from hfpatch.layer.traits import Patched
-from hfpatch.parallel.shards import alike
 
 # Arguments that this file and batch.py add to the caller's.
 _ADDED = {"attention_mask", "is_causal", "return_dict", "use_cache", *CACHE_NAMES}
@@ -101,13 +100,7 @@ class PatchedStack(KeepsSignature):
         if runtime is not None and runtime.weights.on and given is not None:
             runtime.weights_to_host(self, given.tokens.device)
         batch = None if given is None else _batch_of(self, given, kwargs)
-        if runtime is not None and runtime.exchange is not None:
-            # Ranks that send tokens to each other's experts must run equal numbers of tiles.
-            sizes = (0, 0) if batch is None else (batch.B, batch.T)
-            even = alike(runtime.exchange, sizes)
-            if batch is not None:
-                batch.even = even
-        elif batch is not None:
+        if batch is not None:
             batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
         out = _run_stock(self, kwargs) if batch is None else _run_ours(self, batch, kwargs)
         if runtime is not None and given is not None and given.behind:

@@ -4,7 +4,7 @@ reasons). A layer that keeps all runs as a whole once, and saves what autograd s
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -183,8 +183,6 @@ class TiledLayer(PatchedLayer):
         if why is not None:
             return self._untiled(r, why)
         policy = runtime.policy(self, r.x, r.batch.sequence)
-        if not r.batch.even:  # ranks that exchange tokens in each tile need equally many tiles
-            policy = replace(policy, tile=r.x[..., 0].numel())
         # Mixers of shared rows need their tiles.
         tiled = r.batch.sequence and self._hfpatch.traits.mixers
         if runtime.keeps_all(self, r.x, policy) and not tiled:

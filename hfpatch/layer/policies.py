@@ -203,9 +203,6 @@ class Policies:
         """The first policy of a shape: what is sure to be little."""
         settings = self._settings(x, layer)
         meter = self.meter_of(x.device)
-        # independent of one rank's free memory
-        if self.exchange is not None and settings.tile == "auto":
-            settings = dataclasses.replace(settings, tile=auto_tile(x.shape[0] * T))
         free = self._least(group, [meter and meter.free(), self._host_free()])
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
@@ -235,7 +232,8 @@ class Policies:
             settings = dataclasses.replace(settings, offload="gpu")
         if self.weights.on:
             return dataclasses.replace(settings, frozen_weights="host", plain=0)
-        alike = arrival_counts() or self.exchange is not None
+        # a layer that keeps all exchanges no tokens in backward
+        alike = arrival_counts() or self.exchanges_tokens
         return (
             dataclasses.replace(settings, plain=0)
             if alike and settings.plain == "auto"

@@ -48,7 +48,7 @@ class LayerRuntime(Policies):
         meters: the Meter of each device, None if its free memory is unknown.
         printed: policies of the last lines.
         sequence: the ranks that share the rows of the current call, or None.
-        exchange: ranks with batches of their own that send each other tokens in each tile, or None.
+        exchanges_tokens: whether ranks with batches of their own send each other's experts tokens.
         owner: a weak reference to the module whose parameters a step trains.
         copy_room: bytes that the sources of copies may take while a layer runs.
         warned: lines already printed.
@@ -69,7 +69,8 @@ class LayerRuntime(Policies):
         self.meters: dict[torch.device, Meter | None] = {}
         self.printed: dict[tuple, Checkpointing] = {}
         self.owner = lambda: None
-        self.sequence = self.exchange = self.last_held = None
+        self.sequence = self.last_held = None
+        self.exchanges_tokens = False
         self.copy_room = 0
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet

@@ -275,6 +275,13 @@ REASONS = (
         lambda layer, c: c.snapshot.inside and hooks_on_all(),
     ),
     _forward("dropout", "attention dropout in training", _drops_scores),
+    _forward(  # each would have to run equally many tiles
+        "experts of other ranks",
+        "ranks send tokens to each other's experts",
+        lambda layer, c: (
+            layer._hfpatch.runtime is not None and layer._hfpatch.runtime.exchanges_tokens
+        ),
+    ),
     # What the stack was given.
     _batch(
         "stack's attention",

@@ -58,13 +58,6 @@ def least_of(group, numbers: list[int | None]) -> list[int | None]:
     return [None if n < 0 else n for n in least.tolist()]
 
 
-def alike(group, numbers: tuple[int, ...]) -> bool:
-    """Whether the numbers are the same on all ranks of a group. A collective: all ranks call it."""
-    most = torch.tensor([*numbers, *(-n for n in numbers)], device="cpu")
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=of_hosts(group))
-    return not most.view(2, -1).sum(0).any().item()
-
-
 def together(group, work):
     """Runs work() on every rank of a group. If one raises, all raise: they would wait for it
     forever.

@@ -253,10 +253,9 @@ def test_tensor_parallel(single, tmp_path):
 @tiny.not_before_transformers((5, 23), "has no DistributedConfig with these sizes")
 def test_norms_between_split_projections(tmp_path):
     """Tiled, and each gradient as on one rank: in a second step too, where apply() comes after a
-    stock step, and after undo(). Ranks that share experts also share tokens (all-to-all); those
-    with batches of several lengths run each in one tile.
+    stock step, and after undo(). Ranks with batches of their own that send experts tokens run untiled.
     """
-    assert_like_one_rank(torchrun("tp_families_worker.py", folder=tmp_path), cases=15)
+    assert_like_one_rank(torchrun("tp_families_worker.py", folder=tmp_path), cases=13)
 
 
 @pytest.mark.long
@@ -278,8 +277,10 @@ def assert_like_one_rank(reports: list[dict], cases: int) -> None:
                 assert error <= max(1, 2 * stock), f"{case}: {name} is {error:.2f} budgets away"
             # Two steps, forward and backward, three tiles of 8 tokens in each of two rows.
             tiles = 6 if case.endswith("tiled") else 1
+            if found["exchanges"]:  # such layers run untiled
+                tiles = 0
             assert not found["whole"] and found["tiles"] == 2 * 2 * tiles * found["layers"], case
-            if "ep_size" in case:  # the op of experts, on this rank's own
+            if "ep_size" in case and tiles:  # the op of experts, on this rank's own
                 assert found["op"] == found["tiles"], case
 
 

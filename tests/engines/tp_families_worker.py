@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hfpatch
-from hfpatch.compat import run_experts_plainly
+from hfpatch.compat import exchanges_tokens, run_experts_plainly
 from hfpatch.layer.condition import look
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import layers_in
@@ -29,7 +29,6 @@ TILED = hfpatch.Checkpointing(tile=8, plain=0, offload="gpu")
 WAYS = {
     "tiled": {"checkpointing": TILED},
     "one tile": {"checkpointing": hfpatch.Checkpointing(tile=64, plain=0, offload="gpu")},
-    "uneven": {"checkpointing": TILED},
     "auto": {},
 }
 TENSORS, EXPERTS = {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}
@@ -44,22 +43,21 @@ CASES = [
     ("qwen3_moe", EXPERTS, ["tiled"], True),
     ("gpt_oss", EXPERTS, ["tiled"], False),
     ("mixtral", EXPERTS, ["tiled"], False),
-    ("qwen3_moe", SHARDED, ["tiled", "one tile"], True),
+    ("qwen3_moe", SHARDED, ["tiled"], True),
     ("gpt_oss", SHARDED, ["tiled"], False),
-    ("mixtral", SHARDED, ["tiled", "uneven", "auto"], False),
+    ("mixtral", SHARDED, ["tiled", "auto"], False),
 ]
 OF_FOUR = [
     ("qwen3_moe", {"fsdp_size": 4, "ep_size": 2}, ["tiled"], False),
-    ("gpt_oss", {"fsdp_size": 4, "ep_size": 4}, ["uneven"], False),
+    ("gpt_oss", {"fsdp_size": 4, "ep_size": 4}, ["tiled"], False),
     ("mixtral", {"tp_size": 2, "fsdp_size": 2, "ep_size": 2}, ["tiled"], False),
     ("qwen3_moe", {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}, ["tiled"], False),
 ]
 
 
-def batch(index: int = 0, uneven: bool = False) -> dict:
-    """The batch of ranks that share one; uneven: another length for each."""
-    tokens = 24 - 5 * index if uneven else 24
-    ids = torch.randint(3, 60, (2, tokens), generator=torch.Generator().manual_seed(index))
+def batch(index: int = 0) -> dict:
+    """The batch of ranks that share one."""
+    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(index))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -70,8 +68,8 @@ def step(model, *given) -> dict[str, torch.Tensor]:
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
-def mean_step(model, batches: int, uneven: bool) -> dict[str, torch.Tensor]:
-    found = [step(model, index, uneven) for index in range(batches)]
+def mean_step(model, batches: int) -> dict[str, torch.Tensor]:
+    found = [step(model, index) for index in range(batches)]
     return {n: sum(grads[n] for grads in found) / batches for n in found[0]}
 
 
@@ -106,13 +104,12 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
     run_experts_plainly(single.config)
     batches = shared.get("fsdp_size", 1)
     for way in ways:
-        uneven = way == "uneven"
-        plain = mean_step(single.float(), batches, uneven)
-        exact = mean_step(single.double(), batches, uneven)
+        plain = mean_step(single.float(), batches)
+        exact = mean_step(single.double(), batches)
         model = load(folder, shared)
         mine = model._mesh_manager.get_mesh("fsdp").get_local_rank() if batches > 1 else 0
         if stock_first:
-            step(model, mine, uneven)
+            step(model, mine)
         hfpatch.apply(model, **WAYS[way])
         layers = layers_in(model)
         # A second step has what the first left behind.
@@ -120,11 +117,12 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
             mock.patch.object(Traced, "post", autospec=True, side_effect=Traced.post) as tiles,
             mock.patch.object(parts, "experts", side_effect=parts.experts) as op,
         ):
-            steps = [worst(step(model, mine, uneven), plain, exact) for _ in range(2)]
+            steps = [worst(step(model, mine), plain, exact) for _ in range(2)]
         whole = [look(m).reason for m in layers if look(m).reason]
         hfpatch.undo(model)
-        found[way] = {"steps": steps, "undone": worst(step(model, mine, uneven), plain, exact),
+        found[way] = {"steps": steps, "undone": worst(step(model, mine), plain, exact),
                       "whole": whole,
+                      "exchanges": exchanges_tokens(model),
                       "layers": len(layers),
                       "tiles": tiles.call_count, "op": op.call_count}  # fmt: skip
     return found
