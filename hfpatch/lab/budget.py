@@ -17,6 +17,7 @@ def share_of_allowed(got: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dty
     plain: what plain PyTorch computes in the same dtype. exact: in float64. An exact result of
     zeros is infinite too: it shows nothing, and a device that computes nothing gives it.
     """
+    exact = exact.to(got.device)
     largest = exact.abs().max().item()
     if largest == 0:
         return math.inf

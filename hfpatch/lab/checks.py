@@ -1,11 +1,13 @@
-"""What `hfpatch prove` compares with float64: the gradients of patched models.
+"""What `hfpatch prove` compares with float64 on the CPU: the gradients of a patched Llama of four
+layers, in every way of keeping tensors, over rows of several lengths.
 
-The dtype to train in comes first. New memory holds NaN, so that what nothing wrote cannot pass.
+The dtype to train in comes first. New memory holds NaN, so that what nothing wrote cannot pass. The
+CPU computes the reference, so that a device that computes nothing cannot agree with itself.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,33 +43,30 @@ class Check:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the checks. model_lengths: of further rows through the same patched model."""
+    """Sizes of the checks. lengths: of rows that go through one patched model in turn."""
 
     model: dict
-    model_tokens: int
-    model_lengths: tuple[int, ...]
+    lengths: tuple[int, ...]
     tile: int
 
 
 SMALL = Sizes(
     model={"hidden_size": 64, "intermediate_size": 112, "vocab_size": 97},
-    model_tokens=45,
-    model_lengths=(29, 61, 45),
+    lengths=(45, 29),
     tile=16,
 )
-# Llama-3.1-8B's heads. Consumer cards multiply float64 at a 64th of float32's rate. Lengths and a
-# vocabulary that no block size divides.
+# Llama-3.1-8B's heads and its vocabulary with one more token, whose products no alignment helps.
+# Lengths that no block size divides.
 LARGE = Sizes(
     model={
         "hidden_size": 1024,
         "intermediate_size": 2816,
-        "vocab_size": 4099,
+        "vocab_size": 128257,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
         "head_dim": 128,
     },
-    model_tokens=1030,
-    model_lengths=(515, 1400, 1030),
+    lengths=(1030, 515),
     tile=256,
 )
 
@@ -83,13 +82,14 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
 def run(device: torch.device, sizes: Sizes, until: float) -> tuple[list[Check], list[str]]:
     """The checks that begin before `until` (by time.monotonic()), and a line for each other one."""
     done, left_out = [], []
-    for what, check in jobs(device, sizes):
+    for dtype in dtypes(device):
+        what = f"model {_name(dtype)}"
         if time.monotonic() > until:
             left_out.append(f"{what}: the time was over")
             continue
         try:
             with nan_in_new_memory():
-                done += check()
+                done += checks_in(device, dtype, sizes)
         except Exception as error:  # any failure of a machine is one failed check
             if is_out_of_memory(error):
                 left_out.append(f"{what}: {one_line(error)}")
@@ -99,27 +99,16 @@ def run(device: torch.device, sizes: Sizes, until: float) -> tuple[list[Check], 
     return done, left_out
 
 
-def jobs(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
-    """(name, function that runs it) of each check: a Llama of four layers in all `ways`, and over
-    several lengths.
-    """
-    for dtype in dtypes(device):
-        yield f"model {_name(dtype)}", partial(_model, device, dtype, sizes)
-        yield f"model, lengths {_name(dtype)}", partial(_lengths, device, dtype, sizes)
-
-
-def _worst(shares: dict[str, float]) -> str:
-    """The result with the largest share; of those that pass, one without any error comes first."""
-    worst = max(shares, key=shares.get)
-    exact = [name for name, share in shares.items() if share == 0]
-    return exact[0] if exact and shares[worst] <= 1 else worst
+def checks_in(device, dtype: torch.dtype, sizes: Sizes) -> list[Check]:
+    """All comparisons of one dtype."""
+    changes = sizes.model | {"num_hidden_layers": 4, "initializer_range": 0.05}
+    model = made("llama-tiny", changes, device, dtype)
+    batches = [batch_of(model, tokens, device) for tokens in sizes.lengths]
+    return list(compared(model, batches, ways(sizes.tile), dtype))
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# --- whole models ---------------------------------------------------------------------------------
 
 
 def ways(tile: int) -> dict:
@@ -157,56 +146,29 @@ def batch_of(model: nn.Module, T: int, device, seed: int = 0) -> dict:
     return {"input_ids": ids, "labels": labels}
 
 
-def references(model: nn.Module, batch: dict) -> tuple[dict, dict]:
-    """The gradients of a float64 twin, and those of the model as it is."""
-    true = gradients(exact(model), batch)
-    clean()
-    return true, gradients(model, batch)
-
-
-def shares_of(
-    model: nn.Module, batch: dict, true: dict, plain: dict, dtype: torch.dtype
-) -> dict[str, float]:
-    """The loss and every gradient of the patched model: its error over the allowed one."""
-    got = gradients(model, batch)
-    assert got.keys() == true.keys(), "the same parameters must have gradients"
-    return {n: share_of_allowed(got[n], plain[n], true[n], dtype) for n in got}
-
-
-def compared(model: nn.Module, batch: dict, settings: dict, dtype: torch.dtype) -> Iterator:
-    """(way, worst share of the allowed error, the gradient's name) for each way of `settings`."""
-    true, plain = references(model, batch)
+def compared(
+    model: nn.Module, batches: list[dict], settings: dict, dtype: torch.dtype, reference="cpu"
+) -> Iterator[Check]:
+    """A check for each way of `settings` and each batch, its worst result. reference: the device of
+    the float64 twin.
+    """
+    twin = exact(model).to(reference)
+    true = [gradients(twin, {k: v.to(reference) for k, v in b.items()}) for b in batches]
+    plain = [gradients(model, batch) for batch in batches]
     for way, checkpointing in settings.items():
         hfpatch.apply(model, checkpointing=checkpointing)
-        found = shares_of(model, batch, true, plain, dtype)
+        for batch, wanted, stock in zip(batches, true, plain):
+            got = gradients(model, batch)
+            assert got.keys() == wanted.keys(), "the same parameters must have gradients"
+            shares = {n: share_of_allowed(got[n], stock[n], wanted[n], dtype) for n in got}
+            where = _worst(shares)
+            tokens = batch["input_ids"].shape[1]
+            yield Check(f"model, {way}", _name(dtype), tokens, shares[where], where)
         hfpatch.undo(model)
-        worst = _worst(found)
-        yield way, found[worst], worst
 
 
-def _made(device, dtype: torch.dtype, sizes: Sizes) -> nn.Module:
-    changes = sizes.model | {"num_hidden_layers": 4, "initializer_range": 0.05}
-    return made("llama-tiny", changes, device, dtype)
-
-
-def _model(device, dtype: torch.dtype, sizes: Sizes) -> list[Check]:
-    model = _made(device, dtype, sizes)
-    batch = batch_of(model, sizes.model_tokens, device)
-    return [
-        Check(f"model, {way}", _name(dtype), sizes.model_tokens, share, where)
-        for way, share, where in compared(model, batch, ways(sizes.tile), dtype)
-    ]
-
-
-def _lengths(device, dtype: torch.dtype, sizes: Sizes) -> list[Check]:
-    """Rows of other lengths, one after the other: what is kept of one must not reach the next."""
-    model = _made(device, dtype, sizes)
-    batches = [batch_of(model, T, device) for T in sizes.model_lengths]
-    known = [references(model, batch) for batch in batches]
-    hfpatch.apply(model, checkpointing=ways(sizes.tile)["host"])
-    checks = []
-    for T, batch, found in zip(sizes.model_lengths, batches, known):
-        shares = shares_of(model, batch, *found, dtype)
-        worst = _worst(shares)
-        checks.append(Check("model, lengths", _name(dtype), T, shares[worst], worst))
-    return checks
+def _worst(shares: dict[str, float]) -> str:
+    """The result with the largest share; of those that pass, one without any error comes first."""
+    worst = max(shares, key=shares.get)
+    exact = [name for name, share in shares.items() if share == 0]
+    return exact[0] if exact and shares[worst] <= 1 else worst

@@ -41,21 +41,15 @@ class Proof:
         return [check for check in self.done if not check.passed]
 
     @property
-    def complete(self) -> bool:
-        """Whether the gradients of a model were compared."""
-        return bool(self.done)
-
-    @property
     def ok(self) -> bool:
-        return self.complete and not self.failed and not any("error" in row for row in self.steps)
+        """Whether the gradients of a model were compared, and nothing failed."""
+        return bool(self.done) and not self.failed and not any("error" in s for s in self.steps)
 
     @property
     def verdict(self) -> str:
-        if self.ok:
-            return "all is well"
-        if self.failed or self.complete:
-            return "SOMETHING IS WRONG"
-        return "NOT SHOWN: no model's gradients were compared"
+        if not self.done:
+            return "NOT SHOWN: no model's gradients were compared"
+        return "all is well" if self.ok else "SOMETHING IS WRONG"
 
 
 def prove(
@@ -80,7 +74,7 @@ def prove(
     """
     began = time.monotonic()
     proof = Proof(*_facts(device), small)
-    say("patched models against float64")
+    say("patched models against float64 on the CPU")
     sizes = checks.SMALL if small else checks.LARGE
     proof.done, proof.left_out = checks.run(device, sizes, began + CHECKS_UNTIL * seconds)
     dtype = checks.dtypes(device)[0]
@@ -202,26 +196,28 @@ COLUMNS = (
 def page(proof: Proof) -> str:
     """The whole proof in Markdown."""
     facts = proof.device | proof.versions
+    small = "Small sizes: the path was tried. No figure here says how fast a machine is."
     parts = [
         f"# hfpatch on {proof.device['name']}: {proof.verdict}",
-        "Small sizes: the path was tried. No figure here says how fast a machine is.",
+        *([small] if proof.small else []),
         ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         f"## Against float64\n\n{len(proof.done) - len(proof.failed)} of {len(proof.done)} {CHECKS}",
         _checks(proof),
     ]
-    if not proof.small:
-        del parts[1]
     if proof.rates:
         parts += ["## What this machine can do"]
         parts += [f"- {RATES[name][2].format(value)}" for name, value in proof.rates.items()]
     if proof.steps:
         one = proof.steps[0]
-        shown = [(key, title) for key, title in COLUMNS if any(key in step for step in proof.steps)]
-        rows = [[step.get(key) for key, _ in shown] for step in proof.steps]
+        steps = [_rounded(step) for step in proof.steps]
+        shown = [(key, title) for key, title in COLUMNS if any(key in step for step in steps)]
         parts += [
             f"## A step of {one['preset']} over {one['tokens']:,} tokens, {one['dtype']}",
             STEP_WORDS,
-            _table([title for _, title in shown], rows),
+            markdown(
+                [[step.get(key, "") for key, _ in shown] for step in steps],
+                [title for _, title in shown],
+            ),
         ]
     if proof.left_out:
         parts += ["## Left out", *(f"- {line}" for line in proof.left_out)]
@@ -235,13 +231,4 @@ def _checks(proof: Proof) -> str:
         worst[check.what, check.dtype] = check
     rows = sorted(worst.values(), key=lambda check: check.passed)
     titles = ["what", "dtype", "tokens", "worst share", "of"]
-    return _table(titles, [[c.what, c.dtype, c.tokens, c.share, c.where] for c in rows])
-
-
-def _table(titles: list[str], rows: list[list]) -> str:
-    def cell(value) -> str:
-        if value is None:
-            return ""
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    return markdown([[cell(value) for value in row] for row in rows], titles)
+    return markdown([[c.what, c.dtype, c.tokens, f"{c.share:.3g}", c.where] for c in rows], titles)
