@@ -19,8 +19,9 @@ from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.shallow import IMPLEMENTATIONS, Values, layers_of
 from hfpatch.lab.simulate.implementations import prepare
+from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
 from hfpatch.lab.simulate.operations import tensors_in
-from hfpatch.lab.steps import Moment, kept_bytes, moments_of, onward
+from hfpatch.lab.steps import Moment, onward
 from hfpatch.planner.placements import Resident
 
 # Visual tokens of an image where a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of
