@@ -447,7 +447,7 @@ def held(model, batch: dict, now: bool, gib: int = 4) -> None:
 def held_late(model, batch: dict, now: bool) -> None:
     """The same in the midst of a step, which did not plan for it."""
     if now:
-        hook = OfAnEngine(lambda *_: held(model, batch, now, gib=8))
+        hook = OfAnEngine(lambda *_: held(model, batch, now, gib=6))
         layers_of(model)[-1].register_forward_pre_hook(hook)
 
 
