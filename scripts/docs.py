@@ -190,18 +190,16 @@ def untiled() -> str:
 
     stages = why_whole.__doc__.split("known:\n\n")[1].split("\n\n")[0].splitlines()
     out = ["# Why a layer runs untiled", "",
-           "Written by `python scripts/docs.py untiled` from `REASONS` in "
-           "`hfpatch/layer/why_whole.py`. The first reason that holds decides.", "",
+           "From `REASONS` in `hfpatch/layer/why_whole.py`, by `python scripts/docs.py untiled`. The first "
+           "reason that holds decides.", "",
            "An untiled layer gives the numbers of transformers' own. It runs again in backward, and "
-           "its input is offloaded, so it is still long-context. (Layers that keep everything because "
-           "memory is free are another matter: [What to keep](../guides/keep.md).)", "",
+           "its input is offloaded, so it is still long-context.", "",
            "Each reason is looked for at one stage:", ""]  # fmt: skip
     for line in stages:
         stage, facts = line.split(maxsplit=1)
         out.append(f"- *{stage}*: {re.sub(r' [(][^)]*[)]$', '', facts)}")
     out += ["", "Reasons of *apply* are in the report. The others are printed once, at the first "
-            "step that they hold in. Here with their names, stages and sentences; what is found replaces "
-            "the words in italics:", ""]  # fmt: skip
+            "step that they hold in. What is found replaces the words in italics:", ""]  # fmt: skip
     for number, reason in enumerate(why_whole.REASONS, 1):
         keeps = ", keeps everything" if reason.keeps else ""
         said = re.sub(r"{(.+?)}", r"*\1*", reason.sentence)

@@ -61,16 +61,20 @@ def table_row(support: Support) -> dict[str, str]:
 
 
 def families_text(found: list[Support]) -> str:
-    """The names of families with the usual row, and a table of others."""
-    rows = {one.model: table_row(one) for one in found}
-    usual = [kind for kind, row in rows.items() if row == COLUMNS]
-    others = {kind: row for kind, row in rows.items() if row != COLUMNS}
-    lines = [["family", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
-    lines += [[kind, *row.values()] for kind, row in others.items()]
+    """The names of families with the usual row, and a table of others: equal rows are one."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for one in found:
+        row = table_row(one)
+        fused = row.pop("fused")
+        others = [f"{name}: {cell}" for name, cell in row.items() if cell != COLUMNS[name]]
+        groups.setdefault((fused, "; ".join(others)), []).append(one.model)
+    usual = groups.pop((COLUMNS["fused"], ""))
+    lines = [["families", "fused", "what else differs"], ["---"] * 3]
+    lines += [[", ".join(names), *cells] for cells, names in groups.items()]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
         "All layers run in tiles, mixers through time, norms, RoPE, MLP and loss are fused, packed "
-        f"rows are isolated, and the verdict agrees: {', '.join(usual)}.\n\nThe exceptions, by what differs:\n\n{table}"
+        f"rows are isolated, and the verdict agrees: {', '.join(usual)}.\n\nThe exceptions:\n\n{table}"
     )
 
 

@@ -86,7 +86,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        names = [action.option_strings[-1] for action in self._actions if action.option_strings]
+        named = [action for action in self._actions if action.option_strings]
+        names = [action.option_strings[-1] for action in named if action.dest != "help"]
         flags = [word.partition("=")[0] for word in self.given or () if word.startswith("--")]
         misspelt = [flag for flag in flags if flag not in self._option_string_actions]
         if misspelt and "are required" in message:

@@ -55,6 +55,8 @@ def train(argv) -> int:
         for name, sentence in run_file.NEEDED.items():  # now: libraries load for seconds
             if not did_you_mean(f"--{name}", given):  # a misspelt one has its own sentence
                 raise ValueError(f"hfpatch: {sentence}")
+    elif not given[0].startswith("-"):
+        run_file.read(run_file.find(argv[0]))  # raises for a file that is not there or is broken
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly

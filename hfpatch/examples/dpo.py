@@ -9,9 +9,9 @@ PAIRS.jsonl: {"prompt": ..., "chosen": ..., "rejected": ...} a line.
 """
 
 import os
-import sys
 
-# before torch is imported: at long sequences fixed segments fragment
+# before torch is imported: threads that wait leave their core; fixed segments fragment
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -19,7 +19,7 @@ from datasets import load_dataset
 from trl import DPOConfig, DPOTrainer
 
 import hfpatch
-from hfpatch.examples.made import small
+from hfpatch.examples.made import run
 
 
 def main(model_name: str, data_file: str, output_dir: str, max_length: int = 65536) -> DPOTrainer:
@@ -41,6 +41,7 @@ def main(model_name: str, data_file: str, output_dir: str, max_length: int = 655
             gradient_checkpointing=False,  # hfpatch checkpoints the layers itself
             bf16=False,
             report_to="none",
+            seed=0,
         ),
         train_dataset=load_dataset("json", data_files=data_file, split="train"),
         callbacks=[hfpatch.Callback(apply=True)],  # <- the one line
@@ -50,7 +51,4 @@ def main(model_name: str, data_file: str, output_dir: str, max_length: int = 655
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--small"]:
-        main(*small("pairs"), max_length=256)
-    else:
-        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    run(main, __doc__, "pairs", max_length=256)

@@ -9,9 +9,9 @@ PROMPTS.jsonl: {"prompt": ...} a line. Put a reward of your own in the place of 
 """
 
 import os
-import sys
 
-# before torch is imported: at long sequences fixed segments fragment
+# before torch is imported: threads that wait leave their core; fixed segments fragment
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -19,7 +19,7 @@ from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import hfpatch
-from hfpatch.examples.made import small
+from hfpatch.examples.made import run
 
 
 def ends_itself(completions, **kwargs) -> list[float]:
@@ -51,6 +51,7 @@ def main(
             gradient_checkpointing=False,  # hfpatch checkpoints the layers itself
             bf16=False,
             report_to="none",
+            seed=0,
         ),
         train_dataset=load_dataset("json", data_files=data_file, split="train"),
         callbacks=[hfpatch.Callback(apply=True)],  # <- the one line
@@ -60,7 +61,4 @@ def main(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--small"]:
-        main(*small("prompts"), max_completion_length=8)
-    else:
-        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    run(main, __doc__, "prompts", max_completion_length=8)

@@ -1,6 +1,7 @@
 """A tiny model and made data, for the examples' `--small` on a CPU."""
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -53,3 +54,14 @@ def small(form: str) -> tuple[str, str, str]:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     return str(folder / "model"), str(data), str(folder / "out")
+
+
+def run(main, usage: str, form: str, **smaller) -> None:
+    """Runs an example's main with the three words of the command line.
+
+    With --small it gets a tiny model, made data of this form, and what is smaller for them.
+    """
+    if sys.argv[1:] == ["--small"]:
+        main(*small(form), **smaller)
+    else:
+        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(usage)

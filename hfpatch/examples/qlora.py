@@ -10,10 +10,10 @@ what fits.
 """
 
 import os
-import sys
 from pathlib import Path
 
-# before torch is imported: at long sequences fixed segments fragment
+# before torch is imported: threads that wait leave their core; fixed segments fragment
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -25,15 +25,17 @@ from transformers import (
     BitsAndBytesConfig,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 import hfpatch
-from hfpatch.examples.made import small
+from hfpatch.examples.made import run
 
 SEQ_LENGTH = 128
 
 
 def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
+    set_seed(0)  # of new adapters too
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     bits = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -69,6 +71,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
             save_strategy="no",
             dataloader_pin_memory=False,
             report_to="none",
+            seed=0,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )
@@ -78,7 +81,4 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--small"]:
-        main(*small("text"))
-    else:
-        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    run(main, __doc__, "text")

@@ -8,9 +8,9 @@ Or leave the script as it is: `accelerate launch -m hfpatch run your_sft_script.
 """
 
 import os
-import sys
 
-# before torch is imported: at long sequences fixed segments fragment
+# before torch is imported: threads that wait leave their core; fixed segments fragment
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -18,7 +18,7 @@ from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer
 
 import hfpatch
-from hfpatch.examples.made import small
+from hfpatch.examples.made import run
 
 
 def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
@@ -40,6 +40,7 @@ def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
             gradient_checkpointing=False,  # hfpatch checkpoints the layers itself
             bf16=False,
             report_to="none",
+            seed=0,
         ),
         train_dataset=load_dataset("json", data_files=data_file, split="train"),
         callbacks=[hfpatch.Callback(apply=True)],  # <- the one line
@@ -49,7 +50,4 @@ def main(model_name: str, data_file: str, output_dir: str) -> SFTTrainer:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--small"]:
-        main(*small("chat"))
-    else:
-        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    run(main, __doc__, "chat")

@@ -7,9 +7,9 @@ python -m hfpatch.examples.trainer MODEL TEXT_FILE OUTPUT_DIR
 """
 
 import os
-import sys
 
-# before torch is imported: at long sequences fixed segments fragment
+# before torch is imported: threads that wait leave their core; fixed segments fragment
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import hfpatch
-from hfpatch.examples.made import small
+from hfpatch.examples.made import run
 
 
 def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
@@ -50,6 +50,7 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
             save_strategy="no",
             dataloader_pin_memory=False,
             report_to="none",
+            seed=0,
         ),
         train_dataset=data,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
@@ -60,7 +61,4 @@ def main(model_name: str, text_file: str, output_dir: str) -> Trainer:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--small"]:
-        main(*small("text"))
-    else:
-        main(*sys.argv[1:]) if len(sys.argv) == 4 else sys.exit(__doc__)
+    run(main, __doc__, "text")

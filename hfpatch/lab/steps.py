@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import NamedTuple
 from unittest import mock
 
@@ -25,6 +24,7 @@ from hfpatch.lab.shallow import (
     layers_of,
     trained_bytes_of,
 )
+from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
 from hfpatch.parallel import exchange
 
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
@@ -86,48 +86,6 @@ class Cost:
 
 
 MEASURED = "stands", "loss", "after", "tiled", "passed"
-
-
-def _layer_of(module: str) -> str:
-    """model.layers.3 of model.layers.3.mlp.up_proj. In backward, the module that was called last
-    does not identify the operation's module inside the layer.
-    """
-    names = module.split(".")
-    return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
-
-
-def kept_bytes(ledger) -> int:
-    """Bytes on the device that forward keeps for backward. Linear in the layers of each kind."""
-    turn = next(at for at, name in ledger.phases if name == "backward")
-    alive = ((d, ledger.blocks[i]) for i, d in ledger.events[:turn])
-    return sum(d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
-
-
-def moments_of(ledger, bottom: int) -> tuple[dict, dict]:
-    """The peaks of each operation at the two ends of backward. Between the ends, bytes change
-    monotonically over the layers of a pattern.
-
-    Returns:
-        (early, late), dicts "operation in module" -> (bytes of gradients, bytes beyond parameters
-        and gradients). early: when the bytes beyond are the most. late: when the sum is the most,
-        after all but `bottom` bytes of the gradients exist.
-    """
-    alive = [(delta, ledger.blocks[i]) for i, delta in ledger.events if not ledger.blocks[i].host]
-    alive = [(delta, block) for delta, block in alive if block.category != "parameters"]
-    own = (delta for delta, block in alive if block.category == "gradients")
-    # they die when the simulation ends; small ones count as 512 bytes
-    enough = max(accumulate(own), default=0) - bottom - (1 << 20)
-    gradients = beyond = 0
-    early: dict = {}
-    late: dict = {}
-    for delta, block in alive:
-        gradient = block.category == "gradients"
-        gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
-        if delta > 0:
-            at, now = f"{block.op} in {_layer_of(block.module)}", (gradients, beyond)
-            early[at] = max(early.get(at, (0, 0)), now, key=lambda m: m[1])
-            late[at] = max(late.get(at, (0, 0)), now, key=sum) if gradients >= enough else (0, 0)
-    return early, late
 
 
 class _Ran(NamedTuple):
@@ -329,6 +287,18 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
     return _Ran(numbers, *moments_of(found.ledger, bottom), measured)
 
 
+def onward(x: float, y: float, z: float, beyond: float, bends: bool) -> float:
+    """A number of bytes or seconds `beyond` further steps after x, y and z, of three equal steps.
+
+    bends: it may grow quadratically, as a mask of [tokens, tokens] does. Else a jump at one of them
+    alone comes from another instant and is not growth.
+    """
+    bend = z - 2 * y + x
+    if bends and bend > SQUARE * (z - y) > 0:
+        return z + beyond * (z - y + bend / 2 * (beyond + 1))
+    return z + beyond * max(0, min(z - y, y - x))
+
+
 def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     """The cost at `tokens`, from two or three shorter lengths. Bytes and seconds grow
     linearly, attention's seconds and all FLOPs have a square too. A mixer
@@ -343,14 +313,8 @@ def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     tile = three - two
     beyond = (tokens - three) / tile
 
-    def onward(x, y, z):
-        if a is b:
-            return z + round(beyond * max(0, z - y))
-        bend = z - 2 * y + x
-        if c.rows and bend > SQUARE * (z - y) > 0:
-            return z + round(beyond * (z - y + bend / 2 * (beyond + 1)))
-        # A jump at one length alone comes from another instant and is not growth.
-        return z + round(beyond * max(0, min(z - y, y - x)))
+    def further(x, y, z):
+        return round(onward(2 * y - z if a is b else x, y, z, beyond, bool(c.rows)))
 
     def curve(x, y):
         square = (y / three - x / two) / tile
@@ -360,10 +324,10 @@ def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     moments = []
     for m in c.moments:
         y = between.get(m.name, m.beyond)
-        grown = onward(before.get(m.name, y), y, m.beyond)
+        grown = further(before.get(m.name, y), y, m.beyond)
         moments.append(m._replace(beyond=grown - full * ("embedding_dense_backward" in m.name)))
     counted = "host", "up", "down", "stands", "loss", "after", "tiled"
-    bytes_ = {n: onward(*(getattr(x, n) for x in (a, b, c))) for n in counted}
+    bytes_ = {n: further(*(getattr(x, n) for x in (a, b, c))) for n in counted}
     grown = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
     straight = lambda y, z: z + beyond * max(0.0, z - y)  # noqa: E731
     waits = ("copy_wait", "python_wait")

@@ -36,7 +36,7 @@ def is_one(word: str) -> bool:
 def find(name: str) -> Path:
     """The file of that name: a path, else one that comes with the package. Raises ValueError."""
     path = Path(name).expanduser()
-    ready = {p.name: p for p in READY.glob("*.yaml")}
+    ready = {p.name: p for p in sorted(READY.glob("*.yaml"))}
     if is_one(name) and path.name == name and not path.exists() and name not in ready:
         near = did_you_mean(name, ready)
         raise ValueError(f"hfpatch: there is no run file {name}.{near} Ready: {', '.join(ready)}.")

@@ -130,11 +130,11 @@ def page_row(kind: str) -> dict[str, str]:
     [usual] = re.findall(r"the verdict agrees: (.*)\.$", page, re.M)
     if kind in usual.split(", "):
         return dict(families.COLUMNS)
-    cells = lambda line: [c.strip() for c in line.strip("|").split("|")]  # noqa: E731
-    lines = page.splitlines()
-    header = next(cells(line) for line in lines if line.startswith("| family |"))
-    row = next(cells(line) for line in lines if line.startswith(f"| {kind} |"))
-    return families.COLUMNS | dict(zip(header[1:], row[1:], strict=True))
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    row = next(row for row in rows if kind in row[0].split(", "))
+    names = "|".join(families.COLUMNS)
+    differs = re.findall(rf"({names}): (.*?)(?=; (?:{names}): |$)", " ".join(row[2:]))
+    return families.COLUMNS | {"fused": row[1]} | dict(differs)
 
 
 # A dense family, and experts with sinks and windows.

@@ -193,6 +193,14 @@ def test_pages_do_not_say_what_is_no_longer_so(words):
         assert words not in " ".join(page.read_text().split()), page
 
 
+def test_scripts_that_are_shown_leave_idle_cores_and_repeat_their_numbers():
+    shown = {*(ROOT / "hfpatch/examples").glob("*.py")} - {ROOT / "hfpatch/examples/made.py"}
+    others = ("scripts/quickstart.sh", "scripts/step_memory.py", "profiles/host/laptop.py")
+    for script in [*shown, ROOT / "docs/start/first-run.md", *(ROOT / name for name in others)]:
+        text = script.read_text()
+        assert "OMP_WAIT_POLICY" in text and "seed" in text, script
+
+
 def test_the_newest_tested_version_is_named():
     newest = re.search(r"transformers 5\.0 to 5\.(\d+)", (ROOT / "docs/models.md").read_text())
     assert Version(transformers.__version__) < Version(f"5.{int(newest[1]) + 1}")
