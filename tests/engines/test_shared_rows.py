@@ -225,6 +225,7 @@ def runs(tmp_path, monkeypatch):
     return lambda engine: Runs(tmp_path, engine)
 
 
+@pytest.mark.long
 def test_hfpatch_train_shares_rows(runs):
     """Losses in training and in evaluation are those of one process."""
     train = runs("zero3")
