@@ -506,6 +506,7 @@ ACTIONS = {
     "hold": from_step(3, held),
     "hold late": from_step(3, held_late),
     "unfreeze": from_step(3, half_frozen),
+    "freeze": from_step(1 << 30, half_frozen),
     "evaluate": from_step(0, evaluated),
     "refer": from_step(0, referred),
     "generate": from_step(0, generated),
