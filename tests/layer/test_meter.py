@@ -263,10 +263,22 @@ def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
     meter.step.rows = 1
-    meter.step.plan = StepPlan(None, ["a"] * 4, [False, True, True, True])
+    meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate([0, 0, 108, 208]):
         meter.layer(index, "a", 0)
     assert meter.step.ran == meter.step.plan.keeps_all == [False, True, True, True]
+
+
+@pytest.mark.parametrize("gates_in, room", [(1, 20), (3, 80)])
+def test_a_layer_that_keeps_all_begins_without_sources_of_copies_that_are_over(gates_in, room):
+    """Of gate and up, if the two layers before sent none: holes of their size would stay."""
+    meter = Meter(Card(), list, 4)
+    meter.kinds["a"] = Kind(kept=100)
+    meter.begin()
+    step, policy = meter.step, replace(LEAST, keep=gates_in)
+    step.rows, step.limit = 1, 1000
+    step.plan = StepPlan(policy, ["a"] * 4, [False] * 3 + [True], gate_up=30, ahead=80)
+    assert meter.layer(3, "a", 0) and step.forward.room == room
 
 
 @pytest.mark.parametrize("keep, other, least", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])
