@@ -13,7 +13,7 @@ RESERVED = 1.10
 RESERVED_OF = {
     "131k, LoRA": 1.17,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
 }
-# Before a layer was untiled once, it is announced with 1.3 times the graphs of its tiles.
+# Before a layer kept all once, it is announced with 1.3 times the graphs of its tiles.
 UNTRIED = {"131k, LoRA": 0.12, "4 layers, 131k": 0.06}
 # What the last line of a policy announces.
 ANNOUNCED = re.compile(r"([\d.]+) of [\d.]+ GiB of the device")
@@ -33,7 +33,7 @@ CASES = {
     "131k, AdamW": (32, 131072, {"optimizer": "adamw"}, 0.8),
     "131k, host": (32, 131072, {"checkpointing": HOST}, 0),
     "131k, least": (32, 131072, {"checkpointing": "least"}, 0),
-    "8k, 8-bit AdamW": (32, 8192, {"optimizer": "adamw8bit"}, 0.8),  # all layers are untiled
+    "8k, 8-bit AdamW": (32, 8192, {"optimizer": "adamw8bit"}, 0.8),  # all layers keep all
     "32k, LoRA": (32, 32768, {"adapters": "lora", "optimizer": "adamw"}, 0.8),
     "131k, LoRA": (32, 131072, LORA, 0.7),
     "32k, gradients kept": (32, 32768, {"keep_gradients": True, "micro_steps": 2}, 0.8),

@@ -111,7 +111,7 @@ def test_fixed_settings_have_the_same_bits_in_each_step(settings, monkeypatch):
 
 def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(monkeypatch):
     """Its buckets take gradients as they come: a rank with more memory must not run another order of
-    them. The same run keeps layers untiled elsewhere.
+    them. The same run lets layers keep all elsewhere.
     """
 
     def work(run, ids):
@@ -255,7 +255,7 @@ class Card(Told):
         return None
 
 
-def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
+def test_the_first_layer_that_keeps_all_holds_its_input_too_which_others_do_not():
     """Later ones share theirs with the layer before. If each were taken to keep as much as the first,
     they would run tiled although there is room."""
     gauge = Card()
