@@ -3,6 +3,7 @@ pass.
 """
 
 import gc
+import re
 import tempfile
 from pathlib import Path
 
@@ -24,14 +25,42 @@ def pytest_addoption(parser):
     parser.addoption("--docs", action="store_true", help="also run all commands of the site")
 
 
+GRIDS = re.compile(r"tests/(ops|kernels|layer|decoder|loss|faults|budget|test_traps_\w+)\b")
+ROWS = 6  # of a grid in these places; --all and a GPU run all
+
+
+def function(item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+def thinned(items, chosen: set[str]) -> list:
+    """The tests, of a grid of many rows the first, the last and some between.
+
+    chosen: functions of whose rows some are marked long, so that the others were chosen.
+    """
+    grids: dict = {}
+    for item in items:
+        grids.setdefault(function(item), []).append(item)
+    kept = []
+    for name, grid in grids.items():
+        last = len(grid) - 1
+        if last >= ROWS and name not in chosen and GRIDS.match(name):
+            grid = [grid[i * last // (ROWS - 1)] for i in range(ROWS)]
+        kept += grid
+    return kept
+
+
+@pytest.hookimpl(trylast=True)  # behind -k
 def pytest_collection_modifyitems(config, items):
     left = [
         mark for mark, flag in (("long", "--all"), ("docs", "--docs")) if not config.getoption(flag)
     ]
     out = [i for i in items if any(i.get_closest_marker(mark) for mark in left)]
     config.hook.pytest_deselected(items=out)
+    chosen = {function(item) for item in out}
     items[:] = [i for i in items if not any(i.get_closest_marker(mark) for mark in left)]
     if not torch.cuda.is_available():
+        items[:] = items if config.getoption("--all") else thinned(items, chosen)
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -63,6 +63,7 @@ lines: int = hfpatch.apply(nn.Linear(1, 1)).details
 """
 
 
+@pytest.mark.long
 def test_a_type_checker_reads_a_users_script(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "script.py").write_text(SNIPPET)
@@ -253,6 +254,7 @@ def run_from(wheel: Path, folder: Path, *arguments: str, **kwargs):
     )
 
 
+@pytest.mark.long  # of a release
 def test_what_is_uploaded_builds_and_its_description_renders(tmp_path):
     """The sdist and a wheel made from it, as an index takes them: `twine check --strict`."""
     pytest.importorskip("build")

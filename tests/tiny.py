@@ -34,17 +34,13 @@ def not_with_transformers_5_0(reason: str):
     return not_before_transformers((5, 1), reason)
 
 
-def covering(*axes, together: int = 2) -> list:
-    """All rows of a grid, for parametrize: the plain suite runs so many that each `together` values
-    of different axes meet in one of them; `test.sh --all` the rest.
+def covering(*axes) -> list:
+    """All rows of a grid, for parametrize: the plain suite runs so many that each value is in one of
+    them; `test.sh --all` the rest.
     """
-    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    meets = {row: set(itertools.combinations(enumerate(row), together)) for row in rows}
-    kept, left = set(), set().union(*meets.values())
-    while left:
-        best = max(rows, key=lambda row: len(meets[row] & left))
-        kept.add(best)
-        left -= meets[best]
+    longest = max(map(len, axes))
+    kept = {tuple(i % len(axis) for axis in axes) for i in range(longest)}
+    rows = itertools.product(*(range(len(axis)) for axis in axes))
     values = {row: [axis[i] for axis, i in zip(axes, row)] for row in rows}
     return [pytest.param(*v, marks=[] if row in kept else LONG) for row, v in values.items()]
 

@@ -1,4 +1,4 @@
-"""`hfpatch profile`: options, progress, and the summary at the end."""
+"""`hfpatch profile`: options, and the summary at the end."""
 
 import argparse
 import shlex
@@ -45,15 +45,9 @@ def main(args) -> int:
         batch=args.batch, steps=args.steps, warmup=args.warmup, dtype=args.dtype,
         optimizer=args.optimizer, gradient_checkpointing=args.gradient_checkpointing,
         checkpointing=args.checkpointing, device=args.device, simulate=args.simulate,
-        progress=progress,
     )  # fmt: skip
     print(results(done.runs, command=command, notes=done.notes)) if args.json else show(done)
     return 0
-
-
-def progress(impl: str, seq_len: int, text: str) -> None:
-    """A line on stderr for each part of the work."""
-    print(f"hfpatch: {impl}, {seq_len:,} tokens: {text}", file=sys.stderr)
 
 
 def show(done) -> None:

@@ -40,44 +40,6 @@ def in_fsdp2(module: nn.Module) -> bool:
     )
 
 
-def fsdp2_units(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules among these that torch's FSDP2 gathers and reduces as units of their own."""
-    hooked = [
-        m
-        for m in modules
-        if "_forward_pre_hooks" in m.__dict__ and m.__dict__["_forward_pre_hooks"]
-    ]
-    return [m for m in hooked if in_fsdp2(m)] if hooked else hooked
-
-
-_OF_UNITS = ("_forward_pre_hooks", "_forward_hooks")
-
-
-def hooks_put_off(units: list[nn.Module]) -> list[tuple[dict, str, dict]]:
-    """Rows for values_for_now that disable these units' hooks: a tiled layer runs them itself, at
-    its edges."""
-    return [(unit.__dict__, name, {}) for unit in units for name in _OF_UNITS]
-
-
-def gathered_with(units: list[nn.Module], x: Tensor) -> Tensor:
-    """x after the pre-forward hooks of FSDP2's units inside a layer: their weights are gathered
-    from here on, and their gradients are reduced once the gradient of x exists.
-    """
-    for unit in units:
-        for hook in unit.__dict__["_forward_pre_hooks"].values():
-            (x,), _ = hook(unit, (x,), {})
-    return x
-
-
-def freed_with(units: list[nn.Module], y: Tensor) -> Tensor:
-    """y after the forward hooks of these units: their weights are freed, and gathered again before
-    the gradient of y."""
-    for unit in reversed(units):
-        for hook in unit.__dict__["_forward_hooks"].values():
-            y = hook(unit, (), y)
-    return y
-
-
 def members_of(kind: type) -> dict:
     """A class's own attributes, to make another class like it.
 

@@ -29,9 +29,9 @@ def mask(batch_size, kv_length, mask_function=None, q_length=None, kv_offset=0, 
         kwargs.get("dtype") if "config" in kwargs and named(kwargs["config"]) == "eager" else None
     )
     if not use_vmap and kv_length == batch.t and not kv_offset:
-        kind = describe(mask_function, batch.T, local_size, batch.device)
+        kind = describe(mask_function, local_size)
         if kind is not None:
-            return Mask(batch, added=added, **({} if kind[0] == "causal" else {kind[0]: kind[1]}))
+            return Mask(batch, added=added, **kind)
     sizes = {"q_length": q_length, "local_size": local_size, "device": device}
     given = (
         {name: x for name, x in sizes.items() if x is not None}

@@ -2,11 +2,10 @@
 
 A family calls `create_causal_mask` and its relatives. These call the mask function that is
 registered for the attention implementation, with a closure `mask_function(batch, head, query,
-key)`. Ours finds the closure's kind by a few calls, once for each kind, and returns a `Mask`. The
+key)`. Ours compares the closure's code with that of transformers' own, and returns a `Mask`. The
 model passes it to attention unchanged.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,11 +14,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 from hfpatch.attention.attention import Pattern
-from hfpatch.compat import is_fake, pytree, real_tensors
+from hfpatch.compat import pytree
 from hfpatch.context.documents import Rows, find_rows
-
-SAMPLES = 4096  # (query, key) pairs near the diagonal, and as many at random, to test a closure on
-_kinds: dict = {}  # structure of a closure -> its kind
 
 
 class Batch:
@@ -245,85 +241,37 @@ for _operator in _OPERATORS:
     setattr(Mask, f"__{_operator}__", _as_tensor(f"__{_operator}__"))
 
 
-def _structure(function, tensors: list) -> list:
-    """A flat list that identifies a closure: its code, a method's owner, and its cells and
-    defaults, recursively. Tensors are appended to `tensors`; the list has their class instead.
+def _structure(function) -> list:
+    """A flat list that identifies a closure: its code, and its cells, recursively. A tensor is
+    there by its class.
     """
     if isinstance(function, Tensor):
-        tensors.append(function)
         return [Tensor]
-    if isinstance(function, (tuple, list)):
+    if isinstance(function, tuple):
         found, held = [len(function)], function
-    elif callable(function) and hasattr(function, "__code__"):
-        found, held = [function.__code__, getattr(function, "__self__", None)], []
-        for cell in function.__closure__ or ():
-            held.append(cell.cell_contents)
-        held += function.__defaults__ or ()
-        for item in (function.__kwdefaults__ or {}).items():
-            held += item
+    elif hasattr(function, "__code__"):
+        found = [function.__code__]
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
     else:
         return [function]
     for one in held:
-        found += _structure(one, tensors)
+        found += _structure(one)
     return found
 
 
-def _ask(function, T: int, local: int | None, device):
-    """("causal" | "window" | "chunk", size) of a closure, or None for another kind."""
-    zero = torch.zeros((), dtype=torch.long, device=device)
+def describe(function, local: int | None) -> dict | None:
+    """The fields of a Mask for a mask closure; None for one that transformers' functions do not make.
 
-    def seen(q, kv):
-        return torch.as_tensor(function(zero, zero, q.to(device), kv.to(device))).cpu()
-
-    # 1. Pairs near the diagonal and at random.
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randint(T, (SAMPLES,), generator=generator)
-    back = torch.randint(-2, (local or 2) + 2, (SAMPLES,), generator=generator)
-    far = torch.randint(T, (SAMPLES,), generator=generator)
-    kv = torch.cat([(q - back).clamp(0, T - 1), far])
-    q = torch.cat([q, q])
-    found = seen(q, kv)
-    # 2. The descriptions that they may fit.
-    causal = kv <= q
-    if torch.equal(found, causal):
-        return "causal", None
+    The tensor of a chunk's closure is the left padding, which find_rows counts too.
+    """
+    made = _structure(function)
+    if made == _structure(masking_utils.causal_mask_function):
+        return {}
     if local is None:
         return None
-    if torch.equal(found, causal & (kv > q - local)):
-        return "window", local
-    # 3. Chunks begin where a token does not see the one before.
-    every = torch.arange(1, T)
-    starts = (~seen(every, every - 1)).nonzero().flatten() + 1
-    chunk_of = torch.bucketize(torch.arange(T), starts, right=True)
-    chunked = causal & (chunk_of[q] == chunk_of[kv])
-    if (starts.diff() == local).all() and torch.equal(found, chunked):
-        return "chunk", local
+    if made == _structure(masking_utils.sliding_window_causal_mask_function(local)):
+        return {"window": local}
+    padding = torch.empty(0, device="meta")
+    if made == _structure(masking_utils.chunked_causal_mask_function(local, padding)):
+        return {"chunk": local}
     return None
-
-
-def describe(function, T: int, local: int | None, device) -> tuple | None:
-    """The kind of a mask closure, from sample calls, cached by the closure's structure."""
-    tensors: list[Tensor] = []
-    try:
-        key = *_structure(function, tensors), local, T
-        if key in _kinds:
-            return _kinds[key]
-    except (TypeError, ValueError):  # an unhashable value, an empty cell
-        return None
-    if any(map(is_fake, tensors)):
-        # A simulation has no values. Only a chunk's closure holds a tensor: the left padding, from
-        # which chunks count.
-        return None if local is None else ("chunk", local)
-    if not tensors:
-        device = torch.device("cpu")
-    try:
-        with nullcontext() if tensors else real_tensors(), torch.device("cpu"):
-            kind = _ask(function, T, local, device)
-    except (RuntimeError, IndexError, TypeError, ValueError):
-        kind = None
-    if tensors and (kind is None or kind[0] != "chunk"):
-        # A tensor's values may change with the batch, so the kind is not cached. The tensor of
-        # a chunk's closure is the left padding, which find_rows counts too.
-        return None
-    _kinds[key] = kind
-    return kind

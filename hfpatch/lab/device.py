@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hfpatch.lab.compat import for_now
+
 
 def synchronize() -> None:
     if torch.cuda.is_available():
@@ -47,12 +49,6 @@ def nan_in_new_memory():
 
     with torch.device("cpu"):  # torch notes once which functions `with torch.device` is for
         torch.empty(0)
-    places = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
-    before = [getattr(owner, name) for owner, name in places]
-    try:
-        for (owner, name), make in zip(places, before):
-            setattr(owner, name, filled(make))
+    functions = for_now(torch, empty=filled(torch.empty), empty_like=filled(torch.empty_like))
+    with functions, for_now(torch.Tensor, new_empty=filled(torch.Tensor.new_empty)):
         yield
-    finally:
-        for (owner, name), make in zip(places, before):
-            setattr(owner, name, make)

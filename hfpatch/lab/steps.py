@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import NamedTuple
 from unittest import mock
 
@@ -25,6 +24,7 @@ from hfpatch.lab.shallow import (
     layers_of,
     trained_bytes_of,
 )
+from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
 from hfpatch.parallel import exchange
 
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
@@ -88,48 +88,6 @@ class Cost:
 MEASURED = "stands", "loss", "after", "tiled", "passed"
 
 
-def _layer_of(module: str) -> str:
-    """model.layers.3 of model.layers.3.mlp.up_proj. In backward, the module that was called last
-    does not identify the operation's module inside the layer.
-    """
-    names = module.split(".")
-    return ".".join(names[: next((i + 1 for i, n in enumerate(names) if n.isdigit()), 1)])
-
-
-def kept_bytes(ledger) -> int:
-    """Bytes on the device that forward keeps for backward. Linear in the layers of each kind."""
-    turn = next(at for at, name in ledger.phases if name == "backward")
-    alive = ((d, ledger.blocks[i]) for i, d in ledger.events[:turn])
-    return sum(d for d, b in alive if not b.host and b.category not in ("parameters", "gradients"))
-
-
-def moments_of(ledger, bottom: int) -> tuple[dict, dict]:
-    """The peaks of each operation at the two ends of backward. Between the ends, bytes change
-    monotonically over the layers of a pattern.
-
-    Returns:
-        (early, late), dicts "operation in module" -> (bytes of gradients, bytes beyond parameters
-        and gradients). early: when the bytes beyond are the most. late: when the sum is the most,
-        after all but `bottom` bytes of the gradients exist.
-    """
-    alive = [(delta, ledger.blocks[i]) for i, delta in ledger.events if not ledger.blocks[i].host]
-    alive = [(delta, block) for delta, block in alive if block.category != "parameters"]
-    own = (delta for delta, block in alive if block.category == "gradients")
-    # they die when the simulation ends; small ones count as 512 bytes
-    enough = max(accumulate(own), default=0) - bottom - (1 << 20)
-    gradients = beyond = 0
-    early: dict = {}
-    late: dict = {}
-    for delta, block in alive:
-        gradient = block.category == "gradients"
-        gradients, beyond = (gradients + delta, beyond) if gradient else (gradients, beyond + delta)
-        if delta > 0:
-            at, now = f"{block.op} in {_layer_of(block.module)}", (gradients, beyond)
-            early[at] = max(early.get(at, (0, 0)), now, key=lambda m: m[1])
-            late[at] = max(late.get(at, (0, 0)), now, key=sum) if gradients >= enough else (0, 0)
-    return early, late
-
-
 class _Ran(NamedTuple):
     """One simulated step of a cut model, as numbers that grow by layers, and its peaks."""
 
@@ -165,19 +123,19 @@ class Steps:
             reads of the step alone, which the fewest layers tell.
         """
         if not self.carried_on(tokens, policy):
-            return self._deep(tokens, policy, None, ahead, deep)
+            return self._of_all_layers(tokens, policy, None, ahead, deep)
         heads_, keys, ranks = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.ranks
         width = heads_per_group(self.batch, tokens, heads_, keys)
         if ranks > 1:
             width = rounds_of(self.batch, tokens * ranks, heads_, keys, ranks).width
         first = max(3, -(-LEAST // policy.tile))
         shorter = [n * policy.tile // self.batch for n in (first, first + 1, first + 2)]
-        step = partial(self._deep, policy=policy, width=width, ahead=ahead, deep=deep)
+        step = partial(self._of_all_layers, policy=policy, width=width, ahead=ahead, deep=deep)
         steps = [step(n) for n in shorter[:2]]
         if steps[0].rows:  # a mixer of whole rows may hold a mask, whose bend takes a third length
             steps.append(step(shorter[2]))
         table = self.sizes.embedding if self.batch == 1 else (0, 0)
-        return _stretched(steps, shorter[: len(steps)], tokens, table)
+        return _carried_on(steps, shorter[: len(steps)], tokens, table)
 
     def ran(self, tokens: int, word: str, layers: int) -> dict:
         """Seconds by part of a step of a few layers that run untiled."""
@@ -192,10 +150,15 @@ class Steps:
         policy = replace(policy, keep=min(policy.keep, 0))
         self._ran(tokens, None, ahead, policy, min(self.model.layers, n + period), period or n)
 
-    def _deep(self, tokens: int, policy, width, ahead, deep: bool) -> Cost:
-        """The cost of all layers from steps of few. With n layers, of which the last p keep
-        everything and the q below keep less than the others, what a step takes is linear in n, in p
-        and in q."""
+    def _of_all_layers(self, tokens: int, policy, width, ahead, deep: bool) -> Cost:
+        """The cost of all layers from steps of few: it is linear in the number of layers that run
+        in tiles, of those that keep everything (the last ones), and of those in tiles whose gate
+        and up run again (below them).
+
+        For example 32 layers, the last 6 keep everything: a step of 2 in tiles and 1 that keeps
+        everything, 24 times what a third one in tiles adds to two, and 5 times what a second one
+        that keeps everything adds.
+        """
         L = self.model.layers
 
         def run(policy, layers: int, plain: int) -> _Ran:
@@ -203,39 +166,40 @@ class Steps:
             return self._ran(tokens, width, room, policy, layers, plain)
 
         if not isinstance(policy, Checkpointing):
-            n, period = self.model.depths()
-            base, more = run(policy, n, 0), run(policy, n + period, 0)
-            return self._cost_of(base, [(base, more, (L - n) / max(1, period))])
+            depth, period = self.model.depths()
+            base, more = run(policy, depth, 0), run(policy, depth + period, 0)
+            return self._cost_of(base, [(base, more, (L - depth) / max(1, period))])
         streams = policy.frozen_weights == "host"
-        fewer, period = self.model.depths(policy.every, 3 if streams else 2)
+        shallow, period = self.model.depths(policy.every, 3 if streams else 2)
         full = replace(policy, plain=0, keep=policy.keep if policy.keep <= 0 else ALL)
         plain = min(policy.plain, L)
         again = max(0, L - plain - policy.keep) if policy.keep > 0 else 0
-        few = (plain - 1) % period + 1 if plain and period else plain
-        n = L
+        kept_here = (plain - 1) % period + 1 if plain and period else plain
+        depth = L
         if period:
-            n = min(L, fewer + (few > 0) * period)
+            depth = min(L, shallow + (kept_here > 0) * period)
         if plain == L and period:
-            few = n = fewer
-        base = run(full, n, few)
+            kept_here = depth = shallow
+        base = run(full, depth, kept_here)
         if not deep and policy.offload != "gpu":
             found = self._cost_of(base, [])
-            host = found.host * L // max(1, n - few)  # at most
-            return replace(found, host=host, passed=found.passed * L / n)
-        if n == L and again:
-            base = run(replace(full, keep=policy.keep), n, few)
+            host = found.host * L // max(1, depth - kept_here)  # at most
+            return replace(found, host=host, passed=found.passed * L / depth)
+        if depth == L and again:
+            base = run(replace(full, keep=policy.keep), depth, kept_here)
         grow = []
-        if n < L:
-            tiled, deeper = L - n - (plain - few), fewer + period
+        if depth < L:
+            tiled, deeper = L - depth - (plain - kept_here), shallow + period
             # a tiled layer takes the same bytes and seconds beside others that keep everything
             if tiled != again:
-                one, two = run(full, fewer, 0), run(full, deeper, 0)
+                one, two = run(full, shallow, 0), run(full, deeper, 0)
                 grow.append((one, two, (tiled - again) / period))
             if again:
-                one, two = run(full, fewer, 0), run(replace(full, keep=fewer), deeper, 0)
+                one, two = run(full, shallow, 0), run(replace(full, keep=shallow), deeper, 0)
                 grow.append((one, two, again / period))
-            if plain > few:
-                grow.append((base, run(full, n + period, few + period), (plain - few) / period))
+            if plain > kept_here:
+                more = run(full, depth + period, kept_here + period)
+                grow.append((base, more, (plain - kept_here) / period))
         return self._cost_of(base, grow)
 
     def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:
@@ -329,7 +293,19 @@ def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -
     return _Ran(numbers, *moments_of(found.ledger, bottom), measured)
 
 
-def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
+def onward(x: float, y: float, z: float, beyond: float, bends: bool) -> float:
+    """A number of bytes or seconds `beyond` further steps after x, y and z, of three equal steps.
+
+    bends: it may grow quadratically, as a mask of [tokens, tokens] does. Else a jump at one of them
+    alone comes from another instant and is not growth.
+    """
+    bend = z - 2 * y + x
+    if bends and bend > SQUARE * (z - y) > 0:
+        return z + beyond * (z - y + bend / 2 * (beyond + 1))
+    return z + beyond * max(0, min(z - y, y - x))
+
+
+def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     """The cost at `tokens`, from two or three shorter lengths. Bytes and seconds grow
     linearly, attention's seconds and all FLOPs have a square too. A mixer
     of whole rows may hold a mask of [tokens, tokens], whose bytes grow quadratically.
@@ -343,14 +319,8 @@ def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     tile = three - two
     beyond = (tokens - three) / tile
 
-    def onward(x, y, z):
-        if a is b:
-            return z + round(beyond * max(0, z - y))
-        bend = z - 2 * y + x
-        if c.rows and bend > SQUARE * (z - y) > 0:
-            return z + round(beyond * (z - y + bend / 2 * (beyond + 1)))
-        # A jump at one length alone comes from another instant and is not growth.
-        return z + round(beyond * max(0, min(z - y, y - x)))
+    def further(x, y, z):
+        return round(onward(2 * y - z if a is b else x, y, z, beyond, bool(c.rows)))
 
     def curve(x, y):
         square = (y / three - x / two) / tile
@@ -360,10 +330,10 @@ def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     moments = []
     for m in c.moments:
         y = between.get(m.name, m.beyond)
-        grown = onward(before.get(m.name, y), y, m.beyond)
+        grown = further(before.get(m.name, y), y, m.beyond)
         moments.append(m._replace(beyond=grown - full * ("embedding_dense_backward" in m.name)))
     counted = "host", "up", "down", "stands", "loss", "after", "tiled"
-    bytes_ = {n: onward(*(getattr(x, n) for x in (a, b, c))) for n in counted}
+    bytes_ = {n: further(*(getattr(x, n) for x in (a, b, c))) for n in counted}
     grown = {n: curve(getattr(b, n), getattr(c, n)) for n in ("flops", "model")}
     straight = lambda y, z: z + beyond * max(0.0, z - y)  # noqa: E731
     waits = ("copy_wait", "python_wait")

@@ -1,7 +1,7 @@
 """The present state of one decoder layer: its modules, hooks and adapters.
 
 A layer's traits (traits.py) are found once, at `apply`, on a small instance. Here they meet the
-layer's present state. The stack looks at all layers once per forward (`look`), which settles every
+layer's present state. Before its layers run the stack looks at each (`look`), which settles every
 reason to run untiled that needs no arguments of a call (why_whole.py). A layer called directly
 looks itself.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hfpatch.compat import Snapshot, fsdp2_units, submodule
+from hfpatch.compat import Snapshot, submodule
 from hfpatch.layer.adapted_experts import experts_in
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import Why, first
@@ -30,7 +30,6 @@ class Condition:
         block: layer.block.Block, None until used.
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
         kind: names and numbers of the classes inside, None until used (graph_bytes.py).
-        units: modules in it whose weights FSDP2 gathers separately.
     """
 
     snapshot: Snapshot
@@ -43,7 +42,6 @@ class Condition:
     block: object = None
     can_skip: dict = field(default_factory=dict)
     kind: str | None = None
-    units: list[nn.Module] = field(default_factory=list)
 
     def __reduce__(self):  # a copy of the layer finds its own
         return type(None), ()
@@ -69,7 +67,6 @@ def _condition_of(layer: nn.Module) -> Condition:
     traits = layer._hfpatch.traits
     found = Condition(Snapshot(layer), traits)
     inside = found.snapshot.inside
-    found.units = fsdp2_units(inside)
     found.experts = experts_in(inside)
     found.reason = first("layer", traits.reason, layer, found)
     if found.reason is None:

@@ -15,9 +15,7 @@ from hfpatch.compat import (
     GONE,
     Snapshot,
     buffers_of,
-    fsdp2_units,
     hooks_on_all,
-    hooks_put_off,
     in_fsdp2,
     is_shard,
     is_view_of_flat,
@@ -70,14 +68,12 @@ class ForwardState:
         places: (module, name) of each tensor; tensors: the tensors there; counts: their versions, or
             None where the forward wrote to it; trained: those that required a gradient.
         gathered: whether an engine swaps the tensors.
-        units: modules that FSDP2 gathers separately.
     """
 
     def __init__(self, layer: nn.Module, modules: list[nn.Module], condition=None):
         self.layer = layer
         self.kind = layer.__class__
         self.modules = modules
-        self.units = fsdp2_units(modules[1:]) if condition is None else condition.units
         self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
         # A layer with such hooks runs untiled (condition.py).
         self.on_all = hooks_on_all() if condition is None else []
@@ -88,9 +84,8 @@ class ForwardState:
             found.setdefault(id(x), (place, x))
         self.places = [place for place, _ in found.values()]
         self.tensors = [x for _, x in found.values()]
-        sharded = self.units or in_fsdp2(layer)
-        self.gathered = bool(
-            sharded or any(is_shard(x) or is_view_of_flat(x) for x in self.tensors)
+        self.gathered = any(map(in_fsdp2, modules if condition is None else [layer])) or any(
+            is_shard(x) or is_view_of_flat(x) for x in self.tensors
         )
         self.trained = [x.requires_grad for x in self.tensors]
         self.wanted = [x for x in self.tensors if x.requires_grad]
@@ -127,5 +122,5 @@ def as_in_forward(then: ForwardState):
     """A context in which the layer's modules have the switches of its forward."""
     then.refuse_others()
     rows = [row for row in then.switches if row[0].get(row[1], GONE) != row[2]]
-    with values_for_now(rows + hooks_put_off(then.units)):
+    with values_for_now(rows):
         yield

@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from hfpatch.compat import (
     autocast_dtype,
     collected_now,
-    freed_with,
-    gathered_with,
-    hooks_put_off,
     pytree,
     under_zero3,
-    values_for_now,
 )
 from hfpatch.context.current import (
     NotStopped,
@@ -233,7 +229,6 @@ class TiledLayer(PatchedLayer):
         known = self._hfpatch
         runtime = known.runtime
         lists = collected_now()
-        units = r.condition.units
         records = None
         if lists:
             records = (_RECORDED_INSIDE,) if _RECORDED_INSIDE in lists else ()
@@ -243,17 +238,14 @@ class TiledLayer(PatchedLayer):
             records=records, condition=r.condition, rng={} if r.condition.draws else None,
             autocast=(autocast_dtype(r.x.device.type), torch.is_autocast_cache_enabled()),
         )  # fmt: skip
-        x = gathered_with(units, r.x) if units else r.x
-        put_off = values_for_now(hooks_put_off(units)) if units else nullcontext()
         try:
-            with runtime.weights.forward(self, r.x.device), put_off:
-                y, *extras = tiled_layer(runtime, policy, traced, x)
+            with runtime.weights.forward(self, r.x.device):
+                y, *extras = tiled_layer(runtime, policy, traced, r.x)
         except NotStopped as error:
             raise RuntimeError(
                 f"hfpatch: a {type(self).__name__} does not mix tokens as its small instance did: "
                 f"{error}. Call hfpatch.apply(model, checkpointing='off')."
             ) from None
-        y = freed_with(units, y) if units else y
         return traced.hand_on(split(y, known.streams), extras, lists, r.kwargs.get(SHARED_KEYS))
 
     def _whole(self, r: Request):

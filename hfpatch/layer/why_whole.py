@@ -29,6 +29,7 @@ from hfpatch.compat import (
     engine_hook,
     forward_hooks,
     hooks_on_all,
+    in_fsdp2,
     other_hooks,
     submodule,
     watched_by_user,
@@ -261,6 +262,11 @@ REASONS = (
     ),
     _layer("adapter's bias", "an adapter adds a bias before a mixer", _adds_a_bias),
     _layer("shared scale", "{a projection that rounds several tokens by one scale}", _scaled),
+    _layer(
+        "sharded inside",  # each would be gathered, and its gradients reduced, once a tile
+        "modules in it are sharded by themselves (FSDP2)",
+        lambda layer, c: any(map(in_fsdp2, c.snapshot.inside)),
+    ),
     _layer("hooks", "hooks on {a module}", _hooked),
     _layer("patched class", "another {class}.forward or rotation than at apply()", _patched),
     _layer(

@@ -185,15 +185,12 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     """Checks and resolves the arguments of plan(). ValueError with one sentence for a wrong one."""
     checkpointing = settings_of(checkpointing)
     name, values = text_config_of(model)
-    for what, value in (
-        ("seq_len", seq_len),
-        ("batch", batch),
-        ("gpus", gpus),
-        ("sp_size", sp_size),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    sizes = {"seq_len": seq_len, "batch": batch, "gpus": gpus, "sp_size": sp_size}
+    for what, value in (*sizes.items(), ("images", images), ("video_tokens", video_tokens)):
+        least = int(what in sizes)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
-                f"hfpatch: {what} must be a positive whole number, got {value!r}. Pass 1 or more."
+                f"hfpatch: {what} must be a whole number, got {value!r}. Pass {least} or more."
             )
     tower = tower_in_front(model, images, video_tokens)
     if tower is not None and sp_size > 1:

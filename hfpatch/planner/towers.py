@@ -19,18 +19,19 @@ from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.models import config_of, with_images
 from hfpatch.lab.shallow import IMPLEMENTATIONS, Values, layers_of
 from hfpatch.lab.simulate.implementations import prepare
+from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
 from hfpatch.lab.simulate.operations import tensors_in
-from hfpatch.lab.steps import Moment, kept_bytes, moments_of
+from hfpatch.lab.steps import Moment, onward
 from hfpatch.planner.placements import Resident
 
 # Visual tokens of an image where a family takes any size (1,024 x 1,024 pixels in Qwen3-VL), and of
 # a video's frame. The tokens of one frame attend to each other.
 IMAGE_TOKENS, FRAME_TOKENS = 1024, 256
-FEW = 2, 4  # pictures of the two steps from which more are carried on
+FEW = 2, 4, 6  # pictures of the steps from which more are carried on
 
 
 class Pictures(NamedTuple):
-    """A step of the tower alone, without its optimizer. All of it grows linearly by pictures.
+    """A step of the tower alone, without its optimizer.
 
     Attributes:
         numbers: tokens, that the text model reads; held and host, bytes that forward keeps for
@@ -42,12 +43,13 @@ class Pictures(NamedTuple):
     moments: dict
 
 
-def _sum(a: float, x: Pictures, b: float, y: Pictures) -> Pictures:
-    """a times x and b times y, which have the same gradients."""
-    numbers = {name: a * x.numbers[name] + b * y.numbers[name] for name in x.numbers}
-    both = x.moments.keys() & y.moments.keys()
-    beyond = {at: a * x.moments[at][1] + b * y.moments[at][1] for at in both}
-    return Pictures(numbers, {at: (x.moments[at][0], beyond[at]) for at in both})
+def _joined(join, *steps: Pictures) -> Pictures:
+    """A step whose numbers and bytes are join(those of each of the steps), with the last one's
+    gradients."""
+    numbers = {name: join(*(x.numbers[name] for x in steps)) for name in steps[0].numbers}
+    all_have = set.intersection(*({*x.moments} for x in steps))
+    beyond = {at: join(*(x.moments[at][1] for x in steps)) for at in all_have}
+    return Pictures(numbers, {at: (steps[-1].moments[at][0], beyond[at]) for at in all_have})
 
 
 class Alone(nn.Module):
@@ -166,18 +168,20 @@ class Tower:
         if not frames:
             return self._many(run, images, IMAGE_TOKENS)
         moving = self._many(run, frames / IMAGE_TOKENS, FRAME_TOKENS)
-        return _sum(1, self._many(run, images, IMAGE_TOKENS), 1, moving) if images else moving
+        standing = [self._many(run, images, IMAGE_TOKENS)] if images else []
+        return _joined(lambda *each: sum(each), *standing, moving)
 
     def _few(self, run, count: int, tokens: int) -> Pictures:
         gpu, frozen = replace(run.gpu, memory_bytes=0), bool(run.shape.adapters)
         return _ran(self.config, run.checkpointing, frozen, gpu, count, tokens)
 
     def _many(self, run, count: float, tokens: int) -> Pictures:
-        if count in range(1, FEW[1]):
+        if count in range(1, FEW[0] + 1):
             return self._few(run, int(count), tokens)
-        less, more = (self._few(run, n, tokens) for n in FEW)
-        times = (count - FEW[1]) / (FEW[1] - FEW[0])
-        return _sum(-times, less, 1 + times, more)
+        steps = [self._few(run, n, tokens) for n in FEW]
+        # Where pictures attend to each other, bytes and seconds have a square.
+        beyond = (count - FEW[2]) / (FEW[2] - FEW[1])
+        return _joined(lambda x, y, z: onward(x, y, z, beyond, True), *steps)
 
     def resident(self, stays: Resident, text_parameters: int, frozen: bool) -> Resident:
         """A placement's bytes for the text model and the tower. They grow with the share of the
@@ -210,11 +214,6 @@ def tower_in_front(model, images: int, video_tokens: int) -> Tower | None:
     Raises:
         ValueError: the model has no tower.
     """
-    for what, value in (("images", images), ("video_tokens", video_tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(
-                f"hfpatch: {what} must be a whole number, got {value!r}. Pass 0 or more."
-            )
     if not images and not video_tokens:
         return None
     name, values = config_of(model)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "launch_multinode.sh"
@@ -57,7 +56,8 @@ def run(*arguments, **settings) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("launcher", tiny.longer(["accelerate", "torchrun"], "torchrun"))
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 def test_two_machines_meet(launcher, tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     with socket.socket() as free:

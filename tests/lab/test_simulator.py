@@ -44,12 +44,12 @@ def on_cpu(model):
 
 # Two implementations of the layer loop, stock's two kinds of saving, and each of: tied weights, no
 # grouped heads, a batch above one with a length that no tile divides.
-@pytest.mark.parametrize("implementation", ["hf", "hf-ckpt", "hfpatch"])
-@pytest.mark.parametrize("change, batch, tokens", [({}, 1, 512), ({"tie_word_embeddings": True}, 2,
-                                                                  777),
-                                                   ({"num_key_value_heads": 4}, 1,
-                                                    777)])  # fmt: skip
-def test_agrees_with_the_allocator(implementation, change, batch, tokens):
+@pytest.mark.parametrize("implementation, case", tiny.covering(
+    ["hf", "hf-ckpt", "hfpatch"],
+    [({}, 1, 512), ({"tie_word_embeddings": True}, 2, 777), ({"num_key_value_heads": 4}, 1, 777)],
+))  # fmt: skip
+def test_agrees_with_the_allocator(implementation, case):
+    change, batch, tokens = case
     model = prepare(build(SMALL | change, torch.float32), implementation)
     policy = replace(LEAST, tile=256)
     found = simulate(model, batch, tokens, rounding=1, cuda=False, policy=policy)

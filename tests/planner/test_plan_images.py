@@ -45,11 +45,22 @@ def values_of(kind: str) -> dict:
 @pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=LONG)])
 @pytest.mark.parametrize("way", ["host", pytest.param("stock", marks=LONG)])
 def test_few_pictures_tell_what_many_take(kind, way):
-    """Six pictures of 1,024 visual tokens, carried on from two and four, and all simulated."""
-    run = {"seq_len": 8192, "gpu": "a100-80gb", "images": 6, "checkpointing": way}
-    run = make_run(values_of(kind), **run)
+    """Twelve pictures of 1,024 visual tokens, carried on from few, and all simulated."""
+    _few_tell_of_all(values_of(kind), way)
+
+
+def test_few_pictures_tell_what_many_take_that_attend_to_each_other():
+    """Pixtral's tower attends across all pictures under a mask of their square."""
+    config = AutoConfig.for_model("mistral3")
+    config.vision_config.num_hidden_layers = 2
+    _few_tell_of_all(config.to_dict(), "stock")
+
+
+def _few_tell_of_all(values: dict, way: str) -> None:
+    run = {"seq_len": 40_000, "gpu": "a100-80gb", "images": 12, "checkpointing": way}
+    run = make_run(values, **run)
     few = run.tower.cost(run)
-    all_ = run.tower._few(run, 6, IMAGE_TOKENS)
+    all_ = run.tower._few(run, 12, IMAGE_TOKENS)
     assert few.numbers == pytest.approx(all_.numbers, rel=0.02)
     peaks = [max(map(sum, found.moments.values())) for found in (few, all_)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)

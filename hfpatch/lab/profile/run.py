@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from hfpatch.lab.profile.options import Options, check_together, words_of
 from hfpatch.lab.profile.picture import PICTURE, save
 from hfpatch.lab.profile.report import markdown
 from hfpatch.lab.profile.timeline import Run
-from hfpatch.lab.profile.worker import PROGRESS
 from hfpatch.lab.tables import gib
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +57,6 @@ def profile(
     simulate: bool = False,
     out: str | Path = "runs/profile",
     command: str | None = None,
-    progress: Callable[[str, int, str], None] = lambda impl, seq_len, text: None,
 ) -> Profile:
     """Runs real training steps of each implementation, follows one on fake tensors to see what holds
     its memory, and writes a folder with the report.
@@ -105,7 +103,7 @@ def profile(
             _expect_room(options["model"], batch * options["seq_len"])
     check_together(names, shared["checkpointing"], gradient_checkpointing)
     folder.mkdir(parents=True, exist_ok=True)
-    runs, notes = _each_in_process(asked, progress)
+    runs, notes = _each_in_process(asked)
     if not runs:
         raise ValueError(notes[0])
     called = f"hfpatch.profile({str(model)!r}, seq_len={lengths}, impl={names})"
@@ -127,67 +125,36 @@ def _expect_room(model: str, tokens: int) -> None:
         )
 
 
-def _each_in_process(asked: list[dict], progress) -> tuple[list[Run], list[str]]:
+def _each_in_process(asked: list[dict]) -> tuple[list[Run], list[str]]:
     """The Runs, and the reasons why others could not run here."""
     runs, notes = [], []
     for options in asked:
-        name, length = options["impl"], options["seq_len"]
-        run, note = _in_process(options, lambda text, n=name, t=length: progress(n, t, text))
-        if note and note not in notes:
-            notes.append(note)
-        if run is not None:
-            runs.append(run)
+        found = _in_process(options)
+        if isinstance(found, Run):
+            runs.append(found)
+        elif found not in notes:
+            notes.append(found)
     return runs, notes
 
 
-def _in_process(options: dict, progress) -> tuple[Run | None, str | None]:
-    """Runs the worker. Returns (Run, None), or (None, the reason why it could not run here)."""
+def _in_process(options: dict) -> Run | str:
+    """Runs the worker. Returns its Run, or the reason why it could not run here."""
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "run.json"
-        arguments = [
-            sys.executable,
-            "-m",
-            "hfpatch.lab.profile.worker",
-            json.dumps(options),
-            str(result),
-        ]
-        path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
-        with open(Path(scratch) / "stderr", "w+", errors="replace") as errors:
-            environment = os.environ | {"PYTHONPATH": path}
-            with subprocess.Popen(
-                arguments,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                errors="replace",
-                env=environment,
-                preexec_fn=ends_with(os.getpid()),
-            ) as process:
-                try:
-                    for text in process.stdout:
-                        if text.startswith(PROGRESS):
-                            progress(text[len(PROGRESS) :].strip())
-                except BaseException:  # Ctrl-C to this process alone: the worker holds its memory
-                    process.terminate()
-                    raise
-            code = process.returncode
-            errors.seek(0)
-            said = [text for text in errors.read().splitlines() if text.strip()]
-        if code == 0 and result.exists():
-            return Run(**json.loads(result.read_text())), None
-    last = next(
-        (text for text in reversed(said) if text.startswith("hfpatch:")),
-        said[-1] if said else f"exit code {code}",
-    )
-    if code == -signal.SIGKILL:
+        done = subprocess.run(
+            [sys.executable, "-m", "hfpatch.lab.profile.worker", json.dumps(options), str(result)],
+            env=os.environ | {"PYTHONPATH": path}, preexec_fn=ends_with(os.getpid()), check=False,
+        )  # fmt: skip
+        found = json.loads(result.read_text()) if result.exists() else None
+    if found is not None:
+        return Run(**found) if isinstance(found, dict) else found
+    name = options["impl"]
+    if done.returncode == -signal.SIGKILL:
         # The kernel's out-of-memory killer leaves no message and no result.
         text = "killed by the system, as happens when the machine's memory runs out"
-        return Run(
-            impl=options["impl"], seq_len=options["seq_len"], batch=options["batch"], error=text
-        ), None
-    return None, last if last.startswith(
-        "hfpatch:"
-    ) else f"hfpatch: {options['impl']} did not run: {last}"
+        return Run(name, options["seq_len"], options["batch"], error=text)
+    return f"hfpatch: {name} did not run: exit code {done.returncode}"
 
 
 def write(folder: Path, runs: list[Run], *, command: str = "", notes=()) -> list[str]:

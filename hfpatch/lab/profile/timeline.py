@@ -34,7 +34,6 @@ MEANING = {
     "other": "batch, and tensors that were there before the step",
 }
 NOWHERE = "(outside of modules)"  # as a block's module; "" is the model itself
-ROWS = 60  # of the stored peak
 SLICES = 300  # of a picture's time
 
 
@@ -100,6 +99,16 @@ class Run:
         return statistics.median(self.step_seconds) if self.step_seconds else None
 
 
+def held(run: Run) -> dict:
+    """(module, phase) -> bytes at the peak, beyond LASTING categories and what was there before."""
+    found: dict = {}
+    for row in run.rows:
+        if row["category"] not in LASTING and row["phase"] != "before the step":
+            key = (generic(row["module"]) or "(the model's own forward)", row["phase"])
+            found[key] = found.get(key, 0) + row["bytes"]
+    return found
+
+
 def generic(module: str) -> str:
     """model.layers.17.mlp -> model.layers.*.mlp, as layers are alike."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
@@ -148,7 +157,7 @@ def _thinned(points: list) -> list:
 
 def grouped(alive: list[Allocation]) -> list:
     """Rows of the blocks alive, the largest first. Blocks of all layers with equal owners are one
-    row, and small rows one per category.
+    row.
     """
     groups: dict = {}
     for a in alive:
@@ -159,23 +168,7 @@ def grouped(alive: list[Allocation]) -> list:
         dict(zip(("category", "module", "phase", "op"), key), bytes=size, count=count)
         for key, (size, count) in groups.items()
     ]
-    rows.sort(key=lambda row: -row["bytes"])
-    rest: dict = {}
-    for row in rows[ROWS:]:
-        size, count = rest.get(row["category"], (0, 0))
-        rest[row["category"]] = (size + row["bytes"], count + row["count"])
-    tail = [
-        {
-            "category": c,
-            "module": "(smaller ones)",
-            "phase": "",
-            "op": "",
-            "bytes": b,
-            "count": n,
-        }
-        for c, (b, n) in rest.items()
-    ]
-    return rows[:ROWS] + tail
+    return sorted(rows, key=lambda row: -row["bytes"])
 
 
 def versions(packages) -> dict[str, str | None]:

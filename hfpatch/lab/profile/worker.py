@@ -2,29 +2,31 @@
 ...}' result.json`.
 
 Each has its own process, because patched modules, a warm allocator or cached memory would change
-the next figure. Lines on stdout that start with PROGRESS are for the caller's progress bar. Exit
-code 2: the implementation cannot run here.
+the next figure. The result is a Run, or a sentence: the implementation cannot run here.
 """
 
 import json
+import logging
 import sys
-
-PROGRESS = "hfpatch-progress "
 
 
 def main(argv) -> int:
     from hfpatch.lab.profile.options import Options
 
+    logging.disable(logging.WARNING)  # of other libraries, on their own optional parts
     options = Options(**json.loads(argv[0]))
+
+    def progress(text: str) -> None:
+        print(f"hfpatch: {options.impl}, {options.seq_len:,} tokens: {text}", file=sys.stderr)
+
     try:
-        run = _run(options, lambda text: print(PROGRESS + text, flush=True))
+        found = vars(_run(options, progress))
     except ValueError as error:
-        if not str(error).startswith("hfpatch:"):
+        found = str(error)
+        if not found.startswith("hfpatch:"):
             raise
-        print(error, file=sys.stderr)
-        return 2
     with open(argv[1], "w") as file:
-        json.dump(vars(run), file)
+        json.dump(found, file)
     return 0
 
 
