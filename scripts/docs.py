@@ -91,12 +91,10 @@ def models() -> str:
 
 MODELS = """# Models
 
-Any causal decoder of transformers 5 can be patched. hfpatch holds no code for a single family. Before
-a layer is trusted, a small instance of the model runs stock and patched, forward and backward, plain,
-packed and masked. A layer that differs, or that holds a module which hfpatch does not know, runs
-untiled: correct, with more memory. The report gives the reason.
-
-Ask about your own model, by a hub id, a path or a preset:
+Any causal decoder of transformers 5 can be patched. hfpatch holds no code for a single family: first
+a small instance of the model runs stock and patched, forward and backward, plain, packed and masked.
+A layer that differs, or that holds a module which hfpatch does not know, runs untiled: correct, with
+more memory. Ask about your own model, by a hub id, a path or a preset:
 
 ```bash
 hfpatch check llama-3.1-8b
@@ -104,8 +102,7 @@ hfpatch check llama-3.1-8b
 
 ## What to expect
 
-Default configs of transformers 5.24, by `scripts/families.py`. *Packed rows* are documents that
-`position_ids` separate, also with an attention mask of ones. *Verdict* is the comparison of the
+Default configs of transformers 5.24, by `scripts/families.py`. *Verdict* is the comparison of the
 small instance with stock.
 
 {table}

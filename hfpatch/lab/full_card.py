@@ -1,28 +1,27 @@
 """A training step that fills the card, beside its plan: bytes, seconds, and what copies cost."""
 
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-import hfpatch
 from hfpatch.budget.free import gpu_free, host_free
 from hfpatch.budget.policy import LEAST, Checkpointing, describe
-from hfpatch.lab.device import clean, is_out_of_memory, one_line, synchronize
-from hfpatch.lab.hardware import GPUS, Gpu
-from hfpatch.lab.made import made
+from hfpatch.lab.device import clean, one_line
+from hfpatch.lab.hardware import GPUS, GiB, Gpu
 from hfpatch.lab.presets import preset_config
+from hfpatch.lab.profile.options import Options
+from hfpatch.lab.profile.step import measure_steps
 from hfpatch.lab.shallow import Values, model_of
 from hfpatch.lab.steps import Steps
-from hfpatch.lab.watch import GiB, pinned_bytes, policy_used
 
 PRESETS = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "llama-160m")
 LENGTHS = (131072, 65536, 32768, 16384, 8192, 4096)
 # Shares: of the card's free memory for weights and gradients; of the host's, which others use too.
 WEIGHTS_SHARE, HOST_SHARE = 0.6, 0.7
-STEPS = 4  # of each way: the first (which takes longer, as two), and two timed
-WAYS = {"auto": "auto", "host": hfpatch.Checkpointing(offload="host", every=1, plain=0)}
+STEPS = 6  # of each way: two to warm up (which take longer), two timed, one recorded
+WAYS: dict = {"auto": [], "host": ["host", "every=1", "plain=0"]}
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Run:
     preset: str
     tokens: int
     dtype: torch.dtype
-    changes: tuple = ()
 
     @property
     def itemsize(self) -> int:
@@ -65,8 +63,7 @@ def largest(gpu: Gpu, dtype: torch.dtype, seconds: float) -> Run | None:
 
 def planned(run: Run, policy: Checkpointing, gpu: Gpu | None) -> dict:
     """The simulated step's GiB, and its seconds if rates are known."""
-    config = Values(preset_config(run.preset) | dict(run.changes))
-    model = model_of(config, wide=run.itemsize == 4)
+    model = model_of(Values(preset_config(run.preset)), wide=run.itemsize == 4)
     steps = Steps(model, model.sizes, gpu or GPUS["h100"], 1)
     cost, sizes = steps.cost(run.tokens, policy), model.sizes
     peak = max(sizes.nbytes + m.gradients + m.beyond for m in cost.moments)
@@ -79,53 +76,36 @@ def measure(run: Run, device: torch.device, gpu: Gpu | None, until: float) -> li
 
     until: a time of time.monotonic() after which nothing begins.
     """
-    rows, model = [], None
-    for way, checkpointing in WAYS.items():
+    rows = []
+    for way, words in WAYS.items():
         row = {"way": way, "preset": run.preset, "tokens": run.tokens, "dtype": str(run.dtype)[6:]}
         rows.append(row)
         if time.monotonic() > until:
             row["error"] = "not started: the time was over"
             continue
+        options = Options(
+            model=run.preset, impl="hfpatch", seq_len=run.tokens, steps=2, warmup=2,
+            dtype=row["dtype"], optimizer="none", checkpointing=words, device=device.type,
+        )  # fmt: skip
         try:
-            if model is None:
-                model = made(run.preset, dict(run.changes), device, run.dtype, run.tokens)
-            hfpatch.apply(model, checkpointing=checkpointing)
-            _measure(row, model, run, device, gpu, until)
+            _measure(row, run, options, gpu)
         except Exception as error:  # any failure of a machine goes into its row
-            row["error"] = "out of memory" if is_out_of_memory(error) else one_line(error)
-        if model is not None:
-            model.zero_grad(set_to_none=True)
-            hfpatch.undo(model)
+            row["error"] = one_line(error)
         clean()
     return rows
 
 
-def _measure(row: dict, model: nn.Module, run: Run, device, gpu: Gpu | None, until: float) -> None:
-    """Fills the row step by step, so that a later failure keeps the earlier figures."""
-    ids = torch.randint(3, model.config.vocab_size, (1, run.tokens), device=device)
-
-    def step():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-
-    def timed() -> float:
-        began = time.perf_counter()
-        step()
-        synchronize()
-        took = time.perf_counter() - began
-        model.zero_grad(set_to_none=True)
-        return took
-
-    row["first_step_s"] = timed()
-    policy = policy_used(model)
+def _measure(row: dict, run: Run, options: Options, gpu: Gpu | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found, policy = measure_steps(replace(options, folder=folder))
+    if found.error:
+        row["error"] = found.error
+    if found.step_seconds:
+        row["step_s"] = min(found.step_seconds)
     if policy is not None:
         row |= {"kept": describe(policy), **planned(run, policy, gpu)}
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    row["step_s"] = timed()
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        row |= {"peak_gib": peak / GiB, "reserved_gib": reserved / GiB, "filled": reserved / total}
-        row["pinned_gib"] = pinned_bytes(model) / GiB
-    if time.monotonic() < until:
-        row["step_s"] = min(row["step_s"], timed())
+    if "reserved_peak_bytes" in found.memory:
+        names = {"peak_gib": "allocated", "reserved_gib": "reserved", "pinned_gib": "pinned_host"}
+        row |= {name: found.memory[f"{of}_peak_bytes"] / GiB for name, of in names.items()}
+        total = torch.cuda.get_device_properties(0).total_memory / GiB
+        row["filled"] = row["reserved_gib"] / total

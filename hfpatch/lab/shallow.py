@@ -86,7 +86,6 @@ class Sizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    softcap: float
     ranks: int = 1
 
 
@@ -163,7 +162,6 @@ class Model:
             tuple(linears.items()), tuple(base.get_input_embeddings().weight.shape), states, head,
             read("num_key_value_heads", None) or head,
             max((getattr(m, "head_dim", None) or 1 for m in small.modules()), default=1),
-            read("attn_logit_softcapping", None) or 0.0,
         )  # fmt: skip
 
 

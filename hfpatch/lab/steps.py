@@ -123,19 +123,19 @@ class Steps:
             reads of the step alone, which the fewest layers tell.
         """
         if not self.carried_on(tokens, policy):
-            return self._deep(tokens, policy, None, ahead, deep)
+            return self._of_all_layers(tokens, policy, None, ahead, deep)
         heads_, keys, ranks = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.ranks
         width = heads_per_group(self.batch, tokens, heads_, keys)
         if ranks > 1:
             width = rounds_of(self.batch, tokens * ranks, heads_, keys, ranks).width
         first = max(3, -(-LEAST // policy.tile))
         shorter = [n * policy.tile // self.batch for n in (first, first + 1, first + 2)]
-        step = partial(self._deep, policy=policy, width=width, ahead=ahead, deep=deep)
+        step = partial(self._of_all_layers, policy=policy, width=width, ahead=ahead, deep=deep)
         steps = [step(n) for n in shorter[:2]]
         if steps[0].rows:  # a mixer of whole rows may hold a mask, whose bend takes a third length
             steps.append(step(shorter[2]))
         table = self.sizes.embedding if self.batch == 1 else (0, 0)
-        return _stretched(steps, shorter[: len(steps)], tokens, table)
+        return _carried_on(steps, shorter[: len(steps)], tokens, table)
 
     def ran(self, tokens: int, word: str, layers: int) -> dict:
         """Seconds by part of a step of a few layers that run untiled."""
@@ -150,10 +150,15 @@ class Steps:
         policy = replace(policy, keep=min(policy.keep, 0))
         self._ran(tokens, None, ahead, policy, min(self.model.layers, n + period), period or n)
 
-    def _deep(self, tokens: int, policy, width, ahead, deep: bool) -> Cost:
-        """The cost of all layers from steps of few. With n layers, of which the last p keep
-        everything and the q below keep less than the others, what a step takes is linear in n, in p
-        and in q."""
+    def _of_all_layers(self, tokens: int, policy, width, ahead, deep: bool) -> Cost:
+        """The cost of all layers from steps of few: it is linear in the number of layers that run
+        in tiles, of those that keep everything (the last ones), and of those in tiles whose gate
+        and up run again (below them).
+
+        For example 32 layers, the last 6 keep everything: a step of 2 in tiles and 1 that keeps
+        everything, 24 times what a third one in tiles adds to two, and 5 times what a second one
+        that keeps everything adds.
+        """
         L = self.model.layers
 
         def run(policy, layers: int, plain: int) -> _Ran:
@@ -161,39 +166,40 @@ class Steps:
             return self._ran(tokens, width, room, policy, layers, plain)
 
         if not isinstance(policy, Checkpointing):
-            n, period = self.model.depths()
-            base, more = run(policy, n, 0), run(policy, n + period, 0)
-            return self._cost_of(base, [(base, more, (L - n) / max(1, period))])
+            depth, period = self.model.depths()
+            base, more = run(policy, depth, 0), run(policy, depth + period, 0)
+            return self._cost_of(base, [(base, more, (L - depth) / max(1, period))])
         streams = policy.frozen_weights == "host"
-        fewer, period = self.model.depths(policy.every, 3 if streams else 2)
+        shallow, period = self.model.depths(policy.every, 3 if streams else 2)
         full = replace(policy, plain=0, keep=policy.keep if policy.keep <= 0 else ALL)
         plain = min(policy.plain, L)
         again = max(0, L - plain - policy.keep) if policy.keep > 0 else 0
-        few = (plain - 1) % period + 1 if plain and period else plain
-        n = L
+        kept_here = (plain - 1) % period + 1 if plain and period else plain
+        depth = L
         if period:
-            n = min(L, fewer + (few > 0) * period)
+            depth = min(L, shallow + (kept_here > 0) * period)
         if plain == L and period:
-            few = n = fewer
-        base = run(full, n, few)
+            kept_here = depth = shallow
+        base = run(full, depth, kept_here)
         if not deep and policy.offload != "gpu":
             found = self._cost_of(base, [])
-            host = found.host * L // max(1, n - few)  # at most
-            return replace(found, host=host, passed=found.passed * L / n)
-        if n == L and again:
-            base = run(replace(full, keep=policy.keep), n, few)
+            host = found.host * L // max(1, depth - kept_here)  # at most
+            return replace(found, host=host, passed=found.passed * L / depth)
+        if depth == L and again:
+            base = run(replace(full, keep=policy.keep), depth, kept_here)
         grow = []
-        if n < L:
-            tiled, deeper = L - n - (plain - few), fewer + period
+        if depth < L:
+            tiled, deeper = L - depth - (plain - kept_here), shallow + period
             # a tiled layer takes the same bytes and seconds beside others that keep everything
             if tiled != again:
-                one, two = run(full, fewer, 0), run(full, deeper, 0)
+                one, two = run(full, shallow, 0), run(full, deeper, 0)
                 grow.append((one, two, (tiled - again) / period))
             if again:
-                one, two = run(full, fewer, 0), run(replace(full, keep=fewer), deeper, 0)
+                one, two = run(full, shallow, 0), run(replace(full, keep=shallow), deeper, 0)
                 grow.append((one, two, again / period))
-            if plain > few:
-                grow.append((base, run(full, n + period, few + period), (plain - few) / period))
+            if plain > kept_here:
+                more = run(full, depth + period, kept_here + period)
+                grow.append((base, more, (plain - kept_here) / period))
         return self._cost_of(base, grow)
 
     def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:
@@ -299,7 +305,7 @@ def onward(x: float, y: float, z: float, beyond: float, bends: bool) -> float:
     return z + beyond * max(0, min(z - y, y - x))
 
 
-def _stretched(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
+def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
     """The cost at `tokens`, from two or three shorter lengths. Bytes and seconds grow
     linearly, attention's seconds and all FLOPs have a square too. A mixer
     of whole rows may hold a mask of [tokens, tokens], whose bytes grow quadratically.

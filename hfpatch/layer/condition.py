@@ -1,7 +1,7 @@
 """The present state of one decoder layer: its modules, hooks and adapters.
 
 A layer's traits (traits.py) are found once, at `apply`, on a small instance. Here they meet the
-layer's present state. The stack looks at all layers once per forward (`look`), which settles every
+layer's present state. Before its layers run the stack looks at each (`look`), which settles every
 reason to run untiled that needs no arguments of a call (why_whole.py). A layer called directly
 looks itself.
 """

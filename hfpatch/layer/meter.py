@@ -233,7 +233,7 @@ class Meter:
         """
         step = self.step
         plan = step.plan
-        planned = list(zip(plan.kinds, plan.keeps_all))[index + 1 :]
+        planned = zip(plan.kinds[index + 1 :], plan.keeps_all[index + 1 :])
         later = (self.kinds[name].cost for name, keeps_all in planned if keeps_all)
         kept = solid + (self.kinds[kind].cost + sum(later)) * step.rows
         left = limit - kept - plan.need
@@ -243,7 +243,10 @@ class Meter:
         step.forward.open = (index, kind, solid)
         step.ran[index] = True
         below_peak = step.planned - kept if step.planned else left
-        room = max(0, int(min(plan.ahead, left, below_peak)))
+        # Where the layers just before send no gate and up, those copies are over: what would stay of
+        # their sources only leaves holes between what this layer keeps.
+        over = plan.gate_up * (plan.policy.keep <= index - COPIES)
+        room = max(0, int(min(plan.ahead - COPIES * over * step.rows, left, below_peak)))
         step.forward.room = 0 if self.kinds[kind].kept is None else room
         return True
 

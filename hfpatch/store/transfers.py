@@ -14,8 +14,8 @@ Beside a device's compute stream each Transfers has two: to_host (copies to the 
     ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
                  slot's next fetch             ticket is freed
     host waits   with files: in settle() and fetch() for a free buffer, in ticket.wait() for the read;
-                 on_host(): for queued work, once a batch; a pinned block is freed: for the device;
-                 streamed_weights.py: for the copies of each layer's weights
+                 on_host(): before a batch's layers (labels, padding, documents); a pinned block is
+                 freed: for the device; streamed_weights.py: for the copies of a layer's weights
 
 A later settle() hides a copy longer. Callers limit the bytes of sources. Files: disk.py.
 

@@ -11,7 +11,6 @@ from hfpatch.budget.policy import Checkpointing
 from hfpatch.planner.limits import check_ranges
 from hfpatch.planner.machine import cores
 from hfpatch.trainer.arguments import checkpointing_of
-from hfpatch.trainer.locks import left_by_builds
 from hfpatch.trainer.placement import launched_processes
 from hfpatch.trainer.run_file import NEEDED
 
@@ -56,12 +55,6 @@ def _process_rules(args):
         launched > 1 and args.world_size == 1,
         f"the {launched} processes of this launch must train together, and each sees itself alone: "
         "there is no GPU. Pass --use_cpu True and no engine, or launch one.",
-    )
-    left = left_by_builds() if args.deepspeed else []
-    yield (
-        left,
-        f"DeepSpeed would wait forever for {', '.join(map(str, left))}, which a killed build left. "
-        "Remove it.",
     )
     workers, most = args.dataloader_num_workers, 16 + 4 * cores()
     yield (

@@ -3,28 +3,25 @@ each with a fallback for a version without the name (hfpatch/compat/ has the cor
 """
 
 import sys
-from contextlib import contextmanager
 
 from hfpatch.compat import attention_of, name_attention, names_attention
+from hfpatch.lab.compat import for_now
 
 # The method by which verl's FSDP2 engine shards its model. The plugin refuses an engine without it.
 VERL_SHARDS = "_build_fsdp_module"
 
 
-@contextmanager
 def unless_shared(shares):
     """A context in which accelerate, for a model with shares(model), neither refuses layer types
     nor removes masks from attention."""
-    module = sys.modules.get("accelerate.accelerator")
+    module = sys.modules["accelerate.accelerator"]
+
+    def unless(look):
+        return lambda model: None if shares(model) else look(model)
+
     names = "_attach_context_parallel_hooks", "_refuse_recurrent_layers_under_sequence_parallelism"
-    theirs = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    for name, look in theirs.items():
-        setattr(module, name, lambda model, look=look: None if shares(model) else look(model))
-    try:
-        yield
-    finally:
-        for name, look in theirs.items():
-            setattr(module, name, look)
+    theirs = {name: unless(getattr(module, name)) for name in names if hasattr(module, name)}
+    return for_now(module, **theirs)
 
 
 def deals_for_any_attention(trainer, shares) -> None:

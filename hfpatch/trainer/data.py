@@ -282,7 +282,7 @@ def load_datasets(data, rows: Rows, tokenizer, config, *, seed: int, say) -> Dat
     template, padding = template_of(tokenizer, data, rows), pad_id(config, tokenizer)
     size = config.get_text_config().vocab_size
     settings = (_tokenizer_digest(tokenizer), template, size, data.kind, data.text_field,
-                data.text_unit, data.data_format)  # fmt: skip
+                data.text_unit)  # fmt: skip
     if template.text is not None:
         say("hfpatch: chat: TRL's training template, whose markers show the assistant's turns")
 

@@ -130,11 +130,6 @@ class DataArguments:
         0.0, "Share of the documents of --data held out for evaluation."
     )
     data_glob: str | None = _flag(None, 'Files taken from a folder, such as "**/*.py".')
-    data_format: str = _flag(
-        "auto",
-        "What the files of --data are; auto goes by their names.",
-        choices=["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"],
-    )
     data_exclude: list[str] = field(
         default_factory=list, metadata={"help": "Names of folders inside it to leave out."}
     )

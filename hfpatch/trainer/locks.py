@@ -1,9 +1,8 @@
-"""A lock on a run's folder, and locks that killed builds of torch's extensions left."""
+"""A lock on a run's folder."""
 
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,16 +32,3 @@ def alone_in(folder: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             path.rmdir()  # a run that was refused leaves no empty folder
         os.close(held)
-
-
-BUILD_SECONDS = 600  # no file of an operator takes longer to compile
-
-
-def left_by_builds() -> list[Path]:
-    """Locks of builds of torch's C++ extensions, such as DeepSpeed's Adam, that were killed: a
-    process that needs the extension waits for the lock forever."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    locks = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/lock")]
-    return [path for path in locks if time.time() - path.stat().st_mtime > BUILD_SECONDS]

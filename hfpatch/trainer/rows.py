@@ -47,10 +47,10 @@ class Rows:
         return (row for _, row in self.read() if isinstance(row, dict))
 
 
-def reader_of(file: Path, form: str = "auto") -> str | None:
-    """The kind of a file by its name, or of --data_format; None for an unknown name."""
+def reader_of(file: Path) -> str | None:
+    """The kind of a file by its name; None for an unknown name."""
     suffixes = [s.lower() for s in file.suffixes if s.lower() not in OPEN]
-    return READERS.get(f".{form}" if form != "auto" else suffixes[-1] if suffixes else "", None)
+    return READERS.get(suffixes[-1]) if suffixes else None
 
 
 def files_of(paths, data) -> list[Path]:
@@ -59,15 +59,12 @@ def files_of(paths, data) -> list[Path]:
     for path in map(Path, paths):
         inside = [path] if path.is_file() else sorted(path.glob(data.data_glob or "**/*"))
         kept = [p for p in inside if p.is_file() and not set(p.parts) & set(data.data_exclude)]
-        kept = [
-            p for p in kept if p.stat().st_size and (reader_of(p, data.data_format) or p == path)
-        ]
-        unknown = next((p for p in kept if not reader_of(p, data.data_format)), None)
+        kept = [p for p in kept if p.stat().st_size and (reader_of(p) or p == path)]
+        unknown = next((p for p in kept if not reader_of(p)), None)
         if unknown or not kept:
             raise ValueError(
                 f"hfpatch: there are no rows ({', '.join((*READERS, *OPEN))}) at "
-                f"{unknown or path}. Check --data, or name the kind of the files with "
-                "--data_format."
+                f"{unknown or path}. Check --data."
             )
         found += kept
     return found
@@ -111,7 +108,7 @@ def _numbered(table, name):
 
 def _of_files(files, data):
     for file in files:
-        kind, at = reader_of(file, data.data_format), 0
+        kind, at = reader_of(file), 0
         try:
             if kind in ("text", "json"):
                 found = (_texts if kind == "text" else _objects)(file, data)

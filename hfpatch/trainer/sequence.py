@@ -1,11 +1,12 @@
 """Ranks that share each row (`--sp_size`): engine settings, and parts of rows."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
 
 import accelerate
 
 from hfpatch.budget.limits import environment_number
 from hfpatch.context.ranks import sequence_of, summed_gradients
+from hfpatch.lab.compat import for_now
 from hfpatch.layer.condition import look
 from hfpatch.layer.layer import PatchedLayer, why_not_shared
 from hfpatch.parallel.exchange import Sequence
@@ -107,25 +108,17 @@ def sequence_under(accelerator) -> Sequence | None:
     return sequence_of(get_sequence_parallel_group())
 
 
-@contextmanager
 def _heads_told(config):
-    """Fills in the head sizes of a config that DeepSpeed reads, and takes them back.
+    """A context in which a config has the head sizes that DeepSpeed reads.
 
     Mixtral's config has None as head_dim, GPT-NeoX's has neither name. Our attention does not read
     them.
     """
     heads = getattr(config, "num_attention_heads", None)
-    wanted = (
-        {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads} if heads else {}
-    )
-    before = {n: getattr(config, n, config) for n in wanted if getattr(config, n, None) is None}
-    for name in before:
-        setattr(config, name, wanted[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            delattr(config, name) if value is config else setattr(config, name, value)
+    if not heads:
+        return nullcontext()
+    sizes = {"head_dim": config.hidden_size // heads, "num_key_value_heads": heads}
+    return for_now(config, **{n: v for n, v in sizes.items() if getattr(config, n, None) is None})
 
 
 def shares_exactly(model) -> bool:

@@ -20,23 +20,16 @@ class AdamW8bitInBackward(AdamW8bit):
         super().__init__(params, **settings)
         self._updated = set()
         self._place = {}
-        self._hooks = []
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 self._place[parameter] = index
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._update))
+                parameter.register_post_accumulate_grad_hook(self._update)
 
     def step(self, closure=None):
         """Ends the step; returns closure() where one is given, whose backward does the updates."""
         loss = None if closure is None else closure()
         self._updated.clear()
         return loss
-
-    def release(self) -> None:
-        """Removes the hooks; gradients accumulate as usual afterwards."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _update(self, parameter) -> None:
         if parameter in self._updated:

@@ -7,7 +7,7 @@ last one took. Each row of cells.csv is a case; `training` has these words, with
     -b4 -acc2 -packed -padded   rows of a batch; micro-steps; the batch's kind
     -8bit -inback -none         8-bit AdamW; the same in the backward; no optimizer (AdamW)
     -eval -gen -ref -hold       evaluation, rollouts, a reference model; 4 GiB taken before step 3
-    -unfreeze                   the lower half of the layers is frozen before step 3
+    -unfreeze -freeze           the lower half of the layers is frozen before step 3; in all steps
     -away                       frozen weights wait on the host
     -l8 -h200                   layers (all); GiB of host memory (64, 128 or 200, by the card)
 
@@ -35,6 +35,7 @@ ALLOCATORS = {
 }
 ACTIONS = {
     "eval": "evaluate", "gen": "generate", "ref": "refer", "hold": "hold", "unfreeze": "unfreeze",
+    "freeze": "freeze",
 }  # fmt: skip
 OPTIMIZERS = {"8bit": "adamw8bit", "inback": "in backward", "none": ""}
 

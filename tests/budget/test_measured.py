@@ -8,7 +8,7 @@ from hfpatch.budget.measured import Abilities, Call, Kind, Line, climb
 from hfpatch.budget.policy import LEAST, Checkpointing
 
 GiB = 2**30
-# A step of 10 layers: an untiled one keeps KEPT a token, a tile's backward takes TILE a token, the
+# A step of 10 layers: one that keeps all takes KEPT a token, a tile's backward TILE a token, the
 # loss LOSS; GRADIENTS are left.
 KEPT, TILE, LOSS, GRADIENTS, LAYERS = 100_000, 150_000, 2 * GiB, 3 * GiB, 10
 
@@ -32,9 +32,9 @@ def plan(rows, room, settings=None, able=None, kind=None, made=None, first=None)
 
 def took(found, rows: int) -> float:
     """The most bytes of such a step."""
-    untiled = sum(found.keeps_all)
-    tiled = GRADIENTS + TILE * min(found.policy.tile, rows) if untiled < LAYERS else 0
-    return max(untiled * KEPT * rows + LOSS, tiled)
+    keep_all = sum(found.keeps_all)
+    tiled = GRADIENTS + TILE * min(found.policy.tile, rows) if keep_all < LAYERS else 0
+    return max(keep_all * KEPT * rows + LOSS, tiled)
 
 
 @pytest.mark.parametrize("rows", [8192, 16384, 65536])
@@ -49,7 +49,7 @@ def test_no_step_takes_more_than_there_is(rows, room):
         assert found.policy.plain == LAYERS
 
 
-def test_a_kind_that_never_ran_untiled_is_tried_alone():
+def test_a_kind_that_never_kept_all_is_tried_alone():
     made = call(8192, kinds=["a", "b", "a", "b", None])
     kinds = {"a": Kind(KEPT, {"after": [TILE, 0.0]}), "b": Kind(None, {"after": [TILE, 0.0]})}
     found = climb(

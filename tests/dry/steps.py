@@ -447,7 +447,7 @@ def held(model, batch: dict, now: bool, gib: int = 4) -> None:
 def held_late(model, batch: dict, now: bool) -> None:
     """The same in the midst of a step, which did not plan for it."""
     if now:
-        hook = OfAnEngine(lambda *_: held(model, batch, now, gib=8))
+        hook = OfAnEngine(lambda *_: held(model, batch, now, gib=6))
         layers_of(model)[-1].register_forward_pre_hook(hook)
 
 
@@ -506,6 +506,7 @@ ACTIONS = {
     "hold": from_step(3, held),
     "hold late": from_step(3, held_late),
     "unfreeze": from_step(3, half_frozen),
+    "freeze": from_step(1 << 30, half_frozen),
     "evaluate": from_step(0, evaluated),
     "refer": from_step(0, referred),
     "generate": from_step(0, generated),

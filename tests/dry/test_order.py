@@ -27,7 +27,7 @@ WAYS = {
     "one tile, all kept": {"checkpointing": KEPT | ONE, "rows": LENGTHS},
     "every second": {"checkpointing": {"offload": "host", "every": 2, "plain": 0, "tile": 512}},
     "every third": {"checkpointing": ONE | {"every": 3}, "before": "raise in gradient"},
-    "untiled layers": {"checkpointing": TILES | {"plain": 2}, "before": "other order"},
+    "layers that keep all": {"checkpointing": TILES | {"plain": 2}, "before": "other order"},
     "weights on the host": {"adapters": "lora", "checkpointing": AWAY},
     "weights go to the host": {"adapters": "lora", "checkpointing": AWAY, "rows": [(1, 4096)]},
     "weights written at rest": {

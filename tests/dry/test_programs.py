@@ -7,6 +7,7 @@ import pytest
 
 from tests.dry.conftest import HERE, ROOT, command, environment
 
+CARD = 81008 / 1024  # GiB
 NINE = "scripts/gpu/nine.py --worker --seconds 3000 --out OUT --parts "
 PROGRAMS = {
     # As scripts/gpu/engines.py starts it, in a process of its own where answers are not true.
@@ -18,10 +19,12 @@ PROGRAMS = {
     ),
     "TRL SFT": "tests/dry/trainers_worker.py sft OUT",
     "TRL GRPO": "tests/dry/trainers_worker.py grpo OUT",
+    "Trainer, twice": "tests/dry/trainers_worker.py twice OUT",
     "tests that need a GPU": "-m pytest -q -W ignore -p no:cacheprovider -m gpu tests/lab/test_step.py",
     "nine.py, small": NINE + "first second --small",
     "nine.py": NINE + "second step_8k step_131k_32 lengths least_131k_8 stock_8k loss",
 }
+USED = {"Trainer, twice": 0.85}  # of the card's 79.1 GiB, at least
 
 
 @pytest.mark.long
@@ -37,3 +40,6 @@ def test_a_program_runs(program, table, tmp_path):
     rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"')]
     assert not [row for row in rows if row.keys() & {"failed", "error", "died"}]
     table("programs", program, "rows", len(rows))
+    for peak in (row["peak_gib"] for row in rows if "peak_gib" in row):
+        table("programs", program, "peak, GiB", peak, CARD)
+        assert peak >= USED.get(program, 0) * CARD

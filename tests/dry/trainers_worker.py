@@ -1,4 +1,4 @@
-"""TRL's trainers on the dry device, under program.py: trainers_worker.py sft|grpo FOLDER."""
+"""Trainers on the dry device, under program.py: trainers_worker.py sft|grpo|twice FOLDER."""
 
 import json
 import sys
@@ -78,7 +78,29 @@ def grpo(folder: str) -> dict:
     return {"steps": trainer.state.global_step, "peak_gib": torch.cuda.max_memory_allocated() / GiB}
 
 
+def twice(folder: str) -> dict:
+    """transformers' Trainer twice on one 8B model: short rows, then longer ones with a new AdamW."""
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    model = model_of(32, 8192)
+    hfpatch.apply(model)
+    for tokens in (2048, 8192):
+        args = TrainingArguments(folder, max_steps=4, gradient_accumulation_steps=2, **COMMON)
+        trainer = Trainer(
+            model=model, args=args, train_dataset=rows(8, tokens),
+            data_collator=default_data_collator, callbacks=[hfpatch.Callback()],
+        )  # fmt: skip
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+        model.zero_grad()
+    stats = torch.cuda.memory_stats()
+    return {
+        "steps": trainer.state.global_step, "peak_gib": torch.cuda.max_memory_allocated() / GiB,
+        "retries": stats["num_alloc_retries"],
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     kind, folder = sys.argv[1:]
-    print("\n" + json.dumps({"sft": sft, "grpo": grpo}[kind](folder)))
+    print("\n" + json.dumps({"sft": sft, "grpo": grpo, "twice": twice}[kind](folder)))

@@ -32,7 +32,7 @@ LENGTHS = 24, 24, 16, 24, 24, 16, 24, 24, 24, 24, 24  # nine steps of the first,
 
 
 class Card(Gauge):
-    """Each untiled layer of a step takes a MiB until the next step begins; each read finds a KiB more.
+    """Each layer of a step that keeps all takes a MiB until the next step begins; each read finds a KiB more.
 
     free: bytes beside what is allocated; seconds: that a forward takes; step: the one that runs.
     """

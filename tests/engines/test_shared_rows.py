@@ -92,9 +92,9 @@ def test_ranks_on_other_devices_run_one_plan(ways, free, speeds, tmp_path):
         one, other = (report[way] for report in reports)
         assert one["own"][-1] != other["own"][-1]  # alone, they would not have run alike
         assert one["ran"] == other["ran"]
-        policy, untiled = one["ran"][-1]
+        policy, keeps_all = one["ran"][-1]
         assert policy == [plain, 1024, 0]
-        assert untiled == [False] * (4 - plain) + [True] * plain
+        assert keeps_all == [False] * (4 - plain) + [True] * plain
         assert one["asked"] == other["asked"] == asked
         assert max(one["worst"], other["worst"]) <= close
 

@@ -111,7 +111,7 @@ def test_fixed_settings_have_the_same_bits_in_each_step(settings, monkeypatch):
 
 def test_gradients_arrive_alike_on_all_ranks_of_deepspeed(monkeypatch):
     """Its buckets take gradients as they come: a rank with more memory must not run another order of
-    them. The same run keeps layers untiled elsewhere.
+    them. The same run lets layers keep all elsewhere.
     """
 
     def work(run, ids):
@@ -255,7 +255,7 @@ class Card(Told):
         return None
 
 
-def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
+def test_the_first_layer_that_keeps_all_holds_its_input_too_which_others_do_not():
     """Later ones share theirs with the layer before. If each were taken to keep as much as the first,
     they would run tiled although there is room."""
     gauge = Card()
@@ -263,10 +263,22 @@ def test_the_first_untiled_layer_keeps_its_input_too_which_others_do_not():
     meter.kinds["a"] = Kind(kept=100)
     meter.begin()
     meter.step.rows = 1
-    meter.step.plan = StepPlan(None, ["a"] * 4, [False, True, True, True])
+    meter.step.plan = StepPlan(LEAST, ["a"] * 4, [False, True, True, True])
     for index, gauge.now in enumerate([0, 0, 108, 208]):
         meter.layer(index, "a", 0)
     assert meter.step.ran == meter.step.plan.keeps_all == [False, True, True, True]
+
+
+@pytest.mark.parametrize("gates_in, room", [(1, 20), (3, 80)])
+def test_a_layer_that_keeps_all_begins_without_sources_of_copies_that_are_over(gates_in, room):
+    """Of gate and up, if the two layers before sent none: holes of their size would stay."""
+    meter = Meter(Card(), list, 4)
+    meter.kinds["a"] = Kind(kept=100)
+    meter.begin()
+    step, policy = meter.step, replace(LEAST, keep=gates_in)
+    step.rows, step.limit = 1, 1000
+    step.plan = StepPlan(policy, ["a"] * 4, [False] * 3 + [True], gate_up=30, ahead=80)
+    assert meter.layer(3, "a", 0) and step.forward.room == room
 
 
 @pytest.mark.parametrize("keep, other, least", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])

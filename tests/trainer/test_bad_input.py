@@ -2,7 +2,6 @@
 overwritten.
 """
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -151,17 +150,6 @@ def test_contradictions_and_what_is_missing(refused, words, flags):
     if words == "no checkpoint":
         words = "there is no whole checkpoint in"
     refused(words, **flags)
-
-
-def test_a_lock_of_a_killed_build_is_named(refused, tmp_path, monkeypatch):
-    """DeepSpeed waits for it forever."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for name in ("dead", "alive"):
-        (tmp_path / "py311_cpu" / name).mkdir(parents=True)
-        (tmp_path / "py311_cpu" / name / "lock").touch()
-    left = tmp_path / "py311_cpu" / "dead" / "lock"
-    os.utime(left, (0, 0))
-    refused(f"would wait forever for {left}, which a killed build left", placement="zero3")
 
 
 def test_unknown_flag_and_key(refused, tmp_path):

@@ -1,6 +1,6 @@
 """The first two sentences of a report: the peak, and its largest holder."""
 
-from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Run, generic
+from hfpatch.lab.profile.timeline import LASTING, NOWHERE, Run, held
 from hfpatch.lab.tables import size
 
 
@@ -16,18 +16,10 @@ def holder(run: Run) -> tuple[str, str, int]:
     """(module, phase, bytes): the module that holds most of the peak beyond LASTING categories, and
     the phase in which these blocks were born.
     """
-    held: dict = {}
-    for row in run.rows:
-        if (
-            row["category"] not in LASTING
-            and row["phase"] in ("forward", "backward", "optimizer")
-            and row["module"] != NOWHERE
-        ):
-            key = (generic(row["module"]) or "the model's own forward", row["phase"])
-            held[key] = held.get(key, 0) + row["bytes"]
-    if not held:
+    named = {key: count for key, count in held(run).items() if key[0] != NOWHERE}
+    if not named:
         return ("", run.peak_phase, 0)
-    (module, phase), count = max(held.items(), key=lambda item: item[1])
+    (module, phase), count = max(named.items(), key=lambda item: item[1])
     return module, phase, count
 
 
@@ -45,11 +37,11 @@ def sentences(runs: list[Run]) -> list[str]:
         first += f"; it did not finish: {run.error}"
     second = f"The peak comes in the {run.peak_phase or 'step'}, in parameters, gradients and "
     second += "optimizer states alone"
-    module, phase, held = holder(run)
+    module, phase, count = holder(run)
     if module:
         lasting = sum(run.peak_split[c] for c in LASTING)
         second = (
-            f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(held)} of "
+            f"The peak comes in the {run.peak_phase or 'step'}: `{module}` holds {size(count)} of "
             f"it, born in the {phase}, and parameters, gradients and optimizer states hold "
             f"{size(lasting)}"
         )

@@ -1,8 +1,10 @@
 """report.md from a list of Runs: two sentences, then tables."""
 
+from collections import Counter
+
 from hfpatch.lab import tables
 from hfpatch.lab.profile.advice import sentences
-from hfpatch.lab.profile.timeline import CATEGORIES, LASTING, MEANING, Run, generic
+from hfpatch.lab.profile.timeline import CATEGORIES, MEANING, Run, generic, held
 from hfpatch.lab.tables import size
 
 
@@ -33,21 +35,15 @@ def category_table(runs):
 
 def module_table(runs):
     """Rows (module, [text per run]) of memory beyond LASTING categories, the largest first."""
-    held = []
-    for run in runs:
-        mine: dict = {}
-        for row in run.rows:
-            if row["category"] not in LASTING and row["phase"] != "before the step":
-                name = generic(row["module"]) or "(the model's own forward)"
-                mine[name] = mine.get(name, 0) + row["bytes"]
-        held.append(mine)
-    names = sorted(
-        dict.fromkeys(n for mine in held for n in mine),
-        key=lambda n: -max(mine.get(n, 0) for mine in held),
-    )
+    found = [Counter() for _ in runs]
+    for run, mine in zip(runs, found):
+        for (module, _), count in held(run).items():
+            mine[module] += count
+    names = dict.fromkeys(name for mine in found for name in mine)
+    largest = sorted(names, key=lambda name: -max(mine[name] for mine in found))[:12]
     return [
-        (f"`{n}`" if n[0] != "(" else n, [size(mine.get(n, 0)) for mine in held])
-        for n in names[:12]
+        (f"`{name}`" if name[0] != "(" else name, [size(mine[name]) for mine in found])
+        for name in largest
     ]
 
 

@@ -99,6 +99,16 @@ class Run:
         return statistics.median(self.step_seconds) if self.step_seconds else None
 
 
+def held(run: Run) -> dict:
+    """(module, phase) -> bytes at the peak, beyond LASTING categories and what was there before."""
+    found: dict = {}
+    for row in run.rows:
+        if row["category"] not in LASTING and row["phase"] != "before the step":
+            key = (generic(row["module"]) or "(the model's own forward)", row["phase"])
+            found[key] = found.get(key, 0) + row["bytes"]
+    return found
+
+
 def generic(module: str) -> str:
     """model.layers.17.mlp -> model.layers.*.mlp, as layers are alike."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
