@@ -72,9 +72,13 @@ def note_layers(decoder: Decoder, settings, found, report: Report) -> None:
             "so residual stream and host memory are twice as large "
             "(prepare_model_for_kbit_training): leave that call out, get_peft_model freezes the base."
         )
-    dropout = getattr(stack.config, "attention_dropout", 0.0)
-    if dropout:
+    if dropout := getattr(stack.config, "attention_dropout", 0.0):
         notes.append(f"attention_dropout is {dropout}: in training, layers run untiled.")
+    if positions := getattr(stack.config, "max_position_embeddings", None):
+        notes.append(
+            f"positions end at {positions:,} tokens: longer sequences need rope_parameters (guide: A "
+            "longer context)."
+        )
 
 
 def widened(model: nn.Module) -> list[str]:

@@ -206,14 +206,17 @@ def test_double_backward_is_refused_by_a_sentence(way):
 
 @pytest.mark.parametrize("way", tiny.WAYS)
 def test_hooks_on_lm_head_fire(way):
-    """Engines gather weights in them; Liger reads lm_head.weight and never calls the module."""
+    """Engines gather weights in them; Liger reads lm_head.weight and never calls the module. Who
+    keeps its input finds the hidden states there, not their gradient."""
     ours = tiny.patched(tiny.llama(), checkpointing=tiny.WAYS[way])
-    seen = []
+    seen, kept = [], []
     ours.lm_head.register_forward_pre_hook(lambda *_: seen.append("before"))
+    ours.lm_head.register_forward_pre_hook(lambda m, x: kept.extend((x[0], x[0].clone())))
     ours.lm_head.weight.register_hook(lambda g: seen.append("weight"))
     ours.lm_head.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
     ours(**tiny.labelled()).loss.backward()
     assert sorted(seen) == sorted(["before", "weight", "accumulated"])
+    assert torch.equal(*kept)
 
 
 def test_a_hook_that_changes_the_logits_gets_them():

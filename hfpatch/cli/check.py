@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 
+from hfpatch.cli.quiet import progress
 from hfpatch.lab.tables import table
 
 PARTS = {"rms_norm": "norms", "rope": "RoPE", "mlp": "MLP", "loss": "loss"}
@@ -80,7 +81,8 @@ def add_arguments(parser) -> None:
 def main(args) -> int:
     from hfpatch.lab.models import config_of
 
-    found = support_of(*config_of(args.model))
+    with progress("trying a small instance"):
+        found = support_of(*config_of(args.model))
     if args.json:
         print(json.dumps(asdict(found) | {"verdict": found.verdict}, indent=1))
         return 0

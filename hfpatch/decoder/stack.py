@@ -102,10 +102,10 @@ class PatchedStack(KeepsSignature):
         batch = None if given is None else _batch_of(self, given, kwargs)
         if batch is not None:
             batch.packed = packed_row(given, self._hfpatch.traits, layers, batch)
-        out = _run_stock(self, kwargs) if batch is None else _run_ours(self, batch, kwargs)
-        if runtime is not None and given is not None and given.behind:
-            runtime.watch_padding(out, ~given.rows_mask.bool())
-        return out
+        if runtime is not None:
+            behind = given is not None and given.behind
+            runtime.hidden_BT = ~given.rows_mask.bool() if behind else None
+        return _run_stock(self, kwargs) if batch is None else _run_ours(self, batch, kwargs)
 
 
 def _run_ours(stack: "PatchedStack", batch: Batch, kwargs):

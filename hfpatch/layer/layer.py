@@ -161,6 +161,7 @@ class TiledLayer(PatchedLayer):
         # The stack's forward holds the lock already. Calls without gradients take it too: they must
         # not clear the state of another thread's running backward as if it were left over.
         with runtime.turn if batch is None and not current.declined else nullcontext():
+            runtime.watch_padding(hidden_states)
             request = self._request(hidden_states, batch, args, kwargs)
             traits = self._hfpatch.traits
             if request.sequence is not None:

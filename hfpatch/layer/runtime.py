@@ -19,7 +19,6 @@ from hfpatch.compat import (
     Turn,
     gradient_is_watched,
     not_for_deepspeed,
-    pytree,
     same_memory,
     version,
 )
@@ -52,8 +51,9 @@ class LayerRuntime(Policies):
         owner: a weak reference to the module whose parameters a step trains.
         copy_room: bytes that the sources of copies may take while a layer runs.
         warned: lines already printed.
-        padding_read: whether a gradient reached outputs at padding, None before any backward could
-            show it; a flag on the device until the host reads it.
+        hidden_BT: True at padding whose gradient the running forward has yet to watch, or None.
+        padding_read: whether a gradient reached padding, None before any backward could show it; a
+            flag on the device until the host reads it.
         weights: frozen weights that wait on the host.
         turn: the model's lock.
         last_call: weak references to the last call and to its output, and how often that was
@@ -75,6 +75,7 @@ class LayerRuntime(Policies):
         self._found: list = []  # weak references to the layers
         self._begun = False  # whether the stack began a forward and no layer ran yet
         self.warned: set[str] = set()
+        self.hidden_BT: Tensor | None = None
         self.padding_read: bool | Tensor | None = None
         self.weights = StreamedWeights(checkpointing.frozen_weights == "host")
         self.turn = Turn() if turn is None else turn
@@ -105,11 +106,13 @@ class LayerRuntime(Policies):
     # Causality hides the padding behind a row from real tokens, so layers need no mask. But padding
     # sees itself, so its outputs are not transformers'. A loss that the model computes names the
     # tokens that it reads (loss/causal_model.py). Any other reader shows by its gradient.
-    def watch_padding(self, out, hidden_BT: Tensor) -> None:
-        """Looks at the gradients of a stack's outputs [B, T, D]. hidden_BT: True at padding."""
-        for x in pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and x.requires_grad and x.shape[:-1] == hidden_BT.shape:
-                x.register_hook(partial(self._look, hidden_BT))
+    def watch_padding(self, x_BTD: Tensor) -> None:
+        """Looks at the gradient of a layer's input, in the first layer whose input has one: it comes
+        from all that reads padding behind that."""
+        hidden_BT = self.hidden_BT
+        if hidden_BT is not None and x_BTD.requires_grad and x_BTD.shape[:-1] == hidden_BT.shape:
+            x_BTD.register_hook(partial(self._look, hidden_BT))
+            self.hidden_BT = None
 
     def _look(self, hidden_BT: Tensor, dy_BTD: Tensor) -> None:
         # NaN, which a mask of zeros does not remove, is not above 0.

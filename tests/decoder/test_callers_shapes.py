@@ -21,6 +21,12 @@ SIDES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def in_tiles_at_once(monkeypatch):
+    """Whatever may read padding."""
+    monkeypatch.setattr("hfpatch.decoder.batch.FEW", 0)
+
+
 def pair(change=lambda model: None, cls=LlamaForCausalLM, **settings):
     """(a patched model, its float64 twin of transformers), both changed behind apply()."""
     stock = tiny.llama(cls, **settings)

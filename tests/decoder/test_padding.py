@@ -172,6 +172,25 @@ class OwnHead(LlamaPreTrainedModel):
         return TokenClassifierOutput(loss=F.cross_entropy(scores.flatten(0, 1), labels.flatten()))
 
 
+class Spread(nn.Module):
+    """Divides by the spread of all tokens, padding too."""
+
+    def forward(self, x):
+        return x / (x.std((0, 1), keepdim=True) + 1)
+
+
+class OwnNorm(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.norm = Spread()
+
+
+class OwnNormInside(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[1].input_layernorm = Spread()
+
+
 def behind() -> tuple[torch.Tensor, torch.Tensor]:
     """Ids whose padding is the config's, and their mask."""
     ids, mask = tiny.ids(), torch.ones(2, tiny.TOKENS, dtype=torch.long)
@@ -192,6 +211,9 @@ READERS = {
     "answers in a text": (
         transformers.LlamaForQuestionAnswering,
         lambda ids: {"start_positions": ids[:, 0] % 9, "end_positions": ids[:, 1] % 9}, None),
+    "an own norm": (OwnNorm, lambda ids: {"labels": ids.masked_fill(ids == 0, -100)}, None),
+    "an own norm inside": (
+        OwnNormInside, lambda ids: {"labels": ids.masked_fill(ids == 0, -100)}, None),
     "an own class": (OwnHead, lambda ids: {"labels": ids % 3}, None),
     "a divergence": (LlamaForCausalLM, lambda ids: {}, of_ones_own(lambda z: z.square().mean())),
     "smoothed labels": (

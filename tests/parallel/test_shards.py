@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor.experimental._attention
 
 from hfpatch.context import ranks as parallel
@@ -12,6 +13,7 @@ from hfpatch.context.ranks import sharded
 from hfpatch.decoder import batch as batches
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.loss import causal_model as loss
+from hfpatch.parallel.shards import least_of
 
 
 def given(**more) -> dict:
@@ -74,3 +76,15 @@ def test_labels_that_transformers_takes_out_are_said(monkeypatch):
         tiny.patched(tiny.llama(num_hidden_layers=1))(
             **given(shift_labels=given()["labels"], labels=None)
         )
+
+
+def test_numbers_for_the_host_travel_over_a_gloo_group_of_their_own(tmp_path, monkeypatch):
+    """Over the layers' communicator the host would wait until the device is idle."""
+    where = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    reduce, groups = dist.all_reduce, []
+    note = lambda *args, group: groups.append(group) or reduce(*args, group=group)  # noqa: E731
+    monkeypatch.setattr(dist, "all_reduce", note)
+    assert least_of(None, [3, None]) == [3, None]
+    assert len(set(groups)) == 1 and dist.group.WORLD not in groups
+    assert dist.get_backend(groups[0]) == "gloo"
