@@ -182,9 +182,6 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
                 stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
             for user in (attention, why_whole):
                 stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
-            stack.enter_context(
-                mock.patch.object(attention, "has_flash", lambda *_: True)
-            )  # whatever this machine has
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
