@@ -95,9 +95,9 @@ def scans_by_blocks():
     """A context in which transformers' models run these functions in blocks."""
     with contextlib.ExitStack() as stack:
         for module in _families():
-            # what is there: to ask a lazy module for a name imports all that may have it
-            own = vars(module)
-            found = {name: make(own[name]) for name, make in _BY_BLOCKS.items() if name in own}
+            # A lazy module that is asked for a name may import what is not there.
+            found = {name: make(vars(module)[name]) for name, make in _BY_BLOCKS.items()
+                     if name in vars(module)}  # fmt: skip
             stack.enter_context(for_now(module, **found))
         yield
 
