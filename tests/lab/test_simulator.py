@@ -21,6 +21,7 @@ from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import follow, kernels_cost
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.implementations import build, prepare
+from hfpatch.lab.simulate.scan import scans_by_blocks
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.ops.experts import EXPERT_PRODUCT
@@ -337,3 +338,16 @@ def test_chunks_that_count_from_padding_are_known():
     # A layer that runs untiled computes attention forward twice, and is not what its policy says.
     assert tiled.flops["attention"]["forward"] == kept.flops["attention"]["forward"]
     assert tiled.host_peak_bytes > 4 * 2 * 128 * 64
+
+
+def test_a_module_that_needs_what_is_not_there_stops_no_plan(monkeypatch):
+    """As transformers' image processors do without torchvision: they import on demand."""
+
+    class Lazy(type(sys)):
+        def __getattr__(self, name):
+            raise ModuleNotFoundError("No module named 'torchvision'")
+
+    name = "transformers.models.pictures"
+    monkeypatch.setitem(sys.modules, name, Lazy(name))
+    with scans_by_blocks():
+        pass
