@@ -1,7 +1,6 @@
 """Numbers from the environment and from configs, and lengths as text. Standard library only."""
 
 import difflib
-import math
 import os
 import re
 
@@ -49,17 +48,6 @@ def parse_length(text) -> int:
             "a number."
         )
     return int(digits) * factor
-
-
-def beyond_positions(tokens: int, positions: int | None) -> str:
-    """What to do about a sequence longer than the model's positions; "" for another."""
-    if positions is None or tokens <= positions:
-        return ""
-    scaling = f'{{"rope_type": "yarn", "factor": {math.ceil(tokens / positions)}.0, ...}}'
-    return (
-        f"the model has {positions:,} positions and the sequence {tokens:,} tokens. Load it with "
-        f"rope_parameters={scaling} (guide: A longer context), or shorten the sequence."
-    )
 
 
 def parse_word(text: str):

@@ -75,11 +75,6 @@ def under_zero3(module: nn.Module) -> bool:
     return first is not None and "ds_id" in first.__dict__
 
 
-def is_sharded_by_zero3(parameter: Tensor) -> bool:
-    """Whether DeepSpeed holds shards of this parameter."""
-    return "ds_id" in parameter.__dict__
-
-
 def gather_as_one(layer: nn.Module, wanted: bool) -> None:
     """Makes ZeRO-3 gather the layer once, not for every tile, as
     deepspeed.utils.set_z3_leaf_modules does. wanted: False takes the mark back."""

@@ -97,12 +97,6 @@ def name_attention(config, name: str | None) -> str | None:
     return before
 
 
-def carries_states(kind: type) -> bool:
-    """Whether transformers marks a class of models as stateful: tokens mix through a state too
-    (Mamba, RWKV)."""
-    return bool(getattr(kind, "_is_stateful", False))
-
-
 def run_experts_plainly(config) -> None:
     """Makes experts run one by one: grouped matmuls have no float64."""
     if hasattr(config, "_experts_implementation_internal"):

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 
 from hfpatch.budget.policy import Checkpointing
+from hfpatch.lab.compat import for_now
 from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
@@ -294,7 +294,7 @@ def _tiles_on(follower: list):
             ):
                 return real(call, *args, **kwargs)
 
-        return mock.patch.object(LayerCall, name, run)
+        return for_now(LayerCall, **{name: run})
 
     with watched("forward"), watched("backward"):
         yield
@@ -306,9 +306,7 @@ def _standing_in(clock: ClockDevice):
     before, host_empty = DEVICES.get(clock.device), devices.host_empty
     DEVICES[clock.device] = clock
     try:
-        with mock.patch.object(
-            devices, "host_empty", lambda nbytes, mapped: host_empty(nbytes, False)
-        ):
+        with for_now(devices, host_empty=lambda nbytes, mapped: host_empty(nbytes, False)):
             yield
     finally:
         del DEVICES[clock.device]
@@ -347,12 +345,12 @@ def run_on_clock(
 
     around = (
         _standing_in(device), _tiles_on(made),
-        mock.patch.object(simulator, "LoneRank", partial(ClockRank, device)),
-        mock.patch.object(Transfers, "late", disk),
-        mock.patch.object(experts, "_major", lambda _: gpu.major),
-        mock.patch.object(LayerRuntime, "_say", lambda *_: None),
-        mock.patch.object(
-            LayerRuntime, "meter_of", lambda self, on: self.meters.setdefault(on, made[0].meter)
+        for_now(simulator, LoneRank=partial(ClockRank, device)),
+        for_now(Transfers, late=disk),
+        for_now(experts, _major=lambda _: gpu.major),
+        for_now(LayerRuntime, _say=lambda *_: None),
+        for_now(
+            LayerRuntime, meter_of=lambda self, on: self.meters.setdefault(on, made[0].meter)
         ),
     )  # fmt: skip
     with contextlib.ExitStack() as stack:

@@ -93,3 +93,9 @@ def local_part(parameter: Tensor) -> Tensor:
     """The rank's own part: FSDP2's local tensor, DeepSpeed's partition, or the tensor itself."""
     parameter = getattr(parameter, "ds_tensor", parameter)
     return getattr(parameter, "_local_tensor", parameter)
+
+
+def carries_states(kind: type) -> bool:
+    """Whether transformers marks a class of models as stateful: tokens mix through a state too
+    (Mamba, RWKV)."""
+    return bool(getattr(kind, "_is_stateful", False))

@@ -7,7 +7,9 @@ free and the file's earlier writes are done.
 
 from collections import deque
 
-from hfpatch.store.disk import BUFFERS, PIECE, RESERVE
+from hfpatch.store.disk import PIECE
+
+BUFFERS, READS = 8, 6  # pieces on their way to the disk, and back
 
 
 def pieces(nbytes: int) -> list[int]:
@@ -23,7 +25,7 @@ class Drive:
         self.written = self.was_read = 0.0  # the end of the last write, and of the last read
         # the time at which each buffer is free again
         self.write_bounces: deque[float] = deque([0.0] * BUFFERS, BUFFERS)
-        self.read_bounces: deque[float] = deque([0.0] * (BUFFERS - RESERVE), BUFFERS - RESERVE)
+        self.read_bounces: deque[float] = deque([0.0] * READS, READS)
 
     def writable(self) -> float:
         """The time at which the next buffer for writing is free."""

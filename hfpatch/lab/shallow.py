@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hfpatch.budget.sequence import why_not_shared_out
-from hfpatch.compat import carries_states
 from hfpatch.decoder.find import find_decoder, list_of_layers
 from hfpatch.decoder.small_instance import kind_of
 from hfpatch.lab.adapters import Adapters
+from hfpatch.lab.compat import carries_states
 from hfpatch.lab.simulate.adapters import PACKED, adapted
 from hfpatch.lab.simulate.implementations import build, prepare
 

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
@@ -16,6 +15,7 @@ from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import ALL, Checkpointing
 from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
+from hfpatch.lab.compat import for_now
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.shallow import (
     IMPLEMENTATIONS,
@@ -361,6 +361,6 @@ def _groups_of_width(width: int | None):
 
     with ExitStack() as stack:
         if width is not None:
-            stack.enter_context(mock.patch.object(heads, "heads_per_group", group))
-            stack.enter_context(mock.patch.object(exchange, "rounds_of", round_of))
+            stack.enter_context(for_now(heads, heads_per_group=group))
+            stack.enter_context(for_now(exchange, rounds_of=round_of))
         yield

@@ -31,8 +31,7 @@ class Pass:
     Attributes:
         names: the tensors of each tile, from PASSES.
         pieces: of each tile, the fetches (saved tensor, first token, end, group). group: the whole
-            attention output that takes these tokens, None for a slot of the ring. Empty if the
-            layer's input is on the device.
+            attention output that takes these tokens, None for a slot of the ring.
     """
 
     names: tuple[str, ...]
@@ -96,8 +95,7 @@ class Kept:
         order = "outs kept" if self.outs else "outs again"
         if len(self.bounds) == 1 or not self.mixes:
             order = "one tile"
-        stays = self.x.resident
-        return [Pass(names, [] if stays else self._pieces(names)) for names in PASSES[order]]
+        return [Pass(names, self._pieces(names)) for names in PASSES[order]]
 
     def _pieces(self, names: tuple[str, ...]) -> list[list[tuple]]:
         """Pass.pieces for a pass with these names."""
@@ -108,8 +106,7 @@ class Kept:
             if "x" in names:
                 tile.append((self.x, *of_x[index], None))
             for group, out in enumerate(self.outs) if "out" in names else ():
-                if not out.resident:
-                    tile.append((out, a, b, group))
+                tile.append((out, a, b, None if out.resident else group))
             for saved in self.gates[index] if self.keeps_gates and "gates" in names else ():
                 tile.append((saved, 0, saved.shape[1], None))
             found.append(tile)
@@ -165,28 +162,16 @@ class Kept:
         """Yields (index, x tile, out tiles, gate and up or nothing) of each tile of a pass. The next
         iteration reuses a tile's memory.
         """
-        return self._resident_tiles(one) if self.x.resident else self._fetched_tiles(one)
-
-    def _resident_tiles(self, one: Pass):
-        """The input never left the device, and nothing else did."""
-        of_x = None if self.shards is None else self.shards.bounds(self.bounds)
-        outs = [self.cut(out.tensor()) for out in self.outs if "out" in one.names]
-        x_tiles = self.cut(self.x.tensor(), of_x)
-        with_gates = self.keeps_gates and "gates" in one.names
-        for index in range(len(self.bounds)):
-            gates = [saved.tensor() for saved in self.gates[index]] if with_gates else []
-            yield index, self._whole_tile(index, next(x_tiles)), list(map(next, outs)), gates
-
-    def _fetched_tiles(self, one: Pass):
-        """Everything waits in the tier, but attention's outputs after a rerun of their layer."""
-        here = [self.cut(o.tensor()) for o in self.outs if "out" in one.names and o.resident]
-        fetched = 0 if here or "out" not in one.names else len(self.outs)
-        for index, tensors in enumerate(self.queue.turns(len(self.bounds))):
+        outs = len(self.outs) if "out" in one.names else 0
+        if self.x.resident:
+            transfers = self.queue.transfers
+            found = (transfers.fetch(tile).tensors for tile in one.pieces)
+        else:
+            found = self.queue.turns(len(self.bounds))
+        for index, tensors in enumerate(found):
             x = self._whole_tile(index, tensors.pop(0))
-            outs = list(map(next, here)) or tensors[:fetched]
-            gates = tensors[fetched:]
-            yield index, x, outs, gates
-            del x, outs, gates, tensors
+            yield index, x, tensors[:outs], tensors[outs:]
+            del x, tensors
 
     def _whole_tile(self, index: int, x_BtD: Tensor) -> Tensor:
         """A tile of the input, from all ranks' parts of it."""

@@ -2,7 +2,6 @@
 
 import math
 
-from hfpatch.budget.limits import beyond_positions
 from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.budget.policy import Checkpointing, describe
 from hfpatch.lab.hardware import SECONDS_ERROR, GiB
@@ -115,3 +114,14 @@ def _what_would_fit(plan) -> str:
         for s in plan.suggestions
     ]
     return table(rows, ("what would fit", "cost", "GPU", "host"))
+
+
+def beyond_positions(tokens: int, positions: int | None) -> str:
+    """What to do about a sequence longer than the model's positions; "" for another."""
+    if positions is None or tokens <= positions:
+        return ""
+    scaling = f'{{"rope_type": "yarn", "factor": {math.ceil(tokens / positions)}.0, ...}}'
+    return (
+        f"the model has {positions:,} positions and the sequence {tokens:,} tokens. Load it with "
+        f"rope_parameters={scaling} (guide: A longer context), or shorten the sequence."
+    )

@@ -1,10 +1,10 @@
 """The disk tier: saved tensors in unnamed files of a directory, written and read by threads.
 
 A file is unlinked as soon as it is open. Its last user frees it, also after a crash, so no process
-has leftovers to sweep. A device tensor goes through a pinned bounce buffer: the copy stream fills
-the buffer, a thread waits for the copy's event and writes. A read does the reverse, started ahead
-of need. Every wait is for work that began earlier, in a thread that waits for nothing later: no
-wait can hang, wherever a step was interrupted.
+has leftovers to sweep. A tensor goes through host memory of the pool: the copy stream fills it, and
+threads wait for the copy's event and write. A read does the reverse, started ahead of need. Every
+wait is for work that began earlier, in threads that wait for nothing later: no wait can hang,
+wherever a step was interrupted.
 """
 
 import os
@@ -12,14 +12,14 @@ import tempfile
 from collections import deque
 from concurrent.futures import Future
 
-import torch
 from torch import Tensor
 
-from hfpatch.store.pool import Loan, Shelf
+from hfpatch.store.pool import Loan
 
 PREFIX = "hfpatch-"
-# Bounce buffers: bytes of one, buffers per direction, and those among them that do not read ahead.
-PIECE, BUFFERS, RESERVE = 64 << 20, 8, 2
+PIECE = 64 << 20  # bytes that one thread writes or reads at a time
+THREADS = 8
+UNDER_WAY = 2  # tensors that wait to be written, and tiles on their way to the device
 
 
 class File:
@@ -37,7 +37,7 @@ class File:
             ) from error
         os.unlink(path)
         self.directory = directory
-        self.writes = []
+        self.writes: list[Future] = []
 
     def wait_written(self) -> None:
         for write in self.writes:
@@ -48,148 +48,104 @@ class File:
             close(self.fd)
 
 
-class Bounce:
-    """A pinned buffer between the device and the threads, with its last file job and last copy."""
-
-    def __init__(self, loan: Loan):
-        self.loan = loan
-        self.bytes = loan.thing.bytes
-        self.job: Future | None = None  # the last read or write, in a thread
-        self.copied = None  # event of the last copy to the device
-
-
-def _ended(job: Future | None) -> None:
-    """Waits for a thread's job. Ignores its error, which the reader of the file raises."""
-    if job is not None:
-        job.exception()
-
-
 class DiskDirectory:
-    """Writes and reads tensors' bytes in `directory` (bounce buffers come from `pool`)."""
+    """Writes and reads tensors' bytes in `directory`, through host memory of `pool`."""
 
-    def __init__(self, directory: str, pool, threads: int = 4):
+    def __init__(self, directory: str, pool):
         self.directory, self.pool, self.device = directory, pool, pool.device
-        self.writers = self.device.threads(threads, "hfpatch-write")
-        self.readers = self.device.threads(threads, "hfpatch-read")
-        self.write_bounces: deque[Bounce] = deque()
-        self.read_bounces = Shelf()
+        self.threads = self.device.threads(THREADS, "hfpatch-disk")
+        self.writing: deque[list[Future]] = deque()
+        # [host memory, event of its copy to the device], the oldest first
+        self.landing: deque[list] = deque()
+
+    def _jobs(self, work, file: File, at: int, loan: Loan, start: int, stop: int, *given) -> list:
+        """Threads that move bytes start to stop of the loan, from byte `at` of the file on."""
+        jobs = []
+        for a in range(start, stop, PIECE):
+            bounds = a, min(a + PIECE, stop)
+            jobs.append(self.threads.submit(work, file, at + a - start, loan, bounds, *given))
+        return jobs
 
     # -- writing -----------------------------------------------------------------------------------
     def write(self, source: Tensor, stream, file: File, at: int = 0) -> None:
         """Starts writing source (uint8, flat, contiguous) to a file from byte `at` on. stream: the
         current one.
         """
-        for start in range(0, source.numel(), PIECE):
-            piece = source[start : start + PIECE]
-            if len(self.write_bounces) < BUFFERS:
-                self.write_bounces.append(Bounce(self.pool.take(PIECE)))
-            self.write_bounces.rotate(1)
-            bounce = self.write_bounces[0]
-            _ended(bounce.job)
-            bounce.bytes[: piece.numel()].copy_(piece, non_blocking=self.device.pins)
-            written = self.device.mark(stream, blocking=True)
-            bounce.job = self.writers.submit(
-                self._write, file, bounce.bytes, piece.numel(), at + start, written
-            )
-            file.writes.append(bounce.job)
+        while len(self.writing) >= UNDER_WAY:
+            for job in self.writing.popleft():
+                job.exception()  # waits; the reader of the file raises it
+        nbytes = source.numel()
+        loan = self.pool.take(nbytes)
+        loan.thing.bytes[:nbytes].copy_(source, non_blocking=self.device.pins)
+        copied = self.device.mark(stream, blocking=True)
+        jobs = self._jobs(self._write, file, at, loan, 0, nbytes, copied)
+        self.writing.append(jobs)
+        file.writes += jobs
 
-    def _write(self, file: File, bounce: Tensor, nbytes: int, start: int, event) -> None:
-        self.device.synchronize(event)
-        view = self.device.host_bytes(bounce, writes=False)[:nbytes]
+    def _write(self, file: File, at: int, loan: Loan, bounds: tuple[int, int], copied) -> None:
+        self.device.synchronize(copied)
+        start, stop = bounds
+        view = self.device.host_bytes(loan.thing.bytes, writes=False)[start:stop]
         try:
             while view:
-                done = os.pwrite(file.fd, view, start)
-                start += done
+                done = os.pwrite(file.fd, view, at)
+                at += done
                 view = view[done:]
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"hfpatch: {nbytes} bytes could not be written to {file.directory}: "
+                f"hfpatch: {stop - start} bytes could not be written to {file.directory}: "
                 f"{error.strerror}. Free space there, or pass another directory as "
                 "Checkpointing(offload=...)",
             ) from error
 
     # -- reading -----------------------------------------------------------------------------------
-    def read(self, file: File, saved, a: int, b: int) -> "Read":
-        """Starts reading tokens [a, b) of each batch row of `saved`, as far as buffers are free."""
-        pieces = []
+    def read(self, saved, a: int, b: int) -> tuple[Loan, list[Future]]:
+        """Starts reading tokens [a, b) of each batch row of `saved`, one behind the other."""
         nbytes = (b - a) * saved.row_bytes
+        loan = self.pool.take(saved.shape[0] * nbytes)
+        jobs = []
         for row in range(saved.shape[0]):
-            first = (row * saved.shape[1] + a) * saved.row_bytes
-            for at in range(0, nbytes, PIECE):
-                pieces.append((row, at, first + at, min(PIECE, nbytes - at)))
-        return Read(self, file, pieces)
+            at = (row * saved.shape[1] + a) * saved.row_bytes
+            jobs += self._jobs(self._read, saved.file, at, loan, row * nbytes, (row + 1) * nbytes)
+        return loan, jobs
 
-    def take_bounce(self, wanted: bool) -> Loan | None:
-        """A bounce buffer to read into, or None if too many are in use. wanted: never None, a new
-        one is made if none is free.
-        """
-        if not wanted and self.read_bounces.taken >= BUFFERS - RESERVE:
-            return None
-        if not self.read_bounces.free:
-            self.read_bounces.add(Bounce(self.pool.take(PIECE)))
-        return self.read_bounces.take()
-
-    def start(self, file: File, bounce: Bounce, first: int, nbytes: int) -> Future:
-        bounce.job = self.readers.submit(
-            self._read, file, bounce.bytes, first, nbytes, bounce.copied, bounce.job
-        )
-        return bounce.job
-
-    def _read(
-        self, file: File, bounce: Tensor, first: int, nbytes: int, copied, before: Future | None
-    ) -> None:
-        _ended(before)  # an abandoned read may still fill this buffer
-        # A new buffer has no event, and synchronize(None) would wait for the whole device.
-        if copied is not None:
-            self.device.synchronize(copied)
+    def _read(self, file: File, at: int, loan: Loan, bounds: tuple[int, int]) -> None:
         file.wait_written()
-        view = self.device.host_bytes(bounce, writes=True)[:nbytes]
+        view = self.device.host_bytes(loan.thing.bytes, writes=True)[slice(*bounds)]
         while view:
-            done = os.preadv(file.fd, [view], first)
+            done = os.preadv(file.fd, [view], at)
             if not done:
                 raise OSError(
-                    f"hfpatch: {file.directory} must hold {nbytes} bytes, and the file ends early. "
-                    "Is the disk full?"
+                    f"hfpatch: {file.directory} must hold {len(view)} bytes more, and the file "
+                    "ends early. Is the disk full?"
                 )
-            first += done
+            at += done
             view = view[done:]
 
-    def close(self) -> None:
-        """Frees the bounce buffers that no read holds. Files that a graph holds stay readable."""
-        for bounce in self.write_bounces:
-            _ended(bounce.job)
-        self.write_bounces.clear()
-        self.read_bounces.drop_free()
-
-
-class Read:
-    """A read of several rows from a file to the device, in pieces: (row, offset in the row, offset
-    in the file, bytes).
-    """
-
-    def __init__(self, disk: DiskDirectory, file: File, pieces: list):
-        self.disk, self.file, self.pieces = disk, file, deque(pieces)
-        self.started: deque[tuple[tuple, Loan, Future]] = deque()
-        self._ahead()
-
-    def _ahead(self, wanted: bool = False) -> None:
-        while self.pieces and (loan := self.disk.take_bounce(wanted)) is not None:
-            wanted = False
-            piece = self.pieces.popleft()
-            self.started.append((piece, loan, self.disk.start(self.file, loan.thing, *piece[2:])))
-
-    def land(self, destination: Tensor, stream) -> None:
-        """Copies the rows into destination [B, t, ...], contiguous per batch row. stream: the
+    def land(self, destination: Tensor, read: tuple[Loan, list[Future]], stream) -> None:
+        """Copies what was read into destination [B, t, ...], contiguous per batch row. stream: the
         current one.
         """
-        while self.pieces or self.started:
-            self._ahead(wanted=not self.started)
-            (row, offset, _, nbytes), loan, job = self.started.popleft()
+        loan, jobs = read
+        for job in jobs:
             job.result()
-            flat = destination[row].view(-1).view(torch.uint8)
-            device = self.disk.device
-            flat[offset : offset + nbytes].copy_(
-                loan.thing.bytes[:nbytes], non_blocking=device.pins
-            )
-            loan.thing.copied = device.mark(stream, blocking=True)
+        flat = loan.thing.bytes[: destination.numel() * destination.element_size()]
+        source = flat.view(destination.dtype).view(destination.shape)
+        landed = [loan, None]  # without an event: all of the device is waited for
+        self.landing.append(landed)
+        for into, row in zip(destination, source):
+            into.copy_(row, non_blocking=self.device.pins)
+        landed[1] = self.device.mark(stream, blocking=True)
+        if len(self.landing) > UNDER_WAY:  # a thread may write to that memory again
+            copied = self.landing[0][1]
+            self.device.synchronize(copied)
+            self.landing.popleft()
+
+    def close(self) -> None:
+        """Frees the host memory. Files that a graph holds stay readable."""
+        for jobs in self.writing:
+            for job in jobs:
+                job.exception()
+        self.writing.clear()
+        self.landing.clear()  # memory that is freed waits for the device

@@ -1,6 +1,6 @@
-"""Reusable host memory: pieces of large blocks, and bounce buffers.
+"""Reusable host memory: pieces of large blocks.
 
-A piece or buffer is free exactly when no Loan of it is alive. No code hands anything back, so an
+A piece is free exactly when no Loan of it is alive. No code hands anything back, so an
 exception (or Ctrl-C, between any two lines) loses nothing.
 
 Pinned memory is anonymous memory registered with CUDA. PyTorch's caching host allocator rounds each
@@ -21,41 +21,6 @@ class Loan:
     """The right to use `thing`, until this object is freed."""
 
     thing: object
-
-
-class Shelf:
-    """Interchangeable buffers (bounce buffers). Used by one thread at a time."""
-
-    def __init__(self):
-        self.rows = []  # [buffer, weak reference to its loan]
-
-    def __len__(self):
-        return len(self.rows)
-
-    def add(self, thing) -> None:
-        self.rows.append([thing, lambda: None])
-
-    @property
-    def free(self) -> int:
-        """The number of free buffers."""
-        return sum(loan() is None for _, loan in self.rows)
-
-    @property
-    def taken(self) -> int:
-        return len(self.rows) - self.free
-
-    def take(self) -> Loan | None:
-        """A loan of a free buffer, or None."""
-        for row in self.rows:
-            if row[1]() is None:
-                loan = Loan(row[0])
-                row[1] = weakref.ref(loan)
-                return loan
-        return None
-
-    def drop_free(self) -> None:
-        """Drops the free buffers."""
-        self.rows = [row for row in self.rows if row[1]() is not None]
 
 
 @dataclass

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hfpatch.compat import graph_task, version
 from hfpatch.store.device import Device, Speed, device_for
-from hfpatch.store.disk import DiskDirectory, File, Read
+from hfpatch.store.disk import DiskDirectory, File
 from hfpatch.store.pool import HostPool, Loan
 
 WRITTEN_TO = (
@@ -95,7 +95,7 @@ class Ticket:
         self.device, self.side, self.tensors = device, side, tensors
         self.owner = device.current()  # the stream that allocated the tensors
         self.user = self.ready = None
-        self.reads: list[tuple[Tensor, Read]] = []
+        self.reads: list = []  # (disk, destination, what DiskDirectory.read returned)
         self.slot, self.free = slot, free
 
     def wait(self) -> list[Tensor]:
@@ -104,8 +104,8 @@ class Ticket:
             self.copying = True
             with self.device.on(self.side), torch.no_grad():
                 while self.reads:
-                    destination, read = self.reads[0]
-                    read.land(destination, self.side)
+                    disk, destination, read = self.reads[0]
+                    disk.land(destination, read, self.side)
                     del self.reads[0]
             self.ready = self.device.mark(self.side)
         if self.copying:
@@ -284,7 +284,7 @@ class Transfers:
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
             self._write()  # a read waits for the writes that it finds started
-            ticket.reads = [(d, self.disk.read(s.file, s, a, b)) for s, a, b, d in copies]
+            ticket.reads = [(self.disk, d, self.disk.read(s, a, b)) for s, a, b, d in copies]
             return ticket
         ticket.copying = True
         with device.on(self.to_device), torch.no_grad():

@@ -63,3 +63,8 @@ def skips_by_itself(kind: type) -> None:
 
     skip_first_batches._hfpatch = True
     trainer.skip_first_batches = skip_first_batches
+
+
+def is_sharded_by_zero3(parameter) -> bool:
+    """Whether DeepSpeed holds shards of this parameter."""
+    return "ds_id" in parameter.__dict__

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hfpatch.budget.limits import parse_length
+from hfpatch.budget.policy import refuse_unknown
 from hfpatch.trainer import packing
 
 IGNORE = -100
@@ -70,12 +71,17 @@ def pack(dataset, seq_len: int, *, pad_id: int = 0, long_rows: str = "split") ->
         A torch Dataset of {"input_ids", "labels", "position_ids"}.
 
     Raises:
-        ValueError: seq_len is no length.
+        ValueError: seq_len is no length, a row has no input_ids, or long_rows is another word.
 
     Examples:
         >>> Trainer(model=model, args=args, train_dataset=hfpatch.pack(tokenized, 65536)).train()
     """
     limit = parse_length(seq_len)
+    refuse_unknown([long_rows], ("split", "truncate", "drop"), "long_rows")
+    if len(dataset) and "input_ids" not in dataset[0]:
+        raise ValueError(
+            f"hfpatch: a row must have input_ids, got {', '.join(dataset[0])}. Tokenize the data first."
+        )
     lengths = [len(row["input_ids"]) for row in dataset]
     pieces = packing.cut(lengths, limit, long_rows=long_rows)
     return Packed(dataset, packing.pack(pieces, limit), pad_to=limit, pad_id=pad_id)

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from hfpatch.compat import is_sharded_by_zero3
+from hfpatch.trainer.compat import is_sharded_by_zero3
 
 # Options of optimizers that keep small updates of 16-bit weights: torchao, bitsandbytes' kin,
 # optimi, torchdistX.

@@ -1,29 +1,14 @@
 """Answers for the few places where a program asks the device for values, which are garbage there.
 
 Only copies of up to 1 MiB and small fills are really made on the dry device. Kernels compute
-nothing, so a comparison on it answers whatever its memory held. Three places of hfpatch act on such
+nothing, so a comparison on it answers whatever its memory held. Two places of hfpatch act on such
 answers; here they get true ones, from the values that were copied to the device.
 """
 
 import copy
 import functools
-import sys
 
 import torch
-
-TRIALS = "ops/_wide_sums.py"
-
-
-def kernels_agree() -> None:
-    """The trial of sums in products finds that their numbers agree, and they are used."""
-    real = torch.Tensor.__bool__
-
-    def answer(self):
-        value = real(self)
-        asked_by = sys._getframe(1).f_code.co_filename
-        return True if self.is_cuda and asked_by.endswith(TRIALS) else value
-
-    torch.Tensor.__bool__ = answer
 
 
 def on_host(x):
@@ -89,7 +74,6 @@ def masks_are_full() -> None:
 
 
 def answer_truly() -> None:
-    kernels_agree()
     documents_are_true()
     labels_are_counted()
     masks_are_full()

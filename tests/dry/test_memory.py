@@ -8,7 +8,7 @@ import hfpatch
 
 GiB = 2**30
 CARD = 81008 / 1024  # GiB
-# Reserved bytes over allocated ones at most. What is above: profiles/dry/README.md.
+# The most reserved bytes over the most allocated ones. What is above: profiles/dry/README.md.
 RESERVED = 1.10
 RESERVED_OF = {
     "131k, LoRA": 1.17,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
@@ -39,24 +39,33 @@ CASES = {
     "32k, gradients kept": (32, 32768, {"keep_gradients": True, "micro_steps": 2}, 0.8),
 }
 SHORT = ("4 layers, 8k", "4 layers, 131k")
+# A third layer that keeps all fits with 0.2 GiB to spare, or after two retries does not stay.
+STEPS = {"131k": 7}
 
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=long) for n in CASES])
 def test_steps_settle_on_what_fits(name, dry, table):
     layers, tokens, case, share = CASES[name]
-    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * 5, **case)
+    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * STEPS.get(name, 5), **case)
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     before, step = ran.steps[-2:]
-    peak, reserved = step["allocated_peak"] / GiB, step["reserved_peak"] / GiB
+    peak = step["allocated_peak"] / GiB
+    highest, reserved = (
+        max(step[of] for step in ran.steps) / GiB for of in ("allocated_peak", "reserved_peak")
+    )
     announced = [float(x) for s in ran.steps for x in ANNOUNCED.findall(s["said"])]
     if announced:
         table("memory", name, "announced, GiB", announced[-1])
         assert peak == pytest.approx(announced[-1], rel=UNTRIED.get(name, 0.03))
     table("memory", name, "first peak, GiB", ran.steps[0]["allocated_peak"] / GiB)
     table("memory", name, "peak, GiB", peak, CARD)
-    most = RESERVED_OF.get(name, RESERVED) * peak
+    most = RESERVED_OF.get(name, RESERVED) * highest
+    table("memory", name, "highest peak, GiB", highest)
     table("memory", name, "reserved, GiB", reserved, most)
+    retries = sum(step["retries"] for step in ran.steps)
+    table("memory", name, "retries", retries, 2 * (name in STEPS))
     assert share * CARD <= peak <= CARD and reserved <= most
+    assert retries <= 2 * (name in STEPS)
     assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.05)
     assert step["mallocs"] == step["retries"] == 0, "a step at a settled policy allocates nothing"
 

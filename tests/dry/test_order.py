@@ -98,7 +98,6 @@ def waits() -> list[tuple[str, int, str]]:
 SEEN_IN = {
     "device.wait(self.ready or device.mark(self.side), self.owner)": "partial",
     "device.wait(device.mark(self.user), self.owner)": "handed over",
-    "self.device.synchronize(event)": "disk",
     "self.device.synchronize(copied)": "disk",
     "device.synchronize(ticket.ready)": "weights written at rest",
     "device.synchronize(device.mark())": "weights go to the host",

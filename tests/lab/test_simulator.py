@@ -7,6 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -21,6 +22,7 @@ from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import follow, kernels_cost
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.implementations import build, prepare
+from hfpatch.lab.simulate.scan import scans_by_blocks
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.ops.experts import EXPERT_PRODUCT
@@ -298,6 +300,20 @@ def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(family, implementation,
     assert ours.host_peak_bytes == theirs.host_peak_bytes
 
 
+def test_a_step_asks_no_lazy_module_for_names(monkeypatch):
+    """Their __getattr__ imports what may have the name: seconds, or an error of what is missing."""
+    lazy, asked = types.ModuleType("transformers.models.lazy"), []
+
+    def answer(name):
+        asked.append(name)
+        raise AttributeError(name)
+
+    lazy.__getattr__ = answer
+    monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+    simulate(prepare(build(SMALL), "hfpatch"), 1, 64)
+    assert not asked
+
+
 @pytest.mark.parametrize("implementation", ["hf-ckpt", "hfpatch", None])
 def test_a_step_that_raises_leaves_nothing_on(implementation):
     """While its error is held, torch 2.11 leaves the hooks of the checkpoint on in which it was
@@ -337,3 +353,16 @@ def test_chunks_that_count_from_padding_are_known():
     # A layer that runs untiled computes attention forward twice, and is not what its policy says.
     assert tiled.flops["attention"]["forward"] == kept.flops["attention"]["forward"]
     assert tiled.host_peak_bytes > 4 * 2 * 128 * 64
+
+
+def test_a_module_that_needs_what_is_not_there_stops_no_plan(monkeypatch):
+    """As transformers' image processors do without torchvision: they import on demand."""
+
+    class Lazy(type(sys)):
+        def __getattr__(self, name):
+            raise ModuleNotFoundError("No module named 'torchvision'")
+
+    name = "transformers.models.pictures"
+    monkeypatch.setitem(sys.modules, name, Lazy(name))
+    with scans_by_blocks():
+        pass

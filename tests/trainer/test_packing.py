@@ -41,6 +41,15 @@ def test_pack_keeps_each_piece_once_and_fills_rows(limit, count):
     assert packing.pack(pieces, limit) == rows
 
 
+@pytest.mark.parametrize("rows, how, words", [
+    ([{"text": "a"}], {}, "must have input_ids, got text. Tokenize"),
+    ([{"input_ids": [1, 2]}], {"long_rows": "drp"}, "got drp. Did you mean drop"),
+])  # fmt: skip
+def test_what_cannot_be_packed_is_said(rows, how, words):
+    with pytest.raises(ValueError, match=words):
+        hfpatch.pack(rows, 32, **how)
+
+
 def test_any_dataset_packs_for_any_trainer():
     """Each document's loss is that of the document alone."""
     random.seed(0)

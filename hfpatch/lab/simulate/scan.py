@@ -95,8 +95,9 @@ def scans_by_blocks():
     """A context in which transformers' models run these functions in blocks."""
     with contextlib.ExitStack() as stack:
         for module in _families():
-            found = {name: make(getattr(module, name)) for name, make in _BY_BLOCKS.items()
-                     if hasattr(module, name)}  # fmt: skip
+            # A lazy module that is asked for a name may import what is not there.
+            found = {name: make(vars(module)[name]) for name, make in _BY_BLOCKS.items()
+                     if name in vars(module)}  # fmt: skip
             stack.enter_context(for_now(module, **found))
         yield
 

@@ -13,7 +13,6 @@ import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from hfpatch.attention import heads
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import plain_scans
 from hfpatch.context.ranks import sharded
-from hfpatch.lab.compat import simulation_parts
+from hfpatch.lab.compat import for_now, simulation_parts
 from hfpatch.lab.simulate.follow import Follower
 from hfpatch.lab.simulate.ledger import ROUNDING, Ledger
 from hfpatch.lab.simulate.scan import few_blocks, few_queries, scans_by_blocks
@@ -125,7 +124,7 @@ def _transformers_as_if_real():
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("transformers") and "is_fake_tensor" in vars(module):
-                stack.enter_context(mock.patch.object(module, "is_fake_tensor", lambda x: False))
+                stack.enter_context(for_now(module, is_fake_tensor=lambda x: False))
         yield
 
 
@@ -156,7 +155,7 @@ def _host_buffers(follower: Follower):
         with follower.host():
             return real(*args, **kwargs)
 
-    with mock.patch.object(device, "host_empty", host_empty):
+    with for_now(device, host_empty=host_empty):
         yield
 
 
@@ -179,23 +178,16 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
             stack.enter_context(_wide_sums.as_on_cuda())
             # These serve tiled layers and whole ones.
             for user in (heads, exchange):
-                stack.enter_context(mock.patch.object(user, "pick", lambda *_: "flash"))
+                stack.enter_context(for_now(user, pick=lambda *_: "flash"))
             for user in (attention, why_whole):
-                stack.enter_context(mock.patch.object(user, "supported", _on_cuda(user.supported)))
-            stack.enter_context(
-                mock.patch.object(attention, "has_flash", lambda *_: True)
-            )  # whatever this machine has
+                stack.enter_context(for_now(user, supported=_on_cuda(user.supported)))
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
             if policy is not None:
-                stack.enter_context(
-                    mock.patch.object(found.weights, "on", policy.frozen_weights == "host")
-                )
+                stack.enter_context(for_now(found.weights, on=policy.frozen_weights == "host"))
         if policy is not None:
-            stack.enter_context(
-                mock.patch.object(LayerRuntime, "_resolve", lambda self, *batch: policy)
-            )
+            stack.enter_context(for_now(LayerRuntime, _resolve=lambda self, *batch: policy))
         yield
 
 
@@ -322,9 +314,7 @@ def simulate(
     files = policy is not None and policy.tier == "disk"
     policy = replace(policy, offload="host") if files else policy
     # Beside files no gradient waits on the host, as it may beside the blocks that stand in.
-    parks = (
-        mock.patch.object(Checkpointing, "parks_dx", False) if files else contextlib.nullcontext()
-    )
+    parks = for_now(Checkpointing, parks_dx=False) if files else contextlib.nullcontext()
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 32)
     if ids is None:
         generator = torch.Generator().manual_seed(0)
