@@ -18,7 +18,6 @@ from hfpatch.attention.backends import (
     BACKENDS,
     HALF,
     WIDEST_HEAD,
-    has_flash,
     pick,  # noqa: F401 (for callers of both directions)
 )
 from hfpatch.attention.blocks import blocks_backward, blocks_forward
@@ -79,13 +78,12 @@ def supported(
         return f"no direct attention kernels on {device.type}"
     if pattern.softcap is not None:
         return "no kernel caps scores and has a backward of its own"
-    if dtype not in HALF or not has_flash(device):
-        needs = "fp16 or bf16 on a GPU of compute capability 8.0 or later"
+    if dtype not in HALF:
         if pattern.documents is not None:
-            return f"kernels for packed documents take {needs}"
+            return "kernels for packed documents take fp16 or bf16"
         if pattern.window is not None:
-            return f"kernels for a window take {needs}"
-        return f"kernels for bf16 take {needs}" if dtype == torch.bfloat16 else None
+            return "kernels for a window take fp16 or bf16"
+        return None
     if head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8"
     if head_dim > WIDEST_HEAD and pattern.window is not None:

@@ -9,7 +9,6 @@ B batch, T tokens, H query heads, K key-value heads, E head dim. A kernel's tens
 """
 
 import os
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -88,16 +87,6 @@ FASTEST = {(9, 0): "cudnn", (10, 0): "cudnn"}
 lengths_met: set[tuple[int, int]] = set()
 
 
-@lru_cache(maxsize=16)
-def has_flash(device: torch.device) -> bool:
-    """Whether FA2 runs on a CUDA device: from Ampere on, not on V100 or T4. True without a device
-    (a plan for another machine).
-    """
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def with_new_strides(x: Tensor) -> Tensor:
     """x, or a copy if its strides are not those of a new tensor. contiguous() keeps other strides
     of axes of size 1, and since torch 2.14 cuDNN's plans are kept by strides: each layout costs
@@ -119,7 +108,7 @@ def pick(q_BTHE: Tensor) -> str:
         return "cpu"
     if q_BTHE.dtype == torch.float64:
         return "blocks"  # no kernel takes it
-    if q_BTHE.dtype not in HALF or not has_flash(device) or E > WIDEST_HEAD:
+    if q_BTHE.dtype not in HALF or E > WIDEST_HEAD:
         return "efficient"
     # Only FA2 has a deterministic backward, and only FA2 takes a single token. The setting is read
     # each time: a user may turn it on later. With few tokens the call costs more than the kernel.

@@ -14,6 +14,7 @@ from hfpatch.compat import is_shard
 from hfpatch.decoder.find import find_decoder
 from hfpatch.lab.budget import allowed_error
 from hfpatch.lab.compat import local_part
+from hfpatch.layer.traits import runtimes_in
 from hfpatch.patch import apply, undo
 
 FEW = 16  # gradients with fewer elements are not judged
@@ -159,7 +160,9 @@ def _compared(model: nn.Module, batch: dict) -> Verified:
 
 @contextmanager
 def _copied(model: nn.Module, patched: bool = False):
-    """A context with a copy of the modules, without dropout, that shares the model's parameters."""
+    """A context with a copy of the modules, without dropout, that shares the model's parameters.
+    Frozen weights that wait on the host come to the device, and wait again from the next step on.
+    """
     try:
         made = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     except TypeError as error:  # a lock, a file, a generator among its attributes
@@ -168,7 +171,10 @@ def _copied(model: nn.Module, patched: bool = False):
         )
         raise ValueError(why) from error
     asked = next((s.keywords for m in made.modules() if (s := vars(m).get("_hfpatch_beside"))), {})
+    waiting = any(runtime.weights.on for runtime in runtimes_in(model))
     undo(made)
+    if waiting:  # stock layers need their frozen weights on the device
+        made.to(next(model.parameters()).device)
     made.train()
     _without_dropout(made)
     try:

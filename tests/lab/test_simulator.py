@@ -7,6 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -297,6 +298,20 @@ def test_a_scan_by_blocks_takes_what_one_by_tokens_takes(family, implementation,
     assert len(ours.ledger.events) < len(theirs.ledger.events) / 2
     assert 0.98 <= ours.most_beyond_bytes / theirs.most_beyond_bytes <= most
     assert ours.host_peak_bytes == theirs.host_peak_bytes
+
+
+def test_a_step_asks_no_lazy_module_for_names(monkeypatch):
+    """Their __getattr__ imports what may have the name: seconds, or an error of what is missing."""
+    lazy, asked = types.ModuleType("transformers.models.lazy"), []
+
+    def answer(name):
+        asked.append(name)
+        raise AttributeError(name)
+
+    lazy.__getattr__ = answer
+    monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+    simulate(prepare(build(SMALL), "hfpatch"), 1, 64)
+    assert not asked
 
 
 @pytest.mark.parametrize("implementation", ["hf-ckpt", "hfpatch", None])

@@ -181,9 +181,6 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
                 stack.enter_context(for_now(user, pick=lambda *_: "flash"))
             for user in (attention, why_whole):
                 stack.enter_context(for_now(user, supported=_on_cuda(user.supported)))
-            stack.enter_context(
-                for_now(attention, has_flash=lambda *_: True)
-            )  # whatever this machine has
         for found in runtimes_in(model):
             found.close()
             stack.callback(found.close)
