@@ -22,6 +22,7 @@ from hfpatch.budget.limits import did_you_mean, environment_number
 from hfpatch.cli import train_help
 from hfpatch.cli.failures import guarded
 from hfpatch.cli.quiet import progress
+from hfpatch.planner.limits import check_ranges
 from hfpatch.trainer import run_file
 
 ENDED = (0, 130, 143)  # finished, or stopped with a checkpoint; all ranks end together
@@ -57,6 +58,8 @@ def train(argv) -> int:
                 raise ValueError(f"hfpatch: {sentence}")
     elif not given[0].startswith("-"):
         run_file.read(run_file.find(argv[0]))  # raises for a file that is not there or is broken
+    numbers = {flag.lstrip("-"): value for flag, value in zip(argv, argv[1:]) if value.isdigit()}
+    check_ranges({flag: int(value) for flag, value in numbers.items()}, "_")
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly

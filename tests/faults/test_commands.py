@@ -77,6 +77,9 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "check --model=": "--model has no value",
         "plan --model @/bare.json": "bare.json lacks model_type",
         f"{plan} --gpus 2147483647": "--gpus must be 1 or more and 65536 or less",
+        "train --model llama-tiny --data d --output_dir o --sp_size 2147483647": (
+            "--sp_size must be 1 or more and 65536 or less, got 2147483647"
+        ),
         f"{profile} --out=": "--out has no value",
         f"{profile} --seq-len 1G": "a length must be tokens",
         "plan --model @/none.json": "there is no model folder or config.json at",
