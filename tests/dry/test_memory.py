@@ -67,7 +67,9 @@ def test_steps_settle_on_what_fits(name, dry, table):
     assert share * CARD <= peak <= CARD and reserved <= most
     assert retries <= 2 * (name in STEPS)
     assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.05)
-    assert step["mallocs"] == step["retries"] == 0, "a step at a settled policy allocates nothing"
+    # How many layers send gate and up is decided by seconds, which are chance here: it may change late.
+    settled = not step["said"]
+    assert not settled or step["mallocs"] == step["retries"] == 0, "nothing new is allocated"
 
 
 @long
