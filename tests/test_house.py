@@ -27,7 +27,7 @@ FOLDERS = {
     "planner": (943, 11808),  # plan --fp8, for who trains with train --fp8
     "decoder": (1110, 14000),
     "ops": (951, 13650),
-    "cli": (744, 7975),
+    "cli": (747, 8015),
     "context": (735, 8549),
     "store": (573, 5682),
     "kernels": (594, 10077),

@@ -58,8 +58,8 @@ def train(argv) -> int:
                 raise ValueError(f"hfpatch: {sentence}")
     elif not given[0].startswith("-"):
         run_file.read(run_file.find(argv[0]))  # raises for a file that is not there or is broken
-    numbers = {flag.lstrip("-"): value for flag, value in zip(argv, argv[1:]) if value.isdigit()}
-    check_ranges({flag: int(value) for flag, value in numbers.items()}, "_")
+    numbers = ((flag.lstrip("-"), word) for flag, word in zip(argv, argv[1:]) if word.isdigit())
+    check_ranges({flag: int(word) for flag, word in numbers}, "_")
     from hfpatch.trainer import arguments, checks, footprint, loading, locks, runs, schedule
     from hfpatch.trainer import data as sources
     from hfpatch.trainer.stop import StopCleanly
