@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-LINES = 10
+LINES = 11
 
 
 def say(line: str) -> None:

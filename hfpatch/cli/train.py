@@ -56,7 +56,7 @@ def train(argv) -> int:
         for name, sentence in run_file.NEEDED.items():  # now: libraries load for seconds
             if not did_you_mean(f"--{name}", given):  # a misspelt one has its own sentence
                 raise ValueError(f"hfpatch: {sentence}")
-    elif not given[0].startswith("-"):
+    elif not given[0].startswith("-") and "." in given[0]:
         run_file.read(run_file.find(argv[0]))  # raises for a file that is not there or is broken
     numbers = ((flag.lstrip("-"), word) for flag, word in zip(argv, argv[1:]) if word.isdigit())
     check_ranges({flag: int(word) for flag, word in numbers}, "_")

@@ -265,7 +265,7 @@ def faster(run: Run, plan: Plan, names) -> dict:
     enough = (1 - SECONDS_ERROR) * plan.step_seconds
     # At best nothing runs again, which is at most a third of all but attention, and no copy waits.
     again = plan.seconds["matmul"] + plan.seconds["elementwise"]
-    least = plan.seconds["attention"] + again * 2 / 3
+    least = plan.seconds.get("attention", 0.0) + again * 2 / 3
     for name in names[names.index(plan.placement) + 1 :]:
         if least + optimizer_seconds(run, stays_of(run, name, run.checkpointing)) >= enough:
             continue

@@ -78,6 +78,7 @@ def test_gradients_are_those_of_whole_rows(name):
     ours, report = patched(stock)
     assert timed_mixers(ours) and "run in tiles through time" in report
     runs: list = []
+    step(ours, padded(batch(TOKENS)))  # the first padded one runs untiled
     lengths(ours, runs)
     for given in (batch(TOKENS), padded(batch(TOKENS))):
         with lifted():

@@ -48,7 +48,7 @@ def test_what_goes_between_the_gpus():
     ({"sp_size": 64, "gpus": 64, "placement": "zero3"}, "do not go evenly.*another --sp-size.$"),
     ({"sp_size": 64, "gpus": 64, "adapters": Adapters(16)},
      "do not go evenly.*another --sp-size.$"),
-    ({"sp_size": 0}, "sp_size must be a positive"),
+    ({"sp_size": 0}, "sp_size must be a whole number, got 0"),
 ])  # fmt: skip
 def test_sizes_that_cannot_be_are_refused(arguments, said):
     with pytest.raises(ValueError, match=f"^hfpatch: .*{said}"):
