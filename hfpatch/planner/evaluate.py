@@ -154,8 +154,8 @@ class Ladder:
         found = _said(run, self.placement, policy, cost)
         if run.host is None or way != GLANCE:
             return found
-        # Of a glance's layers, two or more, each counts as many bytes of host memory as the longest
-        # waiting gradient may take once: at most one tensor [rows, width].
+        # A glance simulates two layers or more and multiplies their host memory. A gradient that
+        # waits there once, at most one tensor [rows, width], is multiplied too.
         wide = self.rows * self.width * PLACEMENTS[self.placement].itemsize
         most = run.gpus * run.shape.num_layers // 2 * wide
         short = found.host_peak_bytes - found.host_usable_bytes
