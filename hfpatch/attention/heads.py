@@ -70,18 +70,13 @@ class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
 
-    wide: all heads form one group, below MOST_ELEMENTS. (ExchangedAttention returns an output a
-    round: `join`.)
+    wide: all heads form one group, below MOST_ELEMENTS.
     """
 
     wide: bool = False
     heads: list[Heads] = field(default_factory=list)
     states: list = field(default_factory=list)
     mixers: list = field(default_factory=list)
-
-    def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] of a tile, from the outputs of `forward`."""
-        return outs
 
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor]
