@@ -112,7 +112,7 @@ class LayerCall(Kept):
         whole = None
         for a, b in self.bounds:
             noted: list | None = [] if noting else None
-            outs_t = self.attention.join(list(map(next, out_tiles)))
+            outs_t = list(map(next, out_tiles))
             tiles = self.traced.after(next(x_tiles), outs_t, a, b, noted)
             if noting:
                 transfers = self.queue.transfers
