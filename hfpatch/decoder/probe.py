@@ -1,10 +1,10 @@
-"""Probes one layer of a small instance: its attention calls and mixers, whether it is the common
-block, and which Linears' values no gradient reads.
+"""Probes one layer of a small instance: its attention calls and mixers, and which Linears' values no
+gradient reads.
 
     captured    records the arguments with which the stack calls the layer
     _asked      finds the modules that mix tokens: attention, and mixers (layer/mixers.py)
-    _Probe      runs the layer's `pre` and `post`. Compares gradients bit for bit: with
-                layer/block.py in place of the layer's forward, and without a Linear's value
+    _Probe      runs the layer's `pre` and `post`. Compares gradients bit for bit, with and without
+                a Linear's value
 """
 
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from hfpatch.layer.mixers import find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import LayerTraits, looks_like_a_block
+from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import OTHER_MIXER, Why, why, why_by_sentence
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
@@ -228,12 +228,11 @@ class _Probe:
             made = self._ask().post(self.x, self.outs, 0, self.T)
         self.dys = [torch.randn_like(y) if y.is_floating_point() else None for y in made]
 
-    def _ask(self, arguments=None, **known) -> Traced:
+    def _ask(self, **known) -> Traced:
         answers = replace(self.known, **known)
         return Traced(
-            self.layer, arguments or self.arguments, answers, self.configs, self.batch,
-            forward=self.forward,
-        )  # fmt: skip
+            self.layer, self.arguments, answers, self.configs, self.batch, forward=self.forward
+        )
 
     def _gradients(self, run) -> list[Tensor | None]:
         x = self.x.clone().requires_grad_()
@@ -259,9 +258,6 @@ class _Probe:
 
     def answers(self) -> LayerTraits:
         with torch.enable_grad():
-            block = (
-                looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
-            )
             post, pre = self._post(), self._pre()
             # Modules inside mixers run neither in `pre` nor in `post`.
             inside = tuple(f"{name}." for name in self.known.mixers)
@@ -270,8 +266,8 @@ class _Probe:
                 for n, m in self.layer.named_modules()
                 if can_go_without(m) and not n.startswith(inside)
             ]
-            run_post = self._called(names, lambda: self._post(block=block))
-            run_pre = self._called(names, lambda: self._pre(block=block))
+            run_post = self._called(names, self._post)
+            run_pre = self._called(names, self._pre)
             unread_post = tuple(n for n in run_post if self._no_gradient_reads(n, self._post, post))
             unread_pre = tuple(n for n in run_pre if self._no_gradient_reads(n, self._pre, pre))
             unread = tuple(n for n in unread_post if self._output_ignores(n))
@@ -282,7 +278,7 @@ class _Probe:
             }
             if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
                 together = {}
-        return replace(self.known, block=block, **together)
+        return replace(self.known, **together)
 
     def _called(self, names: list[str], run) -> list[str]:
         """The modules among `names` that run() calls. Skipping an uncalled module saves nothing."""
@@ -315,34 +311,6 @@ class _Probe:
             expected = self._ask().post(self.x, self.outs, 0, self.T)
             with forwards_for_now(skipping(skippable(self.layer, (name,)), value=float("nan"))):
                 return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
-
-    def _same_as_block(self) -> bool:
-        # A layer that reads positions itself (Ministral 3 scales queries by them) differs from the
-        # block at large positions only.
-        args, kwargs = pytree.tree_map(
-            lambda x: x + 2**20 if isinstance(x, Tensor) and x.dtype == torch.int64 else x,
-            pytree.tree_unflatten(*self.arguments.flat),
-        )
-        far = Arguments(args, kwargs, *self.x.shape[:2])
-        own, its = self._ask(block=True), self._ask()
-        try:
-            with torch.no_grad():
-                pairs = [
-                    (self._ask(far, block=True).pre(self.x, 0, self.T),
-                     self._ask(far).pre(self.x, 0, self.T)),
-                    (own.pre(self.x, 0, self.T), its.pre(self.x, 0, self.T)),
-                    ([call.sinks_H for call in own.asked], [call.sinks_H for call in its.asked]),
-                    (self._ask(block=True).post(self.x, self.outs, 0, self.T),
-                     self._ask().post(self.x, self.outs, 0, self.T)),
-                ]  # fmt: skip
-            values = all(_equal(ours, theirs) for ours, theirs in pairs)
-            return (
-                values
-                and _equal(self._post(block=True), self._post())
-                and _equal(self._pre(block=True), self._pre())
-            )
-        except Exception:  # a layer that resembles the block may raise anything
-            return False
 
 
 def _equal(ours, theirs) -> bool:

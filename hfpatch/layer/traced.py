@@ -1,7 +1,6 @@
 """The two parts of a layer by its own forward on a tile of tokens: up to attention, and after it.
 
-No family has code in this file. The common block calls its modules without the layer's own forward
-(layer/block.py), with the same bits.
+No family has code in this file.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from hfpatch.compat import collecting, modules_in, values_for_now
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
 from hfpatch.layer.adapted_experts import experts_forwards, experts_in
-from hfpatch.layer.arguments import Arguments, takes_by_name
-from hfpatch.layer.block import Block
+from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.gate_up import gates_of
 from hfpatch.layer.graph_bytes import tile_graph, unmeasured
 from hfpatch.layer.mixers import Mixer, standing_in
@@ -39,7 +37,6 @@ class Traced:
         forward: the layer's own, if it is not a TiledLayer yet.
         condition: layer.condition.Condition, as long as it holds; None for a small instance.
         autocast: its dtype in forward, and whether it cached casts.
-        block: the common block, bound to this call; None for other layers.
         rng: generator states, by phase and tile; None if nothing in the layer draws random numbers.
         records: keys of what else transformers records inside the layer (router logits); None if it
             records nothing in this forward.
@@ -66,7 +63,6 @@ class Traced:
     forward: object = None
     condition: object = None
     autocast: tuple = (None, True)
-    block: Block | None = None
     rng: dict | None = None
     records: tuple[str, ...] | None = ()
     found: dict = field(default_factory=dict)
@@ -78,20 +74,8 @@ class Traced:
     beside: tuple | None = None
 
     def __post_init__(self):
-        given = self.arguments
         # the arguments besides the hidden states that need a gradient
-        self.wanted: list[Tensor] = []
-        if not (self.traits.block and takes_by_name(given.args, given.kwargs)):
-            self.wanted = given.wanted()
-            return
-        known = self.condition
-        found = None if known is None else known.block
-        if found is None:
-            found = Block(self.layer)
-        if known is not None:
-            known.block = found
-        self.block = found.of_call(given.kwargs)
-        self.asked = [self.block.asked]
+        self.wanted: list[Tensor] = self.arguments.wanted()
 
     # -- one run of a part -------------------------------------------------------------------------
     def _run(self, role, x_BtD: Tensor, args: tuple, kwargs: dict):
@@ -115,7 +99,7 @@ class Traced:
         unread = unread and not self.wanted
         names = self.traits.unread_pre if unread else ()
         with self._forwards(names, x_BtD.device.type, unread):
-            return (self._pre if self.block is None else self.block.pre)(x_BtD, a, b)
+            return self._pre(x_BtD, a, b)
 
     def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(len(self.traits.mixing))
@@ -195,12 +179,9 @@ class Traced:
             nullcontext() if self.records is None else collecting(found),
             keeping(noted, known) if noted is not None or known else nullcontext(),
         ):
-            if self.block is not None:
-                y = self.block.post(x_BtD, *outs_BtHE)
-            else:
-                n = len(self.traits.attention)
-                role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
-                y = self._run(role, x_BtD, *self.arguments.tile(a, b))
+            n = len(self.traits.attention)
+            role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
+            y = self._run(role, x_BtD, *self.arguments.tile(a, b))
         self.recorded = []
         self.beside = None
         if isinstance(y, Tensor) and not found:
@@ -287,9 +268,7 @@ class Traced:
             ys = list(parts)
             dys = list(grads)
             for asked, dsinks_H in zip(self.asked, dsinks or ()):
-                # A block's call has those of the forward, a leaf outside of this graph.
-                own = self.block is None or dsinks_H is None
-                ys.append(asked.sinks_H if own else self.block.attn.sinks)
+                ys.append(asked.sinks_H)
                 dys.append(dsinks_H)
             return self._walk(weights, ys, dys, [x], given)[0]
 

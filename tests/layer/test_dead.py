@@ -66,8 +66,9 @@ def test_gradients_stay_to_the_bit_with_fewer_products(lora):
     config, rows, layers = ours.config, 2 * tiny.TOKENS, 2
     D, H = config.hidden_size, config.num_attention_heads
     q_and_k = D + config.num_key_value_heads * D // H
-    # Of a tile's second run before attention q, k, v; behind it the last projection.
-    saved = D * (q_and_k + config.num_key_value_heads * D // H) + config.intermediate_size * D
+    # Both of a tile's runs spare q, k, v, the one behind attention the last projection too.
+    qkv = D * (q_and_k + config.num_key_value_heads * D // H)
+    saved = 2 * qkv + config.intermediate_size * D
     assert all_of_them.multiplications - few.multiplications == layers * rows * saved
     # An adapter's sum is a value of its own.
-    assert all_of_them.rotated - few.rotated == (0 if lora else layers * rows * q_and_k)
+    assert all_of_them.rotated - few.rotated == (0 if lora else 2 * layers * rows * q_and_k)
