@@ -5,18 +5,15 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 import dataclasses
 import sys
 import weakref
-from collections import Counter
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.limits import environment_number
-from hfpatch.budget.measured import HOST_SHARE, Abilities, rounded
+from hfpatch.budget.measured import Abilities, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
 from hfpatch.compat import all_parameters, autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
@@ -29,8 +26,6 @@ from hfpatch.layer.traits import layers_in
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
-
-SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
 
 
 def metered(device: torch.device) -> bool:
@@ -60,21 +55,17 @@ class Shape:
     Attributes:
         first: the policy of its first step.
         policy: of its current or last step.
-        reserved: the policy whose host memory is reserved.
         steps: of ranks that decide alike, so far; agreed: what they decided last.
     """
 
     first: Checkpointing
     policy: Checkpointing
-    reserved: Checkpointing | None = None
     steps: int = 0
     agreed: Checkpointing | None = None
 
 
 class Policies:
-    """The part of a model's LayerRuntime, which has the attributes, that chooses what layers keep, and
-    reserves memory for it.
-    """
+    """The part of a model's LayerRuntime, which has the attributes, that chooses what layers keep."""
 
     @property
     def policies(self) -> list[Checkpointing]:
@@ -110,8 +101,7 @@ class Policies:
     def policy(
         self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
     ) -> Checkpointing:
-        """The policy for this batch shape. A new shape gets a policy, and host memory is reserved
-        for it.
+        """The policy for this batch shape.
 
         whole: the layer cannot be tiled; sequence: the ranks that share its rows
         (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
@@ -143,15 +133,6 @@ class Policies:
         if step is not None and (begins or step.plan is None or step.plan.whole != whole):
             self._grow(meter, shape, layer, x_BTD, whole)
             self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
-        # [Step 3] Its host memory. A reservation that raises leaves the shape forgotten: the next
-        # call decides again and tries again.
-        if shape.reserved != shape.policy:
-            del self.shapes[key]
-            group = None if whole else tensor_parallel_group(layer)
-            reserve = partial(self._reserve, shape.policy, layer, x_BTD, longest, meter)
-            self._together(group, reserve)
-            shape.reserved = shape.policy
-            self.shapes[key] = shape
         return shape.policy
 
     def _settle(self, room: int) -> None:
@@ -334,45 +315,6 @@ class Policies:
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""
-        free = memory.host_free()
-        ranks = environment_number("LOCAL_WORLD_SIZE", 1, 1)
+        free = memory.rank_host_free()
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
-        return None if free is None else free // ranks + waits
-
-    def _reserve(
-        self, policy: Checkpointing, layer, x: Tensor, T: int, meter: Meter | None
-    ) -> None:
-        """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
-        be pinned.
-        """
-        if policy.offload != "host" or self._mixes(layer):  # they save tensors of several sizes
-            return
-        pool = self.queues[x.device, "host"].transfers.pool
-        free = memory.host_free()
-        if free is not None and free < SCARCE_HOST:
-            pool.give_back()  # host memory is scarce: hold no more than this length takes
-        below = self.n_layers - self._keeping(x)
-        layers = -(-(self._keeping(x) - policy.plain) // policy.every)
-        ranks = 1 if self.shards is None else self.shards.world
-        rows = x[:, :1, ..., 0].numel() * T
-        computed = (autocast_dtype(x.device.type) or x.dtype).itemsize
-
-        def named(name: str) -> int:
-            return max((getattr(c, name, 0) or 0 for c in layer._hfpatch.configs), default=0)
-
-        heads = named("num_attention_heads")
-        head = layer._hfpatch.condition.head_dim
-        saved = layers * policy.saves_attention
-        one = rows * x.shape[-1] * x.element_size()
-        sizes = Counter({one // ranks: layers})
-        bounds = tile_bounds(len(x), T, policy.tile)
-        # the gradient of the input of the layer whose backward runs
-        sizes[one] += policy.parks_dx and len(bounds) > 1
-        sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
-        sizes[rows * heads * max(4, computed)] += saved
-        gates = min(policy.keep, self.n_layers - policy.plain) - below
-        if meter is not None and meter.step is not None and gates > 0:
-            for a, b in bounds:
-                sizes[x.shape[0] * (b - a) * meter.step.plan.gate_up // 2] += 2 * gates
-        most = self._host_free()
-        pool.reserve(+sizes, most and int(HOST_SHARE * most))
+        return None if free is None else free + waits

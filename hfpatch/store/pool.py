@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hfpatch.budget.free import rank_host_free
+from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.store.device import PINNED_AT_ONCE, Block, Device
 
 
@@ -76,10 +78,10 @@ ALIGNED = 64  # bytes; piece sizes are multiples of it
 class HostPool:
     """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
 
-    Registering memory with CUDA takes long, so all pieces are cut from a few large blocks: a
-    shorter batch, under any policy, fits into the blocks of a longer one. If a step needs more, one
-    new block replaces the unused ones. It has twice the bytes of all before if the caller allows
-    it: lengths that grow little by little then register only when they double. If registering
+    Registering memory with CUDA takes long. A piece for which no block has room gets a new block,
+    and later pieces are cut from it: a shorter batch fits into the blocks of a longer one. For a
+    longer batch one block of twice the bytes replaces the unused ones, as far as the host has
+    memory: lengths that grow little by little then register only when they double. If registering
     fails, memory is pageable from then on.
     """
 
@@ -124,31 +126,14 @@ class HostPool:
             loan = area.take(nbytes)
             if loan is not None:
                 return loan
-        return self._make(nbytes).take(nbytes)
-
-    def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
-        """Ensures that `sizes[nbytes]` requests of each size fit, in any order.
-
-        most: limit in bytes of all blocks, as far as they hold spare room, which serves longer
-            batches later.
-        """
-        aligned = [
-            (nbytes + -nbytes % ALIGNED, count)
-            for nbytes, count in sizes.items()
-            if nbytes <= PINNED_AT_ONCE
-        ]
-        wanted = sum(nbytes * count for nbytes, count in aligned)
-        # No piece spans two blocks, so the end of each but the last may stay empty.
-        largest = max(aligned, default=(0,))[0]
-        lost = max(0, len(self.areas) - 1) * largest
-        wanted += wanted // PINNED_AT_ONCE * largest  # nor two registrations
-        if wanted <= self.bytes_free - lost:
-            return
-        more = 2 * self.bytes_held
+        held = self.bytes_held
         self.give_back()
-        if most is not None:
-            more = min(more, most - self.bytes_held) // ALIGNED * ALIGNED
-        self._make(max(wanted, more))
+        more = 2 * (held - self.bytes_held)
+        free = rank_host_free()
+        if free is not None:
+            more = min(more, int(HOST_SHARE * free))
+        more -= more % ALIGNED
+        return self._make(max(nbytes, more)).take(nbytes)
 
     def give_back(self) -> None:
         """Frees the blocks without loans. Freeing a pinned block waits for the device."""

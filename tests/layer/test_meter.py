@@ -5,13 +5,14 @@ is left is used.
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.budget.measured import Kind, StepPlan
+from hfpatch.budget.measured import Call, Kind, StepPlan
 from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
@@ -237,13 +238,13 @@ def test_what_one_run_measured_another_begins_with(monkeypatch):
 class Card(Told):
     """A card of 310 bytes, of which `now` are allocated."""
 
-    now = 0
+    now = host = 0
 
     def __init__(self):
         self.device = torch.device("cpu")
 
     def read(self) -> Counters:
-        return Counters(self.now, self.now)
+        return Counters(self.now, self.now, host=self.host)
 
     def limit(self) -> int:
         return 310
@@ -294,3 +295,19 @@ def test_ranks_agree_on_what_each_of_them_can_keep(keep, other, least):
     shape = Shape(LEAST, replace(LEAST, keep=keep))
     runtime._agree(meter, shape, None)
     assert (shape.policy.keep, shape.policy.tile, meter.step.plan.firm) == (least, 1024, True)
+
+
+def test_a_forward_that_registered_host_memory_tells_no_seconds():
+    """Registering takes the host longer than the layers take the device."""
+    clock = SimpleNamespace(elapsed_time=lambda end: 5000.0, query=lambda: True)
+    card = Card()
+    meter = Meter(card, list, 1)
+    known = Call()
+    for host, points in ((8, []), (8, [[4, 5.0]])):
+        meter.begin()
+        meter.calls[meter.step.key] = known
+        meter.step.rows = 4
+        meter.step.forward.clocks = [clock, clock]
+        card.host = host
+        meter.begin()
+        assert known.seconds.points == points
