@@ -145,7 +145,7 @@ class Call:
 
 
 class Noting:
-    """The role in `pre`: records the attention calls of one forward, and stops it at the last call.
+    """The role before attention: records the attention calls of one forward, and stops it at the last call.
 
     mixed: (args, kwargs) of each mixer, by name.
     """
@@ -181,7 +181,7 @@ class Noting:
 
 
 class Answering:
-    """The role in `post`: returns the attention outputs of one forward in order, [B, t, H, E] each,
+    """The role after attention: returns the attention outputs of one forward in order, [B, t, H, E] each,
     and the outputs of mixers, [B, t, D], by name.
     """
 

@@ -3,7 +3,7 @@ gradient reads.
 
     captured    records the arguments with which the stack calls the layer
     _asked      finds the modules that mix tokens: attention, and mixers (layer/mixers.py)
-    _Probe      runs the layer's `pre` and `post`. Compares gradients bit for bit, with and without
+    _Probe      runs the two parts of the layer. Compares gradients bit for bit, with and without
                 a Linear's value
 """
 
@@ -208,7 +208,7 @@ def _with_mixers(
 
 
 class _Probe:
-    """Runs `pre` and `post` of one layer and compares their values and gradients."""
+    """Runs the two parts of one layer and compares their values and gradients."""
 
     def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
         self.layer, self.forward, self.configs = layer, forward, configs
@@ -217,7 +217,7 @@ class _Probe:
         self.known = known
         self.T = x_BTD.shape[1]
         with torch.no_grad():
-            parts = self._ask().pre(self.x, 0, self.T)
+            parts = self._ask().before(self.x, 0, self.T)
         self.dparts = [torch.randn_like(p) for p in parts]
         n = 3 * len(known.attention)
         like = [
@@ -225,7 +225,7 @@ class _Probe:
         ] + parts[n:]
         self.outs = [torch.randn_like(x) for x in like]
         with torch.no_grad():
-            made = self._ask().post(self.x, self.outs, 0, self.T)
+            made = self._ask().after(self.x, self.outs, 0, self.T)
         self.dys = [torch.randn_like(y) if y.is_floating_point() else None for y in made]
 
     def _ask(self, **known) -> Traced:
@@ -244,39 +244,48 @@ class _Probe:
         outs, douts = zip(*pairs)
         return torch.autograd.grad(outs, wanted + more, douts, allow_unused=True)
 
-    def _post(self, **known):
+    def _gradients_after(self, **known):
         def run(x):
             outs = [o.clone().requires_grad_() for o in self.outs]
-            return self._ask(**known).post(x, outs, 0, self.T, unread=True), self.dys, outs
+            return self._ask(**known).after(x, outs, 0, self.T, unread=True), self.dys, outs
 
         return self._gradients(run)
 
-    def _pre(self, **known):
+    def _gradients_before(self, **known):
         return self._gradients(
-            lambda x: (self._ask(**known).pre(x, 0, self.T, unread=True), self.dparts, [])
+            lambda x: (self._ask(**known).before(x, 0, self.T, unread=True), self.dparts, [])
         )
 
     def answers(self) -> LayerTraits:
         with torch.enable_grad():
-            post, pre = self._post(), self._pre()
-            # Modules inside mixers run neither in `pre` nor in `post`.
+            after, before = self._gradients_after(), self._gradients_before()
+            # Modules inside mixers run in neither part.
             inside = tuple(f"{name}." for name in self.known.mixers)
             names = [
                 n
                 for n, m in self.layer.named_modules()
                 if can_go_without(m) and not n.startswith(inside)
             ]
-            run_post = self._called(names, self._post)
-            run_pre = self._called(names, self._pre)
-            unread_post = tuple(n for n in run_post if self._no_gradient_reads(n, self._post, post))
-            unread_pre = tuple(n for n in run_pre if self._no_gradient_reads(n, self._pre, pre))
-            unread = tuple(n for n in unread_post if self._output_ignores(n))
+            called_after = self._called(names, self._gradients_after)
+            called_before = self._called(names, self._gradients_before)
+            unread_after = tuple(
+                n for n in called_after if self._no_gradient_reads(n, self._gradients_after, after)
+            )
+            unread_before = tuple(
+                n
+                for n in called_before
+                if self._no_gradient_reads(n, self._gradients_before, before)
+            )
+            unread = tuple(n for n in unread_after if self._output_ignores(n))
             together = {
-                "unread_post": unread_post,
-                "unread_pre": unread_pre,
+                "unread_after": unread_after,
+                "unread_before": unread_before,
                 "unread_always": unread,
             }
-            if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
+            if not (
+                _equal(self._gradients_after(**together), after)
+                and _equal(self._gradients_before(**together), before)
+            ):
                 together = {}
         return replace(self.known, **together)
 
@@ -306,11 +315,11 @@ class _Probe:
         return True
 
     def _output_ignores(self, name: str) -> bool:
-        """Whether the output of `post` does not depend on this module's value."""
+        """Whether the output of `after` does not depend on this module's value."""
         with torch.no_grad():
-            expected = self._ask().post(self.x, self.outs, 0, self.T)
+            expected = self._ask().after(self.x, self.outs, 0, self.T)
             with forwards_for_now(skipping(skippable(self.layer, (name,)), value=float("nan"))):
-                return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
+                return _equal(self._ask().after(self.x, self.outs, 0, self.T), expected)
 
 
 def _equal(ours, theirs) -> bool:

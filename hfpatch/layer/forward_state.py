@@ -118,9 +118,9 @@ class ForwardState:
 
 
 @contextmanager
-def as_in_forward(then: ForwardState):
+def as_in_forward(state: ForwardState):
     """A context in which the layer's modules have the switches of its forward."""
-    then.refuse_others()
-    rows = [row for row in then.switches if row[0].get(row[1], GONE) != row[2]]
+    state.refuse_others()
+    rows = [row for row in state.switches if row[0].get(row[1], GONE) != row[2]]
     with values_for_now(rows):
         yield

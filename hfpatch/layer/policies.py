@@ -267,8 +267,10 @@ class Policies:
         shape.policy = shape.agreed
         meter.firm(shape.policy)
 
-    def keeps_all(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
-        """Whether this layer keeps all that autograd saves. Called as its forward begins."""
+    def layer_begins(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
+        """A layer's forward begins: releases sources of copies that have no room beside it. Returns
+        whether it keeps all that autograd saves.
+        """
         meter = self.meters.get(x.device)
         index = layer._hfpatch.index
         if not torch.is_grad_enabled():
@@ -285,7 +287,7 @@ class Policies:
             planned if self.checkpointing.plain == "auto" else index >= self.n_layers - policy.plain
         )
 
-    def ended(self, layer: nn.Module, device: torch.device) -> None:
+    def layer_ended(self, layer: nn.Module, device: torch.device) -> None:
         """A layer's forward has ended."""
         if layer._hfpatch.index != self.n_layers - 1 or not torch.is_grad_enabled():
             return

@@ -1,8 +1,8 @@
 """What a model's tiled layers share: policies (policies.py), the order of their calls, frozen weights
 on the host, and the lines already printed.
 
-A backward follows the order of calls from its end: the previous call, and when to prefetch its
-checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
+A backward follows the order of calls from its end: each call knows that of the layer below, and
+prefetches its checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
 its layers one by one.
 """
 
@@ -130,21 +130,21 @@ class LayerRuntime(Policies):
 
     # -- the order of calls ------------------------------------------------------------------------
     def link(self, call: LayerCall, x: Tensor) -> None:
-        """Links a call to the previous one if x is the output of that. every > 1 forms its segments
+        """Links a call to that of the layer below, whose output is x. every > 1 forms its segments
         here.
         """
         call.queue = self.queues[x.device, call.policy.offload]
-        before = self._before(x)
-        if before is not None:
-            call.previous = weakref.ref(before)
+        below = self._call_of(x)
+        if below is not None:
+            call.below = weakref.ref(below)
             # a segment makes no gradient of the hidden states inside it
             watched = call.policy.every > 1 and (x.is_leaf or gradient_is_watched(x))
             # A segment ends where the policy changes: another one keeps its input elsewhere.
-            alike = before.policy == call.policy
-            if not watched and alike and len(before.segment) + 1 < call.policy.every:
-                call.segment = (*before.segment, before)
+            alike = below.policy == call.policy
+            if not watched and alike and len(below.segment) + 1 < call.policy.every:
+                call.segment = (*below.segment, below)
 
-    def _before(self, x: Tensor) -> LayerCall | None:
+    def _call_of(self, x: Tensor) -> LayerCall | None:
         """The last call, if x is its output as it left it."""
         # a view of the output if the hidden states are residual streams
         last, output, count = self.last_call

@@ -19,10 +19,10 @@ class LayerTraits:
         untimed: (name, reason) of each mixer that does not.
         carries: the layer's argument that takes states, if the layer has no attention and can run
             in tiles through time itself (timed.py). "" if it mixes no tokens; None if it cannot.
-        unread_post: names of modules whose output values no gradient reads when `post` runs again
+        unread_after: names of modules whose output values no gradient reads when `after` runs again
             in backward.
-        unread_pre: the same for `pre`.
-        unread_always: the names in unread_post whose values the layer's output does not read
+        unread_before: the same for `before`.
+        unread_always: the names in unread_after whose values the layer's output does not read
             either, so that they are skipped in forward too.
         reason: why the layer is not tiled (layer.why_whole.Why, of stage apply), or None.
         softcap: the cap of attention's scores, or None.
@@ -36,8 +36,8 @@ class LayerTraits:
     timed: tuple[tuple[str, str], ...] = ()
     untimed: tuple[tuple[str, str], ...] = ()
     carries: str | None = None
-    unread_post: tuple[str, ...] = ()
-    unread_pre: tuple[str, ...] = ()
+    unread_after: tuple[str, ...] = ()
+    unread_before: tuple[str, ...] = ()
     unread_always: tuple[str, ...] = ()
     reason: str | None = None
     softcap: float | None = None

@@ -49,20 +49,20 @@ class _AsFirst:
 
     def __init__(self, run, layer: nn.Module, step=None):
         self.run, self.layer, self.step = run, layer, step
-        self.then = None
+        self.state = None
 
     def __call__(self, x):
-        if self.then is not None:
+        if self.state is not None:
             # A hook that computes a gradient reruns this within the forward, which records outputs.
             built = whole_graph(self.step, self.layer, x)
             try:
-                with as_in_forward(self.then), collecting({}):
+                with as_in_forward(self.state), collecting({}):
                     return self.run(x)
             finally:  # torch stops the rerun by an exception once it has every tensor
                 built([])
-        self.then = ForwardState(self.layer, modules_in(self.layer))
+        self.state = ForwardState(self.layer, modules_in(self.layer))
         y = self.run(x)
-        self.then.ran()
+        self.state.ran()
         return y
 
 

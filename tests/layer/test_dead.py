@@ -48,7 +48,9 @@ def models(lora: bool):
         found.append(parts_of)
     for module in found[1].modules():
         if isinstance(module, TiledLayer):
-            module._hfpatch.traits = replace(module._hfpatch.traits, unread_post=(), unread_pre=())
+            module._hfpatch.traits = replace(
+                module._hfpatch.traits, unread_after=(), unread_before=()
+            )
     return found
 
 
