@@ -75,20 +75,16 @@ class Kept:
         self.out_buffers = None
 
     # -- passes over the tiles ---------------------------------------------------------------------
-    def cut(self, x, bounds=None):
-        """x[:, a:b] of each tile, in order. x: [B, T, ...], or None, which gives None for each
-        tile; bounds: other ranges, for a part of x.
+    def cut(self, x: Tensor | None):
+        """x[:, a:b] of each tile, in order, of x [B, T, ...]; None for each tile if x is None.
 
-        A tensor is cut in one call: a view costs the host as much as an op. A tensor in the tier,
-        by groups of heads, is read tile by tile.
+        In one call: a view costs the host as much as an op.
         """
         if x is None:
             return repeat(None)
-        if not isinstance(x, Tensor):
-            return (x[:, a:b] for a, b in self.bounds)
         if len(self.bounds) == 1:
             return iter((x,))
-        return iter(x.split([b - a for a, b in bounds or self.bounds], 1))
+        return iter(x.split([b - a for a, b in self.bounds], 1))
 
     def _planned(self) -> list[Pass]:
         """The passes of a backward, in order."""

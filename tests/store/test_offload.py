@@ -99,21 +99,6 @@ def test_rows_come_back_as_saved(tier, tmp_path):
     assert transfers.pool.bytes_held == 0 and not any(tmp_path.iterdir())
 
 
-def test_files_are_written_when_their_sources_settle_or_are_fetched(tmp_path):
-    """Not before: the host waits for earlier writes, behind the work launched until then."""
-    transfers = Transfers(torch.device("cpu"), "disk", str(tmp_path))
-    x, released = torch.randn(2, 5, 3), transfers.save(torch.zeros(1, 3, 8))
-    saved = transfers.save(x)
-    released.release()
-    assert not saved.file.writes
-    assert torch.equal(transfers.fetch([(saved, 1, 4, None)]).wait()[0], x[:, 1:4])
-    assert len(saved.file.writes) == 1
-    late = transfers.save(x)
-    transfers.settle()
-    assert len(late.file.writes) == 1 and not transfers.unwritten
-    transfers.close()
-
-
 def test_a_source_that_stays_must_not_be_written_to_and_holds_no_graph():
     transfers, x = Transfers(torch.device("cpu"), "host"), torch.zeros(1, 3, 8, requires_grad=True)
     y = x * 2
