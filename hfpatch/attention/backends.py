@@ -87,19 +87,6 @@ FASTEST = {(9, 0): "cudnn", (10, 0): "cudnn"}
 lengths_met: set[tuple[int, int]] = set()
 
 
-def with_new_strides(x: Tensor) -> Tensor:
-    """x, or a copy if its strides are not those of a new tensor. contiguous() keeps other strides
-    of axes of size 1, and since torch 2.14 cuDNN's plans are kept by strides: each layout costs
-    another plan.
-    """
-    expected = 1
-    for size, stride in zip(reversed(x.shape), reversed(x.stride())):
-        if stride != expected:
-            return x.clone(memory_format=torch.contiguous_format)
-        expected *= size
-    return x
-
-
 def pick(q_BTHE: Tensor) -> str:
     """The backend for these queries."""
     device = q_BTHE.device

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hfpatch.attention.attention import attention_backward, attention_forward, pick
-from hfpatch.attention.backends import with_new_strides
 from hfpatch.budget.cuts import heads_per_group
 
 # Of a group's q: some versions of FA2 compute offsets into their dq, of 128 columns or more, in 32
@@ -70,18 +69,13 @@ class Attention:
     """Every attention call of a layer's forward: its groups, and the kernels' state for the
     backward.
 
-    wide: all heads form one group, below MOST_ELEMENTS. (ExchangedAttention returns an output a
-    round: `join`.)
+    wide: all heads form one group, below MOST_ELEMENTS.
     """
 
     wide: bool = False
     heads: list[Heads] = field(default_factory=list)
     states: list = field(default_factory=list)
     mixers: list = field(default_factory=list)
-
-    def join(self, outs: list[Tensor]) -> list[Tensor]:
-        """Each call's out [B, t, H, E] of a tile, from the outputs of `forward`."""
-        return outs
 
     def forward(
         self, asked: list, mixers: list, parts: list[Tensor]
@@ -148,8 +142,10 @@ class Attention:
                     given = [dout, q, k, v, out, lse]
                 else:
                     given = [dout[:, :, hs], q[:, :, hs], k[:, :, ks], v[:, :, ks], out[:, :, hs]]
-                    # [B, G, T] or [G, N]; kernels assume that it is contiguous.
-                    given.append(with_new_strides(lse[hs] if lse.dim() == 2 else lse[:, hs]))
+                    # [B, G, T] or [G, N]. Kernels assume that it is contiguous; a copy has the strides
+                    # of a new tensor, by which torch 2.14 keeps cuDNN's plans.
+                    part = lse[hs] if lse.dim() == 2 else lse[:, hs]
+                    given.append(part.clone(memory_format=torch.contiguous_format))
                 grads = attention_backward(*given, self.states[n], **heads.part(hs))
                 del given
                 for i, like, part, grad in zip(range(3), (q, k, v), (hs, ks, ks), grads):

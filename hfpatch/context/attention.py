@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
         ctx.attention = Attention(wide=True) if sequence is None else ExchangedAttention(sequence)
         outs, lses = ctx.attention.forward([call], [], [q, k, v])
         ctx.save_for_backward(q, k, v, *outs, *lses)
-        return ctx.attention.join(outs)[0]
+        return outs[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -75,8 +75,8 @@ def cross_entropy_fwd_kernel(
     scale_ptr,  # (), float32: the factor of each token's loss in the total
     loss_ptr,  # (N,)
     lse_ptr,  # (2, N), row stride stride_lse: the largest u, log of the sum of exp(z - largest z)
-    best_ptr,  # (N,) int32, the first largest logit; touched only where BEST
-    stats_ptr,  # (3, N), row stride stride_stats, if STATS: entropy, mean z, sum of squared p
+    best_ptr,  # (N,) int32, the first largest logit; or None
+    stats_ptr,  # (3, N), row stride stride_stats: entropy, mean z, sum of squared p; or None
     S,
     V,
     stride_lse,
@@ -87,8 +87,6 @@ def cross_entropy_fwd_kernel(
     outer,
     z_loss,
     GRAD: tl.constexpr,
-    BEST: tl.constexpr,
-    STATS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -103,9 +101,9 @@ def cross_entropy_fwd_kernel(
         tl.store(loss_ptr + i_n, 0.0)
         tl.store(lse_ptr + i_n, 0.0)
         tl.store(lse_ptr + stride_lse + i_n, 0.0)
-        if BEST:
+        if best_ptr is not None:
             tl.store(best_ptr + i_n, -1)
-        if STATS:
+        if stats_ptr is not None:
             for k in tl.static_range(3):
                 tl.store(stats_ptr + k * stride_stats + i_n, 0.0)
         if GRAD:
@@ -130,7 +128,7 @@ def cross_entropy_fwd_kernel(
             b_u = _u(b_x, inner, SOFTCAP)
             if SOFTCAP:
                 b_u = tl.where(m_v, b_u, -float("inf"))
-            if BEST:
+            if best_ptr is not None:
                 b_top, b_best = tl.max(
                     b_u, axis=0, return_indices=True, return_indices_tie_break_left=True
                 )
@@ -142,7 +140,7 @@ def cross_entropy_fwd_kernel(
             fade = tl.exp(outer * (top - shift))
             b_below = outer * (b_u - shift)
             b_e = tl.exp(b_below)
-            if STATS:
+            if stats_ptr is not None:
                 slack = fade * (
                     slack + total * tl.where(top == -float("inf"), 0.0, outer * (top - shift))
                 )
@@ -150,7 +148,7 @@ def cross_entropy_fwd_kernel(
                 square = fade * fade * square + tl.sum(b_e * b_e, axis=0)
             total = total * fade + tl.sum(b_e, axis=0)
             top = new_top
-            if SMOOTHING or STATS:
+            if SMOOTHING or stats_ptr is not None:
                 u_sum += tl.sum(tl.where(m_v, b_u, 0.0), axis=0)
 
         log_total = tl.log(total)
@@ -161,9 +159,9 @@ def cross_entropy_fwd_kernel(
         tl.store(loss_ptr + i_n, loss)
         tl.store(lse_ptr + i_n, top)
         tl.store(lse_ptr + stride_lse + i_n, log_total)
-        if BEST:
+        if best_ptr is not None:
             tl.store(best_ptr + i_n, best)
-        if STATS:
+        if stats_ptr is not None:
             tl.store(stats_ptr + i_n, log_total - slack / total)
             tl.store(stats_ptr + stride_stats + i_n, outer * u_sum / V)
             tl.store(stats_ptr + 2 * stride_stats + i_n, square / (total * total))
@@ -282,31 +280,18 @@ def cross_entropy_fwd(
 ) -> None:
     """Launches the forward. Arguments as `hfpatch::cross_entropy_chunk_`."""
     rows, vocab_size = logits_NV.shape
-    options = {
-        "GRAD": grad,
-        "BEST": best_N is not None,
-        "STATS": stats_3N is not None,
-        "SOFTCAP": inner != 0.0,
-        "SMOOTHING": smoothing != 0.0,
-    }
-    row_bytes, itemsize = vocab_size * logits_NV.element_size(), logits_NV.element_size()
+    itemsize = logits_NV.element_size()
     block, warps, stages = forward_config(
-        row_bytes, itemsize, grad=grad, plain=stats_3N is None, bare=not inner and not smoothing
+        vocab_size * itemsize, itemsize, grad=grad, plain=stats_3N is None,
+        bare=not inner and not smoothing,
+    )  # fmt: skip
+    stride_stats = 0 if stats_3N is None else stats_3N.stride(0)
+    args = logits_NV, labels_N, scale, loss_N, lse_2N, best_N, stats_3N
+    args += logits_NV.stride(0), vocab_size, lse_2N.stride(0), stride_stats
+    args += ignore_index, smoothing, inner, outer, z_loss
+    constexprs = dict(
+        GRAD=grad, SOFTCAP=inner != 0.0, SMOOTHING=smoothing != 0.0, BLOCK=block, STAGES=stages
     )
-    best, stats_row = (loss_N if t is None else t for t in (best_N, stats_3N))
-    args = (
-        logits_NV,
-        labels_N,
-        scale,
-        loss_N,
-        lse_2N,
-        best,
-        stats_row,
-        logits_NV.stride(0),
-        vocab_size,
-    )
-    args += (lse_2N.stride(0), stats_row.stride(0), ignore_index, smoothing, inner, outer, z_loss)
-    constexprs = options | {"BLOCK": block, "STAGES": stages}
     launch(cross_entropy_fwd_kernel, (rows,), args, constexprs, num_warps=warps)
 
 
@@ -321,20 +306,8 @@ def cross_entropy_bwd(
     """Launches the backward. Arguments as `hfpatch::cross_entropy_chunk_bwd_`."""
     rows, vocab_size = logits_NV.shape
     block, warps = block_and_warps(vocab_size)
-    options = {
-        "UNIFORM": rows_KN.shape[0] > 3,
-        "STATS": rows_KN.shape[0] > 4,
-        "SOFTCAP": inner != 0.0,
-    }
-    args = (
-        logits_NV,
-        labels_N,
-        rows_KN,
-        logits_NV.stride(0),
-        vocab_size,
-        rows_KN.stride(0),
-        ignore_index,
-        inner,
-        outer,
-    )
-    launch(cross_entropy_bwd_kernel, (rows,), args, {**options, "BLOCK": block}, num_warps=warps)
+    args = logits_NV, labels_N, rows_KN, logits_NV.stride(0), vocab_size, rows_KN.stride(0)
+    args += ignore_index, inner, outer
+    K = len(rows_KN)
+    constexprs = dict(UNIFORM=K > 3, STATS=K > 4, SOFTCAP=inner != 0.0, BLOCK=block)
+    launch(cross_entropy_bwd_kernel, (rows,), args, constexprs, num_warps=warps)

@@ -38,11 +38,10 @@ def _load_gate_up(row, o_gate, o_up, m, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m, m_s, E, F,
-             INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+def _gate_up(gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m, m_s, E, F, INTERLEAVED: tl.constexpr):
     """gate and up of a block in float32, with the bias of each row's expert."""
     b_gate, b_up = _load_gate_up(gu_ptr + o_s * (2 * F), o_gate, o_up, m, INTERLEAVED)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         # Rows of another rank's experts come after all others. Their bias does not matter.
         i_e = tl.minimum(tl.load(ids_ptr + o_s, mask=m_s, other=0), E - 1)
         b_bias_gate, b_bias_up = _load_gate_up(
@@ -72,7 +71,7 @@ def _acted(b_gate, b_up, alpha, limit, ACTIVATION: tl.constexpr):
 def expert_act_kernel(
     gu_ptr,  # (S, 2F)
     w_ptr,  # (S,)
-    bias_ptr,  # (E, 2F)
+    bias_ptr,  # (E, 2F), or None
     ids_ptr,  # (S,)
     a_ptr,  # (S, F)
     S,
@@ -83,7 +82,6 @@ def expert_act_kernel(
     limit,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -95,7 +93,7 @@ def expert_act_kernel(
     m = m_s & (o_f < F)
     o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
     b_gate, b_up = _gate_up(
-        gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED, HAS_BIAS
+        gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED
     )
     b_w = tl.load(w_ptr + o_s, mask=m_s, other=0.0).to(tl.float32)
     b_act, _, _ = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
@@ -107,10 +105,10 @@ def expert_act_bwd_kernel(
     da_ptr,  # (S, F)
     gu_ptr,  # (S, 2F)
     w_ptr,  # (S,)
-    bias_ptr,  # (E, 2F)
+    bias_ptr,  # (E, 2F), or None
     ids_ptr,  # (S,)
     dgu_ptr,  # (S, 2F)
-    a_ptr,  # (S, F)
+    a_ptr,  # (S, F), or None
     dw_ptr,  # (S,)
     S,
     E,
@@ -119,8 +117,6 @@ def expert_act_bwd_kernel(
     limit,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NEED_A: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -133,7 +129,7 @@ def expert_act_bwd_kernel(
         m = m_s & (o_f < F)
         o_gate, o_up, m_gate = _columns(first, m_s, F, INTERLEAVED, BLOCK_F)
         b_gate, b_up = _gate_up(
-            gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED, HAS_BIAS
+            gu_ptr, bias_ptr, ids_ptr, o_s, o_gate, o_up, m_gate, m_s, E, F, INTERLEAVED
         )
         b_da = tl.load(da_ptr + o_s * F + o_f, mask=m, other=0.0).to(tl.float32)
         b_act, b_dgate, b_dup = _acted(b_gate, b_up, alpha, limit, ACTIVATION)
@@ -148,7 +144,7 @@ def expert_act_bwd_kernel(
         else:
             tl.store(row + o_gate, b_dgate, mask=m_gate)
             tl.store(row + o_up, b_dup, mask=m_gate)
-        if NEED_A:
+        if a_ptr is not None:
             tl.store(a_ptr + o_s * F + o_f, (b_act * b_w).to(a_ptr.dtype.element_ty), mask=m)
     tl.store(dw_ptr + o_s, b_dw[:, None], mask=m_s)
 
@@ -189,7 +185,6 @@ def expert_product_kernel(
     w_o,
     n_blocks_s,
     n_blocks_o,
-    PRECISION: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -221,7 +216,7 @@ def expert_product_kernel(
         m_i = o_i < I
         b_x = tl.load(p_x + o_i[None, :], mask=m_s[:, None] & m_i[None, :], other=0.0)
         b_w = tl.load(p_w + o_i[:, None] * w_i, mask=m_i[:, None] & m_o[None, :], other=0.0)
-        b_y = tl.dot(b_x, b_w, b_y, input_precision=PRECISION)
+        b_y = tl.dot(b_x, b_w, b_y, input_precision="ieee")
     p_y = y_ptr + o_s[:, None] * O + o_o[None, :]
     tl.store(p_y, b_y.to(y_ptr.dtype.element_ty), mask=m_s[:, None] & m_o[None, :])
 
@@ -237,7 +232,6 @@ def expert_sums_kernel(
     n_blocks_m,
     n_blocks_n,
     FIRST: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -257,7 +251,7 @@ def expert_sums_kernel(
                       other=0.0)  # fmt: skip
         b_b = tl.load(b_ptr + o_s[:, None] * N + o_n[None, :], mask=m_s[:, None] & m_n[None, :],
                       other=0.0)  # fmt: skip
-        b_sum = tl.dot(b_a, b_b, b_sum, input_precision=PRECISION)
+        b_sum = tl.dot(b_a, b_b, b_sum, input_precision="ieee")
     p_out = out_ptr + (i_e * M + o_m[:, None]) * N + o_n[None, :]
     m = m_m[:, None] & m_n[None, :]
     if not FIRST:
@@ -267,22 +261,21 @@ def expert_sums_kernel(
     tl.store(p_out, b_sum, mask=m)
 
 
-def _kind(gu, bias, activation, interleaved) -> dict:
+def _kind(gu, activation, interleaved) -> dict:
     F = gu.shape[1] // 2
     block_f = min(512, next_power_of_2(F))
     block_s = max(1, min(1024 // block_f, next_power_of_2(len(gu))))
     return dict(
-        ACTIVATION=activation, INTERLEAVED=interleaved, HAS_BIAS=bias is not None,
-        BLOCK_S=block_s, BLOCK_F=block_f,
+        ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f,
     )  # fmt: skip
 
 
 def expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
     """gu: [S, 2F] contiguous. Returns act(gate + b, up + b) * w [S, F], of gu's dtype."""
     S, F = len(gu), gu.shape[1] // 2
-    a, kind = gu.new_empty(S, F), _kind(gu, bias, activation, interleaved)
+    a, kind = gu.new_empty(S, F), _kind(gu, activation, interleaved)
     n = cdiv(F, kind["BLOCK_F"])
-    bias, E = (gu, 1) if bias is None else (bias.contiguous(), len(bias))
+    bias, E = (None, 1) if bias is None else (bias.contiguous(), len(bias))
     launch(
         expert_act_kernel, (cdiv(S, kind["BLOCK_S"]) * n,),
         (gu.contiguous(), w, bias, ids, a, S, E, F, n, alpha, limit), kind, num_warps=4,
@@ -293,16 +286,16 @@ def expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
 def expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a):
     """Returns dgu [S, 2F], the activation times w [S, F] (empty unless need_a), dw [S] float32."""
     S, F = len(gu), gu.shape[1] // 2
-    kind = _kind(gu, bias, activation, interleaved)
-    dgu, a = torch.empty_like(gu), gu.new_empty((S, F) if need_a else 0)
+    kind = _kind(gu, activation, interleaved)
+    dgu = torch.empty_like(gu)
+    a = gu.new_empty(S, F) if need_a else None
     dw = gu.new_empty(S, dtype=torch.float32)
-    bias, E = (gu, 1) if bias is None else (bias.contiguous(), len(bias))
+    bias, E = (None, 1) if bias is None else (bias.contiguous(), len(bias))
     launch(
         expert_act_bwd_kernel, (cdiv(S, kind["BLOCK_S"]),),
-        (da.contiguous(), gu, w, bias, ids, dgu, a, dw, S, E, F, alpha, limit),
-        kind | {"NEED_A": need_a}, num_warps=4,
+        (da.contiguous(), gu, w, bias, ids, dgu, a, dw, S, E, F, alpha, limit), kind, num_warps=4,
     )  # fmt: skip
-    return dgu, a, dw
+    return dgu, gu.new_empty(0) if a is None else a, dw
 
 
 def expert_combine(z, inverse):
@@ -325,10 +318,9 @@ def expert_product(x, w, offs):
     wide = x.dtype == torch.float32
     blocks = dict(BLOCK_S=64 if wide else 128, BLOCK_O=128, BLOCK_I=32 if wide else 64)
     s, o = S // blocks["BLOCK_S"] + E, cdiv(O, blocks["BLOCK_O"])
-    precision = "ieee" if wide else "tf32"
     launch(
         expert_product_kernel, (s * o,), (y, x.contiguous(), w, offs, E, I, O, *w.stride(), s, o),
-        dict(PRECISION=precision, EXPERTS=next_power_of_2(E), **blocks), num_warps=8, num_stages=3,
+        dict(EXPERTS=next_power_of_2(E), **blocks), num_warps=8, num_stages=3,
     )  # fmt: skip
     return y
 
@@ -338,8 +330,7 @@ def expert_sums(out, a, b, offs, first):
     E, M, N = out.shape
     blocks = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_S=32 if a.dtype == torch.float32 else 64)
     m, n = cdiv(M, blocks["BLOCK_M"]), cdiv(N, blocks["BLOCK_N"])
-    precision = "ieee" if a.dtype == torch.float32 else "tf32"
     launch(
         expert_sums_kernel, (E * m * n,), (out, a.contiguous(), b.contiguous(), offs, M, N, m, n),
-        dict(FIRST=first, PRECISION=precision, **blocks), num_warps=8, num_stages=2,
+        dict(FIRST=first, **blocks), num_warps=8, num_stages=2,
     )  # fmt: skip

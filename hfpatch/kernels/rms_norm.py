@@ -14,13 +14,11 @@ import triton.language as tl
 
 from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view, sm_count
 
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
 
 @triton.jit
-def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr):
     """The factor of x_hat: OFFSET + weight. A missing weight counts as 1."""
-    if HAS_WEIGHT:
+    if weight_ptr is not None:
         return tl.load(weight_ptr + o_d, mask=o_d < D, other=0.0).to(tl.float32) + OFFSET
     else:
         return tl.full(o_d.shape, 1.0 + OFFSET, tl.float32)
@@ -29,10 +27,10 @@ def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr, HAS_WEIGHT: tl.constexpr):
 @triton.jit
 def rms_norm_fwd_kernel(
     x_ptr,  # (N, D)
-    residual_ptr,  # (N, D)
-    weight_ptr,  # (D,)
+    residual_ptr,  # (N, D), or None
+    weight_ptr,  # (D,), or None
     y_ptr,  # (N, D)
-    total_ptr,  # (N, D), x + residual; x itself without a residual
+    total_ptr,  # (N, D), x + residual; None without a residual
     rstd_ptr,  # (N,)
     N,
     D,
@@ -40,10 +38,7 @@ def rms_norm_fwd_kernel(
     stride_residual,
     eps,
     OFFSET: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ROUND_RSTD: tl.constexpr,
-    X_HAT_TYPE: tl.constexpr,  # the dtype to which x_hat is rounded before the weight
+    ROUND_X_HAT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -51,37 +46,35 @@ def rms_norm_fwd_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_n = o_n < N
     mask = m_n[:, None] & (o_d < D)[None, :]
-    b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
-    b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    b_w = _factor(weight_ptr, o_d, D, OFFSET)
+    b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0)
     o_out = o_n[:, None] * D + o_d[None, :]
-    x_type: tl.constexpr = total_ptr.dtype.element_ty
-    if HAS_RESIDUAL:
-        b_r = tl.load(
-            residual_ptr + o_n[:, None] * stride_residual + o_d[None, :], mask=mask, other=0.0
-        )
+    if residual_ptr is not None:
+        p_residual = residual_ptr + o_n[:, None] * stride_residual + o_d[None, :]
+        b_residual = tl.load(p_residual, mask=mask, other=0.0)
         # The norm sees the sum as it is stored, as HF's next module would.
-        b_total = (b_x + b_r.to(tl.float32)).to(x_type)
-        tl.store(total_ptr + o_out, b_total, mask=mask)
-        b_x = b_total.to(tl.float32)
-    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)
+        b_x = b_x.to(tl.float32) + b_residual.to(tl.float32)
+        b_x = b_x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + o_out, b_x, mask=mask)
+    b_wide = b_x.to(tl.float32)
+    b_rstd = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / D + eps)
     tl.store(rstd_ptr + o_n, b_rstd, mask=m_n)
-    if ROUND_RSTD:
-        b_rstd = b_rstd.to(x_type).to(tl.float32)
-    b_y = (b_x * b_rstd[:, None]).to(X_HAT_TYPE).to(tl.float32) * b_w[None, :]
+    b_y = b_wide * b_rstd[:, None]
+    if ROUND_X_HAT:
+        b_y = b_y.to(b_x.dtype).to(tl.float32)
+    b_y *= b_w[None, :]
     tl.store(y_ptr + o_out, b_y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def rms_norm_bwd_kernel(
     dy_ptr,  # (N, D)
-    dsum_ptr,  # (N, D), the gradient that reaches x past the norm
+    dsum_ptr,  # (N, D), the gradient that reaches x past the norm, or None
     x_ptr,  # (N, D)
-    weight_ptr,  # (D,)
+    weight_ptr,  # (D,), or None
     rstd_ptr,  # (N,)
     dx_ptr,  # (N, D)
-    dw_ptr,  # (P, D), float32
+    dw_ptr,  # (P, D), float32, or None
     N,
     D,
     stride_dy,
@@ -89,10 +82,6 @@ def rms_norm_bwd_kernel(
     stride_x,
     rows_each,  # rows a program, a multiple of BLOCK_N
     OFFSET: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_DSUM: tl.constexpr,
-    NEED_DX: tl.constexpr,
-    NEED_DW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
@@ -101,37 +90,29 @@ def rms_norm_bwd_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     b_dw = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    b_w = _factor(weight_ptr, o_d, D, OFFSET, HAS_WEIGHT)
+    b_w = _factor(weight_ptr, o_d, D, OFFSET)
     first = i_p * rows_each
     # The loads of the next rows are in flight (cp.async) while this row is reduced.
     for i in tl.range(0, rows_each, BLOCK_N, num_stages=STAGES):
         o_n = first + i + tl.arange(0, BLOCK_N)
         mask = (o_n < N)[:, None] & m_d[None, :]
-        b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        b_dy = tl.load(dy_ptr + o_n[:, None] * stride_dy + o_d[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
+        p_x = x_ptr + o_n[:, None] * stride_x + o_d[None, :]
+        p_dy = dy_ptr + o_n[:, None] * stride_dy + o_d[None, :]
+        b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
+        b_dy = tl.load(p_dy, mask=mask, other=0.0).to(tl.float32)
         b_rstd = tl.load(rstd_ptr + o_n, mask=o_n < N, other=0.0)
         b_xhat = b_x * b_rstd[:, None]
-        if NEED_DW:
+        if dw_ptr is not None:
             b_dw += b_dy * b_xhat
-        if NEED_DX:
-            b_g = b_dy * b_w[None, :]
-            b_mean = tl.sum(b_g * b_xhat, axis=1) / D
-            b_dx = (b_g - b_xhat * b_mean[:, None]) * b_rstd[:, None]
-            if HAS_DSUM:
-                b_dsum = tl.load(
-                    dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :], mask=mask, other=0.0
-                )
-                b_dx += b_dsum.to(tl.float32)
-            tl.store(
-                dx_ptr + o_n[:, None] * D + o_d[None, :],
-                b_dx.to(dx_ptr.dtype.element_ty),
-                mask=mask,
-            )
-    if NEED_DW:
+        b_g = b_dy * b_w[None, :]
+        b_mean = tl.sum(b_g * b_xhat, axis=1) / D
+        b_dx = (b_g - b_xhat * b_mean[:, None]) * b_rstd[:, None]
+        if dsum_ptr is not None:
+            p_dsum = dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :]
+            b_dx += tl.load(p_dsum, mask=mask, other=0.0).to(tl.float32)
+        p_dx = dx_ptr + o_n[:, None] * D + o_d[None, :]
+        tl.store(p_dx, b_dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dw_ptr is not None:
         tl.store(dw_ptr + i_p * D + o_d, tl.sum(b_dw, axis=0), mask=m_d)
 
 
@@ -155,7 +136,7 @@ def _stages(bytes_each: int) -> int:
     return 3 if bytes_each <= 36 * 1024 else 2 if bytes_each <= 96 * 1024 else 1
 
 
-def rms_norm_fwd(x, residual, weight, eps, offset, round_rstd, x_hat_dtype, y_dtype):
+def rms_norm_fwd(x, residual, weight, eps, offset, round_x_hat, y_dtype):
     """Launches the forward.
 
     Args:
@@ -163,72 +144,60 @@ def rms_norm_fwd(x, residual, weight, eps, offset, round_rstd, x_hat_dtype, y_dt
         residual: [..., D], added to x before the norm, or None.
         weight: [D], or None for 1.
         eps, offset: as in ops.rms_norm.
-        round_rstd: round rstd to the dtype of the sum.
-        x_hat_dtype: the dtype x_hat is rounded to before it is multiplied by the weight.
+        round_x_hat: round x_hat to the dtype of the sum before it is multiplied by the weight.
         y_dtype: the dtype of the result.
 
     Returns:
         (y, rstd as float32 [...], the sum; empty without a residual).
     """
-    x_ND, D = rows_view(x), x.shape[-1]
-    N = x_ND.shape[0]
-    y = torch.empty(x.shape, dtype=y_dtype, device=x.device)
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    residual_ND = x_ND
-    total = x.new_empty(0)
+    x_ND = rows_view(x)
+    N, D = x_ND.shape
+    y = x.new_empty(x.shape, dtype=y_dtype)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    residual_ND = total = None
+    stride_residual = 0
     if residual is not None:
         residual_ND = rows_view(residual)
-        total = torch.empty(
-            x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device
-        )
+        stride_residual = residual_ND.stride(0)
+        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
+    weight = None if weight is None else weight.contiguous()
     block_n, block_d, num_warps = _block(D)
     launch(
         rms_norm_fwd_kernel,
         (cdiv(N, block_n),),
-        (
-            x_ND,
-            residual_ND,
-            x_ND if weight is None else weight.contiguous(),
-            y,
-            x_ND if residual is None else total,
-            rstd,
-        )
-        + (N, D, x_ND.stride(0), residual_ND.stride(0), eps),
-        dict(OFFSET=offset, HAS_WEIGHT=weight is not None, HAS_RESIDUAL=residual is not None)
-        | dict(
-            ROUND_RSTD=round_rstd, X_HAT_TYPE=TYPES[x_hat_dtype], BLOCK_N=block_n, BLOCK_D=block_d
-        ),
+        (x_ND, residual_ND, weight, y, total, rstd, N, D, x_ND.stride(0), stride_residual, eps),
+        dict(OFFSET=offset, ROUND_X_HAT=round_x_hat, BLOCK_N=block_n, BLOCK_D=block_d),
         num_warps=num_warps,
     )
-    return y, rstd, total
+    return y, rstd, x.new_empty(0) if total is None else total
 
 
-def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dx, need_dw):
+def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dw):
     """Launches the backward. Returns dx [..., D] and dw [D], None where not needed.
 
     They have the dtypes of x and weight. weight and dsum may be None.
     """
-    x_ND, dy_ND, D = rows_view(x), rows_view(dy), x.shape[-1]
-    dsum_ND = dy_ND if dsum is None else rows_view(dsum)
-    N = x_ND.shape[0]
+    x_ND = rows_view(x)
+    dy_ND = rows_view(dy)
+    dsum_ND = None if dsum is None else rows_view(dsum)
+    stride_dsum = 0 if dsum is None else dsum_ND.stride(0)
+    N, D = x_ND.shape
     block_n, block_d, num_warps = _block(D)
     # About two programs an SM hide each other's reductions. Then the fewest programs that cover the
     # rows, so that no row of dw is unused.
     rows_each = cdiv(cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
     programs = cdiv(N, rows_each)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    dx = x.new_empty(x.shape)
     dw_PD = x.new_empty(programs, D, dtype=torch.float32) if need_dw else None
-    constexprs = dict(OFFSET=offset, HAS_WEIGHT=weight is not None, HAS_DSUM=dsum is not None)
-    constexprs |= dict(NEED_DX=need_dx, NEED_DW=need_dw, BLOCK_N=block_n, BLOCK_D=block_d)
     bytes_each = x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
-    constexprs["STAGES"] = _stages(block_n * block_d * bytes_each)
+    stages = _stages(block_n * block_d * bytes_each)
+    weight = None if weight is None else weight.contiguous()
     launch(
         rms_norm_bwd_kernel,
         (programs,),
-        (dy_ND, dsum_ND, x_ND, x_ND if weight is None else weight.contiguous(), rstd.contiguous())
-        + (x_ND if dx is None else dx, rstd if dw_PD is None else dw_PD, N, D)
-        + (dy_ND.stride(0), dsum_ND.stride(0), x_ND.stride(0), rows_each),
-        constexprs,
+        (dy_ND, dsum_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D)
+        + (dy_ND.stride(0), stride_dsum, x_ND.stride(0), rows_each),
+        dict(OFFSET=offset, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages),
         num_warps=num_warps,
     )
     return dx, dw_PD.sum(0).to(weight.dtype) if need_dw else None

@@ -70,9 +70,6 @@ def rope_kernel(
     stride_koh,
     stride_kot,
     stride_cb,  # 0 where all sequences share cos and sin
-    stride_ct,
-    stride_sb,
-    stride_st,
     H,
     K,
     HALF: tl.constexpr,
@@ -87,8 +84,9 @@ def rope_kernel(
     o_t = (i % n_blocks_t * BLOCK_T + tl.arange(0, BLOCK_T))[:, None, None]
     o_e = tl.arange(0, BLOCK_E)[None, None, :]
     mask = (o_t < T) & (o_e < HALF)
-    p_cos = cos_ptr + i_b * stride_cb + o_t * stride_ct + o_e
-    p_sin = sin_ptr + i_b * stride_sb + o_t * stride_st + o_e
+    o_cos = i_b * stride_cb + o_t * (2 * HALF) + o_e
+    p_cos = cos_ptr + o_cos
+    p_sin = sin_ptr + o_cos
     b_cos1 = tl.load(p_cos, mask=mask, other=0.0).to(tl.float32)
     b_cos2 = tl.load(p_cos + HALF, mask=mask, other=0.0).to(tl.float32)
     b_sin1 = tl.load(p_sin, mask=mask, other=0.0).to(tl.float32)
@@ -157,13 +155,13 @@ def rope(ins, outs, cos, sin, transpose) -> None:
     cos, sin: [1 or B, T, E]. The last stride of outs is 1.
     """
     ins = [x if x.stride(-1) == 1 else x.contiguous() for x in ins]
-    cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
+    cos, sin = cos.contiguous(), sin.contiguous()
     q, k = ins
     B, H, T, E = q.shape
     blocks = _blocks(q if H else k, k, E // 2)
     n_blocks_t = cdiv(T, blocks["BLOCK_T"])
     strides = [s for x in (*ins, *outs) for s in x.stride()[:3]]
-    strides += [s for x in (cos, sin) for s in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
+    strides.append(T * E if cos.shape[0] > 1 else 0)
     launch(
         rope_kernel,
         (B * n_blocks_t,),

@@ -90,8 +90,6 @@ def swiglu_bwd_kernel(
     stride_gate,
     stride_up,
     ACTIVATION: tl.constexpr,
-    NEED_DGATE: tl.constexpr,
-    NEED_DUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -99,17 +97,12 @@ def swiglu_bwd_kernel(
     # All loads come before the first store, because the compiler must not move a load across it.
     b_gate = tl.load(gate_ptr + o_n * stride_gate + o_f, mask=mask, other=0.0).to(tl.float32)
     b_dy = tl.load(dy_ptr + o_n * stride_dy + o_f, mask=mask, other=0.0).to(tl.float32)
-    if NEED_DGATE:
-        b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(up_ptr + o_n * stride_up + o_f, mask=mask, other=0.0).to(tl.float32)
     b_act, b_slope = _act_and_slope(b_gate, ACTIVATION)
-    if NEED_DUP:
-        tl.store(dup_ptr + o_n * F + o_f, (b_dy * b_act).to(dup_ptr.dtype.element_ty), mask=mask)
-    if NEED_DGATE:
-        tl.store(
-            dgate_ptr + o_n * F + o_f,
-            (b_dy * b_up * b_slope).to(dgate_ptr.dtype.element_ty),
-            mask=mask,
-        )
+    b_dup = b_dy * b_act
+    b_dgate = b_dy * b_up * b_slope
+    tl.store(dup_ptr + o_n * F + o_f, b_dup.to(dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + o_n * F + o_f, b_dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
 
 
 def _layout(*tensors):
@@ -128,7 +121,7 @@ def _layout(*tensors):
 def swiglu_fwd(gate, up, activation):
     """gate, up: [..., F]. Returns act(gate) * up, contiguous, of their promoted dtype."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
-    y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
+    y = gate.new_empty(gate.shape, dtype=dtype)
     (gate_NF, up_NF), N, F, blocks, n, f = _layout(gate, up)
     launch(
         swiglu_fwd_kernel,
@@ -140,17 +133,17 @@ def swiglu_fwd(gate, up, activation):
     return y
 
 
-def swiglu_bwd(dy, gate, up, activation, need_dgate, need_dup):
-    """Returns dgate and dup, contiguous, of gate's and up's dtype; empty where not needed."""
-    dgate = torch.empty(gate.shape if need_dgate else 0, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty(up.shape if need_dup else 0, dtype=up.dtype, device=up.device)
+def swiglu_bwd(dy, gate, up, activation):
+    """Returns dgate and dup, contiguous, of gate's and up's dtype."""
+    dgate = gate.new_empty(gate.shape)
+    dup = up.new_empty(up.shape)
     (dy_NF, gate_NF, up_NF), N, F, blocks, n, f = _layout(dy, gate, up)
     launch(
         swiglu_bwd_kernel,
         (n * f,),
         (dy_NF, gate_NF, up_NF, dgate, dup, N, F, f)
         + (dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0)),
-        dict(ACTIVATION=activation, NEED_DGATE=need_dgate, NEED_DUP=need_dup, **blocks),
+        dict(ACTIVATION=activation, **blocks),
         num_warps=4,
     )
     return dgate, dup

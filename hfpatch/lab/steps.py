@@ -2,7 +2,7 @@
 long rows, a few lengths, carried on to all layers and tokens."""
 
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from hfpatch.attention import heads
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import ALL, Checkpointing
-from hfpatch.budget.sequence import rounds_of
 from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
 from hfpatch.lab.compat import for_now
 from hfpatch.lab.hardware import Gpu
@@ -25,7 +24,6 @@ from hfpatch.lab.shallow import (
     trained_bytes_of,
 )
 from hfpatch.lab.simulate.ledger import kept_bytes, moments_of
-from hfpatch.parallel import exchange
 
 # The most operations of a simulated step (or one a token, if that is more). Code that loops over
 # single tokens exceeds it.
@@ -125,9 +123,9 @@ class Steps:
         if not self.carried_on(tokens, policy):
             return self._of_all_layers(tokens, policy, None, ahead, deep)
         heads_, keys, ranks = self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.ranks
-        width = heads_per_group(self.batch, tokens, heads_, keys)
-        if ranks > 1:
-            width = rounds_of(self.batch, tokens * ranks, heads_, keys, ranks).width
+        width = heads_per_group(
+            self.batch, tokens * ranks, max(1, heads_ // ranks), max(1, keys // ranks)
+        )
         first = max(3, -(-LEAST // policy.tile))
         shorter = [n * policy.tile // self.batch for n in (first, first + 1, first + 2)]
         step = partial(self._of_all_layers, policy=policy, width=width, ahead=ahead, deep=deep)
@@ -348,19 +346,12 @@ def _carried_on(costs: list, lengths: list, tokens: int, table: tuple) -> Cost:
 @contextmanager
 def _groups_of_width(width: int | None):
     """A context for steps of shorter lengths. As at the full length, attention takes `width` KV
-    heads a group, or ranks exchange `width` query heads a round. None changes nothing.
+    heads a group. None changes nothing.
     """
-    groups, rounds = heads.heads_per_group, exchange.rounds_of
+    groups = heads.heads_per_group
 
     def group(B: int, T: int, H: int, K: int) -> int:
         return groups(B, T, H, K) if K % width else width
 
-    def round_of(*sizes: int):
-        found = rounds(*sizes)
-        return found if found.own % width else replace(found, width=width)
-
-    with ExitStack() as stack:
-        if width is not None:
-            stack.enter_context(for_now(heads, heads_per_group=group))
-            stack.enter_context(for_now(exchange, rounds_of=round_of))
+    with nullcontext() if width is None else for_now(heads, heads_per_group=group):
         yield

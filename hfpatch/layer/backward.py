@@ -94,12 +94,11 @@ class Backward:
         if call.mixes and not call.outs:
             outs, self.lses = call.attend(self.qkv, again=True)
         # A
-        out = call.attention.join(outs)
         dys = [dy, *self.recorded]
         self.dx, self.douts = traced.after_backward(
-            x, out, a, b, dys, gates, self.need_x, self.weights
+            x, outs, a, b, dys, gates, self.need_x, self.weights
         )
-        del x, out, dys
+        del x, dys
         if call.mixes:
             # C
             self.attend_backward(outs.__getitem__, [None] * len(self.qkv))
@@ -139,7 +138,6 @@ class Backward:
             a, b = call.bounds[index]
             if self.outs is not None:
                 out_t = [o[:, a:b] for o in self.outs]
-            out_t = call.attention.join(out_t)
             dys = list(map(next, dy_tiles))
             dx_t, douts_t = traced.after_backward(
                 x_t, out_t, a, b, dys, gates, self.need_x, self.weights
@@ -167,7 +165,7 @@ class Backward:
 
     # -- C -----------------------------------------------------------------------------------------
     def attend_backward(self, outs, dqkv: list) -> None:
-        """outs: a function that returns group g's attention output; dqkv: where the gradients of
+        """outs: a function that returns the n-th attention output; dqkv: where the gradients of
         q, k, v are written: q, k, v themselves, or None for new tensors.
         """
         call = self.call

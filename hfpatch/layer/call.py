@@ -113,7 +113,7 @@ class LayerCall(Kept):
         for a, b in self.bounds:
             noted: list | None = [] if noting else None
             # DTensor weights (tensor parallelism) accept no strided tile of a batch.
-            outs_t = list(map(Tensor.contiguous, self.attention.join(list(map(next, out_tiles)))))
+            outs_t = [next(tiles).contiguous() for tiles in out_tiles]
             tiles = self.traced.after(next(x_tiles), outs_t, a, b, noted=noted)
             if noting:
                 transfers = self.queue.transfers

@@ -12,6 +12,7 @@ A row whose expert is E or more belongs to another rank (expert parallelism). It
 offs_E[-1], where grouped matmuls write nothing, and `inverse_NK` has -1 for it.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -258,6 +259,10 @@ def _down(dy, w_EOI, A, B, offs):
     return dx.add_(product(dlow, A, offs)), dlow
 
 
+# Which tensor arguments of _Experts need a gradient.
+_Needs = namedtuple("_Needs", "x w ids w1 w2 b1 b2 a1 z1 a2 z2")
+
+
 class _Experts(torch.autograd.Function):
     """See `experts`."""
 
@@ -271,8 +276,8 @@ class _Experts(torch.autograd.Function):
         gu, low = _up(xs, one, a1, z1, offs)
         ctx.layout = layout
         ctx.adds = adds
-        need = ctx.needs_input_grad
-        keep_x = need[3] or need[7] or need[8]
+        need = _Needs(*ctx.needs_input_grad[:11])
+        keep_x = need.w1 or need.a1 or need.z1
         ctx.save_for_backward(
             w, ids, ids_S, w_S, token, inverse, offs, xs if keep_x else None, gu, low,
             w1, w2, b1, b2, a1, z1, a2, z2,
@@ -290,39 +295,46 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy):
         w, ids, ids_S, w_S, token, inverse, offs, xs, gu, low1, *weights = ctx.saved_tensors
         w1, w2, b1, b2, a1, z1, a2, z2 = weights
-        need = ctx.needs_input_grad
+        need = _Needs(*ctx.needs_input_grad[:11])
+        train1 = need.a1 or need.z1
+        train2 = need.a2 or need.z2
         layout = ctx.layout
-        grads = [None] * 14
-        train1 = need[7] or need[8]
-        train2 = need[9] or need[10]
         one, two = layout.views(w1, w2)
+        dx = dw = dw1 = dw2 = db1 = db2 = da1 = dz1 = da2 = dz2 = None
+        # 1. Through W2 to the activation.
         dys = dy[token]
         da, dlow = _down(dys, two, a2, z2, offs)
-        dgu, a, dw_S = EXPERT_ACT_BACK(da, gu, w_S, b1, ids_S, *layout.kind, need[4] or train2)
+        dgu, a, dw_S = EXPERT_ACT_BACK(da, gu, w_S, b1, ids_S, *layout.kind, need.w2 or train2)
         del da, gu
-        grads[4] = _weight_gradient(need[4], layout, dys, a, offs, ctx.adds[1])
+        # 2. W2 and its adapter.
+        if need.w2:
+            dw2 = _weight_gradient(layout, dys, a, offs, ctx.adds[1])
         if train2:
-            low2 = product(a, a2.transpose(1, 2), offs)
-            grads[9] = products(dlow, a, offs)
-            grads[10] = products(dys, low2, offs)
+            da2 = products(dlow, a, offs)
+            dz2 = products(dys, product(a, a2.transpose(1, 2), offs), offs)
         del dys, a
-        grads[3] = _weight_gradient(need[3], layout, dgu, xs, offs, ctx.adds[0])
-        grads[5] = _sums(dgu, offs) if need[5] else None
-        if need[0] or train1:
+        # 3. W1, its bias and its adapter, and x.
+        if need.w1:
+            dw1 = _weight_gradient(layout, dgu, xs, offs, ctx.adds[0])
+        if need.b1:
+            db1 = _sums(dgu, offs)
+        if need.x or train1:
             dxs, dlow = _down(dgu, one, a1, z1, offs)
-            grads[0] = EXPERT_COMBINE(dxs, inverse) if need[0] else None
+            dx = EXPERT_COMBINE(dxs, inverse) if need.x else None
         if train1:
-            grads[7] = products(dlow, xs, offs)
-            grads[8] = products(dgu, low1, offs)
-        if need[1]:
+            da1 = products(dlow, xs, offs)
+            dz1 = products(dgu, low1, offs)
+        # 4. The routing weights and the bias of W2.
+        if need.w:
             dw = torch.where(inverse < 0, 0, dw_S[inverse.clamp(min=0)])
             if b2 is not None:
                 dR = (dy @ b2.t()).to(dw.dtype)
                 dR = dR.gather(1, ids.clamp(max=b2.shape[0] - 1))
                 dw += torch.where(inverse < 0, 0, dR)
-            grads[1] = dw.to(w.dtype)
-        grads[6] = _routed(ids, w, b2).t() @ dy if need[6] else None
-        return tuple(grads)
+            dw = dw.to(w.dtype)
+        if need.b2:
+            db2 = _routed(ids, w, b2).t() @ dy
+        return dx, dw, None, dw1, dw2, db1, db2, da1, dz1, da2, dz2, None, None, None
 
 
 def _sums(x_SM: Tensor, offs_E: Tensor) -> Tensor:
@@ -330,12 +342,10 @@ def _sums(x_SM: Tensor, offs_E: Tensor) -> Tensor:
     return products(x_SM, x_SM.new_ones(len(x_SM), 8), offs_E)[:, :, 0]
 
 
-def _weight_gradient(needed: bool, layout: Layout, dy, x, offs, add):
+def _weight_gradient(layout: Layout, dy, x, offs, add):
     """The gradient in the weight's layout; None if `add` received it."""
     pair = (x, dy) if layout.transposed else (dy, x)
-    if not needed or add is not None:
-        return add(*pair, offs) if needed else None
-    return products(*pair, offs)
+    return products(*pair, offs) if add is None else add(*pair, offs)
 
 
 _experts = _Experts.apply

@@ -12,12 +12,10 @@ Legend: B batch, T tokens, N = all leading dims together, D hidden.
 Besides the inputs only rstd is saved. Families differ in where they round to 16 bits (`cast`), and
 so in the dtype of the result:
 
-    cast      rounds                           result              families
-    "before"  x_hat to x.dtype, then weight    promote(x, weight)  Llama, Qwen, Mistral, most others
-    "after"   the product, once                x.dtype             Gemma (offset 1), OLMo2, gpt-oss
-    "weight"  x_hat to weight.dtype if 16-bit  that dtype or wide  T5 and relatives
-    "rstd"    rstd to x.dtype, then x * rstd   promote(x, weight)  DeepSeek-V4 (no weight)
-The backward is the same for all, since a rounding has no derivative.
+    cast      rounds                         result              families
+    "before"  x_hat to x.dtype, then weight  promote(x, weight)  Llama, Qwen, Mistral, most others
+    "after"   the product, once              x.dtype             Gemma (offset 1), OLMo2, gpt-oss
+The backward is the same for both, since a rounding has no derivative.
 """
 
 import torch
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from hfpatch.ops._library import define, no_second_derivative, refuse, use_kernel, wide_dtype
 
-CASTS = ("before", "after", "weight", "rstd")
+CASTS = ("before", "after")
 MAX_KERNEL_WIDTH = 16384  # a program holds a row in registers; plain torch computes wider rows
 
 
@@ -58,11 +56,12 @@ def add_rms_norm_ref(
 def _plain_fwd(x, weight, eps, offset, cast):
     x_wide = x.to(wide_dtype(x.dtype))
     rstd = x_wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    x_hat_dtype, y_dtype = _dtypes(x.dtype, weight, cast)
-    y = (x_wide * (rstd.to(x.dtype) if cast == "rstd" else rstd)).to(x_hat_dtype)
+    y = x_wide * rstd
+    if cast == "before":
+        y = y.to(x.dtype)
     # A product of two 16-bit tensors is computed in float32 and rounded once.
     w = weight if weight is not None and not offset else _factor(weight, offset, x_wide.dtype)
-    return (y if w is None else y * w).to(y_dtype), rstd.squeeze(-1)
+    return (y if w is None else y * w).to(_y_dtype(x.dtype, weight, cast)), rstd.squeeze(-1)
 
 
 def _factor(weight, offset, wide):
@@ -72,37 +71,32 @@ def _factor(weight, offset, wide):
     return weight.to(wide) + offset if offset else weight.to(wide)
 
 
-def _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw):
+def _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
     dy = dy.to(wide)
     rstd = rstd.to(wide).unsqueeze(-1)
     w = _factor(weight, offset, wide)
     x_hat = x.to(wide) * rstd
-    dx = dw = None
+    dw = None
     if need_dw:
         dw = dy * x_hat
         dw = (dw.flatten(0, -2).sum(0) if x.dim() > 1 else dw).to(weight.dtype)
-    if need_dx:
-        g = dy if w is None else dy * w
-        x_hat *= (g * x_hat).mean(-1, keepdim=True)
-        dx = (g - x_hat).mul_(rstd)
-        dx = (dx if dtotal is None else dx + dtotal).to(x.dtype)
-    return dx, dw
+    g = dy if w is None else dy * w
+    x_hat *= (g * x_hat).mean(-1, keepdim=True)
+    dx = (g - x_hat).mul_(rstd)
+    if dtotal is not None:
+        dx = dx + dtotal
+    return dx.to(x.dtype).contiguous(), dw
 
 
-def _dtypes(dtype, weight, cast):
-    """(the dtype to which x_hat is rounded before it is multiplied by the weight, the result's
-    dtype)."""
-    if cast == "after":
-        return wide_dtype(dtype), dtype
-    if cast == "weight":
-        x_hat = weight.dtype if weight.dtype.itemsize == 2 else wide_dtype(dtype)
-    else:
-        x_hat = dtype
-    return x_hat, dtype if weight is None else torch.promote_types(x_hat, weight.dtype)
+def _y_dtype(dtype, weight, cast):
+    """The dtype of the result."""
+    if cast == "after" or weight is None:
+        return dtype
+    return torch.promote_types(dtype, weight.dtype)
 
 
-# The op, its backward op and the fakes. A gradient that is not needed is an empty tensor.
+# The op, its backward op and the fakes. dw is empty where it is not needed.
 
 
 def _fwd(x, residual, weight, eps, offset, cast):
@@ -110,8 +104,8 @@ def _fwd(x, residual, weight, eps, offset, cast):
     if use_kernel(x, weight, residual) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
         from hfpatch.kernels import rms_norm as kernels
 
-        dtypes = _dtypes(_promoted(x, residual), weight, cast)
-        return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "rstd", *dtypes)
+        y_dtype = _y_dtype(_promoted(x, residual), weight, cast)
+        return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "before", y_dtype)
     total = (x if residual is None else x + residual).contiguous()
     y, rstd = _plain_fwd(total, weight, eps, offset, cast)
     return y, rstd, x.new_empty(0) if residual is None else total
@@ -123,29 +117,28 @@ def _promoted(x, residual):
 
 def _fake(x, residual, weight, eps, offset, cast):
     dtype = _promoted(x, residual)
-    y = x.new_empty(x.shape, dtype=_dtypes(dtype, weight, cast)[1])
+    y = x.new_empty(x.shape, dtype=_y_dtype(dtype, weight, cast))
     rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(dtype))
     return y, rstd, x.new_empty(0 if residual is None else x.shape, dtype=dtype)
 
 
-def _bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw):
+def _bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
     if use_kernel(x, weight, dy, dtotal) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
         from hfpatch.kernels import rms_norm as kernels
 
-        dx, dw = kernels.rms_norm_bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw)
+        dx, dw = kernels.rms_norm_bwd(dy, dtotal, x, weight, rstd, offset, need_dw)
     else:
-        dx, dw = _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw)
-    return x.new_empty(0) if dx is None else dx.contiguous(), x.new_empty(0) if dw is None else dw
+        dx, dw = _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dw)
+    return dx, x.new_empty(0) if dw is None else dw
 
 
-def _bwd_fake(dy, dtotal, x, weight, rstd, offset, need_dx, need_dw):
-    dx = x.new_empty(x.shape if need_dx else 0)
-    return dx, weight.new_empty(weight.shape) if need_dw else x.new_empty(0)
+def _bwd_fake(dy, dtotal, x, weight, rstd, offset, need_dw):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape) if need_dw else x.new_empty(0)
 
 
 RMS_NORM_BACK = define(
     "rms_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor rstd, float offset, "
-    "bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)",
+    "bool need_dw) -> (Tensor dx, Tensor dw)",
     _bwd,
     _bwd_fake,
     backward=no_second_derivative("rms_norm"),
@@ -165,11 +158,10 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, _, dtotal):
     need_x, need_residual, need_dw, *_ = ctx.needs_input_grad
-    need_dx = need_x or need_residual
     dx = dtotal
     dw = None
     if dy is not None:
-        dx, dw = RMS_NORM_BACK(dy, dtotal, *ctx.saved_tensors, ctx.offset, need_dx, need_dw)
+        dx, dw = RMS_NORM_BACK(dy, dtotal, *ctx.saved_tensors, ctx.offset, need_dw)
     x_dtype, residual_dtype = ctx.dtypes
     return (
         dx.to(x_dtype) if need_x and dx is not None else None,
@@ -192,7 +184,6 @@ RMS_NORM = define(
 
 def _check(x, weight, cast):
     shape = None if weight is None else tuple(weight.shape)
-    alone = "with a weight" if weight is not None else "without a weight"
     refuse(
         "rms_norm",
         (not x.dtype.is_floating_point,
@@ -200,10 +191,8 @@ def _check(x, weight, cast):
         (x.ndim == 0 or shape not in (None, x.shape[-1:]),
          "weight must be [D] or None for x [..., D], got weight {} and x {}. Normalise over the "
          "last dimension", shape, tuple(x.shape)),
-        (cast not in CASTS or (cast == "weight" and weight is None),
-         'cast must be one of {} ("weight" with a weight alone), got {!r} {}. Use "before", '
-         "as Llama does",
-         ", ".join(CASTS), cast, alone),
+        (cast not in CASTS,
+         'cast must be one of {}, got {!r}. Use "before", as Llama does', ", ".join(CASTS), cast),
     )  # fmt: skip
 
 

@@ -43,19 +43,10 @@ def _rope(q, k, cos, sin, transpose, dtype):
 
         kernels.rope((q, k), outs, cos, sin, transpose)
         return outs
-    wide = wide_dtype(q.dtype, k.dtype, cos.dtype)
-    cos = cos.to(wide).unsqueeze(1)
-    sin1, sin2 = sin.to(wide).unsqueeze(1).chunk(2, -1)
-    sign, sin1, sin2 = (1, sin2, sin1) if transpose else (-1, sin1, sin2)
-    for x, out in zip((q, k), outs):
-        x = x.to(wide)
-        y = torch.mul(x, cos, out=out) if out.dtype is wide else x * cos
-        y1, y2 = y.chunk(2, -1)
-        x1, x2 = x.chunk(2, -1)
-        y1.addcmul_(x2, sin1, value=sign)
-        y2.addcmul_(x1, sin2, value=-sign)
-        if y is not out:
-            out.copy_(y)
+    if transpose:
+        sin = -sin.roll(sin.shape[-1] // 2, -1)
+    for out, y in zip(outs, rope_ref(q, k, cos, sin)):
+        out.copy_(y)
     return outs
 
 
@@ -67,33 +58,17 @@ def _rope_fake(q, k, cos, sin, transpose, dtype):
 
 def _setup_context(ctx, inputs, output):
     q, k, cos, sin, ctx.transpose, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(
-        *(out for out, needs in zip(output, ctx.needs_input_grad) if not needs)
-    )
+    unneeded = [out for out, needs in zip(output, ctx.needs_input_grad) if not needs]
+    ctx.mark_non_differentiable(*unneeded)
     ctx.dtypes = q.dtype, k.dtype
     ctx.save_for_backward(cos, sin)
 
 
 def _backward(ctx, dq, dk):
-    cos, sin = ctx.saved_tensors
-    dq = dq if ctx.needs_input_grad[0] else None
-    dk = dk if ctx.needs_input_grad[1] else None
-    if dq is None and dk is None:
-        return (None,) * 6
-    # The op gets zero heads for a side without a gradient.
-    q_in = dk[:, :0] if dq is None else dq
-    k_in = dq[:, :0] if dk is None else dk
-    dtype = ctx.dtypes[0] if ctx.dtypes[0] == ctx.dtypes[1] else None
-    q_out, k_out = ROPE(q_in, k_in, cos, sin, not ctx.transpose, dtype)
-    return (
-        None if dq is None else q_out.to(ctx.dtypes[0]),
-        None if dk is None else k_out.to(ctx.dtypes[1]),
-        None,
-        None,
-        None,
-        None,
-    )
+    q_dtype, k_dtype = ctx.dtypes
+    dtype = q_dtype if q_dtype == k_dtype else None
+    dq, dk = ROPE(dq, dk, *ctx.saved_tensors, not ctx.transpose, dtype)
+    return dq.to(q_dtype), dk.to(k_dtype), None, None, None, None
 
 
 ROPE = define(

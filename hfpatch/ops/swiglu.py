@@ -55,34 +55,26 @@ def _dgate(dact, x, name):
     return torch.where(x > 0, dact if name == "relu" else dact * 2.0 * x, 0.0)
 
 
-# The op, its backward op and their fakes. A gradient that is not needed is an empty tensor.
+# The op, its backward op and their fakes.
 
 
 def _plain_fwd(gate, up, activation):
     return swiglu_ref(gate, up, activation=activation).contiguous()
 
 
-def _plain_bwd(dy, gate, up, activation, need_dgate, need_dup):
+def _plain_bwd(dy, gate, up, activation):
     wide = wide_dtype(gate.dtype, up.dtype)
     dy = dy.to(wide)
     gate_wide = gate.to(wide)
-    dgate = gate.new_empty(0)
-    dup = up.new_empty(0)
-    if need_dgate:
-        dgate = _dgate(dy * up, gate_wide, activation).to(gate.dtype).contiguous()
-    if need_dup:
-        dup = _act(gate_wide, activation).mul_(dy).to(up.dtype).contiguous()
-    return dgate, dup
+    dgate = _dgate(dy * up, gate_wide, activation)
+    dup = _act(gate_wide, activation).mul_(dy)
+    return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
 
 
 SWIGLU_BACK = define(
-    "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation, bool need_dgate, bool need_dup) "
-    "-> (Tensor dgate, Tensor dup)",
+    "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation) -> (Tensor dgate, Tensor dup)",
     by_device(_plain_bwd, "swiglu", "swiglu_bwd"),
-    lambda dy, gate, up, activation, need_dgate, need_dup: (
-        gate.new_empty(gate.shape if need_dgate else 0),
-        up.new_empty(up.shape if need_dup else 0),
-    ),
+    lambda dy, gate, up, activation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     backward=no_second_derivative("swiglu"),
 )
 
@@ -93,9 +85,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy):
-    need_dgate, need_dup, *_ = ctx.needs_input_grad
-    dgate, dup = SWIGLU_BACK(dy, *ctx.saved_tensors, ctx.activation, need_dgate, need_dup)
-    return dgate if need_dgate else None, dup if need_dup else None, None
+    return *SWIGLU_BACK(dy, *ctx.saved_tensors, ctx.activation), None
 
 
 SWIGLU = define(

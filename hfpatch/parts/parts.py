@@ -106,7 +106,7 @@ def _norm_variant(
     for exact in (True, False):
         for offset in (0.0, 1.0):
             for cast in CASTS:
-                if cast == "weight" and not weighted or offset and not weighted:
+                if offset and not weighted:
                     continue
                 if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
                     return eps_name, offset, cast

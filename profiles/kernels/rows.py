@@ -42,12 +42,12 @@ def meta(*shape: int, dtype=BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-# What families do: (name, weight, offset, rstd rounded, x_hat rounded), as ops/rms_norm.py has it.
+# What families do: (name, weight, offset, x_hat rounded), as ops/rms_norm.py has it.
 NORMS = (
-    ("", True, 0.0, False, True),
-    (" gemma", True, 1.0, False, False),
-    (" olmo2", True, 0.0, False, False),
-    (" no weight", False, 0.0, True, True),
+    ("", True, 0.0, True),
+    (" gemma", True, 1.0, False),
+    (" olmo2", True, 0.0, False),
+    (" no weight", False, 0.0, True),
 )
 
 
@@ -66,14 +66,12 @@ def _rms_norm_rows():
             label, short = NAMES[x_dtype], D == 4096 and x_dtype is w_dtype is BF16
             if x_dtype != w_dtype:
                 label += "+" + NAMES[w_dtype]
-            for order, has_weight, offset, round_rstd, round_x_hat in (
-                NORMS if D == 4096 else NORMS[:1]
-            ):
+            for order, has_weight, offset, round_x_hat in NORMS if D == 4096 else NORMS[:1]:
                 if order in (" olmo2", " no weight") and not short:
                     continue
                 y_dtype = torch.promote_types(x_dtype, w_dtype) if round_x_hat else x_dtype
                 dy, weight = meta(8192, D, dtype=y_dtype), w if has_weight else None
-                options = offset, round_rstd, x_dtype if round_x_hat else FP32, y_dtype
+                options = offset, round_x_hat, y_dtype
                 for residual in (None, x):
                     name = ("rms_norm" if residual is None else "add_rms_norm") + order
                     yield Row(
@@ -90,7 +88,7 @@ def _rms_norm_rows():
                         label,
                         f"[*,{D}]",
                         lambda dy=dy, s=residual, x=x, w=weight, r=rstd, o=offset: (
-                            rms_norm.rms_norm_bwd(dy, s, x, w, r, o, True, w is not None)
+                            rms_norm.rms_norm_bwd(dy, s, x, w, r, o, w is not None)
                         ),
                         short,
                     )
@@ -113,9 +111,7 @@ def _swiglu_rows():
                     f"{activation} bwd",
                     NAMES[dtype],
                     shape,
-                    lambda y=whole, g=gate, u=up, a=activation: swiglu.swiglu_bwd(
-                        y, g, u, a, True, True
-                    ),
+                    lambda y=whole, g=gate, u=up, a=activation: swiglu.swiglu_bwd(y, g, u, a),
                     short,
                 )
 

@@ -16,6 +16,7 @@ GARBAGE = {"qwen4_exp_text": "its indexer chooses other tokens in the second for
 WAITS = {
     "qwen3_next": 2, "qwen3_5_text": 2, "qwen3_5_moe_text": 2, "olmo_hybrid": 2, "kimi_linear": 2,
     "falcon_h1": 2, "granitemoehybrid": 2, "nemotron_h": 2, "bamba": 2, "zamba2": 2, "mamba2": 2,
+    "lfm2": 2, "lfm2_moe": 2, "lfm3": 2,
     "bailing_hybrid": 2,  # create_recurrent_attention_mask asks whether the mask is full
     "minimax": 6,  # the same, and its decay constants come from the host
     "glm5_next": 5,  # constants made on the host in each forward

@@ -3,8 +3,8 @@ of one process, in float64.
 
 Two contracts: DeepSpeed's Ulysses (chunk p of a row) and torch's context_parallel (chunks p and
 2P-1-p). Each case is a tiny model and a batch; it reports the worst error of the gradients relative
-to the largest value. Rounds are of one head unless a case says otherwise: so few tokens would all
-fit in one.
+to the largest value. Attention's backward takes one KV head at a time unless a case says otherwise:
+of so few tokens it would take all at once.
 """
 
 import os
@@ -33,8 +33,8 @@ import families
 import tiny
 
 import hfpatch
+from hfpatch.attention import heads as groups
 from hfpatch.budget import free as memory
-from hfpatch.budget import sequence
 from hfpatch.context.ranks import sequence_of, sharded
 from hfpatch.parallel.exchange import ExchangedAttention, Sequence
 
@@ -94,7 +94,6 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (self.size,))
         self.group = parallel_state_sp.get_sequence_parallel_group()
-        self.rounds = []
 
     def run(self, model, given: dict, contract: str, passes: int = 1) -> dict:
         """Loss and gradients of whole rows, summed over the ranks, after `passes` accumulated
@@ -168,7 +167,7 @@ def reference(stock, given: dict) -> dict:
 
 def case(
     ranks: Ranks, kind="plain", B=1, contract="ulysses", wrap=lambda m: m, passes=1, heads=(8, 2),
-    blocks=1, tiled=True, **settings,
+    group=1, tiled=True, **settings,
 ) -> float:  # fmt: skip
     base = tiny.llama(
         dtype=torch.float64,
@@ -185,7 +184,7 @@ def case(
     hfpatch.apply(ours, checkpointing=checkpointing)
     given = batch(kind, B)
     plain = with_own_attention(wrap(tiny.exact(base)))
-    with mock.patch.object(sequence, "BLOCKS", blocks):
+    with mock.patch.object(groups, "heads_per_group", lambda *sizes: group):
         return worst(ranks.run(ours, given, contract, passes), reference(plain, given))
 
 
@@ -205,7 +204,7 @@ def family(ranks: Ranks, name: str, contract: str = "sharded", kind: str = "plai
     with sharded(False):  # whole rows
         wanted = {n: x.clone() for n, x in reference(model, given).items()}
     model.zero_grad(set_to_none=True)
-    with mock.patch.object(sequence, "BLOCKS", 1):
+    with mock.patch.object(groups, "heads_per_group", lambda *sizes: 1):
         return worst(ranks.run(model, given, contract), wanted)
 
 
@@ -336,12 +335,12 @@ def main(chosen: str, folder: str) -> None:
         "plain": {}, "batch 2, packed": {"B": 2, "kind": "packed"},
         "batch 2, padded": {"B": 2, "kind": "padded"},
         "one KV head": {"heads": (8, 1), "offload": "gpu"},
-        "as many KV heads": {"heads": (8, 8), "every": 3, "blocks": 2},
+        "as many KV heads": {"heads": (8, 8), "every": 3, "group": 2},
         "zigzag": {"contract": "zigzag", "kind": "packed"},
         "zigzag, batch 2, padded": {"contract": "zigzag", "kind": "padded", "B": 2, "every": 2},
         "lora, accumulated": {"wrap": lora, "passes": 2},
         "no label on the last rank": {"kind": "half", "keep": "input"},
-        "one tile, disk": {"tile": 64, "offload": disk, "blocks": 512},
+        "one tile, disk": {"tile": 64, "offload": disk},
         "layers run untiled": {"tiled": False, "kind": "packed"},
         "attention again": {"heads": (8, 4), "keep": "input"},
     }  # fmt: skip

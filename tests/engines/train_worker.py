@@ -12,8 +12,8 @@ import deepspeed
 import torch
 import transformers
 
+from hfpatch.attention import heads
 from hfpatch.cli.train import main
-from hfpatch.parallel import exchange
 
 # else it builds an extension, half a minute of C++
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -21,14 +21,14 @@ torch.set_num_threads(1)
 arguments = sys.argv[1:]
 common.name_ranks_by_group()
 if "FAILS" in os.environ and os.environ["RANK"] == "1":
-    backward, checkpoint = exchange.attention_backward, Path(os.environ["FAILS"])
+    backward, checkpoint = heads.attention_backward, Path(os.environ["FAILS"])
 
     def failing(*args, **known):
         if checkpoint.exists():  # the other rank waits for this one's exchange
             raise RuntimeError("a kernel failed")
         return backward(*args, **known)
 
-    exchange.attention_backward = failing
+    heads.attention_backward = failing
 if "SAVES_NO_CONFIG" in os.environ:
 
     def unsaved(self, *args, **kwargs):

@@ -54,8 +54,7 @@ def layouts(request, monkeypatch):
         return R._cpu_backward(dout, q, k, v, out, *rest)
 
     monkeypatch.setitem(A.BACKENDS, name, (R._cpu_forward, backward))
-    for module in ("attention.heads", "parallel.exchange"):
-        monkeypatch.setattr(f"hfpatch.{module}.pick", lambda *_: name)
+    monkeypatch.setattr(heads, "pick", lambda *_: name)
     yield found
     assert found
     for (q, *_), seen in found.items():

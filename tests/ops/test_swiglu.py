@@ -106,8 +106,7 @@ def test_opcheck():
     gate, up = randn(3, 5).requires_grad_(), randn(3, 5, seed=1).requires_grad_()
     opcheck("swiglu", gate, up, "silu")
     opcheck("swiglu", gate, up.to(BF16).detach(), "gelu")
-    for needs in ((True, True), (False, True), (True, False)):
-        opcheck("swiglu_bwd", gate.detach(), gate.detach(), up.detach(), "gelu_tanh", *needs)
+    opcheck("swiglu_bwd", gate.detach(), gate.detach(), up.detach(), "gelu_tanh")
 
 
 def test_second_derivative_is_refused():

@@ -1,6 +1,4 @@
-"""Where tokens of shared rows lie, and rounds whose tensors pass 2^31 elements; ranks are
-simulated.
-"""
+"""Where tokens of shared rows lie; ranks are simulated."""
 
 import pytest
 import torch

@@ -34,7 +34,6 @@ from hfpatch.layer.condition import look
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.layer.traits import layers_in, runtimes_in
 from hfpatch.ops import _wide_sums
-from hfpatch.parallel import exchange
 from hfpatch.store import device
 
 
@@ -177,8 +176,7 @@ def _patched_as(model: nn.Module, policy, cuda: bool):
         if cuda:
             stack.enter_context(_wide_sums.as_on_cuda())
             # These serve tiled layers and whole ones.
-            for user in (heads, exchange):
-                stack.enter_context(for_now(user, pick=lambda *_: "flash"))
+            stack.enter_context(for_now(heads, pick=lambda *_: "flash"))
             for user in (attention, why_whole):
                 stack.enter_context(for_now(user, supported=_on_cuda(user.supported)))
         for found in runtimes_in(model):
