@@ -57,7 +57,7 @@ class LayerRuntime(Policies):
         weights: frozen weights that wait on the host.
         turn: the model's lock.
         last_call: weak references to the last call and to its output, and how often that was
-            written to; last_held: to the last input that layer/whole.py kept and its layer's output.
+            written to.
     """
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int, turn: Turn | None = None):
@@ -69,7 +69,7 @@ class LayerRuntime(Policies):
         self.meters: dict[torch.device, Meter | None] = {}
         self.printed: dict[tuple, Checkpointing] = {}
         self.owner = lambda: None
-        self.sequence = self.last_held = None
+        self.sequence = None
         self.exchanges_tokens = False
         self.copy_room = 0
         self._found: list = []  # weak references to the layers
