@@ -5,7 +5,6 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 import dataclasses
 import sys
 import weakref
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -40,12 +39,6 @@ def arrival_counts() -> bool:
     lengths.
     """
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
-
-
-@cache
-def unkept(tile: int) -> Checkpointing:
-    """The policy of a forward without gradients."""
-    return dataclasses.replace(LEAST, offload="gpu", tile=tile)
 
 
 @dataclasses.dataclass
@@ -123,7 +116,9 @@ class Policies:
             if shape is not None:
                 return shape.policy
             tile = self.checkpointing.tile
-            return unkept(auto_tile(B * T) if tile == "auto" else tile)
+            if tile == "auto":
+                tile = auto_tile(B * T)
+            return dataclasses.replace(LEAST, offload="gpu", tile=tile)
         # [Step 1] The first policy of a new shape. A forked process has no queues.
         if shape is None or (device, shape.policy.offload) not in self.queues:
             first = self._opened(layer, x_BTD, longest, whole)

@@ -157,7 +157,7 @@ class Packed:
     def _to_host(self, transfers: Transfers) -> None:
         block = transfers.pool.take(self.nbytes)
         self.saved = Saved((1, self.nbytes), torch.uint8, block=block, row_bytes=1, resident=False)
-        block, device = self.saved.block.thing.bytes, transfers.device
+        block, device = self.saved.block.bytes, transfers.device
         with torch.no_grad():
             for piece in self.pieces:
                 piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=device.pins)

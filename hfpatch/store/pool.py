@@ -20,14 +20,9 @@ from hfpatch.store.device import PINNED_AT_ONCE, Block, Device
 
 @dataclass(eq=False)
 class Loan:
-    """The right to use `thing`, until this object is freed."""
-
-    thing: object
-
-
-@dataclass
-class Piece:
-    """Bytes of a host block. The reference to the block keeps it pinned."""
+    """The right to use these bytes of a host block, until this object is freed. The reference to
+    the block keeps it pinned.
+    """
 
     block: Block
     bytes: Tensor
@@ -51,25 +46,20 @@ class Area:
         return sum(end - start for start, end, loan in list(self.rows) if loan() is not None)
 
     def take(self, nbytes: int) -> Loan | None:
-        """A loan of a Piece of nbytes, or None."""
-        at = i = 0
-        while True:
-            while i < len(self.rows) and self.rows[i][2]() is None:
-                del self.rows[i]
-            room = -at % PINNED_AT_ONCE
-            start = at
+        """A loan of nbytes, or None."""
+        rows = [row for row in self.rows if row[2]() is not None]
+        ends = [0, *(end for _, end, _ in rows)]
+        starts = [*(start for start, _, _ in rows), self.nbytes]
+        for i, (start, stop) in enumerate(zip(ends, starts)):
+            room = -start % PINNED_AT_ONCE  # up to the next registration
             if room < nbytes:
                 start += room
-            if (self.rows[i][0] if i < len(self.rows) else self.nbytes) - start >= nbytes:
-                break
-            if i == len(self.rows):
-                return None
-            at = self.rows[i][1]
-            i = i + 1
-        end = start + nbytes
-        loan = Loan(Piece(self.block, self.block.bytes[start:end]))
-        self.rows.insert(i, (start, end, weakref.ref(loan)))
-        return loan
+            if stop - start >= nbytes:
+                loan = Loan(self.block, self.block.bytes[start : start + nbytes])
+                rows.insert(i, (start, start + nbytes, weakref.ref(loan)))
+                self.rows = rows
+                return loan
+        return None
 
 
 ALIGNED = 64  # bytes; piece sizes are multiples of it
@@ -115,13 +105,13 @@ class HostPool:
         return area
 
     def take(self, nbytes: int) -> Loan:
-        """A loan of a Piece of at least nbytes, from a new block of that size if no block
+        """A loan of at least nbytes, from a new block of that size if no block
         has room. One of more than PINNED_AT_ONCE is pageable, and a block of its own.
         """
         nbytes += -nbytes % ALIGNED
         if nbytes > PINNED_AT_ONCE:  # a copy may not cross two registrations
             block = Block(self.device, nbytes, pin=False)
-            return Loan(Piece(block, block.bytes))
+            return Loan(block, block.bytes)
         for area in self.areas:
             loan = area.take(nbytes)
             if loan is not None:

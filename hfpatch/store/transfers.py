@@ -195,7 +195,7 @@ class Transfers:
                 if saved.file is not None:
                     self.disk.write(flat, self.to_host, saved.file, at)
                 else:
-                    block = saved.block.thing.bytes[at : at + flat.numel()]
+                    block = saved.block.bytes[at : at + flat.numel()]
                     block.copy_(flat, non_blocking=device.pins)
             self.speed.end()
 
@@ -275,7 +275,7 @@ class Transfers:
         with device.on(self.to_device), torch.no_grad():
             for saved, a, b, destination in copies:
                 nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
-                source = saved.block.thing.bytes[:nbytes].view(saved.dtype).view(saved.shape)
+                source = saved.block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
                 # One contiguous copy per batch row: a strided one between host and device would go
                 # through a temporary.
                 for row in range(saved.shape[0]):

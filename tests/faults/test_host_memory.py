@@ -131,7 +131,7 @@ def test_a_piece_longer_than_a_registration_is_not_pinned(monkeypatch):
     device = Pinning()
     pool = HostPool(device)
     loans = [pool.take(n) for n in (1088, 320, 1088)]
-    assert [loan.thing.bytes.numel() for loan in loans] == [1088, 320, 1088]
+    assert [loan.bytes.numel() for loan in loans] == [1088, 320, 1088]
     assert [nbytes for call, _, nbytes in device.calls if call == "pin"] == [320]
 
 

@@ -25,23 +25,23 @@ def test_pool_takes_exact_sizes_and_reuses_them():
     pool = HostPool(Device(torch.device("cpu")))
     odd = 131073 * 4096 * 2 // 512
     a = pool.take(odd)
-    first = a.thing.bytes.data_ptr()
+    first = a.bytes.data_ptr()
     assert (
-        odd <= a.thing.bytes.numel() < odd + 64
-        and pool.bytes_held == a.thing.bytes.numel()
+        odd <= a.bytes.numel() < odd + 64
+        and pool.bytes_held == a.bytes.numel()
         and pool.bytes_free == 0
     )
     held = pool.bytes_held
     del a
     a = pool.take(odd)
-    assert a.thing.bytes.data_ptr() == first and pool.bytes_held == held
+    assert a.bytes.data_ptr() == first and pool.bytes_held == held
     b = pool.take(odd - 1000)  # nothing free: a block of its own
-    second = b.thing.bytes.data_ptr()
+    second = b.bytes.data_ptr()
     del b
     b, c = pool.take(odd // 8), pool.take(odd // 8)
-    assert (b.thing.bytes.data_ptr(), c.thing.bytes.data_ptr()) == (
+    assert (b.bytes.data_ptr(), c.bytes.data_ptr()) == (
         second,
-        second + b.thing.bytes.numel(),
+        second + b.bytes.numel(),
     )
     before = pool.bytes_held
     pool.give_back()
@@ -68,14 +68,14 @@ def test_pieces_never_overlap_and_gaps_are_found():
         else:
             n = draw.randrange(1, 120)
             got = area.take(n)
-            pieces = [loan.thing.bytes for loan in lent]
+            pieces = [loan.bytes for loan in lent]
             places = sorted((piece.start, piece.stop) for piece in pieces)
             gaps = [b - a for (_, a), (b, _) in zip([(0, 0), *places], [*places, (1000, 1000)])]
             assert (got is not None) == (max(gaps) >= n)
             if got is not None:
                 lent.append(got)
             del got
-        pieces = [loan.thing.bytes for loan in lent]
+        pieces = [loan.bytes for loan in lent]
         places = sorted((piece.start, piece.stop) for piece in pieces)
         assert all(b <= c for (_, b), (c, _) in zip(places, places[1:]))
         assert area.taken == sum(b - a for a, b in places) and all(
