@@ -230,8 +230,9 @@ def asks_for_hidden_states(model, kwargs) -> bool:
 @contextmanager
 def asking(role):
     """A context in which layers meet `role` at their attention."""
-    before, current.role = current.role, role
+    before = current.role
     try:
+        current.role = role  # inside: Ctrl-C may come between any two lines
         yield role
     finally:
         current.role = before

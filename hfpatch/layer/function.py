@@ -62,7 +62,8 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     layer = traced.layer
     device = x.device
     # [Step 1] The call, and the tensors that its backward runs on.
-    state = ForwardState(layer, [layer, *traced.condition.snapshot.inside], traced.condition)
+    snapshot = traced.condition.snapshot
+    state = ForwardState(layer, [layer, *snapshot.inside], snapshot)
     tensors = [*traced.wanted, *state.wanted]
     timed = None
     if traced.traits.carries is not None and not state.gathered:

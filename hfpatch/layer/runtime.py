@@ -229,15 +229,11 @@ class Waiting:
         self.runtime = runtime
 
     def __iter__(self):
-        owner = self.runtime.owner() if self.runtime.weights.on else None
-        layers = () if owner is None else layers_in(owner)
-        waiting = {id(table[n]) for layer in layers for table, n in frozen_tables(layer)}
-        tensors = () if owner is None else (*owner.named_parameters(), *owner.named_buffers())
-        return iter(
-            [
-                prefix + n
-                for n, t in tensors
-                if id(t) in waiting
-                for prefix in ("", "base_model.model.")
-            ]
-        )
+        owner = self.runtime.owner()
+        if owner is None or not self.runtime.weights.on:
+            return
+        waiting = {id(table[n]) for layer in layers_in(owner) for table, n in frozen_tables(layer)}
+        for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+            if id(tensor) in waiting:
+                yield name
+                yield f"base_model.model.{name}"

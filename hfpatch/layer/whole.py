@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hfpatch.compat import collecting, modules_in, same_memory
+from hfpatch.compat import Snapshot, collecting, modules_in, same_memory
 from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.graph_bytes import whole_graph
 
@@ -29,7 +29,7 @@ class _AsFirst:
                     return self.run(x)
             finally:  # torch stops the rerun by an exception once it has every tensor
                 built([])
-        self.state = ForwardState(self.layer, modules_in(self.layer))
+        self.state = ForwardState(self.layer, modules_in(self.layer), Snapshot(self.layer))
         y = self.run(x)
         self.state.ran()
         return y

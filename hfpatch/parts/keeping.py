@@ -27,8 +27,8 @@ def keeping(noted: list | None, known: list | None):
         known: gate and up, recorded earlier, which replace the computed ones.
     """
     before = _here.lists
-    _here.lists = noted, known
     try:
+        _here.lists = noted, known
         yield
     finally:
         _here.lists = before
