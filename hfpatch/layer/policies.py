@@ -138,7 +138,7 @@ class Policies:
 
     def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
         """The first policy of a shape. Ranks that must choose alike do so together."""
-        group = None if whole else tensor_parallel_group(layer)
+        group = self._group(layer, whole)
 
         def open_shape():
             found = self._resolve(layer, longest, x_BTD, whole, group)
@@ -155,31 +155,29 @@ class Policies:
                 )
             return found
 
-        found = self._together(group, open_shape)
+        if group is None:
+            return open_shape()
+        found = together(group, open_shape)
         # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        if group is not None and found.every == 1 and self.shards is None:
+        if self.sequence is None and found.every == 1 and self.shards is None:
             self.shards = Shards(group)
         return found
 
-    def _together(self, group, work):
-        """Runs work() on all ranks that must choose alike; if one raises, all raise. group: the
-        tensor-parallel ranks, or None.
+    def _group(self, layer: nn.Module, whole: bool):
+        """The ranks that must choose alike: those that share rows, or a tiled layer's weights. None
+        if this one chooses alone.
         """
         if self.sequence is not None:
-            return self.sequence.together(work)
-        return work() if group is None else together(group, work)
-
-    def _least(self, group, numbers: list) -> list:
-        """The least of each number, of all ranks that must choose alike; group as in _together."""
-        if self.sequence is not None:
-            return self.sequence.least(numbers)
-        return numbers if group is None else least_of(group, numbers)
+            return self.sequence.group
+        return None if whole else tensor_parallel_group(layer)
 
     def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
         """The first policy of a shape: what is sure to be little."""
         settings = self._settings(x, layer)
         meter = self.meter_of(x.device)
-        free = self._least(group, [meter and meter.free(), self._host_free()])
+        free = [meter and meter.free(), self._host_free()]
+        if group is not None:
+            free = least_of(group, free)
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
@@ -230,8 +228,8 @@ class Policies:
         settings = self._settings(x, layer)
         shape.policy = meter.next_policy(shape.first, settings, able, x.shape[0] * x.shape[1])
         meter.step.plan.whole = whole
-        group = None if whole else tensor_parallel_group(layer)
-        if self.sequence is not None or group is not None:
+        group = self._group(layer, whole)
+        if group is not None:
             self._agree(meter, shape, group)
 
     def _say(
@@ -257,7 +255,7 @@ class Policies:
         shape.steps += 1
         if shape.steps & (shape.steps - 1) == 0:
             # numbers from 0
-            plain, tile, keep = self._least(group, [own.plain, own.tile, own.keep + 1])
+            plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
             shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
         shape.policy = shape.agreed
         meter.firm(shape.policy)
