@@ -27,7 +27,6 @@ class Condition:
         draws: something in the layer draws random numbers, as a call has shown.
         mixing: the modules that mix tokens, those that call attention first.
         experts: the fused experts inside, and PEFT's wrappers of them (adapted_experts.py).
-        block: layer.block.Block, None until used.
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
         kind: names and numbers of the classes inside, None until used (graph_bytes.py).
     """
@@ -39,7 +38,6 @@ class Condition:
     draws: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     experts: tuple[dict, list] = ((), ())
-    block: object = None
     can_skip: dict = field(default_factory=dict)
     kind: str | None = None
 

@@ -4,9 +4,6 @@ The head stays the Linear that it is. For one call its `forward` is replaced by 
 states, weight and bias, so the hooks of engines around the call gather a sharded weight.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from transformers.loss import loss_utils
@@ -137,28 +134,17 @@ def rows_of(head: nn.Module) -> int:
     )
 
 
-@dataclass
-class Call:
-    """The head's forward during one call: function(hidden, weight, *args, bias=bias, **options)."""
-
-    function: Callable
-    linear: nn.Linear
-    args: tuple
-    options: dict
-
-    def __call__(self, hidden: Tensor):
-        weight, bias = self.linear.weight, self.linear.bias
-        return self.function(hidden, weight, *self.args, bias=bias, **self.options)
-
-
 def through(head: nn.Module, function, hidden: Tensor, *args, **options):
     """function(hidden, weight, *args, bias=bias, **options), computed inside one call of the head.
 
     Engine hooks (FSDP, ZeRO-3) around that call gather the head's weight.
     """
     inner = linear_of(head)
-    call = Call(function, inner, args, options)
-    with forwards_for_now([(inner, call)], hooked_forward(inner)):
+
+    def forward(hidden):
+        return function(hidden, inner.weight, *args, bias=inner.bias, **options)
+
+    with forwards_for_now([(inner, forward)], hooked_forward(inner)):
         return head(hidden)
 
 

@@ -121,6 +121,8 @@ def _balance(model: nn.Module, config, router_logits, attention_mask) -> Tensor:
     """The load-balancing loss. The number of experts is on the model or on its config."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    number = getattr(model, "num_experts", None) or config.num_experts
-    used = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
+    number, used = (
+        getattr(model, name, None) or getattr(config, name)
+        for name in ("num_experts", "num_experts_per_tok")
+    )
     return load_balancing_loss_func(router_logits, number, used, attention_mask)

@@ -53,10 +53,9 @@ class Logits(Tensor):
 
     def but(self, step=None, **changes) -> "Logits":
         """Logits with these attributes, and one step more."""
-        now = {n: vars(self)[n] for n in ("owner", "hidden", "inner", "outer", "words", "steps")}
-        now |= {"dtype": self.dtype, **changes}
-        now["steps"] = now["steps"] if step is None else (*now["steps"], step)
-        return Logits(**now)
+        now = {n: vars(self)[n] for n in ("owner", "hidden", "inner", "outer", "words")}
+        steps = self.steps if step is None else (*self.steps, step)
+        return Logits(**{**now, "dtype": self.dtype, "steps": steps, **changes})
 
     def real(self) -> Tensor:
         """The logits as the model would have computed them, and in-place operations changed
