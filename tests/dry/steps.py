@@ -16,7 +16,9 @@ from unittest import mock
 
 import stub
 import torch
+from seconds import Priced
 
+from hfpatch.lab.hardware import GPUS
 from hfpatch.layer.traits import layers_in
 
 GiB = 2**30
@@ -46,6 +48,7 @@ class Case:
         tracked: torch's MemTracker follows the last step too.
         before: actions of ACTIONS, with commas, just before each step, which are part of it.
         log: the path of a log of the last step, for order.py; of apply too if it is the only one.
+        priced: a card of hfpatch.lab.hardware, whose seconds the log has too (seconds.py).
         without_wait: [file's end, line] of a call of hfpatch's Device.wait or synchronize that does
             nothing.
     """
@@ -70,6 +73,7 @@ class Case:
     tracked: bool = False
     before: str = ""
     log: str = ""
+    priced: str = ""
     without_wait: list = field(default_factory=list)
 
 
@@ -549,7 +553,7 @@ def seen(left_out: list):
     def noted_to_host(self, transfers):
         """From here on the user may read the weights."""
         to_host(self, transfers)
-        stub.host_uses("r", self.saved.block.thing.bytes)
+        stub.host_uses("r", self.saved.block.bytes)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Packed, "_to_host", noted_to_host))
@@ -610,6 +614,8 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
     row = {"step": index, "shape": list(batch["input_ids"].shape)}
     last = index == len(case.rows) - 1
     tracking = tracker(model, batch) if case.tracked and last else contextlib.nullcontext()
+    if case.priced and last:
+        tracking = Priced(GPUS[case.priced])
     with stub.HostWaits() as waits, tracking:
         try:
             for action in filter(None, case.before.split(", ")):
