@@ -166,7 +166,7 @@ def apply(
         model: a transformers model, plain or wrapped by PEFT, on any device; before FSDP, DDP,
             DeepSpeed or torch.compile wrap it.
         rope: fused rotary embedding of q and k, one launch for both.
-        rms_norm: fused RMSNorm, and residual add with the norm after it.
+        rms_norm: fused RMSNorm.
         mlp: fused activation times up.
         loss: head and cross-entropy by chunks of tokens, without whole logits.
         checkpointing: "auto" is the fastest that fits the memory free at the first step; "least"

@@ -68,34 +68,30 @@ def first_policy(
     if whole or every > 1:
         keep = KEEPS["input"]
     one = rows * width * itemsize
-
-    def at_once() -> bool:
-        """Whether attention's backward takes all heads at once."""
-        return settings.aim != "least" and (TENSORS + _tensors(every)) * one < (free or 0)
-
     # [Step 2] What the host cannot hold.
-    if place == "host" and host is not None:
-
-        def needs(keep: int) -> int:
-            inputs = -(-layers // every)
-            # The gradient of one layer's input waits there too, unless all heads run at once.
-            return (inputs * (2 if keep >= 0 else 1) + (not at_once())) * one
-
+    if place == "host" and host is not None and not chains:
         room = HOST_SHARE * host
-        if needs(keep) > room and not chains:
-            if settings.keep == "auto":
-                keep = KEEPS["input"]
-                # a segment's inputs are on the device in its backward: no more than there are segments
-                most = round(math.sqrt(layers)) if settings.every == "auto" and not whole else every
-                while needs(keep) > room and every < most:
-                    every += 1
-            if needs(keep) > room:
-                raise ValueError(
-                    f"hfpatch: checkpoints need {needs(keep) / GiB:.1f} GiB of host memory, and "
-                    f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
-                    "directory as offload, or take fewer tokens."
-                )
-    # [Step 3] The tile.
+        needed = one * _kept(layers, every, keep)
+        if needed > room and settings.keep == "auto":
+            keep = KEEPS["input"]
+            # a segment's inputs are on the device in its backward: no more than there are segments
+            most = every
+            if settings.every == "auto" and not whole:
+                most = round(math.sqrt(layers))
+            while one * _kept(layers, every, keep) > room and every < most:
+                every += 1
+            needed = one * _kept(layers, every, keep)
+        if needed > room:
+            raise ValueError(
+                f"hfpatch: checkpoints need {needed / GiB:.1f} GiB of host memory, and "
+                f'{room / GiB:.1f} GiB are free to a rank. Leave every and keep "auto", pass a '
+                "directory as offload, or take fewer tokens."
+            )
+    # [Step 3] Attention's backward takes all heads at once where that fits twice.
+    aim = settings.aim
+    if (TENSORS + _tensors(every)) * one >= (free or 0):
+        aim = "least"
+    # [Step 4] The tile.
     tile = settings.tile
     if tile == "auto" and settings.aim == "least":
         tile = LEAST_MIXER_TILE if chains else least_tile(rows)
@@ -108,8 +104,16 @@ def first_policy(
         frozen_weights="host" if settings.frozen_weights == "host" else "gpu",
         keep=keep,
         plain=0 if settings.plain == "auto" else settings.plain,
-        aim="fastest" if at_once() else "least",
+        aim=aim,
     )
+
+
+def _kept(layers: int, every: int, keep: int) -> int:
+    """How many [tokens, width] tensors wait on the host: inputs, attention's outputs if they are
+    kept, and the gradient of one layer's input.
+    """
+    inputs = -(-layers // every)
+    return inputs * (2 if keep >= 0 else 1) + 1
 
 
 def step_bytes(policy: Checkpointing, rows: int, width: int, itemsize: int) -> int:

@@ -63,6 +63,10 @@ def cgroup_paths(root: Path) -> list[tuple]:
 _held = 0  # bytes of host memory that this process' pools hold
 
 
+def held() -> int:
+    return _held
+
+
 def hold(nbytes: int) -> None:
     """Notes that a pool took nbytes of host memory, or freed them if negative."""
     global _held
@@ -98,6 +102,12 @@ def host_free(root: str = "/") -> int | None:
     if available is not None:
         left.append(available)
     return min(left, default=None)
+
+
+def rank_host_free() -> int | None:
+    """This rank's part of host_free()."""
+    free = host_free()
+    return None if free is None else free // environment_number("LOCAL_WORLD_SIZE", 1, 1)
 
 
 def gpu_free(device=None) -> int | None:

@@ -210,7 +210,7 @@ def climb(
         policy, list(call.kinds), [False] * len(call.kinds), top - call.gradients, top=top
     )
     if settings.plain == "auto":
-        _spend(plan, call, kinds, rows, room)
+        _keep_last_layers(plan, call, kinds, rows, room)
         plan.policy = policy = replace(policy, plain=sum(plan.keeps_all))
     left = sum(kind is not None for kind in call.kinds) - policy.plain
     count = min(left, in_time(call, able, rows, left)) if gates else 0
@@ -220,7 +220,7 @@ def climb(
     return plan
 
 
-def _spend(plan: StepPlan, call: Call, kinds: dict, rows: int, room: float) -> None:
+def _keep_last_layers(plan: StepPlan, call: Call, kinds: dict, rows: int, room: float) -> None:
     """Lets the last layers keep all, as many as fit. Of a kind that never did, one is tried.
 
     Backward begins at the last layer: from there on kept bytes become fewer and gradients more. So

@@ -2,14 +2,7 @@
 
 import sys
 
-from torch import nn
-
 from hfpatch.compat import MADE_FROM
-
-
-def rope_of(attn: nn.Module):
-    """The `apply_rotary_pos_emb` of the transformers file that defines this attention, or None."""
-    return _code(getattr(attn, "_hfpatch_base", type(attn)))[1]
 
 
 def _code(kind: type) -> tuple:

@@ -145,7 +145,7 @@ class Call:
 
 
 class Noting:
-    """The role in `pre`: records the attention calls of one forward, and stops it at the last call.
+    """The role before attention: records the attention calls of one forward, and stops it at the last call.
 
     mixed: (args, kwargs) of each mixer, by name.
     """
@@ -181,7 +181,7 @@ class Noting:
 
 
 class Answering:
-    """The role in `post`: returns the attention outputs of one forward in order, [B, t, H, E] each,
+    """The role after attention: returns the attention outputs of one forward in order, [B, t, H, E] each,
     and the outputs of mixers, [B, t, D], by name.
     """
 
@@ -230,8 +230,9 @@ def asks_for_hidden_states(model, kwargs) -> bool:
 @contextmanager
 def asking(role):
     """A context in which layers meet `role` at their attention."""
-    before, current.role = current.role, role
+    before = current.role
     try:
+        current.role = role  # inside: Ctrl-C may come between any two lines
         yield role
     finally:
         current.role = before

@@ -1,10 +1,10 @@
-"""Probes one layer of a small instance: its attention calls and mixers, whether it is the common
-block, and which Linears' values no gradient reads.
+"""Probes one layer of a small instance: its attention calls and mixers, and which Linears' values no
+gradient reads.
 
     captured    records the arguments with which the stack calls the layer
     _asked      finds the modules that mix tokens: attention, and mixers (layer/mixers.py)
-    _Probe      runs the layer's `pre` and `post`. Compares gradients bit for bit: with
-                layer/block.py in place of the layer's forward, and without a Linear's value
+    _Probe      runs the two parts of the layer. Compares gradients bit for bit, with and without
+                a Linear's value
 """
 
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from hfpatch.layer.mixers import find_mixers, standing_in
 from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
-from hfpatch.layer.traits import LayerTraits, looks_like_a_block
+from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import OTHER_MIXER, Why, why, why_by_sentence
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
@@ -208,7 +208,7 @@ def _with_mixers(
 
 
 class _Probe:
-    """Runs `pre` and `post` of one layer and compares their values and gradients."""
+    """Runs the two parts of one layer and compares their values and gradients."""
 
     def __init__(self, layer, forward, x_BTD, args, kwargs, configs, batch, known: LayerTraits):
         self.layer, self.forward, self.configs = layer, forward, configs
@@ -217,7 +217,7 @@ class _Probe:
         self.known = known
         self.T = x_BTD.shape[1]
         with torch.no_grad():
-            parts = self._ask().pre(self.x, 0, self.T)
+            parts = self._ask().before(self.x, 0, self.T)
         self.dparts = [torch.randn_like(p) for p in parts]
         n = 3 * len(known.attention)
         like = [
@@ -225,15 +225,14 @@ class _Probe:
         ] + parts[n:]
         self.outs = [torch.randn_like(x) for x in like]
         with torch.no_grad():
-            made = self._ask().post(self.x, self.outs, 0, self.T)
+            made = self._ask().after(self.x, self.outs, 0, self.T)
         self.dys = [torch.randn_like(y) if y.is_floating_point() else None for y in made]
 
-    def _ask(self, arguments=None, **known) -> Traced:
+    def _ask(self, **known) -> Traced:
         answers = replace(self.known, **known)
         return Traced(
-            self.layer, arguments or self.arguments, answers, self.configs, self.batch,
-            forward=self.forward,
-        )  # fmt: skip
+            self.layer, self.arguments, answers, self.configs, self.batch, forward=self.forward
+        )
 
     def _gradients(self, run) -> list[Tensor | None]:
         x = self.x.clone().requires_grad_()
@@ -245,44 +244,50 @@ class _Probe:
         outs, douts = zip(*pairs)
         return torch.autograd.grad(outs, wanted + more, douts, allow_unused=True)
 
-    def _post(self, **known):
+    def _gradients_after(self, **known):
         def run(x):
             outs = [o.clone().requires_grad_() for o in self.outs]
-            return self._ask(**known).post(x, outs, 0, self.T, unread=True), self.dys, outs
+            return self._ask(**known).after(x, outs, 0, self.T, unread=True), self.dys, outs
 
         return self._gradients(run)
 
-    def _pre(self, **known):
+    def _gradients_before(self, **known):
         return self._gradients(
-            lambda x: (self._ask(**known).pre(x, 0, self.T, unread=True), self.dparts, [])
+            lambda x: (self._ask(**known).before(x, 0, self.T, unread=True), self.dparts, [])
         )
 
     def answers(self) -> LayerTraits:
         with torch.enable_grad():
-            block = (
-                looks_like_a_block(self.layer) and not self.known.mixers and self._same_as_block()
-            )
-            post, pre = self._post(), self._pre()
-            # Modules inside mixers run neither in `pre` nor in `post`.
+            after, before = self._gradients_after(), self._gradients_before()
+            # Modules inside mixers run in neither part.
             inside = tuple(f"{name}." for name in self.known.mixers)
             names = [
                 n
                 for n, m in self.layer.named_modules()
                 if can_go_without(m) and not n.startswith(inside)
             ]
-            run_post = self._called(names, lambda: self._post(block=block))
-            run_pre = self._called(names, lambda: self._pre(block=block))
-            unread_post = tuple(n for n in run_post if self._no_gradient_reads(n, self._post, post))
-            unread_pre = tuple(n for n in run_pre if self._no_gradient_reads(n, self._pre, pre))
-            unread = tuple(n for n in unread_post if self._output_ignores(n))
+            called_after = self._called(names, self._gradients_after)
+            called_before = self._called(names, self._gradients_before)
+            unread_after = tuple(
+                n for n in called_after if self._no_gradient_reads(n, self._gradients_after, after)
+            )
+            unread_before = tuple(
+                n
+                for n in called_before
+                if self._no_gradient_reads(n, self._gradients_before, before)
+            )
+            unread = tuple(n for n in unread_after if self._output_ignores(n))
             together = {
-                "unread_post": unread_post,
-                "unread_pre": unread_pre,
+                "unread_after": unread_after,
+                "unread_before": unread_before,
                 "unread_always": unread,
             }
-            if not (_equal(self._post(**together), post) and _equal(self._pre(**together), pre)):
+            if not (
+                _equal(self._gradients_after(**together), after)
+                and _equal(self._gradients_before(**together), before)
+            ):
                 together = {}
-        return replace(self.known, block=block, **together)
+        return replace(self.known, **together)
 
     def _called(self, names: list[str], run) -> list[str]:
         """The modules among `names` that run() calls. Skipping an uncalled module saves nothing."""
@@ -310,39 +315,11 @@ class _Probe:
         return True
 
     def _output_ignores(self, name: str) -> bool:
-        """Whether the output of `post` does not depend on this module's value."""
+        """Whether the output of `after` does not depend on this module's value."""
         with torch.no_grad():
-            expected = self._ask().post(self.x, self.outs, 0, self.T)
+            expected = self._ask().after(self.x, self.outs, 0, self.T)
             with forwards_for_now(skipping(skippable(self.layer, (name,)), value=float("nan"))):
-                return _equal(self._ask().post(self.x, self.outs, 0, self.T), expected)
-
-    def _same_as_block(self) -> bool:
-        # A layer that reads positions itself (Ministral 3 scales queries by them) differs from the
-        # block at large positions only.
-        args, kwargs = pytree.tree_map(
-            lambda x: x + 2**20 if isinstance(x, Tensor) and x.dtype == torch.int64 else x,
-            pytree.tree_unflatten(*self.arguments.flat),
-        )
-        far = Arguments(args, kwargs, *self.x.shape[:2])
-        own, its = self._ask(block=True), self._ask()
-        try:
-            with torch.no_grad():
-                pairs = [
-                    (self._ask(far, block=True).pre(self.x, 0, self.T),
-                     self._ask(far).pre(self.x, 0, self.T)),
-                    (own.pre(self.x, 0, self.T), its.pre(self.x, 0, self.T)),
-                    ([call.sinks_H for call in own.asked], [call.sinks_H for call in its.asked]),
-                    (self._ask(block=True).post(self.x, self.outs, 0, self.T),
-                     self._ask().post(self.x, self.outs, 0, self.T)),
-                ]  # fmt: skip
-            values = all(_equal(ours, theirs) for ours, theirs in pairs)
-            return (
-                values
-                and _equal(self._post(block=True), self._post())
-                and _equal(self._pre(block=True), self._pre())
-            )
-        except Exception:  # a layer that resembles the block may raise anything
-            return False
+                return _equal(self._ask().after(self.x, self.outs, 0, self.T), expected)
 
 
 def _equal(ours, theirs) -> bool:

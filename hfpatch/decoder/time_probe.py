@@ -159,7 +159,7 @@ def _call_of(stack, layer, traits: LayerTraits, name: str, tokens: int) -> tuple
     arguments = Arguments(args, kwargs, 1, tokens)
     ask = Traced(layer, arguments, traits, (stack.config,), batch, forward=forward)
     with torch.no_grad(), our_attention((stack.config,), batch):
-        parts = ask.pre(x, 0, tokens)
+        parts = ask.before(x, 0, tokens)
     if not name:
         return LayerAsMixer.of(ask), x
     at = list(traits.mixers).index(name)

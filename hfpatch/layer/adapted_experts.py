@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import modules_of
-from hfpatch.context.current import current, our_attention
 from hfpatch.parts import experts
 from hfpatch.parts.quantised import kinds_of
 
@@ -56,22 +55,12 @@ def experts_forwards(layouts: dict, chains: list, taken, adding) -> list:
     """
     found = []
     for m, layout in layouts.items():
-        if "forward" in vars(m):
-            found.append((m, partial(_inside_an_engine, m.config, m.forward)))
-        elif m not in taken:
+        if "forward" not in vars(m) and m not in taken:
             found.append((m, partial(experts.run, m, layout=layout, adding=adding)))
     for chain, base in chains:
         if "forward" not in vars(base):
             found.append((chain[0], partial(_forward, chain, base)))
     return found
-
-
-def _inside_an_engine(config, forward, *args) -> Tensor:
-    """forward(*args), which an engine put around experts. The config names ours meanwhile: a
-    backward of the common block has not entered them.
-    """
-    with our_attention((config,), current.batch):
-        return forward(*args)
 
 
 def _forward(chain: list, base: nn.Module, x: Tensor, *args, **kwargs) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import pytree
-from hfpatch.context.masks import Mask
 from hfpatch.layer.mixers import Mixer
 
 
@@ -26,29 +25,6 @@ def token_axis(x, B: int, T: int) -> int | None:
     return next(i for i, n in enumerate(x.shape) if n == T)
 
 
-_WITHOUT_GRADIENTS = (type(None), bool, int, float, str, Mask)
-
-
-# tensors that a block takes by name
-_OF_A_BLOCK = ("position_embeddings", "position_ids", "attention_mask", "cache_position")
-
-
-def takes_by_name(args, kwargs: dict) -> bool:
-    """Whether a block takes all relevant arguments by name: there are no other values, and none
-    requires a gradient.
-    """
-    for name, given in (*enumerate(args), *kwargs.items()):
-        for x in given if given.__class__ in (tuple, list) else (given,):
-            if isinstance(x, Tensor):
-                values = name not in _OF_A_BLOCK and x.dim() and x.is_floating_point()
-                if x.requires_grad or values:
-                    return False
-            elif x.__class__ not in _WITHOUT_GRADIENTS:
-                if any(getattr(leaf, "requires_grad", False) for leaf in pytree.tree_leaves(x)):
-                    return False
-    return True
-
-
 @dataclass(eq=False)
 class Arguments:
     """Positional and keyword arguments besides the hidden states [B, T, D]; `tile` cuts those with
@@ -63,7 +39,6 @@ class Arguments:
     # of the last tile in a backward: (a part of these sums, the leaf in place of the argument)
     stand_ins: list = field(default_factory=list)
 
-    # Flattened on first use: the common block takes its arguments by name.
     @cached_property
     def flat(self) -> tuple:
         return pytree.tree_flatten((self.args, self.kwargs))

@@ -62,15 +62,15 @@ class Backward:
     douts: list | None = None
     dsinks: list | None = None
 
-    def run(self, dy: Tensor, next_call) -> Tensor | None:
-        """Runs the phases. Returns dx or None. next_call: the call whose backward is next; its
-        first tiles are prefetched.
+    def run(self, dy: Tensor, below) -> Tensor | None:
+        """Runs the phases. Returns dx or None. below: the call of the layer below, or None. Its
+        backward is next, so its first tiles are prefetched.
         """
         call = self.call
         self.passes = iter(call.passes)
         self.lse_ticket = call.ticket(call.lses)
-        if next_call is not None and not next_call.segment:
-            next_call.prefetch()  # queued behind this call's fetches
+        if below is not None and not below.segment:
+            below.prefetch()  # queued behind this call's fetches
         if len(call.bounds) == 1:
             self.one_tile(dy)
         elif call.outs or not call.mixes:
@@ -165,7 +165,7 @@ class Backward:
 
     # -- C -----------------------------------------------------------------------------------------
     def attend_backward(self, outs, dqkv: list) -> None:
-        """outs: a function that returns group g's attention output; dqkv: where the gradients of
+        """outs: a function that returns the n-th attention output; dqkv: where the gradients of
         q, k, v are written: q, k, v themselves, or None for new tensors.
         """
         call = self.call

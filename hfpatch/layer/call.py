@@ -39,12 +39,12 @@ class LayerCall(Kept):
     layer: nn.Module
     runtime: object  # layer.runtime.LayerRuntime
     traced: Traced | None  # None once the last backward is over
-    then: ForwardState  # the tensors and switches of this forward
+    state: ForwardState  # the tensors and switches of this forward
     attention: Attention = field(default_factory=Attention)
     # The earlier calls of its segment (every > 1), of which the first alone keeps its input.
     segment: tuple["LayerCall", ...] = ()
     step: object = None  # the meter.Step that measures this call, or None
-    previous: object = None  # weak reference to the previous call, whose backward is next
+    below: object = None  # weak reference to the call of the layer below, whose backward is next
 
     def release(self) -> None:
         super().release()
@@ -112,8 +112,9 @@ class LayerCall(Kept):
         whole = None
         for a, b in self.bounds:
             noted: list | None = [] if noting else None
-            outs_t = list(map(next, out_tiles))
-            tiles = self.traced.after(next(x_tiles), outs_t, a, b, noted)
+            # DTensor weights (tensor parallelism) accept no strided tile of a batch.
+            outs_t = [next(tiles).contiguous() for tiles in out_tiles]
+            tiles = self.traced.after(next(x_tiles), outs_t, a, b, noted=noted)
             if noting:
                 transfers = self.queue.transfers
                 self.gates.append(list(map(transfers.save, noted)))
@@ -182,10 +183,11 @@ class LayerCall(Kept):
         first = calls[0]
         x = transfers.fetch([(first.x, 0, first.x.shape[1], None)]).wait()[0]
         with torch.no_grad(), self._autocast():
-            for call, then in zip(calls, calls[1:]):
+            for call, above in zip(calls, calls[1:]):
                 if call is not first:
                     call.x = None
-                with self.runtime.weights.again(call.layer, then.layer), as_in_forward(call.then):
+                weights = self.runtime.weights.again(call.layer, above.layer)
+                with weights, as_in_forward(call.state):
                     x = call.forward(x, where="again")[0]
         self.x = self.on_device(x)
         transfers.settle()
@@ -205,28 +207,28 @@ class LayerCall(Kept):
             self._materialise()
         self.begin_passes()
         # [Step 2] The layer whose backward comes next: its frozen weights are fetched meanwhile.
-        before = None if self.previous is None else self.previous()
-        following = None if before is None else before.layer
-        if before is not None and before.segment and before.x is None:
-            following = before.segment[0].layer  # its segment runs again from there
-        streamed = self.runtime.weights.again(self.layer, following)
+        below = None if self.below is None else self.below()
+        next_layer = None if below is None else below.layer
+        if below is not None and below.segment and below.x is None:
+            next_layer = below.segment[0].layer  # its segment runs again from there
+        streamed = self.runtime.weights.again(self.layer, next_layer)
         # [Step 3] The passes over the tiles, in the state of the forward.
         tiles = len(self.bounds) > 1
         several = tiles or any(mixer.several(dy_BTD.shape[1]) for mixer in self.attention.mixers)
-        weights = WeightGradients(self.then, several)
+        weights = WeightGradients(self.state, several)
         with streamed, self._autocast(), weights, traced.again(weights, tiles) as darguments:
-            dx = self.run_backward(dy_BTD, dextras, need_x, weights, before)
+            dx = self.run_backward(dy_BTD, dextras, need_x, weights, below)
             weights.round()
         # [Step 4] What no other pass needs is released.
         if not retain:
             self.release()
         self.out_buffers = None
         self.passes = []
-        if before is None and not queue.under_way:
+        if below is None and not queue.under_way:
             queue.drop_ring()
         return dx, [*darguments, *weights.handed_over()]
 
-    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, before):
-        """dx or None. before: the call whose backward is next, or None."""
+    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, below):
+        """dx or None. below: the call of the layer below, or None."""
         n = len(dextras) - sum(map(len, self.traced.left.values()))
-        return Backward(self, need_x, weights, dextras[:n], dextras[n:]).run(dy_BTD, before)
+        return Backward(self, need_x, weights, dextras[:n], dextras[n:]).run(dy_BTD, below)

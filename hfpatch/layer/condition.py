@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hfpatch.compat import Snapshot, submodule
+from hfpatch.compat import Snapshot
 from hfpatch.layer.adapted_experts import experts_in
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import Why, first
@@ -27,7 +27,6 @@ class Condition:
         draws: something in the layer draws random numbers, as a call has shown.
         mixing: the modules that mix tokens, those that call attention first.
         experts: the fused experts inside, and PEFT's wrappers of them (adapted_experts.py).
-        block: layer.block.Block, None until used.
         can_skip: names of modules -> those among them that can skip their matmul (parts/unread.py).
         kind: names and numbers of the classes inside, None until used (graph_bytes.py).
     """
@@ -39,7 +38,6 @@ class Condition:
     draws: bool = False
     mixing: list[nn.Module] = field(default_factory=list)
     experts: tuple[dict, list] = ((), ())
-    block: object = None
     can_skip: dict = field(default_factory=dict)
     kind: str | None = None
 
@@ -70,5 +68,5 @@ def _condition_of(layer: nn.Module) -> Condition:
     found.experts = experts_in(inside)
     found.reason = first("layer", traits.reason, layer, found)
     if found.reason is None:
-        found.mixing = [submodule(layer, name) for name in traits.mixing]
+        found.mixing = [layer.get_submodule(name) for name in traits.mixing]
     return found

@@ -70,13 +70,12 @@ class ForwardState:
         gathered: whether an engine swaps the tensors.
     """
 
-    def __init__(self, layer: nn.Module, modules: list[nn.Module], condition=None):
+    def __init__(self, layer: nn.Module, modules: list[nn.Module], snapshot: Snapshot):
         self.layer = layer
         self.kind = layer.__class__
         self.modules = modules
-        self.snapshot = Snapshot(layer) if condition is None else condition.snapshot
-        # A layer with such hooks runs untiled (condition.py).
-        self.on_all = hooks_on_all() if condition is None else []
+        self.snapshot = snapshot
+        self.on_all = hooks_on_all()
         self.switches = switches_of(modules)
         found = {}
         for place in places_in(modules):
@@ -84,9 +83,8 @@ class ForwardState:
             found.setdefault(id(x), (place, x))
         self.places = [place for place, _ in found.values()]
         self.tensors = [x for _, x in found.values()]
-        self.gathered = any(map(in_fsdp2, modules if condition is None else [layer])) or any(
-            is_shard(x) or is_view_of_flat(x) for x in self.tensors
-        )
+        sharded = any(is_shard(x) or is_view_of_flat(x) for x in self.tensors)
+        self.gathered = sharded or any(map(in_fsdp2, modules))
         self.trained = [x.requires_grad for x in self.tensors]
         self.wanted = [x for x in self.tensors if x.requires_grad]
         if self.gathered:
@@ -118,9 +116,9 @@ class ForwardState:
 
 
 @contextmanager
-def as_in_forward(then: ForwardState):
+def as_in_forward(state: ForwardState):
     """A context in which the layer's modules have the switches of its forward."""
-    then.refuse_others()
-    rows = [row for row in then.switches if row[0].get(row[1], GONE) != row[2]]
+    state.refuse_others()
+    rows = [row for row in state.switches if row[0].get(row[1], GONE) != row[2]]
     with values_for_now(rows):
         yield

@@ -62,16 +62,17 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     layer = traced.layer
     device = x.device
     # [Step 1] The call, and the tensors that its backward runs on.
-    then = ForwardState(layer, [layer, *traced.condition.snapshot.inside], traced.condition)
-    tensors = [*traced.wanted, *then.wanted]
+    snapshot = traced.condition.snapshot
+    state = ForwardState(layer, [layer, *snapshot.inside], snapshot)
+    tensors = [*traced.wanted, *state.wanted]
     timed = None
-    if traced.traits.carries is not None and not then.gathered:
+    if traced.traits.carries is not None and not state.gathered:
         timed = in_time(traced, policy, runtime, x)
     attention = Attention(wide=policy.aim == "fastest")
     if traced.batch.sequence is not None:
         attention = ExchangedAttention(traced.batch.sequence)
     call = (LayerCall if timed is None else TimedCall)(
-        layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, then=then,
+        layer=layer, runtime=runtime, policy=policy, traced=traced, device=device, state=state,
         shards=runtime.shards if policy.every == 1 else None, attention=attention, **(timed or {}),
     )  # fmt: skip
     # [Step 2] Without a gradient nothing is kept.
@@ -91,7 +92,7 @@ def tiled_layer(runtime, policy: Checkpointing, traced: Traced, x: Tensor) -> li
     real = device.type != "meta" and (x.__class__ is Tensor or not is_fake(x))
     watched = Generators(device) if real and traced.rng is None else None
     outputs = LayerFunction.apply(call, x, *tensors)
-    then.ran()
+    state.ran()
     if watched is not None and watched.drew():
         traced.rng = {}
         traced.condition.draws = True

@@ -4,20 +4,22 @@ from dataclasses import dataclass
 
 import torch
 
-from hfpatch.budget.free import gpu_free, share_of_device
+from hfpatch.budget.free import gpu_free, held, share_of_device
 from hfpatch.store.device import device_for
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Bytes allocated now and at most, errors and retries of the allocator so far. gaps: free bytes
-    beside tensors in segments that do not expand, which serve small tensors alone."""
+    beside tensors in segments that do not expand, which serve small tensors alone. host: bytes of host
+    memory that checkpoints hold."""
 
     allocated: int = 0
     peak: int = 0
     ooms: int = 0
     retries: int = 0
     gaps: int = 0
+    host: int = 0
 
 
 class Gauge:
@@ -33,7 +35,12 @@ class Gauge:
         whole = stats["allocated_bytes"]["all"]
         gaps = stats["inactive_split_bytes"]["all"]["current"]  # none where segments expand
         return Counters(
-            whole["current"], whole["peak"], stats["num_ooms"], stats["num_alloc_retries"], gaps
+            whole["current"],
+            whole["peak"],
+            stats["num_ooms"],
+            stats["num_alloc_retries"],
+            gaps,
+            held(),
         )
 
     def limit(self) -> int:

@@ -30,8 +30,8 @@ class Pass:
 
     Attributes:
         names: the tensors of each tile, from PASSES.
-        pieces: of each tile, the fetches (saved tensor, first token, end, group). group: the whole
-            attention output that takes these tokens, None for a slot of the ring.
+        pieces: of each tile, the fetches (saved tensor, first token, end, output). output: the index
+            of the attention output whose buffer takes these tokens, None for a slot of the ring.
     """
 
     names: tuple[str, ...]
@@ -75,20 +75,16 @@ class Kept:
         self.out_buffers = None
 
     # -- passes over the tiles ---------------------------------------------------------------------
-    def cut(self, x, bounds=None):
-        """x[:, a:b] of each tile, in order. x: [B, T, ...], or None, which gives None for each
-        tile; bounds: other ranges, for a part of x.
+    def cut(self, x: Tensor | None):
+        """x[:, a:b] of each tile, in order, of x [B, T, ...]; None for each tile if x is None.
 
-        A tensor is cut in one call: a view costs the host as much as an op. A tensor in the tier,
-        by groups of heads, is read tile by tile.
+        In one call: a view costs the host as much as an op.
         """
         if x is None:
             return repeat(None)
-        if not isinstance(x, Tensor):
-            return (x[:, a:b] for a, b in self.bounds)
         if len(self.bounds) == 1:
             return iter((x,))
-        return iter(x.split([b - a for a, b in bounds or self.bounds], 1))
+        return iter(x.split([b - a for a, b in self.bounds], 1))
 
     def _planned(self) -> list[Pass]:
         """The passes of a backward, in order."""
@@ -105,10 +101,12 @@ class Kept:
             tile: list[tuple] = []
             if "x" in names:
                 tile.append((self.x, *of_x[index], None))
-            for group, out in enumerate(self.outs) if "out" in names else ():
-                tile.append((out, a, b, None if out.resident else group))
-            for saved in self.gates[index] if self.keeps_gates and "gates" in names else ():
-                tile.append((saved, 0, saved.shape[1], None))
+            if "out" in names:
+                for output, saved in enumerate(self.outs):
+                    tile.append((saved, a, b, None if saved.resident else output))
+            if "gates" in names and self.keeps_gates:
+                for saved in self.gates[index]:
+                    tile.append((saved, 0, saved.shape[1], None))
             found.append(tile)
         return found
 
@@ -117,14 +115,16 @@ class Kept:
         outputs are allocated only then.
         """
         found = []
-        for saved, a, b, group in tile:
-            if group is not None and self.out_buffers is None:
-                self.out_buffers = self._room_for_outs()
-            into = None if group is None else self.out_buffers[group][:, a:b]
+        for saved, a, b, output in tile:
+            into = None
+            if output is not None:
+                if self.out_buffers is None:
+                    self.out_buffers = self._empty_outs()
+                into = self.out_buffers[output][:, a:b]
             found.append((saved, a, b, into))
         return found
 
-    def _room_for_outs(self) -> list[Tensor]:
+    def _empty_outs(self) -> list[Tensor]:
         made = [torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs]
         transfers = self.queue.transfers
         transfers.device.wait(transfers.device.mark(), transfers.to_device)
@@ -150,8 +150,8 @@ class Kept:
         nbytes = 0
         for one in self.passes:  # a slot takes the first tile of any pass, the largest
             taken = 0
-            for saved, a, b, group in one.pieces[0]:
-                if group is None:
+            for saved, a, b, output in one.pieces[0]:
+                if output is None:
                     taken += saved.shape[0] * (b - a) * saved.row_bytes + 256
             nbytes = max(nbytes, taken)
         self.queue.make_ring(RING_SLOTS if len(self.bounds) > 1 else 2, nbytes)
@@ -188,18 +188,19 @@ class Kept:
         )
 
     def whole_outs(self, outs):
-        """A function that returns group g's whole attention output, for g in order. Each is freed
-        after use.
+        """A function that returns the n-th attention output, for n in order. Each is freed after
+        use.
 
         outs: the outputs, if they were recomputed.
         """
-        outs = self.out_buffers if outs is None else outs
+        if outs is None:
+            outs = self.out_buffers
         if outs is None:  # they never left the device
-            return lambda g: self.outs[g].tensor()
+            outs = [saved.tensor() for saved in self.outs]
 
-        def take(g):
-            out = outs[g]
-            outs[g] = None
+        def take(n):
+            out = outs[n]
+            outs[n] = None
             return out
 
         return take

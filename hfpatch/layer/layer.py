@@ -171,7 +171,7 @@ class TiledLayer(PatchedLayer):
             if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
                 refuse_packed(type(self))
             y = self._run(request)
-            runtime.ended(self, request.x.device)
+            runtime.layer_ended(self, request.x.device)
             return y
 
     def _run(self, r: Request):
@@ -182,7 +182,7 @@ class TiledLayer(PatchedLayer):
         policy = runtime.policy(self, r.x, r.batch.sequence)
         # Mixers of shared rows need their tiles.
         tiled = r.batch.sequence and self._hfpatch.traits.mixers
-        if runtime.keeps_all(self, r.x, policy) and not tiled:
+        if runtime.layer_begins(self, r.x, policy) and not tiled:
             return self._keeping_all(r)
         return self._in_tiles(r, policy)
 
@@ -202,7 +202,7 @@ class TiledLayer(PatchedLayer):
         policy = None
         if r.given.dim() == 3:  # another shape's input stays on the device
             policy = runtime.policy(self, r.given, r.sequence, whole=True)
-            if runtime.keeps_all(self, r.given, policy):
+            if runtime.layer_begins(self, r.given, policy):
                 return self._keeping_all(r)
         return self._checkpointed(r, policy, whole)
 

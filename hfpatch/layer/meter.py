@@ -90,7 +90,8 @@ class Meter:
             self._tiled(step, None)
         call = self.calls.get(step.key)
         took = seconds_between(*step.forward.clocks) if len(step.forward.clocks) == 2 else None
-        if took and call is not None:
+        # Registering host memory with the driver takes longer than the forward.
+        if took and call is not None and now.host == step.base.host:
             call.seconds.put(step.rows, took)
         ran_out = step.last.ooms > step.base.ooms
         # The first step that takes so much makes the allocator give back segments it had cached.

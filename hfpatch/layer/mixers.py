@@ -1,8 +1,8 @@
 """Mixers: modules that mix tokens without an attention call that hfpatch can intercept.
 
 Examples are delta net, Mamba, short convolution, attention written out in plain code, and attention
-with its own mask. A mixer runs between `pre` and `post`, like attention. `pre` records its input,
-`post` receives a tile of its output, and backward runs the mixer again. A mixer runs in tiles
+with its own mask. A mixer runs between `before` and `after`, like attention. `before` records its
+input, `after` receives a tile of its output, and backward runs the mixer again. A mixer runs in tiles
 through time (time_tiles.py) if decoder/time_probe.py proved that it can, else over whole rows.
 Packed documents run one by one, which isolates them under any kernel, with the memory of the
 longest. A probe finds mixers by changing one token and comparing the outputs of the others.

@@ -5,18 +5,14 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 import dataclasses
 import sys
 import weakref
-from collections import Counter
-from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hfpatch.budget import free as memory
-from hfpatch.budget.cuts import tile_bounds
 from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.limits import environment_number
-from hfpatch.budget.measured import HOST_SHARE, Abilities, rounded
+from hfpatch.budget.measured import Abilities, rounded
 from hfpatch.budget.policy import LEAST, Checkpointing, auto_tile, describe
 from hfpatch.compat import all_parameters, autocast_dtype
 from hfpatch.layer.forward_state import is_sharded
@@ -29,8 +25,6 @@ from hfpatch.layer.traits import layers_in
 from hfpatch.parallel.shards import Shards, least_of, tensor_parallel_group, together
 from hfpatch.report import say
 from hfpatch.store.transfers import FetchQueue, Transfers
-
-SCARCE_HOST = 2 << 30  # bytes of free host memory below which none is held for longer batches
 
 
 def metered(device: torch.device) -> bool:
@@ -47,12 +41,6 @@ def arrival_counts() -> bool:
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
 
 
-@cache
-def unkept(tile: int) -> Checkpointing:
-    """The policy of a forward without gradients."""
-    return dataclasses.replace(LEAST, offload="gpu", tile=tile)
-
-
 @dataclasses.dataclass
 class Shape:
     """What was decided for batches of one shape.
@@ -60,21 +48,17 @@ class Shape:
     Attributes:
         first: the policy of its first step.
         policy: of its current or last step.
-        reserved: the policy whose host memory is reserved.
         steps: of ranks that decide alike, so far; agreed: what they decided last.
     """
 
     first: Checkpointing
     policy: Checkpointing
-    reserved: Checkpointing | None = None
     steps: int = 0
     agreed: Checkpointing | None = None
 
 
 class Policies:
-    """The part of a model's LayerRuntime, which has the attributes, that chooses what layers keep, and
-    reserves memory for it.
-    """
+    """The part of a model's LayerRuntime, which has the attributes, that chooses what layers keep."""
 
     @property
     def policies(self) -> list[Checkpointing]:
@@ -110,8 +94,7 @@ class Policies:
     def policy(
         self, layer: nn.Module, x_BTD: Tensor, sequence=None, whole: bool = False
     ) -> Checkpointing:
-        """The policy for this batch shape. A new shape gets a policy, and host memory is reserved
-        for it.
+        """The policy for this batch shape.
 
         whole: the layer cannot be tiled; sequence: the ranks that share its rows
         (parallel.exchange.Sequence), which all choose alike. Raises ValueError if the host cannot
@@ -133,7 +116,9 @@ class Policies:
             if shape is not None:
                 return shape.policy
             tile = self.checkpointing.tile
-            return unkept(auto_tile(B * T) if tile == "auto" else tile)
+            if tile == "auto":
+                tile = auto_tile(B * T)
+            return dataclasses.replace(LEAST, offload="gpu", tile=tile)
         # [Step 1] The first policy of a new shape. A forked process has no queues.
         if shape is None or (device, shape.policy.offload) not in self.queues:
             first = self._opened(layer, x_BTD, longest, whole)
@@ -143,15 +128,6 @@ class Policies:
         if step is not None and (begins or step.plan is None or step.plan.whole != whole):
             self._grow(meter, shape, layer, x_BTD, whole)
             self._say(meter, shape.policy, (B, T, whole), (B, longest, whole, step.key), x_BTD)
-        # [Step 3] Its host memory. A reservation that raises leaves the shape forgotten: the next
-        # call decides again and tries again.
-        if shape.reserved != shape.policy:
-            del self.shapes[key]
-            group = None if whole else tensor_parallel_group(layer)
-            reserve = partial(self._reserve, shape.policy, layer, x_BTD, longest, meter)
-            self._together(group, reserve)
-            shape.reserved = shape.policy
-            self.shapes[key] = shape
         return shape.policy
 
     def _settle(self, room: int) -> None:
@@ -162,7 +138,7 @@ class Policies:
 
     def _opened(self, layer, x_BTD: Tensor, longest: int, whole: bool) -> Checkpointing:
         """The first policy of a shape. Ranks that must choose alike do so together."""
-        group = None if whole else tensor_parallel_group(layer)
+        group = self._group(layer, whole)
 
         def open_shape():
             found = self._resolve(layer, longest, x_BTD, whole, group)
@@ -179,31 +155,29 @@ class Policies:
                 )
             return found
 
-        found = self._together(group, open_shape)
+        if group is None:
+            return open_shape()
+        found = together(group, open_shape)
         # Segments (every > 1) keep whole inputs; only single layers keep x in parts.
-        if group is not None and found.every == 1 and self.shards is None:
+        if self.sequence is None and found.every == 1 and self.shards is None:
             self.shards = Shards(group)
         return found
 
-    def _together(self, group, work):
-        """Runs work() on all ranks that must choose alike; if one raises, all raise. group: the
-        tensor-parallel ranks, or None.
+    def _group(self, layer: nn.Module, whole: bool):
+        """The ranks that must choose alike: those that share rows, or a tiled layer's weights. None
+        if this one chooses alone.
         """
         if self.sequence is not None:
-            return self.sequence.together(work)
-        return work() if group is None else together(group, work)
-
-    def _least(self, group, numbers: list) -> list:
-        """The least of each number, of all ranks that must choose alike; group as in _together."""
-        if self.sequence is not None:
-            return self.sequence.least(numbers)
-        return numbers if group is None else least_of(group, numbers)
+            return self.sequence.group
+        return None if whole else tensor_parallel_group(layer)
 
     def _resolve(self, layer: nn.Module, T: int, x: Tensor, whole: bool, group) -> Checkpointing:
         """The first policy of a shape: what is sure to be little."""
         settings = self._settings(x, layer)
         meter = self.meter_of(x.device)
-        free = self._least(group, [meter and meter.free(), self._host_free()])
+        free = [meter and meter.free(), self._host_free()]
+        if group is not None:
+            free = least_of(group, free)
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
@@ -254,8 +228,8 @@ class Policies:
         settings = self._settings(x, layer)
         shape.policy = meter.next_policy(shape.first, settings, able, x.shape[0] * x.shape[1])
         meter.step.plan.whole = whole
-        group = None if whole else tensor_parallel_group(layer)
-        if self.sequence is not None or group is not None:
+        group = self._group(layer, whole)
+        if group is not None:
             self._agree(meter, shape, group)
 
     def _say(
@@ -281,13 +255,15 @@ class Policies:
         shape.steps += 1
         if shape.steps & (shape.steps - 1) == 0:
             # numbers from 0
-            plain, tile, keep = self._least(group, [own.plain, own.tile, own.keep + 1])
+            plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
             shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
         shape.policy = shape.agreed
         meter.firm(shape.policy)
 
-    def keeps_all(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
-        """Whether this layer keeps all that autograd saves. Called as its forward begins."""
+    def layer_begins(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:
+        """A layer's forward begins: releases sources of copies that have no room beside it. Returns
+        whether it keeps all that autograd saves.
+        """
         meter = self.meters.get(x.device)
         index = layer._hfpatch.index
         if not torch.is_grad_enabled():
@@ -304,7 +280,7 @@ class Policies:
             planned if self.checkpointing.plain == "auto" else index >= self.n_layers - policy.plain
         )
 
-    def ended(self, layer: nn.Module, device: torch.device) -> None:
+    def layer_ended(self, layer: nn.Module, device: torch.device) -> None:
         """A layer's forward has ended."""
         if layer._hfpatch.index != self.n_layers - 1 or not torch.is_grad_enabled():
             return
@@ -334,45 +310,6 @@ class Policies:
 
     def _host_free(self) -> int | None:
         """Free host memory of this rank, with the unused memory of this runtime's pools."""
-        free = memory.host_free()
-        ranks = environment_number("LOCAL_WORLD_SIZE", 1, 1)
+        free = memory.rank_host_free()
         waits = sum(q.transfers.pool.bytes_free for q in self.queues.values())
-        return None if free is None else free // ranks + waits
-
-    def _reserve(
-        self, policy: Checkpointing, layer, x: Tensor, T: int, meter: Meter | None
-    ) -> None:
-        """Reserves host memory for a step of at most T tokens a row, in one block: each block has to
-        be pinned.
-        """
-        if policy.offload != "host" or self._mixes(layer):  # they save tensors of several sizes
-            return
-        pool = self.queues[x.device, "host"].transfers.pool
-        free = memory.host_free()
-        if free is not None and free < SCARCE_HOST:
-            pool.give_back()  # host memory is scarce: hold no more than this length takes
-        below = self.n_layers - self._keeping(x)
-        layers = -(-(self._keeping(x) - policy.plain) // policy.every)
-        ranks = 1 if self.shards is None else self.shards.world
-        rows = x[:, :1, ..., 0].numel() * T
-        computed = (autocast_dtype(x.device.type) or x.dtype).itemsize
-
-        def named(name: str) -> int:
-            return max((getattr(c, name, 0) or 0 for c in layer._hfpatch.configs), default=0)
-
-        heads = named("num_attention_heads")
-        head = layer._hfpatch.condition.head_dim
-        saved = layers * policy.saves_attention
-        one = rows * x.shape[-1] * x.element_size()
-        sizes = Counter({one // ranks: layers})
-        bounds = tile_bounds(len(x), T, policy.tile)
-        # the gradient of the input of the layer whose backward runs
-        sizes[one] += policy.parks_dx and len(bounds) > 1
-        sizes[rows * (heads * (named("v_head_dim") or head) or x.shape[-1]) * computed] += saved
-        sizes[rows * heads * max(4, computed)] += saved
-        gates = min(policy.keep, self.n_layers - policy.plain) - below
-        if meter is not None and meter.step is not None and gates > 0:
-            for a, b in bounds:
-                sizes[x.shape[0] * (b - a) * meter.step.plan.gate_up // 2] += 2 * gates
-        most = self._host_free()
-        pool.reserve(+sizes, most and int(HOST_SHARE * most))
+        return None if free is None else free + waits

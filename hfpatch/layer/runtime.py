@@ -1,8 +1,8 @@
 """What a model's tiled layers share: policies (policies.py), the order of their calls, frozen weights
 on the host, and the lines already printed.
 
-A backward follows the order of calls from its end: the previous call, and when to prefetch its
-checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
+A backward follows the order of calls from its end: each call knows that of the layer below, and
+prefetches its checkpoints. Segments are links between calls, not loops around them: the model's own forward calls
 its layers one by one.
 """
 
@@ -57,7 +57,7 @@ class LayerRuntime(Policies):
         weights: frozen weights that wait on the host.
         turn: the model's lock.
         last_call: weak references to the last call and to its output, and how often that was
-            written to; last_held: to the last input that layer/whole.py kept and its layer's output.
+            written to.
     """
 
     def __init__(self, checkpointing: Checkpointing, n_layers: int, turn: Turn | None = None):
@@ -69,7 +69,7 @@ class LayerRuntime(Policies):
         self.meters: dict[torch.device, Meter | None] = {}
         self.printed: dict[tuple, Checkpointing] = {}
         self.owner = lambda: None
-        self.sequence = self.last_held = None
+        self.sequence = None
         self.exchanges_tokens = False
         self.copy_room = 0
         self._found: list = []  # weak references to the layers
@@ -130,21 +130,21 @@ class LayerRuntime(Policies):
 
     # -- the order of calls ------------------------------------------------------------------------
     def link(self, call: LayerCall, x: Tensor) -> None:
-        """Links a call to the previous one if x is the output of that. every > 1 forms its segments
+        """Links a call to that of the layer below, whose output is x. every > 1 forms its segments
         here.
         """
         call.queue = self.queues[x.device, call.policy.offload]
-        before = self._before(x)
-        if before is not None:
-            call.previous = weakref.ref(before)
+        below = self._call_of(x)
+        if below is not None:
+            call.below = weakref.ref(below)
             # a segment makes no gradient of the hidden states inside it
             watched = call.policy.every > 1 and (x.is_leaf or gradient_is_watched(x))
             # A segment ends where the policy changes: another one keeps its input elsewhere.
-            alike = before.policy == call.policy
-            if not watched and alike and len(before.segment) + 1 < call.policy.every:
-                call.segment = (*before.segment, before)
+            alike = below.policy == call.policy
+            if not watched and alike and len(below.segment) + 1 < call.policy.every:
+                call.segment = (*below.segment, below)
 
-    def _before(self, x: Tensor) -> LayerCall | None:
+    def _call_of(self, x: Tensor) -> LayerCall | None:
         """The last call, if x is its output as it left it."""
         # a view of the output if the hidden states are residual streams
         last, output, count = self.last_call
@@ -229,15 +229,11 @@ class Waiting:
         self.runtime = runtime
 
     def __iter__(self):
-        owner = self.runtime.owner() if self.runtime.weights.on else None
-        layers = () if owner is None else layers_in(owner)
-        waiting = {id(table[n]) for layer in layers for table, n in frozen_tables(layer)}
-        tensors = () if owner is None else (*owner.named_parameters(), *owner.named_buffers())
-        return iter(
-            [
-                prefix + n
-                for n, t in tensors
-                if id(t) in waiting
-                for prefix in ("", "base_model.model.")
-            ]
-        )
+        owner = self.runtime.owner()
+        if owner is None or not self.runtime.weights.on:
+            return
+        waiting = {id(table[n]) for layer in layers_in(owner) for table, n in frozen_tables(layer)}
+        for name, tensor in (*owner.named_parameters(), *owner.named_buffers()):
+            if id(tensor) in waiting:
+                yield name
+                yield f"base_model.model.{name}"

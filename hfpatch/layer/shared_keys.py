@@ -62,7 +62,7 @@ def of_its_own(kwargs: dict) -> dict:
 
 
 def left_by(written: dict, calls: list) -> dict:
-    """key -> (indices of k and v in the result of `pre`) for each entry that a layer wrote.
+    """key -> (indices of k and v in the result of `before`) for each entry that a layer wrote.
     ValueError if an entry is not the keys and values of one of these attention calls.
     """
     places = {

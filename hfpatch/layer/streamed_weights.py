@@ -157,7 +157,7 @@ class Packed:
     def _to_host(self, transfers: Transfers) -> None:
         block = transfers.pool.take(self.nbytes)
         self.saved = Saved((1, self.nbytes), torch.uint8, block=block, row_bytes=1, resident=False)
-        block, device = self.saved.block.thing.bytes, transfers.device
+        block, device = self.saved.block.bytes, transfers.device
         with torch.no_grad():
             for piece in self.pieces:
                 piece.of(piece.cut(block)).copy_(piece.tensor, non_blocking=device.pins)
@@ -289,8 +289,8 @@ class StreamedWeights:
                 yield
 
     @contextmanager
-    def again(self, layer: nn.Module, then: nn.Module | None):
-        """The same for its backward. then: the layer that runs next."""
+    def again(self, layer: nn.Module, next_layer: nn.Module | None):
+        """The same for its backward."""
         if not self.on:
             yield
             return
@@ -298,12 +298,12 @@ class StreamedWeights:
             packed = self.packed.get(layer._hfpatch.index)
             if self.packed and (packed is None or packed.given_others()):
                 raise edited(f"a weight of a {type(layer).__name__}", "replaced")
-            following = None if then is None else then._hfpatch.index
+            following = None if next_layer is None else next_layer._hfpatch.index
             with self._on_device(layer._hfpatch.index, following):
                 yield
 
     @contextmanager
-    def _on_device(self, index: int, then: int | None, prefetched: int | None = None):
+    def _on_device(self, index: int, following: int | None, prefetched: int | None = None):
         packed = self.packed.get(index)  # None after undo()
         if packed is None or not packed.nbytes:
             yield
@@ -317,8 +317,8 @@ class StreamedWeights:
                 ticket = self._fetch(index)
                 ticket.wait()
                 packed.move_to(ticket.slot.bytes)
-                if then in self.packed and self.packed[then].nbytes:
-                    self._fetch(then)
+                if following in self.packed and self.packed[following].nbytes:
+                    self._fetch(following)
             self.prefetched = prefetched
             yield
         except BaseException:

@@ -82,13 +82,13 @@ class TimedCall(LayerCall):
 
     begin_passes = prefetch
 
-    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, before):
+    def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, below):
         self.mixer.weights = [weights]
         self.mixer.unread = True
         dx = torch.empty_like(dy_BTD, memory_format=torch.contiguous_format) if need_x else None
         self.time.backward(self.mixer, None, dy_BTD, dx)
-        if before is not None:
-            before.prefetch()
+        if below is not None:
+            below.prefetch()
         return dx
 
 

@@ -19,10 +19,8 @@ from hfpatch.layer.whole import offloaded_checkpoint
 from hfpatch.store.transfers import FetchQueue, Transfers
 
 
-def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Checkpointing:
-    """The policy for a block's input x. first: x is the first block's, which reserves host memory
-    for all.
-    """
+def _place(tower: LayerRuntime, x: Tensor) -> Checkpointing:
+    """The policy for a block's input x."""
     place = tower.checkpointing.offload
     if place == "auto":
         place = "host" if x.is_cuda else "gpu"
@@ -30,8 +28,6 @@ def _place(tower: LayerRuntime, x: Tensor, first: bool) -> Checkpointing:
     if (x.device, place) not in tower.queues:
         transfers = Transfers(x.device, policy.tier, policy.directory)
         tower.queues[x.device, place] = FetchQueue(transfers)
-    if first and place == "host":
-        tower.transfers.pool.reserve({x.numel() * x.element_size(): tower.n_layers})
     return policy
 
 
@@ -66,8 +62,7 @@ class TowerBlock:
             with tower.turn:
                 return super(TowerBlock, self).forward(x, *rest, **kwargs)
 
-        place = _place(tower, x, known.index == 0)
-        return offloaded_checkpoint(tower, place, self, run, x)
+        return offloaded_checkpoint(tower, _place(tower, x), self, run, x)
 
 
 def find_towers(model: nn.Module, stack: nn.Module) -> dict[str, list[tuple]]:

@@ -1,7 +1,6 @@
 """The two parts of a layer by its own forward on a tile of tokens: up to attention, and after it.
 
-No family has code in this file. The common block calls its modules without the layer's own forward
-(layer/block.py), with the same bits.
+No family has code in this file.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from hfpatch.compat import collecting, modules_in, values_for_now
 from hfpatch.context.current import Answering, Call, Noting, Stopped, asking, our_attention
 from hfpatch.layer.adapted_experts import experts_forwards, experts_in
-from hfpatch.layer.arguments import Arguments, takes_by_name
-from hfpatch.layer.block import Block
+from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.gate_up import gates_of
 from hfpatch.layer.graph_bytes import tile_graph, unmeasured
 from hfpatch.layer.mixers import Mixer, standing_in
@@ -39,7 +37,6 @@ class Traced:
         forward: the layer's own, if it is not a TiledLayer yet.
         condition: layer.condition.Condition, as long as it holds; None for a small instance.
         autocast: its dtype in forward, and whether it cached casts.
-        block: the common block, bound to this call; None for other layers.
         rng: generator states, by phase and tile; None if nothing in the layer draws random numbers.
         records: keys of what else transformers records inside the layer (router logits); None if it
             records nothing in this forward.
@@ -47,12 +44,12 @@ class Traced:
         adding: WeightGradients.adding, in a backward over several tiles; None if autograd collects
             the weights' gradients.
 
-    Of the last `pre`:
+    Of the last `before`:
         asked: scale, pattern and sinks of each attention call.
         mixers: modules that mix tokens otherwise.
-        left: entries for later layers: key -> indices of k and v in the result of `pre`.
+        left: entries for later layers: key -> indices of k and v in the result of `before`.
 
-    Of the last `post`:
+    Of the last `after`:
         recorded: (key, dimensions) of each recorded tensor.
         beside: the layer's further return values, with _TENSOR for tensors; None if it returns its
             output alone.
@@ -66,7 +63,6 @@ class Traced:
     forward: object = None
     condition: object = None
     autocast: tuple = (None, True)
-    block: Block | None = None
     rng: dict | None = None
     records: tuple[str, ...] | None = ()
     found: dict = field(default_factory=dict)
@@ -78,20 +74,8 @@ class Traced:
     beside: tuple | None = None
 
     def __post_init__(self):
-        given = self.arguments
         # the arguments besides the hidden states that need a gradient
-        self.wanted: list[Tensor] = []
-        if not (self.traits.block and takes_by_name(given.args, given.kwargs)):
-            self.wanted = given.wanted()
-            return
-        known = self.condition
-        found = None if known is None else known.block
-        if found is None:
-            found = Block(self.layer)
-        if known is not None:
-            known.block = found
-        self.block = found.of_call(given.kwargs)
-        self.asked = [self.block.asked]
+        self.wanted: list[Tensor] = self.arguments.wanted()
 
     # -- one run of a part -------------------------------------------------------------------------
     def _run(self, role, x_BtD: Tensor, args: tuple, kwargs: dict):
@@ -101,26 +85,33 @@ class Traced:
         with asking(role), stand_ins, our_attention(self.configs, self.batch):
             return (self.forward or self.layer.stock_forward)(x_BtD, *args, **kwargs)
 
-    def pre(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
+    def before(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
         """q [B, t, H, E], k [B, t, K, E], v [B, t, K, E_v] of each attention call, then each
         mixer's input [B, t, D].
 
-        unread: skips the values of LayerTraits.unread_pre. NotStopped if the forward runs past its
-        attention.
+        unread: skips the values of LayerTraits.unread_before. NotStopped if the forward runs past
+        its attention.
         """
         if not (self.traits.attention or self.traits.mixers):
             return []
         # An argument's gradient may read any value. It goes to the tile's stand-in for the
         # argument.
         unread = unread and not self.wanted
-        names = self.traits.unread_pre if unread else ()
+        names = self.traits.unread_before if unread else ()
+        run = partial(self._before, _without_graph(x_BtD), a, b)
         with self._forwards(names, x_BtD.device.type, unread):
-            return (self._pre if self.block is None else self.block.pre)(x_BtD, a, b)
+            parts = self.replayed("before", a, x_BtD.device, run)
+        # mixers cast their input themselves, and autocast leaves float64
+        dtype = self.autocast[0]
+        if dtype is None:
+            return parts
+        n = 3 * len(self.asked)
+        return [x if x.dtype == torch.float64 else x.to(dtype) for x in parts[:n]] + parts[n:]
 
-    def _pre(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
+    def _before(self, x_BtD: Tensor, a: int, b: int) -> list[Tensor]:
         note = Noting(len(self.traits.mixing))
         args, kwargs = self.arguments.tile(a, b)
-        # `post` runs this code too and records there (JetMoE's router of heads).
+        # `after` runs this code too and records there (JetMoE's router of heads).
         unrecorded = nullcontext() if self.records is None else collecting({})
         try:
             with unrecorded:
@@ -169,7 +160,7 @@ class Traced:
         rows = self.found[key]
         return values_for_now(rows) if rows else nullcontext()
 
-    def post(
+    def after(
         self,
         x_BtD: Tensor,
         outs_BtHE: list[Tensor],
@@ -183,11 +174,13 @@ class Traced:
         one per call.
 
         The recorded tensors follow, then other tensors that the layer returns, each as [B, t, ...].
-        noted, known: as in parts.keeping. unread: skips the values of LayerTraits.unread_post, and
+        noted, known: as in parts.keeping. unread: skips the values of LayerTraits.unread_after, and
         those of the projections whose results are known.
         """
         found = {key: [] for key in self.records} if self.records else {}
-        names = self.traits.unread_post if unread and not self.wanted else self.traits.unread_always
+        names = (
+            self.traits.unread_after if unread and not self.wanted else self.traits.unread_always
+        )
         if known:
             names = (*names, *gates_of(self.layer))
         with (
@@ -195,12 +188,8 @@ class Traced:
             nullcontext() if self.records is None else collecting(found),
             keeping(noted, known) if noted is not None or known else nullcontext(),
         ):
-            if self.block is not None:
-                y = self.block.post(x_BtD, *outs_BtHE)
-            else:
-                n = len(self.traits.attention)
-                role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
-                y = self._run(role, x_BtD, *self.arguments.tile(a, b))
+            run = partial(self._after, _without_graph(x_BtD), outs_BtHE, a, b)
+            y = self.replayed("after", a, x_BtD.device, run)
         self.recorded = []
         self.beside = None
         if isinstance(y, Tensor) and not found:
@@ -215,13 +204,18 @@ class Traced:
         self.beside = tuple(_TENSOR if isinstance(x, Tensor) else x for x in y[1:])
         return [y[0], *extras, *(x for x in y[1:] if isinstance(x, Tensor))]
 
+    def _after(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int):
+        n = len(self.traits.attention)
+        role = Answering(outs_BtHE[:n], dict(zip(self.traits.mixers, outs_BtHE[n:])))
+        return self._run(role, x_BtD, *self.arguments.tile(a, b))
+
     def run(self, args: tuple, kwargs: dict, unread: bool):
         """The layer's return value for a tile, with the mixers' states among these arguments.
-        unread: a backward follows, and the values are unread. What the output of `post` never
+        unread: a backward follows, and the values are unread. What the output of `after` never
         depends on is read by the mixers here.
         """
         before = self.traits.unread_always
-        names = tuple(n for n in self.traits.unread_post if unread and n not in before)
+        names = tuple(n for n in self.traits.unread_after if unread and n not in before)
         with self._forwards(names, args[0].device.type, True):
             y = (self.forward or self.layer.stock_forward)(*args, **kwargs)
         self.beside = None if isinstance(y, Tensor) else y[1:]
@@ -237,25 +231,6 @@ class Traced:
         with replayed(self.rng, (phase, start), device):
             return run()
 
-    def before(self, x_BtD: Tensor, a: int, b: int, unread: bool = False) -> list[Tensor]:
-        # Detached: a view made without a graph still says requires_grad, but has no grad_fn.
-        x_BtD = x_BtD if torch.is_grad_enabled() else x_BtD.detach()
-        parts = self.replayed(
-            "before", a, x_BtD.device, partial(self.pre, x_BtD, a, b, unread=unread)
-        )
-        # mixers cast their input themselves, and autocast leaves float64
-        dtype = self.autocast[0]
-        if dtype is None:
-            return parts
-        n = 3 * len(self.asked)
-        return [x if x.dtype == torch.float64 else x.to(dtype) for x in parts[:n]] + parts[n:]
-
-    def after(self, x_BtD: Tensor, outs_BtHE: list[Tensor], a: int, b: int, noted=None):
-        # DTensor weights (tensor parallelism) accept no strided tile of a batch.
-        outs = list(map(Tensor.contiguous, outs_BtHE))
-        run = partial(self.post, x_BtD.detach(), outs, a, b, noted=noted)
-        return self.replayed("after", a, x_BtD.device, run)
-
     def after_backward(self, x, outs_BtHE, a: int, b: int, dys, known: list, need_x: bool, weights):
         x = x.detach().requires_grad_(need_x)
         leaves = [out.contiguous().detach().requires_grad_(True) for out in outs_BtHE]
@@ -264,8 +239,7 @@ class Traced:
             # Aliases: FlopCounterMode hooks what modules are given, and autograd.grad refuses
             # hooks of this kind on leaves. The gradient of x.view_as(x) has other strides than dy.
             given = [y[...] for y in (x, *leaves)]
-            run = partial(self.post, given[0], given[1:], a, b, unread=True, known=known)
-            tiles = self.replayed("after", a, x.device, run)
+            tiles = self.after(given[0], given[1:], a, b, unread=True, known=known)
         built(tiles)
         known.clear()
         dx, *douts = self._walk(weights, tiles, dys, [x, *leaves], self.arguments.stand_ins)
@@ -287,9 +261,7 @@ class Traced:
             ys = list(parts)
             dys = list(grads)
             for asked, dsinks_H in zip(self.asked, dsinks or ()):
-                # A block's call has those of the forward, a leaf outside of this graph.
-                own = self.block is None or dsinks_H is None
-                ys.append(asked.sinks_H if own else self.block.attn.sinks)
+                ys.append(asked.sinks_H)
                 dys.append(dsinks_H)
             return self._walk(weights, ys, dys, [x], given)[0]
 
@@ -331,6 +303,12 @@ class Traced:
         for key, places in self.left.items():
             shared[key] = tuple(next(extras).transpose(1, 2) for _ in places)
         return y if beside is None else (y, *beside)
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    """x, without requires_grad where no graph is made: a view made there keeps it, but has no
+    grad_fn."""
+    return x if torch.is_grad_enabled() else x.detach()
 
 
 def _by_rows(recorded: Tensor, x_BtD: Tensor) -> Tensor:

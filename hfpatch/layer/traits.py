@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hfpatch.compat import modules_in
-from hfpatch.context.class_code import rope_of
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,10 @@ class LayerTraits:
         untimed: (name, reason) of each mixer that does not.
         carries: the layer's argument that takes states, if the layer has no attention and can run
             in tiles through time itself (timed.py). "" if it mixes no tokens; None if it cannot.
-        block: the layer is norm, attention, norm, MLP, as in layer/block.py.
-        unread_post: names of modules whose output values no gradient reads when `post` runs again
+        unread_after: names of modules whose output values no gradient reads when `after` runs again
             in backward.
-        unread_pre: the same for `pre`.
-        unread_always: the names in unread_post whose values the layer's output does not read
+        unread_before: the same for `before`.
+        unread_always: the names in unread_after whose values the layer's output does not read
             either, so that they are skipped in forward too.
         reason: why the layer is not tiled (layer.why_whole.Why, of stage apply), or None.
         softcap: the cap of attention's scores, or None.
@@ -38,9 +36,8 @@ class LayerTraits:
     timed: tuple[tuple[str, str], ...] = ()
     untimed: tuple[tuple[str, str], ...] = ()
     carries: str | None = None
-    block: bool = False
-    unread_post: tuple[str, ...] = ()
-    unread_pre: tuple[str, ...] = ()
+    unread_after: tuple[str, ...] = ()
+    unread_before: tuple[str, ...] = ()
     unread_always: tuple[str, ...] = ()
     reason: str | None = None
     softcap: float | None = None
@@ -64,19 +61,6 @@ class LayerTraits:
     def mixing(self) -> tuple[str, ...]:
         """Names of the modules that mix tokens."""
         return (*self.attention, *self.mixers)
-
-
-def looks_like_a_block(layer: nn.Module) -> bool:
-    """Whether the layer has the modules of layer/block.py's block. The probe then compares the
-    two."""
-    attn = getattr(layer, "self_attn", None)
-    has = lambda m, names: all(hasattr(m, n) for n in names)  # noqa: E731
-    return (
-        attn is not None
-        and has(layer, ("input_layernorm", "post_attention_layernorm", "mlp"))
-        and has(attn, ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"))
-        and rope_of(attn) is not None
-    )
 
 
 @dataclass(eq=False)

@@ -28,16 +28,16 @@ class WeightGradients(ExitStack):
     casts the sums back.
     """
 
-    def __init__(self, then: ForwardState, several: bool):
+    def __init__(self, state: ForwardState, several: bool):
         super().__init__()
-        self.then = then
+        self.state = state
         self.several = several
-        self.sums: list[Tensor | None] = [None] * sum(then.trained)
+        self.sums: list[Tensor | None] = [None] * sum(state.trained)
 
     def __enter__(self):
         super().__enter__()
-        self.enter_context(as_in_forward(self.then))
-        places = zip(self.then.places, self.then.trained)
+        self.enter_context(as_in_forward(self.state))
+        places = zip(self.state.places, self.state.trained)
         self.tensors = [tensor_at(*place) for place, trained in places if trained]
         for x in self.tensors:
             if not x.requires_grad:  # frozen since the forward

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.sequence import why_not_shared_out
-from hfpatch.parallel.shards import least_of, of_hosts, together
+from hfpatch.parallel.shards import least_of, of_hosts
 from hfpatch.store.device import device_for, on_host
 
 # Limit of states in flight to the next rank, which bounds how far a rank runs ahead.
@@ -70,10 +70,6 @@ class Sequence:
     def least(self, numbers: list[int | None]) -> list[int | None]:
         """The least of each number over the ranks; None if one rank has None."""
         return least_of(self.group, numbers)
-
-    def together(self, work):
-        """Runs work() on every rank; if one raises, all raise."""
-        return together(self.group, work)
 
     # -- order of tokens ---------------------------------------------------------------------------
     def chunks(self, t: int) -> list[tuple[int, int, int]]:

@@ -27,34 +27,26 @@ def keeping(noted: list | None, known: list | None):
         known: gate and up, recorded earlier, which replace the computed ones.
     """
     before = _here.lists
-    _here.lists = noted, known
     try:
+        _here.lists = noted, known
         yield
     finally:
         _here.lists = before
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """Returns `value`.
-
-    Its gradient goes unchanged to each of `parts`, the terms of the sum that it is.
-    """
+    """Returns `value`. Its gradient goes unchanged to `computed`."""
 
     @staticmethod
-    def forward(ctx, value, *parts):
+    def forward(ctx, value, computed):
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx, dy):
-        return None, *(dy,) * (len(ctx.needs_input_grad) - 1)
+        return None, dy
 
 
 _in_place_of = _InPlaceOf.apply
-
-
-def unread_sum(*parts: Tensor) -> Tensor:
-    """Replaces the sum of `parts` where its value is unread: costs no memory traffic."""
-    return _in_place_of(parts[0], *parts)
 
 
 def kept(*values: Tensor) -> tuple[Tensor, ...]:

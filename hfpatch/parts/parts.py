@@ -35,21 +35,17 @@ _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
 class FusedRMSNorm:
-    """An RMSNorm in one kernel. With `residual` the kernel also computes the sum before the norm.
+    """An RMSNorm in one kernel.
 
     _hfpatch: (name of the epsilon attribute, offset, cast), see ops/rms_norm.py.
     """
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None = None):
+    def forward(self, hidden_states: Tensor) -> Tensor:
         if self._hfpatch_base.forward is not type(self)._hfpatch_code:
-            total = hidden_states if residual is None else hidden_states + residual
-            normed = super().forward(total)
-            return normed if residual is None else (normed, total)
+            return super().forward(hidden_states)
         eps, offset, cast = self._hfpatch
-        weight, eps = getattr(self, "weight", None), getattr(self, eps)
-        if residual is None:
-            return ops.rms_norm(hidden_states, weight, eps, offset=offset, cast=cast)
-        return ops.add_rms_norm(hidden_states, residual, weight, eps, offset=offset, cast=cast)
+        weight = getattr(self, "weight", None)
+        return ops.rms_norm(hidden_states, weight, getattr(self, eps), offset=offset, cast=cast)
 
 
 def close(ours: Tensor, theirs: Tensor, steps: float) -> bool:

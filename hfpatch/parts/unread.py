@@ -2,12 +2,12 @@
 skipped.
 
 What is skipped is the forward matmul alone: the Linear is called, and its backward runs. When: as a
-backward runs `pre` or `post` of a tile again (LayerTraits.unread_pre, unread_post), and in forward
+backward runs `before` or `after` of a tile again (LayerTraits.unread_before, unread_after), and in forward
 too where not even the layer's output depends on the values (unread_always). `skippable` finds the
 modules, `skipping` makes their forwards for the time.
 
-Two examples. The last projection in `post` is added to the residual, and no gradient reads the sum.
-A q or k projection in `pre` is rotated, and the rotation's backward reads only the angles. Such a
+Two examples. The last projection in `after` is added to the residual, and no gradient reads the sum.
+A q or k projection in `before` is rotated, and the rotation's backward reads only the angles. Such a
 Linear returns one constant row, expanded over all tokens, and keeps its ordinary backward, so every
 gradient stays the same to the bit. decoder/probe.py finds these Linears.
 
@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import autocast_dtype, is_fake, modules_in, modules_of, submodule
+from hfpatch.compat import autocast_dtype, is_fake, modules_in, modules_of
 from hfpatch.context.classes import LINEAR, other_forward, package_of
 from hfpatch.ops.rope import ROPE
 from hfpatch.parts import experts
@@ -149,7 +149,7 @@ def skippable(layer: nn.Module, names) -> list[tuple]:
     found = []
     for name in dict.fromkeys(names):
         if as_found(layer, name):
-            named = submodule(layer, name)
+            named = layer.get_submodule(name)
             module = base_of(named)
             if can_go_without(module):
                 found.append((module, module is not named, experts.layout_of(module)))

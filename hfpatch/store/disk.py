@@ -76,7 +76,7 @@ class DiskDirectory:
                 job.exception()  # waits; the reader of the file raises it
         nbytes = source.numel()
         loan = self.pool.take(nbytes)
-        loan.thing.bytes[:nbytes].copy_(source, non_blocking=self.device.pins)
+        loan.bytes[:nbytes].copy_(source, non_blocking=self.device.pins)
         copied = self.device.mark(stream, blocking=True)
         jobs = self._jobs(self._write, file, at, loan, 0, nbytes, copied)
         self.writing.append(jobs)
@@ -85,7 +85,7 @@ class DiskDirectory:
     def _write(self, file: File, at: int, loan: Loan, bounds: tuple[int, int], copied) -> None:
         self.device.synchronize(copied)
         start, stop = bounds
-        view = self.device.host_bytes(loan.thing.bytes, writes=False)[start:stop]
+        view = self.device.host_bytes(loan.bytes, writes=False)[start:stop]
         try:
             while view:
                 done = os.pwrite(file.fd, view, at)
@@ -112,7 +112,7 @@ class DiskDirectory:
 
     def _read(self, file: File, at: int, loan: Loan, bounds: tuple[int, int]) -> None:
         file.wait_written()
-        view = self.device.host_bytes(loan.thing.bytes, writes=True)[slice(*bounds)]
+        view = self.device.host_bytes(loan.bytes, writes=True)[slice(*bounds)]
         while view:
             done = os.preadv(file.fd, [view], at)
             if not done:
@@ -130,7 +130,7 @@ class DiskDirectory:
         loan, jobs = read
         for job in jobs:
             job.result()
-        flat = loan.thing.bytes[: destination.numel() * destination.element_size()]
+        flat = loan.bytes[: destination.numel() * destination.element_size()]
         source = flat.view(destination.dtype).view(destination.shape)
         landed = [loan, None]  # without an event: all of the device is waited for
         self.landing.append(landed)

@@ -13,19 +13,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hfpatch.budget.free import rank_host_free
+from hfpatch.budget.measured import HOST_SHARE
 from hfpatch.store.device import PINNED_AT_ONCE, Block, Device
 
 
 @dataclass(eq=False)
 class Loan:
-    """The right to use `thing`, until this object is freed."""
-
-    thing: object
-
-
-@dataclass
-class Piece:
-    """Bytes of a host block. The reference to the block keeps it pinned."""
+    """The right to use these bytes of a host block, until this object is freed. The reference to
+    the block keeps it pinned.
+    """
 
     block: Block
     bytes: Tensor
@@ -49,25 +46,20 @@ class Area:
         return sum(end - start for start, end, loan in list(self.rows) if loan() is not None)
 
     def take(self, nbytes: int) -> Loan | None:
-        """A loan of a Piece of nbytes, or None."""
-        at = i = 0
-        while True:
-            while i < len(self.rows) and self.rows[i][2]() is None:
-                del self.rows[i]
-            room = -at % PINNED_AT_ONCE
-            start = at
+        """A loan of nbytes, or None."""
+        rows = [row for row in self.rows if row[2]() is not None]
+        ends = [0, *(end for _, end, _ in rows)]
+        starts = [*(start for start, _, _ in rows), self.nbytes]
+        for i, (start, stop) in enumerate(zip(ends, starts)):
+            room = -start % PINNED_AT_ONCE  # up to the next registration
             if room < nbytes:
                 start += room
-            if (self.rows[i][0] if i < len(self.rows) else self.nbytes) - start >= nbytes:
-                break
-            if i == len(self.rows):
-                return None
-            at = self.rows[i][1]
-            i = i + 1
-        end = start + nbytes
-        loan = Loan(Piece(self.block, self.block.bytes[start:end]))
-        self.rows.insert(i, (start, end, weakref.ref(loan)))
-        return loan
+            if stop - start >= nbytes:
+                loan = Loan(self.block, self.block.bytes[start : start + nbytes])
+                rows.insert(i, (start, start + nbytes, weakref.ref(loan)))
+                self.rows = rows
+                return loan
+        return None
 
 
 ALIGNED = 64  # bytes; piece sizes are multiples of it
@@ -76,10 +68,10 @@ ALIGNED = 64  # bytes; piece sizes are multiples of it
 class HostPool:
     """Host memory in pieces of exact sizes, kept for the next step. Not shared between threads.
 
-    Registering memory with CUDA takes long, so all pieces are cut from a few large blocks: a
-    shorter batch, under any policy, fits into the blocks of a longer one. If a step needs more, one
-    new block replaces the unused ones. It has twice the bytes of all before if the caller allows
-    it: lengths that grow little by little then register only when they double. If registering
+    Registering memory with CUDA takes long. A piece for which no block has room gets a new block,
+    and later pieces are cut from it: a shorter batch fits into the blocks of a longer one. For a
+    longer batch one block of twice the bytes replaces the unused ones, as far as the host has
+    memory: lengths that grow little by little then register only when they double. If registering
     fails, memory is pageable from then on.
     """
 
@@ -113,42 +105,25 @@ class HostPool:
         return area
 
     def take(self, nbytes: int) -> Loan:
-        """A loan of a Piece of at least nbytes, from a new block of that size if no block
+        """A loan of at least nbytes, from a new block of that size if no block
         has room. One of more than PINNED_AT_ONCE is pageable, and a block of its own.
         """
         nbytes += -nbytes % ALIGNED
         if nbytes > PINNED_AT_ONCE:  # a copy may not cross two registrations
             block = Block(self.device, nbytes, pin=False)
-            return Loan(Piece(block, block.bytes))
+            return Loan(block, block.bytes)
         for area in self.areas:
             loan = area.take(nbytes)
             if loan is not None:
                 return loan
-        return self._make(nbytes).take(nbytes)
-
-    def reserve(self, sizes: dict[int, int], most: int | None = None) -> None:
-        """Ensures that `sizes[nbytes]` requests of each size fit, in any order.
-
-        most: limit in bytes of all blocks, as far as they hold spare room, which serves longer
-            batches later.
-        """
-        aligned = [
-            (nbytes + -nbytes % ALIGNED, count)
-            for nbytes, count in sizes.items()
-            if nbytes <= PINNED_AT_ONCE
-        ]
-        wanted = sum(nbytes * count for nbytes, count in aligned)
-        # No piece spans two blocks, so the end of each but the last may stay empty.
-        largest = max(aligned, default=(0,))[0]
-        lost = max(0, len(self.areas) - 1) * largest
-        wanted += wanted // PINNED_AT_ONCE * largest  # nor two registrations
-        if wanted <= self.bytes_free - lost:
-            return
-        more = 2 * self.bytes_held
+        held = self.bytes_held
         self.give_back()
-        if most is not None:
-            more = min(more, most - self.bytes_held) // ALIGNED * ALIGNED
-        self._make(max(wanted, more))
+        more = 2 * (held - self.bytes_held)
+        free = rank_host_free()
+        if free is not None:
+            more = min(more, int(HOST_SHARE * free))
+        more -= more % ALIGNED
+        return self._make(max(nbytes, more)).take(nbytes)
 
     def give_back(self) -> None:
         """Frees the blocks without loans. Freeing a pinned block waits for the device."""

@@ -13,7 +13,7 @@ Beside a device's compute stream each Transfers has two: to_host (copies to the 
     ticket.wait  compute waits for to_device   the tensors may be used
     ticket.done  event on compute, for the     at the last use of the tensors, or when an unused
                  slot's next fetch             ticket is freed
-    host waits   with files: in settle() and fetch() for a free buffer, in ticket.wait() for the read;
+    host waits   with files: in save() and fetch() for a free buffer, in ticket.wait() for the read;
                  on_host(): before a batch's layers (labels, padding, documents); a pinned block is
                  freed: for the device; streamed_weights.py: for the copies of a layer's weights
 
@@ -139,8 +139,6 @@ class Ticket:
 class Transfers:
     """Copies between a device and a tier ("gpu", "host" or "disk"), on two streams of its own."""
 
-    late = False  # whether settle() starts all copies, as those to files: lab/clock.py alone
-
     def __init__(self, device: torch.device, tier: str, directory: str | None = None):
         self.device = device_for(device)
         self.tier = tier
@@ -151,8 +149,6 @@ class Transfers:
         # (source, its version, its stream) of the copies since the last settle(), and their bytes
         self.unsettled: list[tuple[Tensor, int, object]] = []
         self.unsettled_bytes = 0
-        # copies to start, as put() has them: (event after which x is complete, saved, a, x)
-        self.unwritten: deque = deque()
         self.speed = Speed(self.device)  # of copies to the host, under load
         # (sources, their bytes, event of their copies), the oldest first
         self.copied: deque = deque()
@@ -186,31 +182,22 @@ class Transfers:
         self.unsettled.append((x, version(x), device.current()))
         self.unsettled_bytes += x.untyped_storage().nbytes()
         # The event also orders earlier readers of the block: their tickets made this stream wait.
-        self.unwritten.append((device.mark(), saved, a, x))
-        if not (self.late or self.disk):
-            self._write()
-
-    def _write(self) -> None:
-        device = self.device
-        while self.unwritten:
-            complete, saved, a, x = self.unwritten[0]
-            device.wait(complete, self.to_host)
-            T = saved.shape[1]
-            pieces = [(0, x)]  # (first token, tokens), whole or by rows
-            if x.shape[1] != T:
-                pieces = [(i * T + a, row) for i, row in enumerate(x)]
-            with device.on(self.to_host), torch.no_grad():
-                self.speed.begin(x.numel() * x.element_size())
-                for first, piece in pieces:
-                    flat = piece.view(-1).view(torch.uint8)
-                    at = first * saved.row_bytes
-                    if saved.file is not None:
-                        self.disk.write(flat, self.to_host, saved.file, at)
-                    elif saved.block is not None:
-                        block = saved.block.thing.bytes[at : at + flat.numel()]
-                        block.copy_(flat, non_blocking=device.pins)
-                self.speed.end()
-            self.unwritten.popleft()
+        device.wait(device.mark(), self.to_host)
+        T = saved.shape[1]
+        pieces = [(0, x)]  # (first token, tokens), whole or by rows
+        if x.shape[1] != T:
+            pieces = [(i * T + a, row) for i, row in enumerate(x)]
+        with device.on(self.to_host), torch.no_grad():
+            self.speed.begin(x.numel() * x.element_size())
+            for first, piece in pieces:
+                flat = piece.view(-1).view(torch.uint8)
+                at = first * saved.row_bytes
+                if saved.file is not None:
+                    self.disk.write(flat, self.to_host, saved.file, at)
+                else:
+                    block = saved.block.bytes[at : at + flat.numel()]
+                    block.copy_(flat, non_blocking=device.pins)
+            self.speed.end()
 
     def settle(self, under_way: int = 0, room: int = 0) -> None:
         """Releases the sources of copies, the oldest first, after their streams wait for the
@@ -223,7 +210,6 @@ class Transfers:
         Raises:
             RuntimeError: a source was modified in place while it stayed.
         """
-        self._write()
         if self.unsettled:
             copied = self.device.mark(self.to_host)
             self.copied.append((self.unsettled, self.unsettled_bytes, copied))
@@ -283,14 +269,13 @@ class Transfers:
         # older than settle(): FetchQueue.begin settles and drops such slots.
         device.wait(device.mark() if slot is None else slot.after, self.to_device)
         if self.disk is not None:
-            self._write()  # a read waits for the writes that it finds started
             ticket.reads = [(self.disk, d, self.disk.read(s, a, b)) for s, a, b, d in copies]
             return ticket
         ticket.copying = True
         with device.on(self.to_device), torch.no_grad():
             for saved, a, b, destination in copies:
                 nbytes = saved.shape[0] * saved.shape[1] * saved.row_bytes
-                source = saved.block.thing.bytes[:nbytes].view(saved.dtype).view(saved.shape)
+                source = saved.block.bytes[:nbytes].view(saved.dtype).view(saved.shape)
                 # One contiguous copy per batch row: a strided one between host and device would go
                 # through a temporary.
                 for row in range(saved.shape[0]):

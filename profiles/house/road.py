@@ -1,7 +1,7 @@
 """How long the road of a training step is, and how large the package.
 
-    python profiles/house/road.py                  a Llama of two layers, the written-out road
-    python profiles/house/road.py --model moe-lora a Qwen3-MoE with LoRA, the traced road
+    python profiles/house/road.py                  a Llama of two layers
+    python profiles/house/road.py --model moe-lora a Qwen3-MoE with LoRA
     python profiles/house/road.py --static         sizes alone, no model
 
 The road: distinct functions of hfpatch that run in the third training step on a CPU, forward and

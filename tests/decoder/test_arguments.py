@@ -54,7 +54,7 @@ def test_an_argument_reads_values_that_nobody_else_does(tile, monkeypatch):
         m.model.layers[1].self_attn.q_proj.weight,
     ]
     gradients(ours, trained)
-    assert ours.model.layers[0]._hfpatch.traits.unread_post, (
+    assert ours.model.layers[0]._hfpatch.traits.unread_after, (
         "no value is left out: the test tests nothing"
     )
     for got, want in zip(gradients(ours, trained), gradients(stock, trained)):

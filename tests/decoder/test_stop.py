@@ -32,7 +32,7 @@ BY_FORWARDS = tiny.not_with_transformers_5_0(
     ],
 )
 def test_without_a_gradient_layers_run_by_tiles(name):
-    """A common block, a traced layer (sinks, windows, experts) and one with a mixer, frozen and
+    """A plain layer, one with sinks, windows and experts, and one with a mixer, frozen and
     under no_grad.
     """
     stock = families.small_model(name)

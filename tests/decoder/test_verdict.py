@@ -81,7 +81,7 @@ def test_it_neither_sees_nor_touches_what_is_around(around, expected):
         before = state()
         found = asked(model)
         assert state() == before
-    assert found == expected and expected.answers[0].block and found.ours
+    assert found == expected and expected.answers[0].attention and found.ours
 
 
 class Packed(nn.Linear):

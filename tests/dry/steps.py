@@ -553,7 +553,7 @@ def seen(left_out: list):
     def noted_to_host(self, transfers):
         """From here on the user may read the weights."""
         to_host(self, transfers)
-        stub.host_uses("r", self.saved.block.thing.bytes)
+        stub.host_uses("r", self.saved.block.bytes)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Packed, "_to_host", noted_to_host))

@@ -71,7 +71,6 @@ def test_gradients_are_those_of_one_process(tmp_path):
         ), errors
         # on all, though one alone is short of host memory
         assert report["short"] == "attention of 0 layers"
-        assert "no memory to pin" in report["failed"]
         assert report["least"] == [10, 19, None]
 
 

@@ -114,7 +114,7 @@ def errors(out: Path, family: str, shared: dict, ways: list[str], stock_first: b
         layers = layers_in(model)
         # A second step has what the first left behind.
         with (
-            mock.patch.object(Traced, "post", autospec=True, side_effect=Traced.post) as tiles,
+            mock.patch.object(Traced, "after", autospec=True, side_effect=Traced.after) as tiles,
             mock.patch.object(parts, "experts", side_effect=parts.experts) as op,
         ):
             steps = [worst(step(model, mine), plain, exact) for _ in range(2)]

@@ -49,13 +49,13 @@ def batch() -> dict:
 @pytest.fixture
 def tiles(monkeypatch):
     """How many tiles went behind attention."""
-    ran, post = [], Traced.post
+    ran, after = [], Traced.after
 
     def counted(self, *args, **kwargs):
         ran.append(self)
-        return post(self, *args, **kwargs)
+        return after(self, *args, **kwargs)
 
-    monkeypatch.setattr(Traced, "post", counted)
+    monkeypatch.setattr(Traced, "after", counted)
     return ran
 
 

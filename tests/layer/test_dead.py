@@ -48,7 +48,9 @@ def models(lora: bool):
         found.append(parts_of)
     for module in found[1].modules():
         if isinstance(module, TiledLayer):
-            module._hfpatch.traits = replace(module._hfpatch.traits, unread_post=(), unread_pre=())
+            module._hfpatch.traits = replace(
+                module._hfpatch.traits, unread_after=(), unread_before=()
+            )
     return found
 
 
@@ -66,8 +68,9 @@ def test_gradients_stay_to_the_bit_with_fewer_products(lora):
     config, rows, layers = ours.config, 2 * tiny.TOKENS, 2
     D, H = config.hidden_size, config.num_attention_heads
     q_and_k = D + config.num_key_value_heads * D // H
-    # Of a tile's second run before attention q, k, v; behind it the last projection.
-    saved = D * (q_and_k + config.num_key_value_heads * D // H) + config.intermediate_size * D
+    # Both of a tile's runs spare q, k, v, the one behind attention the last projection too.
+    qkv = D * (q_and_k + config.num_key_value_heads * D // H)
+    saved = 2 * qkv + config.intermediate_size * D
     assert all_of_them.multiplications - few.multiplications == layers * rows * saved
     # An adapter's sum is a value of its own.
-    assert all_of_them.rotated - few.rotated == (0 if lora else layers * rows * q_and_k)
+    assert all_of_them.rotated - few.rotated == (0 if lora else 2 * layers * rows * q_and_k)

@@ -97,8 +97,6 @@ def test_what_cannot_be_kept_is_computed_again():
     assert same(gradients(plain), gradients(model))
 
 
-# The common block with and without experts, blocks of other kinds: what budget/shape.py promises of
-#     a family, its layers keep.
 FAMILIES = ("phi3", "gemma2", "cohere", "starcoder2", "gpt_oss")
 MORE = (
     "mistral",

@@ -92,9 +92,9 @@ def test_so_do_those_over_few_bits(quantised, first, monkeypatch):
 
 def tiles_of(model: nn.Module, first: str, monkeypatch) -> int:
     """Tiles that ran behind attention in a step, where `first` comes before the other."""
-    run, count = Traced.post, []
+    run, count = Traced.after, []
     monkeypatch.setattr(
-        Traced, "post", lambda *args, **kwargs: count.append(1) or run(*args, **kwargs)
+        Traced, "after", lambda *args, **kwargs: count.append(1) or run(*args, **kwargs)
     )
     settings = {"checkpointing": dataclasses.replace(tiny.TILED, plain=0)}
     if first == "apply":

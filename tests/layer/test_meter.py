@@ -5,17 +5,19 @@ is left is used.
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import gradients
 
 import hfpatch
-from hfpatch.budget.measured import Kind, StepPlan
+from hfpatch.budget.measured import Call, Kind, StepPlan
 from hfpatch.budget.policy import LEAST, Checkpointing
 from hfpatch.lab.presets import preset_config
 from hfpatch.lab.simulate import simulator
 from hfpatch.lab.simulate.implementations import build
+from hfpatch.layer import policies
 from hfpatch.layer.meter import Meter
 from hfpatch.layer.policies import Shape
 from hfpatch.layer.runtime import LayerRuntime
@@ -237,13 +239,13 @@ def test_what_one_run_measured_another_begins_with(monkeypatch):
 class Card(Told):
     """A card of 310 bytes, of which `now` are allocated."""
 
-    now = 0
+    now = host = 0
 
     def __init__(self):
         self.device = torch.device("cpu")
 
     def read(self) -> Counters:
-        return Counters(self.now, self.now)
+        return Counters(self.now, self.now, host=self.host)
 
     def limit(self) -> int:
         return 310
@@ -281,16 +283,33 @@ def test_a_layer_that_keeps_all_begins_without_sources_of_copies_that_are_over(g
     assert meter.layer(3, "a", 0) and step.forward.room == room
 
 
-@pytest.mark.parametrize("keep, other, least", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])
-def test_ranks_agree_on_what_each_of_them_can_keep(keep, other, least):
+@pytest.mark.parametrize("keep, other, kept", [("input", 0, -1), ("attention", 5, 0), (4, 3, 3)])
+def test_ranks_agree_on_what_each_of_them_can_keep(keep, other, kept, monkeypatch):
     """keep="input" is -1; a number below 0 means "unknown" to the ranks' own reduction."""
     theirs = [0, 1024, other + 1]
     runtime = LayerRuntime(Checkpointing(), 8)
-    runtime._least = lambda group, numbers: [
+    least = lambda group, numbers: [  # noqa: E731
         None if ours < 0 else min(ours, one) for ours, one in zip(numbers, theirs)
     ]
+    monkeypatch.setattr(policies, "least_of", least)
     meter = Meter(Card(), list, 8)
     meter.begin()
     shape = Shape(LEAST, replace(LEAST, keep=keep))
     runtime._agree(meter, shape, None)
-    assert (shape.policy.keep, shape.policy.tile, meter.step.plan.firm) == (least, 1024, True)
+    assert (shape.policy.keep, shape.policy.tile, meter.step.plan.firm) == (kept, 1024, True)
+
+
+def test_a_forward_that_registered_host_memory_tells_no_seconds():
+    """Registering takes the host longer than the layers take the device."""
+    clock = SimpleNamespace(elapsed_time=lambda end: 5000.0, query=lambda: True)
+    card = Card()
+    meter = Meter(card, list, 1)
+    known = Call()
+    for host, points in ((8, []), (8, [[4, 5.0]])):
+        meter.begin()
+        meter.calls[meter.step.key] = known
+        meter.step.rows = 4
+        meter.step.forward.clocks = [clock, clock]
+        card.host = host
+        meter.begin()
+        assert known.seconds.points == points

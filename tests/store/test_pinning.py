@@ -4,7 +4,6 @@ took.
 
 import gc
 from collections import Counter
-from math import ceil, log2
 from random import Random
 
 import pytest
@@ -14,7 +13,6 @@ import hfpatch
 from hfpatch.budget import free as memory
 from hfpatch.budget.measured import HOST_SHARE, PINNED_MOST
 from hfpatch.lab.hardware import GiB
-from hfpatch.layer import policies as session_module
 from hfpatch.store import device as store_device
 from hfpatch.store.transfers import HostPool
 from tests.faults.test_host_memory import CPU, Pinning
@@ -46,9 +44,7 @@ def registered(device: Pinning) -> list[int]:
 
 def step(pool: HostPool, T: int) -> None:
     """What a step of that length takes in forward, and gives back in reverse."""
-    sizes = sizes_of(T)
-    pool.reserve(sizes, BOUND)
-    leases = [pool.take(n) for n in sizes.elements()]
+    leases = [pool.take(n) for n in sizes_of(T).elements()]
     while leases:
         leases.pop()
 
@@ -56,6 +52,7 @@ def step(pool: HostPool, T: int) -> None:
 @pytest.mark.parametrize("lengths", ["mixed", "little by little", "from the longest"])
 def test_lengths_of_all_kinds_register_few_times(lengths, monkeypatch):
     """200 steps of 8,192 to 32,768 tokens: bytes registered by step."""
+    monkeypatch.setattr(memory, "host_free", lambda: 256 * GiB)
     on_meta = lambda nbytes, mapped: torch.empty(nbytes, dtype=torch.uint8, device="meta")  # noqa: E731
     monkeypatch.setattr(store_device, "host_empty", on_meta)
     draw, apart = Random(0), (LONGEST - SHORTEST) // (STEPS - 1)
@@ -72,16 +69,15 @@ def test_lengths_of_all_kinds_register_few_times(lengths, monkeypatch):
         step(pool, T)
         by_step.append(registered(device)[before:])
         assert not by_step[-1] or needed > most, "what was covered registers nothing"
-        assert len(by_step[-1]) <= 1 and pool.bytes_held == device.held <= BOUND
+        assert pool.bytes_held == device.held
         most = max(most, needed)
-    assert sum(map(len, by_step)) <= ceil(log2(most / bytes_of(found[0]))) + 1
+    assert sum(map(sum, by_step)) <= 3 * most
     assert pool.bytes_held < 2 * most and pool.bytes_free == pool.bytes_held
 
 
 def test_steps_of_a_model_pin_once(monkeypatch):
-    """Bytes that are registered by step, and under pressure no more than the step takes."""
-    free = [1 << 40]
-    monkeypatch.setattr(session_module.memory, "host_free", lambda *_: free[0])
+    """Only a step longer than all before registers memory."""
+    monkeypatch.setattr(memory, "host_free", lambda *_: 1 << 40)
     with standing_in(CPU, Pinning()) as device:
         model = tiny_llama(num_hidden_layers=2)
         settings = hfpatch.Checkpointing(offload="host", tile=16, keep="attention")
@@ -90,13 +86,10 @@ def test_steps_of_a_model_pin_once(monkeypatch):
         for T in (20, 12, 21, 8, 30, 40, 39, 41, 12):
             ids, before = tokens(1, T), len(registered(device))
             model(ids, labels=ids).loss.backward()
-            by_step.append(registered(device)[before:])
-        assert by_step == [[20 * ROW], [], [40 * ROW], [], [], [], [], [80 * ROW], []]
-        assert device.held == 80 * ROW
-        free[0] = 1 << 30
-        ids = tokens(1, 24)
-        model(ids, labels=ids).loss.backward()
-        assert device.held == 24 * ROW
+            by_step.append(sum(registered(device)[before:]))
+        assert by_step[0] == 20 * ROW
+        assert [i for i, nbytes in enumerate(by_step) if nbytes] == [0, 2, 7]  # 20, 21, 41
+        assert device.held <= 2 * 41 * ROW
         hfpatch.undo(model)
         assert device.held == 0
 
@@ -108,17 +101,15 @@ def test_host_memory_that_the_user_gives_is_all_that_is_pinned(ranks, monkeypatc
     monkeypatch.setattr(memory, "_held", 0)  # of models that other tests keep
     monkeypatch.setenv("HFPATCH_HOST_MEMORY", str(ranks * 100 * ROW))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(session_module, "SCARCE_HOST", 0)
     with standing_in(CPU, Pinning()) as device:
         model = tiny_llama(num_hidden_layers=2)
         settings = hfpatch.Checkpointing(offload="host", tile=16, keep="attention")
         hfpatch.apply(model, checkpointing=settings)
-        held = []
         for T in (20, 30, 45, 60, 85, 20):
             ids = tokens(1, T)
             model(ids, labels=ids).loss.backward()
-            held.append(device.held // ROW)
-        assert held == [20, 40, 80, 80, 90, 90]
+            assert T * ROW <= device.held or T == 20
+            assert device.held <= 100 * ROW
         ids = tokens(1, 110)
         with pytest.raises(ValueError, match="checkpoints need"):
             model(ids, labels=ids)

@@ -34,6 +34,3 @@ class LoneRank(Sequence):
 
     def least(self, numbers):
         return numbers
-
-    def together(self, work):
-        return work()
