@@ -25,7 +25,8 @@ from hfpatch.lab.drive import Drive, pieces
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
 from hfpatch.lab.simulate import kernels_cost, simulator
-from hfpatch.lab.simulate.follow import Follower, Work
+from hfpatch.lab.simulate.follow import Follower
+from hfpatch.lab.simulate.kernels_cost import Work
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.step_meter import LedgerGauge, StepMeter

@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import sys
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,15 @@ from hfpatch.lab.compat import (
     simulation_parts,
 )
 from hfpatch.lab.simulate import kernels_cost
+from hfpatch.lab.simulate.kernels_cost import Work
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
-from hfpatch.lab.simulate.operations import is_dense, key_of, operation, tensors_in
+from hfpatch.lab.simulate.operations import (
+    called_by_engine,
+    is_dense,
+    key_of,
+    operation,
+    tensors_in,
+)
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.ops._library import IMPLEMENTATIONS
 
@@ -42,37 +48,6 @@ _BY_VALUE = set(map(id, (aten._local_scalar_dense.default, aten.nonzero.default,
 _PLAIN = {id(aten._unsafe_view.default): aten.view.default}
 # key of an operation (key_of) -> (shape, strides, dtype) of each result; on CUDA, and elsewhere
 _SHAPES: dict = {True: {}, False: {}}
-
-
-def _called_by_engine() -> bool:
-    """Whether the operation being dispatched was issued by the autograd engine itself, not by
-    Python code.
-    """
-    frame = sys._getframe(3)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if any(part in name for part in ("_compile.py", "_dynamo", "_python_dispatch", "_library")):
-            frame = frame.f_back
-            continue
-        return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
-    return False
-
-
-class Work(NamedTuple):
-    """What an operation's kernel does. Layouts of arguments determine it.
-
-    Attributes:
-        products: FLOPs of matmuls.
-        attention: ("forward" | "backward", FLOPs), or None.
-        scratch, moved: bytes that it allocates meanwhile, and that it reads and writes.
-        seconds: of a GPU, without those of `moved`; 0 if unknown.
-    """
-
-    products: int
-    attention: tuple | None
-    scratch: int
-    moved: int
-    seconds: float = 0.0
 
 
 _current: list = []
@@ -376,7 +351,7 @@ class Follower(TorchDispatchMode):
         if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
             return False
         alike = old.shape == new.shape and old.dtype == new.dtype and is_dense(old)
-        if not alike or autograd_node() is None or not _called_by_engine():
+        if not alike or autograd_node() is None or not called_by_engine():
             return False
         found = _holders(args)
         if self._calibrating:

@@ -1,5 +1,7 @@
 """An operation as a dispatch mode sees it: the tensors in it, and what its result's shape depends on."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -73,3 +75,17 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def called_by_engine() -> bool:
+    """Whether the operation being dispatched was issued by the autograd engine itself, not by
+    Python code.
+    """
+    frame = sys._getframe(3)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(part in name for part in ("_compile.py", "_dynamo", "_python_dispatch", "_library")):
+            frame = frame.f_back
+            continue
+        return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
+    return False
