@@ -208,11 +208,9 @@ class Policies:
             return dataclasses.replace(settings, frozen_weights="host", plain=0)
         # a layer that keeps all exchanges no tokens in backward
         alike = arrival_counts() or self.exchanges_tokens
-        return (
-            dataclasses.replace(settings, plain=0)
-            if alike and settings.plain == "auto"
-            else settings
-        )
+        if alike and settings.plain == "auto":
+            settings = dataclasses.replace(settings, plain=0)
+        return settings
 
     def _grow(self, meter: Meter, shape: Shape, layer, x: Tensor, whole: bool) -> None:
         """Sets the policy of the step that begins, by what earlier ones have shown."""

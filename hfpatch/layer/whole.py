@@ -36,14 +36,13 @@ class _AsFirst:
 
 
 def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
-    """run(x), checkpointed. x [B, T, D] waits in the policy's tier; without a policy (another
-    shape), on the device.
+    """run(x), checkpointed. x waits in the policy's tier.
 
     `run` uses this layer. Backward calls it again.
     """
     meter = runtime.meters.get(x_BTD.device)
     run = _AsFirst(run, layer, meter and meter.step)
-    if policy is None or policy.offload == "gpu":
+    if policy.offload == "gpu":
         return checkpoint(run, x_BTD, use_reentrant=False)
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers
     # torch keeps the hooks and their closures until backward: x must not be in them.
