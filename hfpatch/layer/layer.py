@@ -151,11 +151,11 @@ class TiledLayer(PatchedLayer):
             return super()._apply(fn, recurse)
 
     def forward(self, hidden_states, *args, **kwargs):
-        try:
-            runtime = self._hfpatch.runtime
-            batch = current.batch
-        except AttributeError:  # accelerate binds this method and keeps it after undo()
+        # accelerate binds this method and keeps it after undo()
+        if not isinstance(self, TiledLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
+        runtime = self._hfpatch.runtime
+        batch = current.batch
         if torch.compiler.is_compiling() or current.role is not None:
             return super().forward(hidden_states, *args, **kwargs)
         # The stack's forward holds the lock already. Calls without gradients take it too: they must
