@@ -160,14 +160,6 @@ def modules_of(module: nn.Module) -> dict:
     return own["_modules"] if "_modules" in own else dict(module.named_children())
 
 
-def submodule(module: nn.Module, path: str) -> nn.Module:
-    """module.get_submodule(path); raises AttributeError if there is none."""
-    for name in path.split("."):
-        below = modules_of(module).get(name)
-        module = module.get_submodule(name) if below is None else below
-    return module
-
-
 def compiled_by_itself(module: nn.Module) -> bool:
     """Whether module.compile() was called. Calls then run the compiled code, and ignore a class
     that was mixed in later.

@@ -15,7 +15,6 @@ from hfpatch.compat import (
     CACHE_NAMES,
     attention_of,
     compiled_by_itself,
-    submodule,
     transforming,
 )
 from hfpatch.context import attention  # noqa: F401 (registers ours)
@@ -196,7 +195,7 @@ def _says_not_causal(layers, kwargs: dict) -> bool:
         names = layer._hfpatch.traits.attention if isinstance(layer, PatchedLayer) else ()
         with suppress(AttributeError):  # a layer that was rebuilt runs untiled
             said += [
-                vars(submodule(layer, name)).get("is_causal") in (None, True) for name in names
+                vars(layer.get_submodule(name)).get("is_causal") in (None, True) for name in names
             ]
     if said and not any(said):
         kwargs["is_causal"] = False

@@ -49,14 +49,6 @@ def warps_for(num_warps: int, warp_size: int) -> int:
     return min(num_warps, 1024 // warp_size)
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def rows_view(x: torch.Tensor) -> torch.Tensor:
     """x [..., D] as [N, D] with a last stride of 1; a view if the layout allows one, else a
     copy."""

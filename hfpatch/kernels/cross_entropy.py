@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hfpatch.kernels._launch import launch, next_power_of_2
+from hfpatch.kernels._launch import launch
 
 MAX_BLOCK = 8192
 LONG_ROW = 96 << 10  # bytes
@@ -244,7 +244,9 @@ def block_and_warps(vocab_size: int, plain: bool = True) -> tuple[int, int]:
     If the loop holds more than the logits (not plain), a thread gets half as many elements, because
     registers would spill.
     """
-    block = min(MAX_BLOCK if plain else MAX_BLOCK // 4, max(128, next_power_of_2(vocab_size)))
+    block = min(
+        MAX_BLOCK if plain else MAX_BLOCK // 4, max(128, triton.next_power_of_2(vocab_size))
+    )
     return block, max(1, min(16, block // (512 if plain else 256)))
 
 

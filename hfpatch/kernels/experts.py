@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
+from hfpatch.kernels._launch import launch
 from hfpatch.kernels.swiglu import _act_and_slope, _sigmoids
 
 
@@ -261,76 +261,78 @@ def expert_sums_kernel(
     tl.store(p_out, b_sum, mask=m)
 
 
-def _kind(gu, activation, interleaved) -> dict:
+def _blocks(gu) -> tuple[int, int, int]:
+    """(BLOCK_S, BLOCK_F, number of blocks along F) of gu [S, 2F]."""
     F = gu.shape[1] // 2
-    block_f = min(512, next_power_of_2(F))
-    block_s = max(1, min(1024 // block_f, next_power_of_2(len(gu))))
-    return dict(
-        ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f,
-    )  # fmt: skip
+    block_f = min(512, triton.next_power_of_2(F))
+    block_s = max(1, min(1024 // block_f, triton.next_power_of_2(len(gu))))
+    return block_s, block_f, triton.cdiv(F, block_f)
 
 
-def expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
-    """gu: [S, 2F] contiguous. Returns act(gate + b, up + b) * w [S, F], of gu's dtype."""
-    S, F = len(gu), gu.shape[1] // 2
-    a, kind = gu.new_empty(S, F), _kind(gu, activation, interleaved)
-    n = cdiv(F, kind["BLOCK_F"])
-    bias, E = (None, 1) if bias is None else (bias.contiguous(), len(bias))
+def expert_act(a, gu, w, bias, ids, activation, alpha, limit, interleaved) -> None:
+    """Launches the activation. Result and arguments as `hfpatch::expert_act`."""
+    S, F = a.shape
+    block_s, block_f, n_f = _blocks(gu)
+    E = 1 if bias is None else len(bias)
+    bias = None if bias is None else bias.contiguous()
     launch(
-        expert_act_kernel, (cdiv(S, kind["BLOCK_S"]) * n,),
-        (gu.contiguous(), w, bias, ids, a, S, E, F, n, alpha, limit), kind, num_warps=4,
-    )  # fmt: skip
-    return a
+        expert_act_kernel,
+        (triton.cdiv(S, block_s) * n_f,),
+        (gu.contiguous(), w, bias, ids, a, S, E, F, n_f, alpha, limit),
+        dict(ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f),
+        num_warps=4,
+    )
 
 
-def expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a):
-    """Returns dgu [S, 2F], the activation times w [S, F] (empty unless need_a), dw [S] float32."""
-    S, F = len(gu), gu.shape[1] // 2
-    kind = _kind(gu, activation, interleaved)
-    dgu = torch.empty_like(gu)
-    a = gu.new_empty(S, F) if need_a else None
-    dw = gu.new_empty(S, dtype=torch.float32)
-    bias, E = (None, 1) if bias is None else (bias.contiguous(), len(bias))
+def expert_act_bwd(
+    outs, da, gu, w, bias, ids, activation, alpha, limit, interleaved, need_a
+) -> None:
+    """Launches its backward. Results and arguments as `hfpatch::expert_act_bwd`."""
+    dgu, a, dw = outs
+    S, F = da.shape
+    block_s, block_f, _ = _blocks(gu)
+    E = 1 if bias is None else len(bias)
+    bias = None if bias is None else bias.contiguous()
     launch(
-        expert_act_bwd_kernel, (cdiv(S, kind["BLOCK_S"]),),
-        (da.contiguous(), gu, w, bias, ids, dgu, a, dw, S, E, F, alpha, limit), kind, num_warps=4,
-    )  # fmt: skip
-    return dgu, gu.new_empty(0) if a is None else a, dw
+        expert_act_bwd_kernel,
+        (triton.cdiv(S, block_s),),
+        (da.contiguous(), gu, w, bias, ids, dgu, a if need_a else None, dw, S, E, F, alpha, limit),
+        dict(ACTIVATION=activation, INTERLEAVED=interleaved, BLOCK_S=block_s, BLOCK_F=block_f),
+        num_warps=4,
+    )
 
 
-def expert_combine(z, inverse):
-    """The sum [N, D] of each token's rows of z [S, D]; -1 in inverse [N, K] is no row."""
-    (N, K), D = inverse.shape, z.shape[1]
-    y, block = z.new_empty(N, D), min(2048, next_power_of_2(D))
-    n = cdiv(D, block)
-    launch(
-        expert_combine_kernel, (N * n,), (z.contiguous(), inverse.contiguous(), y, D, K, n),
-        dict(BLOCK_D=block), num_warps=4,
-    )  # fmt: skip
-    return y
+def expert_combine(y, z, inverse) -> None:
+    """Fills y [N, D] with the sum of each token's rows of z [S, D]; -1 in inverse [N, K] is no
+    row."""
+    N, K = inverse.shape
+    D = z.shape[1]
+    block = min(2048, triton.next_power_of_2(D))
+    n = triton.cdiv(D, block)
+    args = z.contiguous(), inverse.contiguous(), y, D, K, n
+    launch(expert_combine_kernel, (N * n,), args, dict(BLOCK_D=block), num_warps=4)
 
 
-def expert_product(x, w, offs):
-    """Each row of x [S, I] times its expert's matrix of w [E, I, O], which has any strides. The
-    host does not know the rows of each expert, so it starts as many blocks as they may need."""
-    (S, I), (E, _, O) = x.shape, w.shape
-    y = x.new_empty(S, O)
+def expert_product(y, x, w, offs) -> None:
+    """Fills y [S, O]: each row of x [S, I] times its expert's matrix of w [E, I, O], which has any
+    strides. The host does not know the rows of each expert, so it starts as many blocks as they may
+    need."""
+    S, I = x.shape
+    E, _, O = w.shape
     wide = x.dtype == torch.float32
     blocks = dict(BLOCK_S=64 if wide else 128, BLOCK_O=128, BLOCK_I=32 if wide else 64)
-    s, o = S // blocks["BLOCK_S"] + E, cdiv(O, blocks["BLOCK_O"])
-    launch(
-        expert_product_kernel, (s * o,), (y, x.contiguous(), w, offs, E, I, O, *w.stride(), s, o),
-        dict(EXPERTS=next_power_of_2(E), **blocks), num_warps=8, num_stages=3,
-    )  # fmt: skip
-    return y
+    n_s = S // blocks["BLOCK_S"] + E
+    n_o = triton.cdiv(O, blocks["BLOCK_O"])
+    args = y, x.contiguous(), w, offs, E, I, O, *w.stride(), n_s, n_o
+    constexprs = dict(EXPERTS=triton.next_power_of_2(E), **blocks)
+    launch(expert_product_kernel, (n_s * n_o,), args, constexprs, num_warps=8, num_stages=3)
 
 
-def expert_sums(out, a, b, offs, first):
+def expert_sums(out, a, b, offs, first) -> None:
     """Adds a^T b over each expert's rows to out [E, M, N], in float32; `first` overwrites."""
     E, M, N = out.shape
     blocks = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_S=32 if a.dtype == torch.float32 else 64)
-    m, n = cdiv(M, blocks["BLOCK_M"]), cdiv(N, blocks["BLOCK_N"])
-    launch(
-        expert_sums_kernel, (E * m * n,), (out, a.contiguous(), b.contiguous(), offs, M, N, m, n),
-        dict(FIRST=first, **blocks), num_warps=8, num_stages=2,
-    )  # fmt: skip
+    n_m = triton.cdiv(M, blocks["BLOCK_M"])
+    n_n = triton.cdiv(N, blocks["BLOCK_N"])
+    args = out, a.contiguous(), b.contiguous(), offs, M, N, n_m, n_n
+    launch(expert_sums_kernel, (E * n_m * n_n,), args, dict(FIRST=first, **blocks), num_warps=8)

@@ -1,5 +1,5 @@
 """Triton kernels of RMSNorm. Rows live in registers. ops/rms_norm.py launches `rms_norm_fwd` and
-`rms_norm_bwd`, in its `_fwd` and `_bwd`.
+`rms_norm_bwd`, by their names (`by_device` in ops/_library.py).
 
 N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements
 (4 with the residual), backward 3 ND (4 with dsum). Beyond D = 8,192 the backward spills some
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view, sm_count
+from hfpatch.kernels._launch import launch, rows_view, sm_count
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def _block(D: int) -> tuple[int, int, int]:
 
     Wide rows get 16 elements per thread. A program takes several narrow rows.
     """
-    block_d = next_power_of_2(D)
+    block_d = triton.next_power_of_2(D)
     block_n = max(1, min(16, 2048 // block_d))
     return block_n, block_d, min(32, max(4, block_n * block_d // 512))
 
@@ -136,47 +136,32 @@ def _stages(bytes_each: int) -> int:
     return 3 if bytes_each <= 36 * 1024 else 2 if bytes_each <= 96 * 1024 else 1
 
 
-def rms_norm_fwd(x, residual, weight, eps, offset, round_x_hat, y_dtype):
-    """Launches the forward.
-
-    Args:
-        x: [..., D].
-        residual: [..., D], added to x before the norm, or None.
-        weight: [D], or None for 1.
-        eps, offset: as in ops.rms_norm.
-        round_x_hat: round x_hat to the dtype of the sum before it is multiplied by the weight.
-        y_dtype: the dtype of the result.
-
-    Returns:
-        (y, rstd as float32 [...], the sum; empty without a residual).
-    """
+def rms_norm_fwd(outs, x, residual, weight, eps, offset, cast) -> None:
+    """Launches the forward. Results and arguments as `hfpatch::rms_norm`."""
+    y, rstd, total = outs
     x_ND = rows_view(x)
     N, D = x_ND.shape
-    y = x.new_empty(x.shape, dtype=y_dtype)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    residual_ND = total = None
+    residual_ND = None
     stride_residual = 0
-    if residual is not None:
+    if residual is None:
+        total = None
+    else:
         residual_ND = rows_view(residual)
         stride_residual = residual_ND.stride(0)
-        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
     weight = None if weight is None else weight.contiguous()
     block_n, block_d, num_warps = _block(D)
     launch(
         rms_norm_fwd_kernel,
-        (cdiv(N, block_n),),
+        (triton.cdiv(N, block_n),),
         (x_ND, residual_ND, weight, y, total, rstd, N, D, x_ND.stride(0), stride_residual, eps),
-        dict(OFFSET=offset, ROUND_X_HAT=round_x_hat, BLOCK_N=block_n, BLOCK_D=block_d),
+        dict(OFFSET=offset, ROUND_X_HAT=cast == "before", BLOCK_N=block_n, BLOCK_D=block_d),
         num_warps=num_warps,
     )
-    return y, rstd, x.new_empty(0) if total is None else total
 
 
-def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dw):
-    """Launches the backward. Returns dx [..., D] and dw [D], None where not needed.
-
-    They have the dtypes of x and weight. weight and dsum may be None.
-    """
+def rms_norm_bwd(outs, dy, dsum, x, weight, rstd, offset, need_dw) -> None:
+    """Launches the backward. Results and arguments as `hfpatch::rms_norm_bwd`."""
+    dx, dw = outs
     x_ND = rows_view(x)
     dy_ND = rows_view(dy)
     dsum_ND = None if dsum is None else rows_view(dsum)
@@ -185,9 +170,8 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dw):
     block_n, block_d, num_warps = _block(D)
     # About two programs an SM hide each other's reductions. Then the fewest programs that cover the
     # rows, so that no row of dw is unused.
-    rows_each = cdiv(cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
-    programs = cdiv(N, rows_each)
-    dx = x.new_empty(x.shape)
+    rows_each = triton.cdiv(triton.cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
+    programs = triton.cdiv(N, rows_each)
     dw_PD = x.new_empty(programs, D, dtype=torch.float32) if need_dw else None
     bytes_each = x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
     stages = _stages(block_n * block_d * bytes_each)
@@ -200,4 +184,5 @@ def rms_norm_bwd(dy, dsum, x, weight, rstd, offset, need_dw):
         dict(OFFSET=offset, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages),
         num_warps=num_warps,
     )
-    return dx, dw_PD.sum(0).to(weight.dtype) if need_dw else None
+    if need_dw:
+        dw.copy_(dw_PD.sum(0))

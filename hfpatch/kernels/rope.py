@@ -3,13 +3,13 @@
 
 B batch, T tokens, H query heads, K key heads, E head dim. A program takes BLOCK_T tokens of one
 sequence, loads their cos and sin once and rotates every head of q, then of k. Each pair (x1, x2) is
-read before it is written by the same thread, so outputs may be the inputs.
+read before it is written.
 """
 
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import cdiv, launch, next_power_of_2
+from hfpatch.kernels._launch import launch
 
 
 @triton.jit
@@ -136,36 +136,31 @@ def _blocks(q, k, half: int) -> dict:
 
     It takes several heads where heads are adjacent in memory, else several tokens.
     """
-    block_e = next_power_of_2(half)
+    block_e = triton.next_power_of_2(half)
     pairs = max(1, 2048 // block_e)
     _, H, T, _ = q.shape
     if q.stride(1) < q.stride(2) or T == 1:
-        block_h = min(pairs, next_power_of_2(max(H, k.shape[1])))
-        block_t = min(max(1, pairs // block_h), next_power_of_2(T))
+        block_h = min(pairs, triton.next_power_of_2(max(H, k.shape[1])))
+        block_t = min(max(1, pairs // block_h), triton.next_power_of_2(T))
     else:
-        block_t = min(pairs, next_power_of_2(T), 32)
-        block_h = min(max(1, pairs // block_t), next_power_of_2(H))
-    block_k = min(block_h, next_power_of_2(k.shape[1]))
+        block_t = min(pairs, triton.next_power_of_2(T), 32)
+        block_h = min(max(1, pairs // block_t), triton.next_power_of_2(H))
+    block_k = min(block_h, triton.next_power_of_2(k.shape[1]))
     return dict(BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_K=block_k, BLOCK_E=block_e)
 
 
-def rope(ins, outs, cos, sin, transpose) -> None:
-    """Rotates `ins` into `outs`, each (q [B, H, T, E], k [B, K, T, E]); outs may be ins.
-
-    cos, sin: [1 or B, T, E]. The last stride of outs is 1.
-    """
-    ins = [x if x.stride(-1) == 1 else x.contiguous() for x in ins]
-    cos, sin = cos.contiguous(), sin.contiguous()
-    q, k = ins
+def rope(outs, q, k, cos, sin, transpose, dtype) -> None:
+    """Launches the kernel. Results and arguments as `hfpatch::rope`."""
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     B, H, T, E = q.shape
-    blocks = _blocks(q if H else k, k, E // 2)
-    n_blocks_t = cdiv(T, blocks["BLOCK_T"])
-    strides = [s for x in (*ins, *outs) for s in x.stride()[:3]]
+    blocks = _blocks(q, k, E // 2)
+    n_blocks_t = triton.cdiv(T, blocks["BLOCK_T"])
+    strides = [s for x in (q, k, *outs) for s in x.stride()[:3]]
     strides.append(T * E if cos.shape[0] > 1 else 0)
     launch(
         rope_kernel,
         (B * n_blocks_t,),
-        (q, k, *outs, cos, sin, T, n_blocks_t, *strides, H, k.shape[1]),
+        (q, k, *outs, cos.contiguous(), sin.contiguous(), T, n_blocks_t, *strides, H, k.shape[1]),
         dict(HALF=E // 2, TRANSPOSE=transpose, **blocks),
         num_warps=4,
     )

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hfpatch.kernels._launch import cdiv, launch
+from hfpatch.kernels._launch import launch
 
 SCALE_BLOCK = 4096
 
@@ -29,8 +29,6 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
     Where factor is 1, x is neither read nor written.
     """
-    if x.numel():
-        args = (x, factor, x.numel())
-        launch(
-            scale_kernel, (cdiv(x.numel(), SCALE_BLOCK),), args, {"BLOCK": SCALE_BLOCK}, num_warps=8
-        )
+    N = x.numel()
+    blocks = triton.cdiv(N, SCALE_BLOCK)
+    launch(scale_kernel, (blocks,), (x, factor, N), dict(BLOCK=SCALE_BLOCK), num_warps=8)

@@ -7,11 +7,10 @@ N rows, F columns, tiled along both; contiguous tensors are one long row, so no 
 case.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from hfpatch.kernels._launch import cdiv, launch, next_power_of_2, rows_view
+from hfpatch.kernels._launch import launch, rows_view
 
 
 @triton.jit
@@ -34,11 +33,6 @@ def _act_and_slope(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))  # sqrt(1 / 2)
         return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
-    elif ACTIVATION == "relu":
-        return tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)  # a maximum would hide a NaN
-    elif ACTIVATION == "relu2":
-        r = tl.where(x < 0.0, 0.0, x)
-        return r * r, 2.0 * r
     else:
         # 0.5 * (1 + tanh v) = sigmoid(2 v): no tanh (the interpreter has none) and no cancellation.
         tl.static_assert(ACTIVATION == "gelu_tanh")
@@ -113,15 +107,20 @@ def _layout(*tensors):
     else:
         tensors = [rows_view(x) for x in tensors]
     N, F = tensors[0].shape
-    block_f = min(1024, next_power_of_2(F))
-    block_n = max(1, min(1024 // block_f, next_power_of_2(N)))
-    return tensors, N, F, dict(BLOCK_N=block_n, BLOCK_F=block_f), cdiv(N, block_n), cdiv(F, block_f)
+    block_f = min(1024, triton.next_power_of_2(F))
+    block_n = max(1, min(1024 // block_f, triton.next_power_of_2(N)))
+    return (
+        tensors,
+        N,
+        F,
+        dict(BLOCK_N=block_n, BLOCK_F=block_f),
+        triton.cdiv(N, block_n),
+        triton.cdiv(F, block_f),
+    )
 
 
-def swiglu_fwd(gate, up, activation):
-    """gate, up: [..., F]. Returns act(gate) * up, contiguous, of their promoted dtype."""
-    dtype = torch.promote_types(gate.dtype, up.dtype)
-    y = gate.new_empty(gate.shape, dtype=dtype)
+def swiglu_fwd(y, gate, up, activation) -> None:
+    """Launches the forward. Result and arguments as `hfpatch::swiglu`."""
     (gate_NF, up_NF), N, F, blocks, n, f = _layout(gate, up)
     launch(
         swiglu_fwd_kernel,
@@ -130,20 +129,16 @@ def swiglu_fwd(gate, up, activation):
         dict(ACTIVATION=activation, **blocks),
         num_warps=4,
     )
-    return y
 
 
-def swiglu_bwd(dy, gate, up, activation):
-    """Returns dgate and dup, contiguous, of gate's and up's dtype."""
-    dgate = gate.new_empty(gate.shape)
-    dup = up.new_empty(up.shape)
+def swiglu_bwd(outs, dy, gate, up, activation) -> None:
+    """Launches the backward. Results and arguments as `hfpatch::swiglu_bwd`."""
     (dy_NF, gate_NF, up_NF), N, F, blocks, n, f = _layout(dy, gate, up)
     launch(
         swiglu_bwd_kernel,
         (n * f,),
-        (dy_NF, gate_NF, up_NF, dgate, dup, N, F, f)
+        (dy_NF, gate_NF, up_NF, *outs, N, F, f)
         + (dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0)),
         dict(ACTIVATION=activation, **blocks),
         num_warps=4,
     )
-    return dgate, dup

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hfpatch.compat import Snapshot, submodule
+from hfpatch.compat import Snapshot
 from hfpatch.layer.adapted_experts import experts_in
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.layer.why_whole import Why, first
@@ -68,5 +68,5 @@ def _condition_of(layer: nn.Module) -> Condition:
     found.experts = experts_in(inside)
     found.reason = first("layer", traits.reason, layer, found)
     if found.reason is None:
-        found.mixing = [submodule(layer, name) for name in traits.mixing]
+        found.mixing = [layer.get_submodule(name) for name in traits.mixing]
     return found

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from hfpatch.compat import autocast_dtype, submodule
+from hfpatch.compat import autocast_dtype
 from hfpatch.layer.traits import LayerTraits
 from hfpatch.parts.parts import FusedMLP, activation_as_found
 from hfpatch.parts.unread import as_found, can_go_without
@@ -21,7 +21,7 @@ def spares_gates(layer: nn.Module, traits: LayerTraits, device: str) -> bool:
     if traits.mixers or autocast_dtype(device) is not None or not activation_as_found(mlp):
         return False
     for name in gates_of(layer):
-        if not (can_go_without(submodule(layer, name)) and as_found(layer, name)):
+        if not (can_go_without(layer.get_submodule(name)) and as_found(layer, name)):
             return False
     return True
 
@@ -30,5 +30,5 @@ def gate_up_columns(layer: nn.Module, traits: LayerTraits, device: str) -> int:
     """The columns of gate and up together, 0 if keeping them spares this layer nothing."""
     if not spares_gates(layer, traits, device):
         return 0
-    gates = (submodule(layer, name) for name in gates_of(layer))
+    gates = (layer.get_submodule(name) for name in gates_of(layer))
     return sum(getattr(gate, "out_features", 0) for gate in gates)

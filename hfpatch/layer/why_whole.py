@@ -31,7 +31,6 @@ from hfpatch.compat import (
     hooks_on_all,
     in_fsdp2,
     other_hooks,
-    submodule,
     watched_by_user,
 )
 from hfpatch.context.class_code import as_asked
@@ -140,7 +139,7 @@ def _on_the_way(layer: nn.Module, condition) -> list[tuple[str, nn.Module]]:
     for path in condition.traits.mixing:
         parts = path.split(".")
         names |= dict.fromkeys(".".join(parts[: i + 1]) for i in range(len(parts)))
-    return [(name, submodule(layer, name)) for name in names]
+    return [(name, layer.get_submodule(name)) for name in names]
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -38,9 +38,12 @@ def use_kernel(*tensors: Tensor | None) -> bool:
     return True
 
 
-def by_device(plain: Callable, file: str, name: str) -> Callable:
+def by_device(plain: Callable, file: str, name: str, fake: Callable | None = None) -> Callable:
     """The implementation of an op: the launcher `name` of hfpatch/kernels/`file`.py where a kernel
-    serves the op's floating-point tensors, else `plain`. Both have the op's arguments and results.
+    serves the op's floating-point tensors, else `plain`.
+
+    fake: makes the results, which the launcher takes before the op's arguments and fills. None for
+    an op that writes to its arguments.
     """
 
     def run(*args):
@@ -48,7 +51,12 @@ def by_device(plain: Callable, file: str, name: str) -> Callable:
         first = tensors[0]
         if not use_kernel(*tensors) or not first.numel() or is_fake(first):
             return plain(*args)
-        return getattr(importlib.import_module(f"hfpatch.kernels.{file}"), name)(*args)
+        launcher = getattr(importlib.import_module(f"hfpatch.kernels.{file}"), name)
+        if fake is None:
+            return launcher(*args)
+        outs = fake(*args)
+        launcher(outs, *args)
+        return outs
 
     return run
 

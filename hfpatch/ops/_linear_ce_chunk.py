@@ -32,7 +32,7 @@ logarithm: P / L, H / L, Q / L^2, entropy - log L.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import by_device, define, use_kernel, wide_dtype
+from hfpatch.ops._library import by_device, define, wide_dtype
 
 TILE = 1 << 18
 
@@ -179,14 +179,9 @@ def cross_entropy_chunk_bwd_plain_(
 
 
 def _scale(x: Tensor, factor: Tensor) -> None:
-    if use_kernel(x) and x.is_contiguous():
-        from hfpatch.kernels.scale import scale_
-
-        scale_(x, factor)
-    else:
-        # In float32: a 16-bit x would round the factor first.
-        for part in x.view(-1).split(TILE):
-            part.copy_(part.to(factor.dtype) * factor)
+    # In float32: a 16-bit x would round the factor first.
+    for part in x.view(-1).split(TILE):
+        part.copy_(part.to(factor.dtype) * factor)
 
 
 # With `grad` the logits become their gradient. inner 0 means no soft cap; scale is a 0-d tensor on
@@ -206,5 +201,10 @@ cross_entropy_chunk_bwd_ = define(
     by_device(cross_entropy_chunk_bwd_plain_, "cross_entropy", "cross_entropy_bwd"),
     lambda *args: None,
 )
-# x *= factor. The kernel reads the factor on the device, and does not touch x if the factor is 1.
-scale_ = define("scale_(Tensor(a!) x, Tensor factor) -> ()", _scale, lambda *args: None)
+# x *= factor, for a contiguous x. The kernel reads the factor on the device, and does not touch x if
+# the factor is 1.
+scale_ = define(
+    "scale_(Tensor(a!) x, Tensor factor) -> ()",
+    by_device(_scale, "scale", "scale_"),
+    lambda *args: None,
+)

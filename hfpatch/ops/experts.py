@@ -111,11 +111,15 @@ def _expert_product(x_SI, w_EIO, offs_E):
     return y_SO
 
 
+def _product_fake(x, w, offs):
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
 # Each row of x [S, I] times its expert's matrix of w [E, I, O]. Rows behind offs[-1] stay unset.
 EXPERT_PRODUCT = define(
     "expert_product(Tensor x, Tensor w, Tensor offs) -> Tensor",
-    by_device(_expert_product, "experts", "expert_product"),
-    lambda x, w, offs: x.new_empty(x.shape[0], w.shape[2]),
+    by_device(_expert_product, "experts", "expert_product", _product_fake),
+    _product_fake,
 )
 
 
@@ -159,11 +163,15 @@ def _expert_act(gu, w, bias, ids, activation, alpha, limit, interleaved):
     return (_acted(gate, up, activation, alpha, limit) * w.to(gate.dtype)[:, None]).to(gu.dtype)
 
 
+def _act_fake(gu, w, *_):
+    return gu.new_empty(gu.shape[0], gu.shape[1] // 2)
+
+
 EXPERT_ACT = define(
     "expert_act(Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, float alpha, "
     "float limit, bool interleaved) -> Tensor",
-    by_device(_expert_act, "experts", "expert_act"),
-    lambda gu, w, *_: gu.new_empty(gu.shape[0], gu.shape[1] // 2),
+    by_device(_expert_act, "experts", "expert_act", _act_fake),
+    _act_fake,
 )
 
 
@@ -184,25 +192,25 @@ def _expert_act_bwd(da, gu, w, bias, ids, activation, alpha, limit, interleaved,
         dgate = dact * (mid + 1) * (s + alpha * low * s * (1 - s)) * (gate <= limit)
         dup = dact * low * s * (up.abs() <= limit)
     a = (act * w_S1).to(gu.dtype) if need_a else gu.new_empty(0)
-    both = (dgate, dup)
-    dgu = torch.stack(both, -1).flatten(1) if interleaved else torch.cat(both, -1)
+    if interleaved:
+        dgu = torch.stack((dgate, dup), -1).flatten(1)
+    else:
+        dgu = torch.cat((dgate, dup), -1)
     return dgu.to(gu.dtype), a, dw
+
+
+def _act_bwd_fake(da, gu, *rest):
+    a = da.new_empty(da.shape if rest[-1] else 0)
+    return torch.empty_like(gu), a, da.new_empty(da.shape[0], dtype=wide_dtype(gu.dtype))
 
 
 # dgu [S, 2F], the activation times w [S, F] if need_a, and dw [S] in the wide dtype.
 EXPERT_ACT_BACK = define(
     "expert_act_bwd(Tensor da, Tensor gu, Tensor w, Tensor? bias, Tensor ids, str activation, "
     "float alpha, float limit, bool interleaved, bool need_a) -> (Tensor, Tensor, Tensor)",
-    by_device(_expert_act_bwd, "experts", "expert_act_bwd"),
-    lambda da, gu, *rest: (
-        torch.empty_like(gu),
-        da.new_empty(da.shape if rest[-1] else 0),
-        da.new_empty(da.shape[0], dtype=wide_dtype(gu.dtype)),
-    ),
+    by_device(_expert_act_bwd, "experts", "expert_act_bwd", _act_bwd_fake),
+    _act_bwd_fake,
 )
-
-
-# --- back to tokens -------------------------------------------------------------------------------
 
 
 def _expert_combine(z, inverse):
@@ -212,11 +220,15 @@ def _expert_combine(z, inverse):
     return y.to(z.dtype)
 
 
+def _combine_fake(z, inverse):
+    return z.new_empty(inverse.shape[0], z.shape[1])
+
+
 # The sum [N, D] of each token's rows of z [S, D], in float32 and rounded once.
 EXPERT_COMBINE = define(
     "expert_combine(Tensor z, Tensor inverse) -> Tensor",
-    by_device(_expert_combine, "experts", "expert_combine"),
-    lambda z, inverse: z.new_empty(inverse.shape[0], z.shape[1]),
+    by_device(_expert_combine, "experts", "expert_combine", _combine_fake),
+    _combine_fake,
 )
 
 
@@ -317,7 +329,8 @@ class _Experts(torch.autograd.Function):
         if need.w1:
             dw1 = _weight_gradient(layout, dgu, xs, offs, ctx.adds[0])
         if need.b1:
-            db1 = _sums(dgu, offs)
+            # The sum of each expert's rows as a matmul, because that runs in groups.
+            db1 = products(dgu, dgu.new_ones(len(dgu), 8), offs)[:, :, 0]
         if need.x or train1:
             dxs, dlow = _down(dgu, one, a1, z1, offs)
             dx = EXPERT_COMBINE(dxs, inverse) if need.x else None
@@ -328,27 +341,18 @@ class _Experts(torch.autograd.Function):
         if need.w:
             dw = torch.where(inverse < 0, 0, dw_S[inverse.clamp(min=0)])
             if b2 is not None:
-                dR = (dy @ b2.t()).to(dw.dtype)
-                dR = dR.gather(1, ids.clamp(max=b2.shape[0] - 1))
-                dw += torch.where(inverse < 0, 0, dR)
+                dR = (dy @ b2.t()).gather(1, ids.clamp(max=b2.shape[0] - 1))
+                dw += torch.where(inverse < 0, 0, dR.to(dw.dtype))
             dw = dw.to(w.dtype)
         if need.b2:
             db2 = _routed(ids, w, b2).t() @ dy
         return dx, dw, None, dw1, dw2, db1, db2, da1, dz1, da2, dz2, None, None, None
 
 
-def _sums(x_SM: Tensor, offs_E: Tensor) -> Tensor:
-    """[E, M]: the sum of each expert's rows, as a matmul, because that runs in groups."""
-    return products(x_SM, x_SM.new_ones(len(x_SM), 8), offs_E)[:, :, 0]
-
-
 def _weight_gradient(layout: Layout, dy, x, offs, add):
     """The gradient in the weight's layout; None if `add` received it."""
     pair = (x, dy) if layout.transposed else (dy, x)
     return products(*pair, offs) if add is None else add(*pair, offs)
-
-
-_experts = _Experts.apply
 
 
 def experts(
@@ -376,7 +380,7 @@ def experts(
         "experts must have one shape, w1 [E,2F,D] and w2 [E,D,F] for x [N,D], got {}, {} and {}. "
         "Give all of them as many columns", tuple(one.shape), tuple(two.shape), tuple(x_ND.shape),
     ))  # fmt: skip
-    return _experts(x_ND, w_NK, ids_NK, w1, w2, b1, b2, *first, *second, layout, adds, value)
+    return _Experts.apply(x_ND, w_NK, ids_NK, w1, w2, b1, b2, *first, *second, layout, adds, value)
 
 
 def experts_ref(x_ND, ids_NK, w_NK, w1, w2, *, layout, b1=None, b2=None) -> Tensor:

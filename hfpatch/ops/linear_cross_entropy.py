@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfpatch.compat import autocast, is_fake, keeps_graph
+from hfpatch.compat import autocast, keeps_graph
 from hfpatch.ops._library import no_second_derivative, refuse, wide_dtype
 from hfpatch.ops._linear_ce_chunk import scale_, whole_lse
 from hfpatch.ops._linear_ce_loop import Options, backward_pass, check, forward_pass, shift_labels
@@ -274,14 +274,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             no_second_derivative("linear_cross_entropy")(ctx)
         if dloss is None:
             return (None,) * 7
-        # Known on a CPU alone; the kernel of scale_ reads it on the device.
-        is_one = dloss.device.type == "cpu" and not is_fake(dloss) and bool(dloss == 1.0)
         grads = []
         for grad in ctx.saved_tensors:
             if grad is not None:
                 grad = grad.clone() if keeps_graph() else grad  # another backward may follow
-                if not is_one:
-                    scale_(grad, dloss)
+                scale_(grad, dloss)
             grads.append(grad)
         return *grads, None, None, None, None
 

@@ -21,10 +21,9 @@ The backward is the same for both, since a rounding has no derivative.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import define, no_second_derivative, refuse, use_kernel, wide_dtype
+from hfpatch.ops._library import by_device, define, no_second_derivative, refuse, wide_dtype
 
 CASTS = ("before", "after")
-MAX_KERNEL_WIDTH = 16384  # a program holds a row in registers; plain torch computes wider rows
 
 
 def rms_norm_ref(
@@ -71,13 +70,13 @@ def _factor(weight, offset, wide):
     return weight.to(wide) + offset if offset else weight.to(wide)
 
 
-def _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
+def _bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
     dy = dy.to(wide)
     rstd = rstd.to(wide).unsqueeze(-1)
     w = _factor(weight, offset, wide)
     x_hat = x.to(wide) * rstd
-    dw = None
+    dw = x.new_empty(0)
     if need_dw:
         dw = dy * x_hat
         dw = (dw.flatten(0, -2).sum(0) if x.dim() > 1 else dw).to(weight.dtype)
@@ -90,7 +89,7 @@ def _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
 
 
 def _y_dtype(dtype, weight, cast):
-    """The dtype of the result."""
+    """The dtype of the result for a sum of this dtype."""
     if cast == "after" or weight is None:
         return dtype
     return torch.promote_types(dtype, weight.dtype)
@@ -101,35 +100,16 @@ def _y_dtype(dtype, weight, cast):
 
 def _fwd(x, residual, weight, eps, offset, cast):
     """(y, rstd, x + residual). The third is empty without a residual."""
-    if use_kernel(x, weight, residual) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
-        from hfpatch.kernels import rms_norm as kernels
-
-        y_dtype = _y_dtype(_promoted(x, residual), weight, cast)
-        return kernels.rms_norm_fwd(x, residual, weight, eps, offset, cast == "before", y_dtype)
     total = (x if residual is None else x + residual).contiguous()
     y, rstd = _plain_fwd(total, weight, eps, offset, cast)
     return y, rstd, x.new_empty(0) if residual is None else total
 
 
-def _promoted(x, residual):
-    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-
-
 def _fake(x, residual, weight, eps, offset, cast):
-    dtype = _promoted(x, residual)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = x.new_empty(x.shape, dtype=_y_dtype(dtype, weight, cast))
     rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(dtype))
     return y, rstd, x.new_empty(0 if residual is None else x.shape, dtype=dtype)
-
-
-def _bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
-    if use_kernel(x, weight, dy, dtotal) and x.numel() > 0 and x.shape[-1] <= MAX_KERNEL_WIDTH:
-        from hfpatch.kernels import rms_norm as kernels
-
-        dx, dw = kernels.rms_norm_bwd(dy, dtotal, x, weight, rstd, offset, need_dw)
-    else:
-        dx, dw = _plain_bwd(dy, dtotal, x, weight, rstd, offset, need_dw)
-    return dx, x.new_empty(0) if dw is None else dw
 
 
 def _bwd_fake(dy, dtotal, x, weight, rstd, offset, need_dw):
@@ -139,7 +119,7 @@ def _bwd_fake(dy, dtotal, x, weight, rstd, offset, need_dw):
 RMS_NORM_BACK = define(
     "rms_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor rstd, float offset, "
     "bool need_dw) -> (Tensor dx, Tensor dw)",
-    _bwd,
+    by_device(_bwd, "rms_norm", "rms_norm_bwd", _bwd_fake),
     _bwd_fake,
     backward=no_second_derivative("rms_norm"),
 )
@@ -175,7 +155,7 @@ def _backward(ctx, dy, _, dtotal):
 RMS_NORM = define(
     "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset, str cast) "
     "-> (Tensor y, Tensor rstd, Tensor total)",
-    _fwd,
+    by_device(_fwd, "rms_norm", "rms_norm_fwd", _fake),
     _fake,
     backward=_backward,
     setup_context=_setup_context,

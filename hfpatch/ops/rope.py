@@ -13,7 +13,7 @@ backward op and has any number of derivatives.
 import torch
 from torch import Tensor
 
-from hfpatch.ops._library import define, refuse, use_kernel, wide_dtype
+from hfpatch.ops._library import by_device, define, refuse, wide_dtype
 
 
 def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,28 +32,25 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
 
 
 # Results have the strides of their inputs: a [B, T, H, E] projection viewed as [B, H, T, E] keeps
-# its layout.
+# its layout. The columns of a head are always adjacent.
+
+
+def _fake(q, k, cos, sin, transpose, dtype):
+    outs = []
+    for x in (q, k):
+        keeps = torch.preserve_format if x.stride(-1) == 1 else torch.contiguous_format
+        out_dtype = dtype or torch.promote_types(x.dtype, cos.dtype)
+        outs.append(torch.empty_like(x, dtype=out_dtype, memory_format=keeps))
+    return tuple(outs)
 
 
 def _rope(q, k, cos, sin, transpose, dtype):
-    outs = _rope_fake(q, k, cos, sin, transpose, dtype)
-    whole = outs[0].stride(-1) == outs[1].stride(-1) == 1  # false where a head's columns lie apart
-    if whole and use_kernel(q, k, cos, sin) and q.numel() + k.numel() > 0:
-        from hfpatch.kernels import rope as kernels
-
-        kernels.rope((q, k), outs, cos, sin, transpose)
-        return outs
     if transpose:
         sin = -sin.roll(sin.shape[-1] // 2, -1)
+    outs = _fake(q, k, cos, sin, transpose, dtype)
     for out, y in zip(outs, rope_ref(q, k, cos, sin)):
         out.copy_(y)
     return outs
-
-
-def _rope_fake(q, k, cos, sin, transpose, dtype):
-    q_dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
-    k_dtype = dtype or torch.promote_types(k.dtype, cos.dtype)
-    return torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
 
 
 def _setup_context(ctx, inputs, output):
@@ -74,8 +71,8 @@ def _backward(ctx, dq, dk):
 ROPE = define(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool transpose, ScalarType? dtype) -> "
     "(Tensor, Tensor)",
-    _rope,
-    _rope_fake,
+    by_device(_rope, "rope", "rope", _fake),
+    _fake,
     backward=_backward,
     setup_context=_setup_context,
 )

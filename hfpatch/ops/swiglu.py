@@ -25,8 +25,6 @@ ACTIVATIONS = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "gelu_python": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
 }
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -41,18 +39,14 @@ def swiglu_ref(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
 def _act(x, name):
     if name == "silu":
         return F.silu(x)
-    if name in _APPROXIMATE:
-        return F.gelu(x, approximate=_APPROXIMATE[name])
-    return F.relu(x) if name == "relu" else F.relu(x).square()
+    return F.gelu(x, approximate=_APPROXIMATE[name])
 
 
 def _dgate(dact, x, name):
     """The gradient of x from dact, the gradient of act(x)."""
     if name == "silu":
         return torch.ops.aten.silu_backward(dact, x)
-    if name in _APPROXIMATE:
-        return torch.ops.aten.gelu_backward(dact, x, approximate=_APPROXIMATE[name])
-    return torch.where(x > 0, dact if name == "relu" else dact * 2.0 * x, 0.0)
+    return torch.ops.aten.gelu_backward(dact, x, approximate=_APPROXIMATE[name])
 
 
 # The op, its backward op and their fakes.
@@ -71,10 +65,14 @@ def _plain_bwd(dy, gate, up, activation):
     return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()
 
 
+def _bwd_fake(dy, gate, up, activation):
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
 SWIGLU_BACK = define(
     "swiglu_bwd(Tensor dy, Tensor gate, Tensor up, str activation) -> (Tensor dgate, Tensor dup)",
-    by_device(_plain_bwd, "swiglu", "swiglu_bwd"),
-    lambda dy, gate, up, activation: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+    by_device(_plain_bwd, "swiglu", "swiglu_bwd", _bwd_fake),
+    _bwd_fake,
     backward=no_second_derivative("swiglu"),
 )
 
@@ -88,12 +86,14 @@ def _backward(ctx, dy):
     return *SWIGLU_BACK(dy, *ctx.saved_tensors, ctx.activation), None
 
 
+def _fwd_fake(gate, up, activation):
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
 SWIGLU = define(
     "swiglu(Tensor gate, Tensor up, str activation) -> Tensor",
-    by_device(_plain_fwd, "swiglu", "swiglu_fwd"),
-    lambda gate, up, activation: gate.new_empty(
-        gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype)
-    ),
+    by_device(_plain_fwd, "swiglu", "swiglu_fwd", _fwd_fake),
+    _fwd_fake,
     backward=_backward,
     setup_context=_setup_context,
 )

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hfpatch.compat import autocast_dtype, is_fake, modules_in, modules_of, submodule
+from hfpatch.compat import autocast_dtype, is_fake, modules_in, modules_of
 from hfpatch.context.classes import LINEAR, other_forward, package_of
 from hfpatch.ops.rope import ROPE
 from hfpatch.parts import experts
@@ -149,7 +149,7 @@ def skippable(layer: nn.Module, names) -> list[tuple]:
     found = []
     for name in dict.fromkeys(names):
         if as_found(layer, name):
-            named = submodule(layer, name)
+            named = layer.get_submodule(name)
             module = base_of(named)
             if can_go_without(module):
                 found.append((module, module is not named, experts.layout_of(module)))

@@ -42,12 +42,12 @@ def meta(*shape: int, dtype=BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-# What families do: (name, weight, offset, x_hat rounded), as ops/rms_norm.py has it.
+# What families do: (name, weight, offset, cast), as ops/rms_norm.py has it.
 NORMS = (
-    ("", True, 0.0, True),
-    (" gemma", True, 1.0, False),
-    (" olmo2", True, 0.0, False),
-    (" no weight", False, 0.0, True),
+    ("", True, 0.0, "before"),
+    (" gemma", True, 1.0, "after"),
+    (" olmo2", True, 0.0, "after"),
+    (" no weight", False, 0.0, "before"),
 )
 
 
@@ -66,20 +66,21 @@ def _rms_norm_rows():
             label, short = NAMES[x_dtype], D == 4096 and x_dtype is w_dtype is BF16
             if x_dtype != w_dtype:
                 label += "+" + NAMES[w_dtype]
-            for order, has_weight, offset, round_x_hat in NORMS if D == 4096 else NORMS[:1]:
+            for order, has_weight, offset, cast in NORMS if D == 4096 else NORMS[:1]:
                 if order in (" olmo2", " no weight") and not short:
                     continue
-                y_dtype = torch.promote_types(x_dtype, w_dtype) if round_x_hat else x_dtype
-                dy, weight = meta(8192, D, dtype=y_dtype), w if has_weight else None
-                options = offset, round_x_hat, y_dtype
+                weight = w if has_weight else None
+                y_dtype = x_dtype if cast == "after" else torch.promote_types(x_dtype, w_dtype)
+                dy = meta(8192, D, dtype=y_dtype)
+                outs = dy, rstd, x
                 for residual in (None, x):
                     name = ("rms_norm" if residual is None else "add_rms_norm") + order
                     yield Row(
                         f"{name} fwd",
                         label,
                         f"[*,{D}]",
-                        lambda x=x, r=residual, w=weight, o=options: rms_norm.rms_norm_fwd(
-                            x, r, w, 1e-6, *o
+                        partial(
+                            rms_norm.rms_norm_fwd, outs, x, residual, weight, 1e-6, offset, cast
                         ),
                         short,
                     )
@@ -87,15 +88,16 @@ def _rms_norm_rows():
                         f"{name} bwd",
                         label,
                         f"[*,{D}]",
-                        lambda dy=dy, s=residual, x=x, w=weight, r=rstd, o=offset: (
-                            rms_norm.rms_norm_bwd(dy, s, x, w, r, o, w is not None)
+                        partial(
+                            rms_norm.rms_norm_bwd,
+                            (x, w), dy, residual, x, weight, rstd, offset, has_weight,
                         ),
                         short,
-                    )
+                    )  # fmt: skip
 
 
 def _swiglu_rows():
-    for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
+    for activation in ("silu", "gelu", "gelu_tanh"):
         for dtype in (BF16, FP16, FP32):
             whole, both = meta(8192, 14336, dtype=dtype), meta(8192, 28672, dtype=dtype)
             for layout, gate, up in (("", whole, whole), (" halves", *both.chunk(2, -1))):
@@ -104,14 +106,14 @@ def _swiglu_rows():
                     f"{activation} fwd",
                     NAMES[dtype],
                     shape,
-                    lambda g=gate, u=up, a=activation: swiglu.swiglu_fwd(g, u, a),
+                    partial(swiglu.swiglu_fwd, whole, gate, up, activation),
                     short,
                 )
                 yield Row(
                     f"{activation} bwd",
                     NAMES[dtype],
                     shape,
-                    lambda y=whole, g=gate, u=up, a=activation: swiglu.swiglu_bwd(y, g, u, a),
+                    partial(swiglu.swiglu_bwd, (whole, whole), whole, gate, up, activation),
                     short,
                 )
 
@@ -128,10 +130,12 @@ def _experts_rows():
             kind, out = (name, 1.702, 7.0, bias), meta(E, D, F, dtype=FP32)
             w2 = meta(E, D, F, dtype=dtype).transpose(1, 2)
             calls = {
-                "act": partial(experts.expert_act, gu, w, b, ids, *kind),
-                "act bwd": partial(experts.expert_act_bwd, a, gu, w, b, ids, *kind, True),
-                "product": partial(experts.expert_product, a, w2, offs),
-                "combine": partial(experts.expert_combine, z, at),
+                "act": partial(experts.expert_act, a, gu, w, b, ids, *kind),
+                "act bwd": partial(
+                    experts.expert_act_bwd, (gu, a, w), a, gu, w, b, ids, *kind, True
+                ),
+                "product": partial(experts.expert_product, z, a, w2, offs),
+                "combine": partial(experts.expert_combine, z[:4096], z, at),
                 "sums": partial(experts.expert_sums, out, z, a, offs, False),
             }
             for part, call in calls.items():
@@ -157,7 +161,7 @@ def _rope_rows():
                         "rope bwd" if transpose else "rope fwd",
                         NAMES[dtype],
                         f"{heads}+{kv_heads} x {width} {layout}",
-                        lambda qk=qk, c=cos, t=transpose: rope.rope(qk, qk, c, c, t),
+                        partial(rope.rope, qk, *qk, cos, cos, transpose, None),
                         dtype == BF16 and heads == 32 and width == 128,
                     )
 

@@ -60,8 +60,8 @@ def test_no_access_is_of_16_bits(kind, target, tmp_path, monkeypatch):
     )
     given = gu.flatten(1), seen[0].to("meta"), bias.flatten(1), ids[:, 0].to("meta"), *kind
     with caught() as launches:
-        kernels.expert_act(*given)
-        kernels.expert_act_bwd(da, *given, True)
+        kernels.expert_act(da, *given)
+        kernels.expert_act_bwd((given[0], da, given[1]), da, *given, True)
     nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     for launch in launches:
         file = tmp_path / "kernel.cubin"

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 
 from hfpatch.ops.swiglu import ACTIVATIONS, swiglu, swiglu_ref
 
-COMPUTED = ["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+COMPUTED = ["silu", "gelu", "gelu_tanh"]
 HF_NAMES = {"gelu_tanh": "gelu_pytorch_tanh"}
 
 
