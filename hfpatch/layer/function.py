@@ -26,8 +26,6 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, *tensors):
         ctx.call = call
-        ctx.like = x.shape, x.dtype, x.device
-        ctx.set_materialize_grads(False)
         return tuple(call.forward(x))
 
     @staticmethod
@@ -38,11 +36,6 @@ class LayerFunction(torch.autograd.Function):
                 "hfpatch.undo(model), and model.set_attn_implementation('eager')."
             )
         call = ctx.call
-        if dy is None:
-            if all(d is None for d in dextras):
-                return (None,) * len(ctx.needs_input_grad)
-            shape, dtype, device = ctx.like
-            dy = torch.zeros(shape, dtype=dtype, device=device)
         if call.traced is None:
             raise RuntimeError(
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "

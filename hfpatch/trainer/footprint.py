@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from hfpatch.lab.hardware import Gpu, gpu_named
 from hfpatch.lab.tables import gib
@@ -19,6 +20,8 @@ def check(config, model, data, args, say):
     Nothing is said without a GPU, of Liger, nor of an engine's config that plans do not know.
     """
     gpu = this_gpu(args)
+    if gpu is None:
+        _expect_room(config, model, args)
     if gpu is None or model.impl == "liger":
         return None
     placement = placement_of(config, model, args)
@@ -41,7 +44,7 @@ def check(config, model, data, args, say):
         f"{gib(found.host_peak_bytes)} of {gib(found.host_usable_bytes)} of host memory"
     )
     if not found.fits:
-        ways = "; ".join(s["change"] for s in found.suggestions[:3])
+        ways = "; ".join(_ways(found)[:3])
         raise ValueError(
             f"hfpatch: the planned step must fit, and takes {memory}. Change the run"
             + (f", for example by {ways}." if ways else " or the machine.")
@@ -50,6 +53,35 @@ def check(config, model, data, args, say):
     say(f"hfpatch: planned: {memory}")
     say(f"hfpatch: planned: {found.step_seconds:.1f} s a step of one batch a GPU")
     return found
+
+
+def _ways(found) -> list[str]:
+    """The plan's suggestions in the flags of `hfpatch train`, without those of another machine."""
+    changes = (s["change"] for s in found.suggestions)
+    mine = [way for way in changes if not way.startswith(("--gpu", "--host-ram"))]
+    batch = "--per_device_train_batch_size "
+    return [w.replace("--base 4bit", "--load_in_4bit").replace("--batch ", batch) for w in mine]
+
+
+def _expect_room(config, model, args) -> None:
+    """ValueError for a CPU that cannot hold what stays between steps: the machine would stop the
+    run without a word while its weights load."""
+    if model.placement or args.deepspeed or args.fsdp or model.load_in_4bit or model.load_in_8bit:
+        return
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
+        )
+    # Weights; where they train, gradients and AdamW's two states too.
+    tensors = 1 if model.lora_r else 4 if "adamw" in args.optim else 2
+    nbytes = tensors * dtype_of(config, model).itemsize * made.num_parameters()
+    room = host_limit()
+    if room is not None and nbytes > room:
+        raise ValueError(
+            f"hfpatch: the run must fit this machine's {gib(room)}, and "
+            f"{made.num_parameters():,} parameters take {gib(nbytes)} with what trains them. Take a "
+            "smaller model, --lora_r 16, or a GPU."
+        )
 
 
 def against(found, peak: float | None, seconds: float) -> str:

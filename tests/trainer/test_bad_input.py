@@ -3,6 +3,7 @@ overwritten.
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from transformers.integrations import integration_utils
@@ -241,6 +242,27 @@ def test_a_run_is_planned_before_its_weights_load(refused, monkeypatch, capsys):
     assert len(said) == 3 and "131,072 tokens on a100-80gb (gpu8bit): fits" in said[0]
     monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 4 << 30)
     refused("of 4.0 GiB of host memory", **flags, checkpointing="host", placement="gpu8bit")
+
+
+def test_ways_to_fit_are_flags_of_this_command(refused, monkeypatch):
+    changes = "--gpu h200", "--lora-r 16 --base 4bit", "--gpus 4", "--batch 1", "--seq-len 4096"
+    found = mock.Mock(fits=False, suggestions=[{"change": change} for change in changes])
+    found.configure_mock(
+        gpu_peak_bytes=1, gpu_usable_bytes=1, host_peak_bytes=1, host_usable_bytes=1
+    )
+    monkeypatch.setattr("hfpatch.trainer.footprint.this_gpu", lambda args: GPUS["a100-80gb"])
+    monkeypatch.setattr("hfpatch.trainer.footprint.plan", lambda *args, **kwargs: found)
+    ways = "--lora-r 16 --load_in_4bit; --per_device_train_batch_size 1; --seq-len 4096."
+    refused(f"for example by {ways}")
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_it_loads(refused, monkeypatch):
+    """Linux kills the process without a word while weights are made or read."""
+    monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 24 << 30)
+    flags = {"model": "llama-3.1-8b", "config_overrides": None}
+    refused("8,030,261,248 parameters take 119.7 GiB with what trains them", **flags)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        refused("", **flags, dtype="bfloat16", lora_r=8)
 
 
 def test_a_model_that_cannot_be_planned_trains(refused, monkeypatch, capsys):
