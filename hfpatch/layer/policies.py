@@ -4,7 +4,6 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 
 import dataclasses
 import sys
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -288,11 +287,9 @@ class Policies:
             meter.ended()
 
     def _layers(self) -> list[nn.Module]:
-        """The layers that share this runtime; found once, as a walk over all modules takes ms."""
+        """The layers that share this runtime."""
         owner = self.owner()
-        if owner is not None and not self._found:
-            self._found = [weakref.ref(m) for m in layers_in(owner)]
-        return [layer for one in self._found if (layer := one()) is not None]
+        return [] if owner is None else layers_in(owner)
 
     def _mixes(self, layer: nn.Module) -> bool:
         """Whether some layers mix tokens other than by attention."""
