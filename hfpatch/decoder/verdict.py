@@ -10,7 +10,7 @@ the report says so.
 
 import copy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,12 @@ DOCUMENTS = (0, 17, TOKENS)
 class Verdict:
     """The traits of a decoder, from its small instance.
 
-    `_verdict` fills one in, with the traits of each kind of layer. It is cached for all models with
+    `_verdict` fills one in, with the traits of each kind of layer. It is kept for all models with
     the same config and code, so from then on nobody changes it: `ask_model` returns a copy with the
     traits of each layer of its model.
 
     Attributes:
-        answers: in the cached verdict, kind of layer -> its traits; from ask_model, the traits of
+        answers: in the kept verdict, kind of layer -> its traits; from ask_model, the traits of
             each layer in order.
         ours: the stack may use hfpatch's attention and masks.
         why_unpatched: why the layers cannot run twice and so stay unpatched, or None.
@@ -69,6 +69,9 @@ class Verdict:
     kinds: frozenset[type] = frozenset()
 
 
+_verdicts: dict[tuple, Verdict] = {}  # by class of stack, config, kinds of layers, their code
+
+
 def ask_model(decoder: Decoder) -> Verdict:
     """The verdict on the layers of this model."""
     n = len(decoder.layers)
@@ -83,8 +86,10 @@ def ask_model(decoder: Decoder) -> Verdict:
         # A stack that was cut behind the layer that completes the kinds has the same verdict.
         first = tuple(kinds[: 1 + max(map(kinds.index, kinds))])
         config = decoder.stack.config
-        asked = _Keyed(config, config.to_json_string(use_diff=False)), _Keyed(kinds, first)
-        found = _verdict(type(decoder.stack), *asked, code)
+        key = type(decoder.stack), config.to_json_string(use_diff=False), first, code
+        if key not in _verdicts:
+            _verdicts[key] = _verdict(type(decoder.stack), config, kinds)
+        found = _verdicts[key]
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return Verdict(
@@ -112,23 +117,9 @@ def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None
     return next((answer for known, answer in others if known == kind), None)
 
 
-class _Keyed:
-    """An argument of a cached function: equal to others with the same key."""
-
-    def __init__(self, value, key):
-        self.value, self.key = value, key
-
-    def __eq__(self, other):
-        return self.key == other.key
-
-    def __hash__(self):
-        return hash(self.key)
-
-
-@cache
-def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) -> Verdict:
+def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
     with quiet_process(), sharded(False), plain_scans():
-        stack = _in_double(small_stack(stack_class, config.value, kinds.value))
+        stack = _in_double(small_stack(stack_class, config, kinds))
         answers = _ask_all(stack)
         # An unidentified mixer does not isolate documents, in transformers either.
         expected = _Expected(
