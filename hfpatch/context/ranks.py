@@ -20,19 +20,19 @@ MOST = 1 << 62  # more than any number of rows or tokens
 _sequences: dict = {}  # one Sequence a key, so that the agreements of its ranks persist
 
 
-def sequence_now(config, training: bool, name: str | None = None) -> Sequence | None:
+def sequence_now(config, training: bool) -> Sequence | None:
     """The ranks that share the rows of the forward that runs, or None where every process has whole
     rows.
 
     Under Ulysses, training batches are sharded. Evaluation batches are too, unless accelerate turns
     Ulysses off there; `sharded()` overrides. Under torch's context_parallel, every forward inside
-    the context is sharded. name: the attention that the config names, if the caller knows it.
+    the context is sharded.
     """
     if current.sequence is not None:
         return current.sequence or None
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    name = name or named(config)
+    name = named(config)
     found = context_parallel()
     if found is None:
         group, training_only = ulysses(ALL_ATTENTION_FUNCTIONS.get(name)) or (None, False)
@@ -51,16 +51,12 @@ def _several(group) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def shared_in_a_graph(name: str, training: bool) -> bool:
-    """Whether ranks share rows, or may, while a graph runs that calls attention of this name. The
-    graph may have been traced in an evaluation of whole rows.
+def may_share_rows() -> bool:
+    """Whether ranks share rows, or may in other runs of a graph that is traced now, perhaps in an
+    evaluation of whole rows.
     """
-    if _several(ulysses_group()) or _several(context_parallel_group()):
-        return True
-    try:
-        return sequence_now(None, training, name) is not None
-    except ValueError:  # the forward outside the graph raises it
-        return True
+    groups = ulysses_group(), context_parallel_group()
+    return any(map(_several, groups)) or context_parallel() is not None
 
 
 def summed_gradients(config: dict, size: int) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from hfpatch.compat import (
     CACHE_NAMES,
-    attention_of,
     compiled_by_itself,
     transforming,
 )
@@ -28,8 +27,8 @@ from hfpatch.context.current import (
 )
 from hfpatch.context.masks import Batch
 from hfpatch.context.ranks import (
+    may_share_rows,
     refuse_shared_mixers,
-    shared_in_a_graph,
 )
 from hfpatch.decoder.batch import (
     Given,
@@ -134,7 +133,7 @@ def _run_compiled(stack: "PatchedStack", kwargs):
     outside = tiled and runtime.weights.on
     if stack.training and torch.is_grad_enabled():
         outside = outside or tiled or masked and kwargs.get("position_ids") is not None
-    if outside or shared_in_a_graph(attention_of(stack.config), stack.training):
+    if outside or may_share_rows():
         return _outside(stack, kwargs)
     return stack._hfpatch_stock(kwargs)
 

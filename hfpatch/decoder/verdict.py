@@ -10,7 +10,7 @@ the report says so.
 
 import copy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +47,15 @@ DOCUMENTS = (0, 17, TOKENS)
 class Verdict:
     """The traits of a decoder, from its small instance.
 
-    `_verdict` fills one in, with the traits of each kind of layer. It is cached for all models with
+    `_verdict` fills one in, with the traits of each kind of layer. It is kept for all models with
     the same config and code, so from then on nobody changes it: `ask_model` returns a copy with the
     traits of each layer of its model.
 
     Attributes:
-        answers: in the cached verdict, kind of layer -> its traits; from ask_model, the traits of
+        answers: in the kept verdict, kind of layer -> its traits; from ask_model, the traits of
             each layer in order.
         ours: the stack may use hfpatch's attention and masks.
-        alone: why the layers cannot run twice and so stay unpatched, or None.
+        why_unpatched: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
         kinds: the known classes in the small instance's layers (strangers.kinds_in).
@@ -63,10 +63,13 @@ class Verdict:
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
     ours: bool = True
-    alone: str | None = None
+    why_unpatched: str | None = None
     apart: bool = True
     unpads: bool = False
     kinds: frozenset[type] = frozenset()
+
+
+_verdicts: dict[tuple, Verdict] = {}  # by class of stack, config, kinds of layers, their code
 
 
 def ask_model(decoder: Decoder) -> Verdict:
@@ -83,8 +86,10 @@ def ask_model(decoder: Decoder) -> Verdict:
         # A stack that was cut behind the layer that completes the kinds has the same verdict.
         first = tuple(kinds[: 1 + max(map(kinds.index, kinds))])
         config = decoder.stack.config
-        asked = _Keyed(config, config.to_json_string(use_diff=False)), _Keyed(kinds, first)
-        found = _verdict(type(decoder.stack), *asked, code)
+        key = type(decoder.stack), config.to_json_string(use_diff=False), first, code
+        if key not in _verdicts:
+            _verdicts[key] = _verdict(type(decoder.stack), config, kinds)
+        found = _verdicts[key]
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return Verdict(
@@ -98,7 +103,7 @@ def ask_model(decoder: Decoder) -> Verdict:
     if mixes and None in answers:
         found = replace(found, apart=False, unpads=False)
     answers = tuple(answer or unknown for answer in answers)
-    return replace(found, answers=answers, alone=shared or found.alone)
+    return replace(found, answers=answers, why_unpatched=shared or found.why_unpatched)
 
 
 def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
@@ -112,23 +117,9 @@ def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None
     return next((answer for known, answer in others if known == kind), None)
 
 
-class _Keyed:
-    """An argument of a cached function: equal to others with the same key."""
-
-    def __init__(self, value, key):
-        self.value, self.key = value, key
-
-    def __eq__(self, other):
-        return self.key == other.key
-
-    def __hash__(self):
-        return hash(self.key)
-
-
-@cache
-def _verdict(stack_class: type, config: _Keyed, kinds: _Keyed, code: frozenset) -> Verdict:
+def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
     with quiet_process(), sharded(False), plain_scans():
-        stack = _in_double(small_stack(stack_class, config.value, kinds.value))
+        stack = _in_double(small_stack(stack_class, config, kinds))
         answers = _ask_all(stack)
         # An unidentified mixer does not isolate documents, in transformers either.
         expected = _Expected(
@@ -188,7 +179,7 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
         difference = expected.differs(found)
         if difference is None:
             return found
-    return Verdict(whole, ours=False, alone=f"run again, {difference}")
+    return Verdict(whole, ours=False, why_unpatched=f"run again, {difference}")
 
 
 def _in_double(stack: nn.Module) -> nn.Module:

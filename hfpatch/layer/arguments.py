@@ -15,14 +15,11 @@ def token_axis(x, B: int, T: int) -> int | None:
     """The axis of an argument that counts tokens: [B, T, ...] first, then [..., T, E], then [...,
     T].
     """
-    if not isinstance(x, Tensor) or x.dim() == 0 or T not in x.shape:
-        return None
-    if x.dim() > 1 and x.shape[0] in (1, B) and x.shape[1] == T:
+    axes = [i for i, n in enumerate(x.shape) if n == T] if isinstance(x, Tensor) else []
+    if 1 in axes and x.shape[0] in (1, B):
         return 1
-    for axis in (-2, -1, 0, 1):
-        if x.dim() >= abs(axis) and axis < x.dim() and x.shape[axis] == T:
-            return axis % x.dim()
-    return next(i for i, n in enumerate(x.shape) if n == T)
+    last = [i for i in axes if i >= x.dim() - 2]
+    return next(iter(last + axes), None)
 
 
 @dataclass(eq=False)

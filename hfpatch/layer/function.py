@@ -8,6 +8,7 @@ from torch import Tensor
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import is_fake, keeps_graph, version
+from hfpatch.context.current import having
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.gate_up import spares_gates
@@ -26,8 +27,6 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, x, *tensors):
         ctx.call = call
-        ctx.like = x.shape, x.dtype, x.device
-        ctx.set_materialize_grads(False)
         return tuple(call.forward(x))
 
     @staticmethod
@@ -38,17 +37,13 @@ class LayerFunction(torch.autograd.Function):
                 "hfpatch.undo(model), and model.set_attn_implementation('eager')."
             )
         call = ctx.call
-        if dy is None:
-            if all(d is None for d in dextras):
-                return (None,) * len(ctx.needs_input_grad)
-            shape, dtype, device = ctx.like
-            dy = torch.zeros(shape, dtype=dtype, device=device)
         if call.traced is None:
             raise RuntimeError(
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
                 "the first of two."
             )
-        with call.runtime.turn, measured(call.step, call.layer):
+        # having(): what Ctrl-C leaves inside ends here.
+        with call.runtime.turn, having(), measured(call.step, call.layer):
             dx, grads = call.backward(dy, dextras, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads
 

@@ -151,11 +151,11 @@ class TiledLayer(PatchedLayer):
             return super()._apply(fn, recurse)
 
     def forward(self, hidden_states, *args, **kwargs):
-        try:
-            runtime = self._hfpatch.runtime
-            batch = current.batch
-        except AttributeError:  # accelerate binds this method and keeps it after undo()
+        # accelerate binds this method and keeps it after undo()
+        if not isinstance(self, TiledLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
+        runtime = self._hfpatch.runtime
+        batch = current.batch
         if torch.compiler.is_compiling() or current.role is not None:
             return super().forward(hidden_states, *args, **kwargs)
         # The stack's forward holds the lock already. Calls without gradients take it too: they must
@@ -199,11 +199,11 @@ class TiledLayer(PatchedLayer):
             runtime.tell(f"{type(self).__name__}s run untiled{how}: {why}.")
         if reason.keeps:
             return whole(r.given)
-        policy = None
-        if r.given.dim() == 3:  # another shape's input stays on the device
-            policy = runtime.policy(self, r.given, r.sequence, whole=True)
-            if runtime.layer_begins(self, r.given, policy):
-                return self._keeping_all(r)
+        # one row of tokens, if they have other dimensions than [B, T, D]
+        x = r.given if r.given.dim() == 3 else r.given.flatten(0, -2)[None]
+        policy = runtime.policy(self, x, r.sequence, whole=True)
+        if runtime.layer_begins(self, x, policy):
+            return self._keeping_all(r)
         return self._checkpointed(r, policy, whole)
 
     def _keeping_all(self, r: Request):

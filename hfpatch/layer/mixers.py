@@ -8,7 +8,6 @@ Packed documents run one by one, which isolates them under any kernel, with the 
 longest. A probe finds mixers by changing one token and comparing the outputs of the others.
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -133,12 +132,6 @@ class Mixer:
                 rows, found = [*rows, torch.cat(found, 1)], []
         return torch.cat(rows)
 
-    def _graph(self, x_BTD: Tensor, rows: slice, a: int, b: int) -> tuple[Tensor, Tensor]:
-        # Backward may write the gradients of other documents into x_BTD, so a document is copied.
-        x = x_BTD.detach() if self.bounds is None else x_BTD[rows, a:b].clone()
-        with torch.enable_grad():
-            return x, self.call(x.requires_grad_(), rows, a, b)
-
     def backward(self, x_BTD: Tensor, dout_BTD: Tensor, into: Tensor) -> None:
         """Writes the input's gradient to `into`, which may be x_BTD. Autograd adds to the weights'
         gradients, a document at a time.
@@ -147,12 +140,14 @@ class Mixer:
             return self.time.backward(self, x_BTD, dout_BTD, into)
         for rows, a, b in self.documents(x_BTD.shape[1]):
             built = tile_graph("mixer", x_BTD[rows, a:b])
-            x, out = self._graph(x_BTD, rows, a, b)
+            # `into` may be x_BTD, and other documents' gradients are in it: a document is copied.
+            x = x_BTD.detach() if self.bounds is None else x_BTD[rows, a:b].clone()
+            with torch.enable_grad():
+                out = self.call(x.requires_grad_(), rows, a, b)
             built([out])
             (into[rows, a:b],) = walk(self.weights, [out], [dout_BTD[rows, a:b]], [x])
 
 
-@contextmanager
 def documents_apart(layer: nn.Module, mixers: dict[str, int], arguments, configs, batch):
     """A context in which the mixers of a layer that runs untiled take the batch's documents one by
     one."""
@@ -165,8 +160,7 @@ def documents_apart(layer: nn.Module, mixers: dict[str, int], arguments, configs
         with forwards_for_now([(module, own[name])]):
             return mixer.forward(x)
 
-    with standing_in(layer, mixers, apart):
-        yield
+    return standing_in(layer, mixers, apart)
 
 
 # --- the search for mixers ------------------------------------------------------------------------

@@ -4,7 +4,6 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 
 import dataclasses
 import sys
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -208,11 +207,9 @@ class Policies:
             return dataclasses.replace(settings, frozen_weights="host", plain=0)
         # a layer that keeps all exchanges no tokens in backward
         alike = arrival_counts() or self.exchanges_tokens
-        return (
-            dataclasses.replace(settings, plain=0)
-            if alike and settings.plain == "auto"
-            else settings
-        )
+        if alike and settings.plain == "auto":
+            settings = dataclasses.replace(settings, plain=0)
+        return settings
 
     def _grow(self, meter: Meter, shape: Shape, layer, x: Tensor, whole: bool) -> None:
         """Sets the policy of the step that begins, by what earlier ones have shown."""
@@ -290,11 +287,9 @@ class Policies:
             meter.ended()
 
     def _layers(self) -> list[nn.Module]:
-        """The layers that share this runtime; found once, as a walk over all modules takes ms."""
+        """The layers that share this runtime."""
         owner = self.owner()
-        if owner is not None and not self._found:
-            self._found = [weakref.ref(m) for m in layers_in(owner)]
-        return [layer for one in self._found if (layer := one()) is not None]
+        return [] if owner is None else layers_in(owner)
 
     def _mixes(self, layer: nn.Module) -> bool:
         """Whether some layers mix tokens other than by attention."""

@@ -10,20 +10,20 @@ class Generators:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.host = torch.default_generator.get_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.states = [torch.default_generator.get_state()]
+        if device.type == "cuda":
+            self.states.append(torch.cuda.get_rng_state(device))
 
     def drew(self) -> bool:
         """Whether a number was drawn since. Compared on the host, without an operator."""
-        now = Generators(self.device)
-        if self.host.numpy().tobytes() != now.host.numpy().tobytes():
-            return True
-        return self.cuda is not None and self.cuda.numpy().tobytes() != now.cuda.numpy().tobytes()
+        now = Generators(self.device).states
+        return any(a.numpy().tobytes() != b.numpy().tobytes() for a, b in zip(self.states, now))
 
     def put_back(self) -> None:
-        torch.set_rng_state(self.host)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+        host, *cuda = self.states
+        torch.set_rng_state(host)
+        for state in cuda:
+            torch.cuda.set_rng_state(state, self.device)
 
 
 @contextmanager

@@ -13,38 +13,32 @@ from hfpatch.layer.forward_state import ForwardState, as_in_forward
 from hfpatch.layer.graph_bytes import whole_graph
 
 
-class _AsFirst:
-    """Calls run(x), which uses this layer. Later calls use the tensors and switches of the first."""
-
-    def __init__(self, run, layer: nn.Module, step=None):
-        self.run, self.layer, self.step = run, layer, step
-        self.state = None
-
-    def __call__(self, x):
-        if self.state is not None:
-            # A hook that computes a gradient reruns this within the forward, which records outputs.
-            built = whole_graph(self.step, self.layer, x)
-            try:
-                with as_in_forward(self.state), collecting({}):
-                    return self.run(x)
-            finally:  # torch stops the rerun by an exception once it has every tensor
-                built([])
-        self.state = ForwardState(self.layer, modules_in(self.layer), Snapshot(self.layer))
-        y = self.run(x)
-        self.state.ran()
-        return y
-
-
 def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
-    """run(x), checkpointed. x [B, T, D] waits in the policy's tier; without a policy (another
-    shape), on the device.
+    """run(x), checkpointed. x waits in the policy's tier.
 
-    `run` uses this layer. Backward calls it again.
+    `run` uses this layer. Backward calls it again, on the tensors and switches of the first run.
     """
     meter = runtime.meters.get(x_BTD.device)
-    run = _AsFirst(run, layer, meter and meter.step)
-    if policy is None or policy.offload == "gpu":
-        return checkpoint(run, x_BTD, use_reentrant=False)
+    step = meter and meter.step
+    state: ForwardState | None = None
+
+    def as_first(x):
+        nonlocal state
+        if state is None:
+            state = ForwardState(layer, modules_in(layer), Snapshot(layer))
+            y = run(x)
+            state.ran()
+            return y
+        # A hook that computes a gradient reruns this within the forward, which records outputs.
+        built = whole_graph(step, layer, x)
+        try:
+            with as_in_forward(state), collecting({}):
+                return run(x)
+        finally:  # torch stops the rerun by an exception once it has every tensor
+            built([])
+
+    if policy.offload == "gpu":
+        return checkpoint(as_first, x_BTD, use_reentrant=False)
     transfers = runtime.queues[x_BTD.device, policy.offload].transfers
     # torch keeps the hooks and their closures until backward: x must not be in them.
     given = [x_BTD]
@@ -63,7 +57,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return checkpoint(run, x_BTD, use_reentrant=False)
+            return checkpoint(as_first, x_BTD, use_reentrant=False)
     finally:
         given.clear()
         transfers.settle()

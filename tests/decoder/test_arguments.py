@@ -44,7 +44,7 @@ def gradients(model, trained) -> list:
 @pytest.mark.parametrize("tile", [16, 4096])
 def test_an_argument_reads_values_that_nobody_else_does(tile, monkeypatch):
     monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", Gained)
-    verdict._verdict.cache_clear()
+    verdict._verdicts.clear()
     stock = tiny.llama(dtype=torch.float64)
     ours = copy.deepcopy(stock)
     settings = hfpatch.Checkpointing(offload="gpu", tile=tile, plain=0)

@@ -102,13 +102,13 @@ REASONS = {
 @pytest.mark.parametrize("kind", REASONS)
 def test_a_layer_that_does_not_stop_runs_whole_and_is_said(kind, monkeypatch):
     monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", kind)
-    verdict._verdict.cache_clear()
+    verdict._verdicts.clear()
     stock = tiny.llama(attn_implementation="eager")
     ours = copy.deepcopy(stock)
     report = hfpatch.apply(ours, checkpointing=tiny.TILED)
     assert any("run untiled" in note and REASONS[kind] in note for note in report.notes), report
     assert_close(step(ours, tiny.labelled())[2], step(stock, tiny.labelled())[2])
-    verdict._verdict.cache_clear()
+    verdict._verdicts.clear()
 
 
 class Skipping(LlamaDecoderLayer):
@@ -125,7 +125,7 @@ class Skipping(LlamaDecoderLayer):
 
 def test_a_layer_that_goes_another_way_later_is_refused(monkeypatch):
     monkeypatch.setattr(modeling_llama, "LlamaDecoderLayer", Skipping)
-    verdict._verdict.cache_clear()
+    verdict._verdicts.clear()
     stock = tiny.llama(attn_implementation="eager")
     ours = tiny.patched(stock, checkpointing=hfpatch.Checkpointing(offload="host", tile=8))
     assert not any("untiled" in note for note in ours._hfpatch_report.notes)
@@ -135,4 +135,4 @@ def test_a_layer_that_goes_another_way_later_is_refused(monkeypatch):
         RuntimeError, match="a Skipping does not mix tokens .* mixed tokens 0 times, not 1. Call"
     ):
         step(ours, tiny.labelled())
-    verdict._verdict.cache_clear()
+    verdict._verdicts.clear()

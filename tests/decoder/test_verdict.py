@@ -35,7 +35,7 @@ from hfpatch.layer.condition import look
 
 
 def asked(model):
-    verdict._verdict.cache_clear()
+    verdict._verdicts.clear()
     return verdict.ask_model(find_decoder(model))
 
 
@@ -226,7 +226,7 @@ def test_above_its_limit_layers_run_whole_and_it_is_said(monkeypatch):
     ours = tiny.patched(stock)
     assert "run untiled" in str(hfpatch.apply(ours, checkpointing=tiny.TILED))
     tiny.assert_as_good(ours, stock, tiny.labelled())
-    verdict._verdict.cache_clear()
+    verdict._verdicts.clear()
 
 
 def test_a_report_prints_on_rank_0_alone(monkeypatch):

@@ -45,10 +45,10 @@ def test_what_cannot_be_shared_is_refused(make, more, said):
 @pytest.mark.parametrize("engine", ["ulysses_group", "context_parallel_group"])
 def test_a_graph_of_whole_rows_may_run_where_ranks_share_them(engine, monkeypatch):
     """Traced in an evaluation before, it would take this rank's part for the row."""
-    assert not parallel.shared_in_a_graph("sdpa", training=False)
+    assert not parallel.may_share_rows()
     monkeypatch.setattr(parallel, engine, lambda: "group")
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda group: 2)
-    assert parallel.shared_in_a_graph("sdpa", training=False)
+    assert parallel.may_share_rows()
 
 
 def test_no_mask_is_built_from_a_parts_positions(monkeypatch):
