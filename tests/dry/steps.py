@@ -12,6 +12,7 @@ import io
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import product
 from unittest import mock
 
 import stub
@@ -22,6 +23,7 @@ from hfpatch.lab.hardware import GPUS
 from hfpatch.layer.traits import layers_in
 
 GiB = 2**30
+COPYING = collections.Counter()  # of the step: seconds of the host in the calls of copies
 
 
 @dataclass
@@ -235,15 +237,15 @@ def patch(model, case: Case):
     return None
 
 
-def sharded(model) -> None:
-    """FSDP2 over one rank, whose exchanges do nothing."""
-    from torch.distributed.fsdp import fully_shard
+def sharded(model, ranks: int = 1) -> None:
+    """FSDP2 over ranks whose exchanges do nothing. Of several, products are in bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    for layer in layers_of(model):
-        fully_shard(layer)
-    fully_shard(model)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    half = MixedPrecisionPolicy(torch.bfloat16) if ranks > 1 else MixedPrecisionPolicy()
+    for module in (*layers_of(model), model):
+        fully_shard(module, mp_policy=half)
 
 
 def optimizer_of(model, case: Case):
@@ -534,8 +536,21 @@ def seen(left_out: list):
     [file's end, line] does nothing."""
     from hfpatch.layer.streamed_weights import Packed
     from hfpatch.store.device import CudaDevice
+    from hfpatch.store.transfers import Ticket, Transfers
 
     host_bytes, to_host = CudaDevice.host_bytes, Packed._to_host
+
+    def clocked(real):
+        """Counts the thread's seconds of every copy's calls."""
+
+        def call(*args, **options):
+            began = time.thread_time()
+            try:
+                return real(*args, **options)
+            finally:
+                COPYING["seconds"] += time.thread_time() - began
+
+        return call
 
     def waits(real):
         def wait(self, *args):
@@ -561,6 +576,9 @@ def seen(left_out: list):
             real = getattr(CudaDevice, name)
             stack.enter_context(mock.patch.object(CudaDevice, name, waits(real)))
         stack.enter_context(mock.patch.object(CudaDevice, "host_bytes", noted_bytes))
+        for kind, name in product((Transfers, Ticket), ("save", "settle", "fetch", "wait", "done")):
+            if real := vars(kind).get(name):
+                stack.enter_context(mock.patch.object(kind, name, clocked(real)))
         yield
 
 
@@ -610,6 +628,7 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
     before = torch.cuda.memory_stats()
     written, complained = said.tell(), stub.complaints()
     stub.reset()
+    COPYING.clear()
     stub.mark(f"step {index}")
     row = {"step": index, "shape": list(batch["input_ids"].shape)}
     last = index == len(case.rows) - 1
@@ -658,6 +677,7 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         "mallocs": found["call"]["cudaMalloc"] + found["call"]["cuMemCreate"],
         "stream_waits": found["call"]["cudaStreamWaitEvent"],
         "copies": dict(found["copies"]),
+        "copying_seconds": COPYING["seconds"],
         "bytes": dict(found["bytes"]),
         "waits": sum(own.values()),
         "stacks": [[count, *where] for where, count in own.most_common()],

@@ -48,4 +48,5 @@ def test_the_least_policy_at_131072_tokens_makes_few_copies(dry, table):
     table("copies", case, "over the link", number, 20000)
     table("copies", case, "stream waits", step["stream_waits"])
     table("copies", case, "host seconds", sum(step["host_seconds"]))
-    assert number <= 20000
+    table("copies", case, "host seconds of copies and their waits", step["copying_seconds"], 2)
+    assert number <= 20000 and step["copying_seconds"] <= 2

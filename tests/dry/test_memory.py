@@ -13,8 +13,9 @@ RESERVED = 1.10
 RESERVED_OF = {
     "131k, LoRA": 1.17,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
 }
-# Before a layer kept all once, it is announced with 1.3 times the graphs of its tiles.
-UNTRIED = {"131k, LoRA": 0.12, "4 layers, 131k": 0.06}
+# Before a layer kept all once, it is announced with 1.3 times the graphs of its tiles; then all of
+# them with what the last one alone kept, which is a little more.
+UNTRIED = {"131k, LoRA": 0.12, "4 layers, 131k": 0.06, "8k": 0.05}
 # What the last line of a policy announces.
 ANNOUNCED = re.compile(r"([\d.]+) of [\d.]+ GiB of the device")
 MODEL = "llama-3.1-8b"
@@ -39,14 +40,16 @@ CASES = {
     "32k, gradients kept": (32, 32768, {"keep_gradients": True, "micro_steps": 2}, 0.8),
 }
 SHORT = ("4 layers, 8k", "4 layers, 131k")
-# A third layer that keeps all fits with 0.2 GiB to spare, or after two retries does not stay.
-STEPS = {"131k": 8}
+# A third layer that keeps all needs 75.2 of 78.6 GiB in blocks of 3.5. Whether it fits is chance: it
+# stays, or two steps retry, and from the next one on two layers keep all.
+TIGHT = "131k"
+KEEP_ALL = re.compile(r"(\d+) layers? keeps? everything")
 
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=long) for n in CASES])
 def test_steps_settle_on_what_fits(name, dry, table):
     layers, tokens, case, share = CASES[name]
-    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * STEPS.get(name, 5), **case)
+    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * (8 if name == TIGHT else 6), **case)
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     before, step = ran.steps[-2:]
     peak = step["allocated_peak"] / GiB
@@ -63,13 +66,19 @@ def test_steps_settle_on_what_fits(name, dry, table):
     table("memory", name, "highest peak, GiB", highest)
     table("memory", name, "reserved, GiB", reserved, most)
     retries = sum(step["retries"] for step in ran.steps)
-    table("memory", name, "retries", retries, 2 * (name in STEPS))
+    table("memory", name, "retries", retries, 2 * (name == TIGHT))
     assert share * CARD <= peak <= CARD and reserved <= most
-    assert retries <= 2 * (name in STEPS)
+    assert retries <= 2 * (name == TIGHT)
     assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.05)
-    # How many layers send gate and up is decided by seconds, which are chance here: it may change late.
-    settled = not step["said"]
-    assert not settled or step["mallocs"] == step["retries"] == 0, "nothing new is allocated"
+    # A length's layers that keep all are final behind four steps. How many of the others send gate
+    # and up is decided by seconds, which are chance here: it may change late.
+    last = max(i for i, step in enumerate(ran.steps) if step["said"] or not i)
+    table("memory", name, "last step with a new policy", last)
+    counts = [KEEP_ALL.findall(step["said"]) for step in ran.steps if step["said"]]
+    assert last < 4 or counts[-1] == counts[-2] or name == TIGHT
+    # The step behind it may still take what the new policy needs beside the optimizer's states.
+    assert not any(step["retries"] for step in ran.steps[last + 1 :])
+    assert not any(step["mallocs"] for step in ran.steps[last + 2 :]), "something new is allocated"
 
 
 @long
