@@ -95,14 +95,14 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     if "forward" in vars(stack):
         skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
-    if not found.ours and found.alone and found.apart:
-        skipped.append(("checkpointing", found.alone))
+    if not found.ours and found.why_unpatched and found.apart:
+        skipped.append(("checkpointing", found.why_unpatched))
         return
     configs = _configs(decoder)
     _patch_stack(decoder, found, configs, report)
-    if settings.offload == "off" or found.alone:
+    if settings.offload == "off" or found.why_unpatched:
         off = settings.offload == "off"
-        skipped.append(("checkpointing", "not asked for" if off else found.alone))
+        skipped.append(("checkpointing", "not asked for" if off else found.why_unpatched))
         for layer, answer in zip(layers, found.answers):
             traits = replace(answer, kinds=found.kinds)
             _swap_layer(layer, PatchedLayer, Patched(traits, configs))

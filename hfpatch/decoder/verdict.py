@@ -55,7 +55,7 @@ class Verdict:
         answers: in the kept verdict, kind of layer -> its traits; from ask_model, the traits of
             each layer in order.
         ours: the stack may use hfpatch's attention and masks.
-        alone: why the layers cannot run twice and so stay unpatched, or None.
+        why_unpatched: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
         kinds: the known classes in the small instance's layers (strangers.kinds_in).
@@ -63,7 +63,7 @@ class Verdict:
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
     ours: bool = True
-    alone: str | None = None
+    why_unpatched: str | None = None
     apart: bool = True
     unpads: bool = False
     kinds: frozenset[type] = frozenset()
@@ -103,7 +103,7 @@ def ask_model(decoder: Decoder) -> Verdict:
     if mixes and None in answers:
         found = replace(found, apart=False, unpads=False)
     answers = tuple(answer or unknown for answer in answers)
-    return replace(found, answers=answers, alone=shared or found.alone)
+    return replace(found, answers=answers, why_unpatched=shared or found.why_unpatched)
 
 
 def _answer(found: Verdict, layer: nn.Module, kind: tuple) -> LayerTraits | None:
@@ -179,7 +179,7 @@ def _settled(asked: dict[tuple, LayerTraits], expected: "_Expected") -> Verdict:
         difference = expected.differs(found)
         if difference is None:
             return found
-    return Verdict(whole, ours=False, alone=f"run again, {difference}")
+    return Verdict(whole, ours=False, why_unpatched=f"run again, {difference}")
 
 
 def _in_double(stack: nn.Module) -> nn.Module:

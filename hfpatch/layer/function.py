@@ -8,6 +8,7 @@ from torch import Tensor
 from hfpatch.attention.heads import Attention
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.compat import is_fake, keeps_graph, version
+from hfpatch.context.current import having
 from hfpatch.layer.call import LayerCall
 from hfpatch.layer.forward_state import ForwardState
 from hfpatch.layer.gate_up import spares_gates
@@ -41,7 +42,8 @@ class LayerFunction(torch.autograd.Function):
                 "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
                 "the first of two."
             )
-        with call.runtime.turn, measured(call.step, call.layer):
+        # having(): what Ctrl-C leaves inside ends here.
+        with call.runtime.turn, having(), measured(call.step, call.layer):
             dx, grads = call.backward(dy, dextras, ctx.needs_input_grad[1], keeps_graph())
         return None, dx, *grads
 
