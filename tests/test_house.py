@@ -32,8 +32,8 @@ FOLDERS = {
     "store": (548, 5448),
     "kernels": (584, 9390),
     "compat": (526, 4887),
-    "parts": (461, 5337),
-    "attention": (411, 5510),
+    "parts": (459, 5337),
+    "attention": (409, 5497),
     "loss": (421, 5000),  # outputs.logits says so where it is None, for who reads it in training
     ".": (385, 3896),
     "parallel": (183, 2284),
