@@ -279,16 +279,16 @@ def values_for_now(rows: list[tuple[dict, str, object]]):
     """A context in which table[name] is value, for each of these (table, name, value) rows."""
     before = []
     try:
-        for table, name, value in rows:
-            before.append((table, name, table.get(name, GONE)))
-            put(table, name, value)
-        yield
-    finally:
         try:
+            for table, name, value in rows:
+                before.append((table, name, table.get(name, GONE)))
+                put(table, name, value)
+            yield
+        finally:
             _put_back(before)
-        except BaseException:  # Ctrl-C in it: a forward that stayed would compute nothing
-            _put_back(before)
-            raise
+    except BaseException:  # Ctrl-C as they go back: a forward that stayed would compute nothing
+        _put_back(before)
+        raise
 
 
 def _put_back(before: list[tuple[dict, str, object]]) -> None:
