@@ -9,6 +9,7 @@ in backward.
 B batch, T tokens, H query heads, K key-value heads, E head dim; G query heads of a group.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass, field
 
 import torch
@@ -22,23 +23,18 @@ from hfpatch.budget.cuts import heads_per_group
 MOST_ELEMENTS = 1 << 31
 
 
-@dataclass
-class Heads:
-    """One attention call in a layer's forward: its scale, pattern and sinks (context.current.Call),
-    and this process's groups of heads.
-    """
+# One attention call in a layer's forward: its context.current.Call (scale, pattern, sinks), this
+# process's groups (query heads and KV heads of each), the kernel.
+Heads = namedtuple("Heads", "call groups backend")
 
-    call: object
-    groups: tuple[tuple[slice, slice], ...]  # of query heads and of KV heads
-    backend: str
 
-    def part(self, hs: slice) -> dict:
-        """attention_forward's and attention_backward's keywords for a group."""
-        sinks = self.call.sinks_H
-        return {
-            "scale": self.call.scale, "pattern": self.call.pattern, "backend": self.backend,
-            "sinks_H": None if sinks is None else sinks[hs],
-        }  # fmt: skip
+def _options(of: Heads, hs: slice) -> dict:
+    """The keywords of attention_forward and attention_backward for a group of query heads."""
+    sinks = of.call.sinks_H
+    return {
+        "scale": of.call.scale, "pattern": of.call.pattern, "backend": of.backend,
+        "sinks_H": None if sinks is None else sinks[hs],
+    }  # fmt: skip
 
 
 def groups_of(q_BTHE: Tensor, K: int, wide: bool) -> list[tuple[slice, slice]]:
@@ -97,7 +93,7 @@ class Attention:
         outs, lses = [], []
         for call, q, k, v in zip(asked, parts[::3], parts[1::3], parts[2::3]):
             heads = Heads(call, groups_of(q, k.shape[2], self.wide), pick(q))
-            out, lse, state = attention_forward(q, k, v, **heads.part(slice(None)))
+            out, lse, state = attention_forward(q, k, v, **_options(heads, slice(None)))
             self.heads.append(heads)
             self.states.append(state)
             outs.append(out)
@@ -146,7 +142,7 @@ class Attention:
                     # of a new tensor, by which torch 2.14 keeps cuDNN's plans.
                     part = lse[hs] if lse.dim() == 2 else lse[:, hs]
                     given.append(part.clone(memory_format=torch.contiguous_format))
-                grads = attention_backward(*given, self.states[n], **heads.part(hs))
+                grads = attention_backward(*given, self.states[n], **_options(heads, hs))
                 del given
                 for i, like, part, grad in zip(range(3), (q, k, v), (hs, ks, ks), grads):
                     i += 3 * n

@@ -86,15 +86,14 @@ def main(args) -> int:
     if args.json:
         print(json.dumps(asdict(found) | {"verdict": found.verdict}, indent=1))
         return 0
+    mixers = f"{found.in_time} layers in tiles through time, {found.in_rows} over whole rows"
     rows = [
         ("verdict", found.verdict),
         *(("untiled", f"{n} layers: {reason}") for reason, n in found.reasons.items()),
         ("fused", ", ".join(found.fused) or "nothing"),
         ("packed", found.packed),
+        *[("mixers", mixers)] * (found.in_time + found.in_rows > 0),
     ]
-    if found.in_time + found.in_rows:
-        mixers = f"{found.in_time} layers in tiles through time, {found.in_rows} over whole rows"
-        rows.append(("mixers", mixers))
     print(f"{found.model}: {found.tiled} of {found.layers} layers run tile by tile", table(rows),
           *(f"  {note}" for note in found.notes), sep="\n")  # fmt: skip
     return 0

@@ -1,6 +1,8 @@
 """The program `hfpatch`: one table row a command, each loaded only when it is called."""
 
+import gc
 import importlib
+import os
 import sys
 
 import hfpatch
@@ -24,11 +26,16 @@ def main(argv=None) -> int:
     """Runs one command. Returns its exit code: 0 ok, 2 bad arguments, 1 a failure of the machine, 3
     a plan that does not fit.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     # An error of a user's script belongs to the script. A training run handles its own failures.
-    if argv[:1] in (["run"], ["train"]):
-        return importlib.import_module(COMMANDS[argv[0]][0]).main(argv[1:])
-    return guarded(_command, argv)
+    if words[:1] in (["run"], ["train"]):
+        return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
+    if argv is None and words[:1] == ["plan"]:
+        # Of a plan's seconds a sixth went to the garbage collector, which looks at thousands of
+        # modules again and again while they load, and a tenth to taking them apart at the end.
+        gc.disable()
+        os._exit(guarded(_command, words))
+    return guarded(_command, words)
 
 
 def _model_first(command: Parser, argv: list[str]) -> list[str]:
@@ -37,9 +44,8 @@ def _model_first(command: Parser, argv: list[str]) -> list[str]:
     name = next(iter(argv[1:]), "-")
     if name.startswith("-"):
         return argv
-    first = ["--model", name]
-    if run_file.is_one(name):
-        first = run_file.words(name, command._option_string_actions)
+    known = command._option_string_actions
+    first = run_file.words(name, known) if run_file.is_one(name) else ["--model", name]
     return [argv[0], *first, *argv[2:]]
 
 

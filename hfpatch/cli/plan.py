@@ -84,5 +84,5 @@ def main(args) -> int:
         )  # fmt: skip
     if args.extended:
         found = replace(found, positions=None)
-    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+    print(json.dumps(found.to_dict(), indent=1) if args.json else found, flush=True)
     return 0 if found.fits else 3

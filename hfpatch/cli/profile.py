@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args) -> int:
-    command = "hfpatch profile"
-    if sys.argv[1:2] == ["profile"]:
-        command = shlex.join(["hfpatch", *sys.argv[1:]])
+    called = sys.argv[1:2] == ["profile"]
+    command = shlex.join(["hfpatch", *sys.argv[1:]]) if called else "hfpatch profile"
     done = profile(
-        args.model, seq_len=parse_lengths(args.seq_len), impl=args.impl, out=args.out, command=command,
-        batch=args.batch, steps=args.steps, warmup=args.warmup, dtype=args.dtype,
-        optimizer=args.optimizer, gradient_checkpointing=args.gradient_checkpointing,
-        checkpointing=args.checkpointing, device=args.device, simulate=args.simulate,
+        args.model, seq_len=parse_lengths(args.seq_len), command=command,
+        **{name: getattr(args, name) for name in (
+            "impl", "out", "batch", "steps", "warmup", "dtype", "optimizer",
+            "gradient_checkpointing", "checkpointing", "device", "simulate",
+        )},
     )  # fmt: skip
     print(results(done.runs, command=command, notes=done.notes)) if args.json else show(done)
     return 0

@@ -38,8 +38,10 @@ def main(args) -> int:
     (out / PAGE).write_text(page(proof), encoding="utf-8")
     (out / ROW).write_text(json.dumps(row(proof), indent=1) + "\n", encoding="utf-8")
     for check in proof.failed:
-        where = f"{check.what} {check.dtype} at {check.tokens} tokens: {check.where}"
-        _say(f"FAILED {where}, {check.share:.3g} of what is allowed")
+        _say(
+            f"FAILED {check.what} {check.dtype} at {check.tokens} tokens: {check.where}, "
+            f"{check.share:.3g} of what is allowed"
+        )
     passed = len(proof.done) - len(proof.failed)
     print(f"{passed} of {len(proof.done)} comparisons with float64 pass; read {out / PAGE}.")
     for step in proof.steps:

@@ -13,10 +13,8 @@ that gather or offload weights, and kernels slower than the model's rates.
 """
 
 import contextlib
-import re
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,10 +26,10 @@ from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.rates import BLOCK_ROWS, TAIL_SHARE, attention_ramp, matmul_seconds
 from hfpatch.lab.simulate import kernels_cost, simulator
 from hfpatch.lab.simulate.follow import Follower
+from hfpatch.lab.simulate.kernels_cost import Work
 from hfpatch.lab.simulate.sequence import LoneRank
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.step_meter import LedgerGauge, StepMeter
-from hfpatch.layer.call import LayerCall
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.ops import experts
 from hfpatch.store import device as devices
@@ -40,30 +38,16 @@ from hfpatch.store.transfers import Transfers
 
 # The host's time of one launch.
 LAUNCH_SECONDS = 15e-6
-COMPUTE, WAITS, UP, DOWN = "compute", "waits", "copies to the host", "copies to the device"
-EXCHANGES, RANK_WAITS = "exchanges", "waits for ranks"
-_LAYER = re.compile(r"\blayers\.(\d+)\b")
-
-
-@dataclass(slots=True)
-class Slice:
-    """Work of one kind on one stream, from start to end in seconds. turn: "forward", "backward" or
-    "optimizer".
-    """
-
-    stream: str
-    start: float
-    end: float
-    turn: str
-    layer: str
-    nbytes: int = 0  # of a copy
+UP, DOWN = "copies to the host", "copies to the device"
+EXCHANGES = "exchanges"
+# (GPU, whether its own kernels run) -> key of an operation -> Work
+_WORKS: dict = {}
 
 
 class Stream:
-    """A queue of work. now: the end of its last work."""
+    """A queue of work. now: the end of its last work, in seconds."""
 
-    def __init__(self, name: str):
-        self.name, self.now = name, 0.0
+    now = 0.0
 
 
 class Event:
@@ -72,8 +56,11 @@ class Event:
 
 
 class ClockDevice(Device):
-    """A device whose streams hold only the time. It records each slice of work, and each wait of
-    compute for a copy.
+    """A device whose streams hold only the time.
+
+    Attributes:
+        carried: UP, DOWN or EXCHANGES -> bytes over that link.
+        waited: UP (copies in both directions) or EXCHANGES -> seconds that compute waits for them.
     """
 
     pins = True
@@ -82,12 +69,11 @@ class ClockDevice(Device):
         """drive: the disk behind the host's memory, None without one."""
         super().__init__(device)
         self.gpu, self.drive, self.host = gpu, drive, 0.0
-        self.streams = [Stream(COMPUTE)]
+        self.streams = [Stream()]
         self.stack, self.links = self.streams[:], dict.fromkeys((UP, DOWN), 0.0)
-        self.rows: dict[str, list[Slice]] = {WAITS: []}
-        self.peers = Stream(EXCHANGES)
-        self.carried: Counter = Counter()  # direction -> bytes over the link
-        self.turn, self.layer = "setup", ""
+        self.peers = Stream()
+        self.carried: Counter = Counter()
+        self.waited: Counter = Counter()
 
     @property
     def compute(self) -> Stream:
@@ -95,7 +81,7 @@ class ClockDevice(Device):
 
     # -- the device interface ----------------------------------------------------------------------
     def stream(self) -> Stream:
-        self.streams.append(Stream("side stream"))
+        self.streams.append(Stream())
         return self.streams[-1]
 
     def current(self) -> Stream:
@@ -116,10 +102,8 @@ class ClockDevice(Device):
     def wait(self, event: Event, stream=None) -> None:
         stream = stream or self.current()
         if stream is self.compute and event.stream is not stream:
-            began = max(stream.now, self.host)
-            if event.time > began:
-                row = RANK_WAITS if event.stream is self.peers else WAITS
-                self._note(Slice(row, began, event.time, self.turn, self.layer))
+            what = EXCHANGES if event.stream is self.peers else UP
+            self.waited[what] += max(0.0, event.time - max(stream.now, self.host))
         stream.now = max(stream.now, event.time)
 
     def synchronize(self, event=None) -> None:
@@ -131,9 +115,7 @@ class ClockDevice(Device):
         """Work on the current stream. It begins once the stream is free and the host issued it."""
         stream = self.current()
         self.host += LAUNCH_SECONDS
-        start = max(stream.now, self.host)
-        stream.now = start + seconds
-        self._note(Slice(stream.name, start, stream.now, self.turn, self.layer))
+        stream.now = max(stream.now, self.host) + seconds
 
     def copy(self, nbytes: int, direction: str) -> None:
         """A copy between host and device on the current stream. Copies in one direction share the
@@ -142,8 +124,6 @@ class ClockDevice(Device):
         A copy to or from a file goes in pieces of a bounce buffer's size.
         """
         stream, drive = self.current(), self.drive
-        if stream is not self.compute:
-            stream.name = direction
         for piece in (nbytes,) if drive is None else pieces(nbytes):
             self.host += LAUNCH_SECONDS
             ready = 0.0
@@ -156,14 +136,13 @@ class ClockDevice(Device):
             stream.now = self.links[direction] = start + piece / self.gpu.link_rate
             if drive is not None:
                 (drive.write if direction == UP else drive.landed)(stream.now, piece)
-            self._note(Slice(stream.name, start, stream.now, self.turn, self.layer, piece))
 
     def _held_up(self, until: float) -> None:
         """The host waits for a file. Compute waits for the host once its queue is empty."""
         compute = self.compute
         began, self.host = max(compute.now, self.host), max(self.host, until)
         if until > began:
-            self._note(Slice(WAITS, began, until, self.turn, self.layer))
+            self.waited[UP] += until - began
             compute.now = until
 
     def exchange(self, nbytes: float) -> Event:
@@ -171,21 +150,8 @@ class ClockDevice(Device):
         self.host += LAUNCH_SECONDS
         start = max(self.peers.now, self.current().now, self.host)
         self.peers.now = start + nbytes / self.gpu.peer_rate
-        self._note(Slice(EXCHANGES, start, self.peers.now, self.turn, self.layer, int(nbytes)))
+        self.carried[EXCHANGES] += nbytes
         return Event(self.peers, self.peers.now)
-
-    def _note(self, new: Slice) -> None:
-        """Appends a slice to its row, or extends the row's last slice."""
-        row = self.rows.setdefault(new.stream, [])
-        last = row[-1] if row else None
-        if (
-            last is not None
-            and (last.turn, last.layer) == (new.turn, new.layer)
-            and new.start - last.end < 1e-9
-        ):
-            last.end, last.nbytes = new.end, last.nbytes + new.nbytes
-        elif new.end > new.start:
-            row.append(new)
 
 
 class ClockRank(LoneRank):
@@ -205,45 +171,23 @@ class ClockFollower(Follower):
 
     def __init__(self, clock: ClockDevice, **settings):
         super().__init__(**settings)
-        self.clock, self.layer, self.pending = clock, None, None
-        self.parts: Counter = Counter()  # (turn, what) -> seconds of kernels
+        self.clock = clock
+        self._works = _WORKS.setdefault((clock.gpu, self.cuda), {})
+        self.parts: Counter = Counter()  # (phase, what) -> seconds of kernels
+        self.begins: dict = {}  # phase -> its start on the compute stream
 
     def set_phase(self, name: str) -> None:
         super().set_phase(name)
-        self.clock.turn, self.clock.layer = name, ""
         self.begins[name] = self.clock.compute.now
 
-    @property
-    def begins(self) -> dict[str, float]:
-        """Turn -> its start on the compute stream."""
-        return self.__dict__.setdefault("_begins", {})
-
-    @contextmanager
-    def tiled(self, layer: int):
-        """A context in which a layer runs in tiles."""
-        before, self.layer = self.layer, layer
-        self.clock.layer = f"layer {layer}"
-        try:
-            yield
-        finally:
-            self.layer = before
-
-    def _cost(self, func, args, kwargs) -> None:
-        super()._cost(func, args, kwargs)
-        gpu, seconds, kind = self.clock.gpu, 0.0, None
-        product = kernels_cost.matmul_shape(func, args)
-        if product is not None:
+    def _work(self, func, args, kwargs, *tensors) -> Work:
+        work, seconds = super()._work(func, args, kwargs, *tensors), 0.0
+        if (product := kernels_cost.matmul_shape(func, args)) is not None:
             count, *sizes = product
-            seconds = matmul_seconds(gpu, *sizes, count=count)
-        attention = kernels_cost.attention(func, args, kwargs)
-        if attention is not None:
-            kind, flops = attention
-            seconds = self._attention_seconds(kind, flops, func, args, kwargs)
-        if self.layer is None and self.clock.current() is self.clock.compute:
-            found = _LAYER.search(self._where())
-            self.clock.layer = f"layer {found[1]}" if found else ""
-        what = "attention" if kind else "matmul"
-        self.pending = seconds * self.times, self._direction(func, args), what
+            seconds = matmul_seconds(self.clock.gpu, *sizes, count=count)
+        if work.attention is not None:
+            seconds = self._attention_seconds(*work.attention, func, args, kwargs)
+        return work._replace(seconds=seconds)
 
     def _attention_seconds(self, kind: str, flops: int, func, args, kwargs) -> float:
         gpu, q = self.clock.gpu, 0 if kind == "forward" else 1
@@ -264,39 +208,18 @@ class ClockFollower(Follower):
         ]
         return {(True, False): UP, (False, True): DOWN}.get(tuple(on_host))
 
-    def _moved(self, nbytes: int) -> None:
+    def _moved(self, nbytes: int, work: Work | None = None, direction: str | None = None) -> None:
         super()._moved(nbytes)
-        (seconds, direction, what), self.pending = self.pending or (0.0, None, ""), None
+        seconds, what = 0.0, "elementwise"
+        if work is not None:
+            seconds, what = work.seconds * self.times, "attention" if work.attention else "matmul"
         if direction is not None:  # nbytes counts the read and the write
             self.clock.copy(nbytes // 2, direction)
         elif seconds or nbytes:
             moving = nbytes * self.times / self.clock.gpu.memory_rate
-            self.parts[self.clock.turn, what or "elementwise"] += seconds
-            self.parts[self.clock.turn, "elementwise"] += moving
+            self.parts[self.phase, what] += seconds
+            self.parts[self.phase, "elementwise"] += moving
             self.clock.launch(seconds + moving)
-
-
-@contextmanager
-def _tiles_on(follower: list):
-    """A context in which layers in tiles tell the follower when they run. follower: a list, empty
-    until there is one.
-    """
-
-    def watched(name):
-        real = getattr(LayerCall, name)
-
-        def run(call, *args, **kwargs):
-            with (
-                follower[0].tiled(call.layer._hfpatch.index)
-                if follower
-                else contextlib.nullcontext()
-            ):
-                return real(call, *args, **kwargs)
-
-        return for_now(LayerCall, **{name: run})
-
-    with watched("forward"), watched("backward"):
-        yield
 
 
 @contextmanager
@@ -329,7 +252,7 @@ def run_on_clock(
             simulate.
 
     Returns:
-        The Simulation, the ClockDevice with each stream's work, and the follower, whose `meter`
+        The Simulation, the ClockDevice, and the follower, whose `meter`
         measured the step.
     """
     disk = policy is not None and policy.tier == "disk"
@@ -343,7 +266,7 @@ def run_on_clock(
         return made[0]
 
     around = (
-        _standing_in(device), _tiles_on(made),
+        _standing_in(device),
         for_now(simulator, LoneRank=partial(ClockRank, device)),
         for_now(Transfers, late=disk),
         for_now(experts, _major=lambda _: gpu.major),

@@ -49,15 +49,30 @@ def schema_of(op):
 
 
 def simulation_parts():
-    """(FakeTensorMode, FakeTensor, the context of a kernel on fake tensors, TorchDispatchMode)."""
-    from torch._subclasses.fake_tensor import (
-        FakeTensor,
-        FakeTensorMode,
-        in_kernel_invocation_manager,
-    )
+    """(FakeTensorMode, FakeTensor, TorchDispatchMode)."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    return FakeTensorMode, FakeTensor, in_kernel_invocation_manager, TorchDispatchMode
+    return FakeTensorMode, FakeTensor, TorchDispatchMode
+
+
+def run_on_meta(mode, func, args, kwargs):
+    """func's meta kernel on fake tensors of the mode. torch's in_kernel_invocation_manager takes
+    longer to enter than many a kernel."""
+    with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        mode.in_kernel_invocation = True
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            mode.in_kernel_invocation = False
+
+
+def meta_tensor(layout: tuple) -> Tensor:
+    """A meta tensor of (shape, strides, dtype) that no dispatch mode sees."""
+    shape, strides, dtype = layout
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def fakes_like(fake: Tensor):

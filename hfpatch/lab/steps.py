@@ -13,7 +13,7 @@ from hfpatch.attention import heads
 from hfpatch.budget.cuts import heads_per_group
 from hfpatch.budget.measured import Abilities
 from hfpatch.budget.policy import ALL, Checkpointing
-from hfpatch.lab.clock import DOWN, RANK_WAITS, UP, WAITS, run_on_clock
+from hfpatch.lab.clock import DOWN, EXCHANGES, UP, run_on_clock
 from hfpatch.lab.compat import for_now
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.shallow import (
@@ -255,8 +255,8 @@ class Steps:
 def _read(found, clock, follower, model, asked: Model, rows: int, fused: bool) -> _Ran:
     """The numbers and peaks of a simulated step."""
     begins, end = follower.begins, clock.compute.now
-    waited = lambda row: sum(s.end - s.start for s in clock.rows.get(row, ()))  # noqa: E731
-    seconds: Counter = Counter({"copy_wait": waited(WAITS), "exchange": waited(RANK_WAITS)})
+    waited = clock.waited
+    seconds: Counter = Counter({"copy_wait": waited[UP], "exchange": waited[EXCHANGES]})
     for (turn, what), spent in follower.parts.items():
         seconds[what] += spent if turn != "setup" else 0.0
     forward, backward = begins["backward"] - begins["forward"], end - begins["backward"]

@@ -9,6 +9,7 @@ import inspect
 from collections import namedtuple
 from functools import cache
 from inspect import isroutine
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -103,13 +104,10 @@ def _norm_variant(
     probe = kind.__new__(kind)
     nn.Module.__init__(probe)
     vars(probe).update(dict(flags) | {eps_name: eps})
-    for exact in (True, False):
-        for offset in (0.0, 1.0):
-            for cast in CASTS:
-                if offset and not weighted:
-                    continue
-                if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
-                    return eps_name, offset, cast
+    offsets = (0.0, 1.0) if weighted else (0.0,)
+    for exact, offset, cast in product((True, False), offsets, CASTS):
+        if _norm_agrees(probe, make, weighted, eps, offset, cast, exact):
+            return eps_name, offset, cast
     return None
 
 

@@ -19,46 +19,35 @@ from hfpatch.lab.compat import (
     autograd_node,
     fakes_like,
     holders,
-    schema_of,
+    meta_tensor,
+    run_on_meta,
     sequence_number,
     simulation_parts,
 )
 from hfpatch.lab.simulate import kernels_cost
+from hfpatch.lab.simulate.kernels_cost import Work
 from hfpatch.lab.simulate.ledger import ROUNDING, Block, Ledger, round_up
-from hfpatch.lab.simulate.operations import is_dense, is_view, key_of, tensors_in, writes
+from hfpatch.lab.simulate.operations import (
+    called_by_engine,
+    is_dense,
+    key_of,
+    operation,
+    tensors_in,
+)
 from hfpatch.lab.simulate.shadow import Shadows
 from hfpatch.ops._library import IMPLEMENTATIONS
 
-aten = torch.ops.aten
-_, FakeTensor, on_fakes, TorchDispatchMode = simulation_parts()
+aten, DEVICE = torch.ops.aten, torch.ops.prim.device.default
+_, FakeTensor, TorchDispatchMode = simulation_parts()
 # Operations whose fake kernels read values or symbols, or return something other than tensors.
-_BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor,
+_BY_VALUE = set(map(id, (aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor,
              aten.index_put_.default,
              aten.index_put.default, aten.equal.default, aten.lift_fresh.default,
-             aten.set_.source_Storage_storage_offset)  # fmt: skip
+             aten.set_.source_Storage_storage_offset)))  # fmt: skip
 # Operations that torch decomposes in Python -> others of the same result
-_PLAIN = {aten._unsafe_view.default: aten.view.default}
+_PLAIN = {id(aten._unsafe_view.default): aten.view.default}
 # key of an operation (key_of) -> (shape, strides, dtype) of each result; on CUDA, and elsewhere
 _SHAPES: dict = {True: {}, False: {}}
-
-
-def _empty(layout: tuple) -> Tensor:
-    shape, strides, dtype = layout
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-
-
-def _called_by_engine() -> bool:
-    """Whether the operation being dispatched was issued by the autograd engine itself, not by
-    Python code.
-    """
-    frame = sys._getframe(3)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if any(part in name for part in ("_compile.py", "_dynamo", "_python_dispatch", "_library")):
-            frame = frame.f_back
-            continue
-        return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
-    return False
 
 
 _current: list = []
@@ -99,7 +88,8 @@ class Follower(TorchDispatchMode):
         self._host = 0
         self._alone: tuple | None = None
         self._calibrating = False
-        self._slow: set = set(_BY_VALUE)
+        self._slow: set = set(_BY_VALUE)  # ids of operations
+        self._works: dict = {}  # key_of -> Work
         self._shapes = _SHAPES[cuda]
         self._makes: dict = {}  # device -> fakes_like
 
@@ -234,7 +224,7 @@ class Follower(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # `x.device` of a fake tensor: as frequent as all the rest
-        if func is torch.ops.prim.device.default:
+        if func is DEVICE:
             return args[0].fake_device
         self.operations += 1
         if self.most_operations is not None and self.operations > self.most_operations:
@@ -245,9 +235,10 @@ class Follower(TorchDispatchMode):
             )
         if func is aten.add.Tensor and self._accumulates(args, kwargs):
             return aten.add_.Tensor(*args)
+        known = operation(func)
         if self.shadows is not None:
-            if is_view(func) and type(args[0]) is FakeTensor and func not in self._slow:
-                return self._fakes(func, args, kwargs, args[:1])
+            if known.view and type(args[0]) is FakeTensor and id(func) not in self._slow:
+                return self._fakes(known, args, kwargs, args[:1], None)
             answered, value = self.shadows.answer(func, args, kwargs)
             if answered:
                 return value
@@ -257,6 +248,7 @@ class Follower(TorchDispatchMode):
         for tensor in inputs:
             if id(tensor.untyped_storage()) not in self._refs:
                 self.track(tensor)
+        key = None if id(func) in _BY_VALUE else key_of(func, args, kwargs)
         if func.namespace == "hfpatch" and not self.cuda:
             # A kernel on CUDA allocates its outputs, which the fake gives; the plain version has
             # temporaries.
@@ -264,7 +256,7 @@ class Follower(TorchDispatchMode):
                 out = IMPLEMENTATIONS[func](*args, **kwargs)
         else:
             out = (
-                self._fakes(func, args, kwargs, inputs)
+                self._fakes(known, args, kwargs, inputs, key)
                 if self.shadows is not None
                 else func(*args, **kwargs)
             )
@@ -272,61 +264,59 @@ class Follower(TorchDispatchMode):
         outputs = tensors_in((out,), [])
         for tensor in outputs:
             self.track(tensor, name)
-        if schema_of(func).is_mutable:
+        if known.mutable:
             for tensor in inputs:  # resize_, set_ and out= change the storage of an argument
                 self.track(tensor, name)
-        self._cost(func, args, kwargs)
-        self._moved(kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs))
+        work = self._works.get(key)
+        if work is None:
+            work = self._work(func, args, kwargs, inputs, outputs)
+            if key is not None:
+                self._works[key] = work
+        self._did(work, func, args)
         if self.shadows is not None:
-            self.shadows.run(func, args, kwargs, inputs, outputs)
+            self.shadows.run(known, args, kwargs, inputs, outputs)
         return out
 
     def moves(self, tensors: list) -> None:
         """Counts the traffic of a kernel that no dispatcher sees, each tensor as often as listed."""
         self._moved(sum(map(kernels_cost.bytes_of, tensors)))
 
-    def _moved(self, nbytes: int) -> None:
+    def _moved(self, nbytes: int, work: Work | None = None, direction: str | None = None) -> None:
         self.ledger.traffic[self.phase] += nbytes * self.times
 
-    def _fakes(self, func, args, kwargs, inputs):
-        """func on fake tensors.
+    def _fakes(self, operation, args, kwargs, inputs, key):
+        """operation.func on fake tensors.
 
         FakeTensorMode's cache lookup costs more than the call. Operations whose results are on the
         device of their arguments call their meta kernels directly, as FakeTensorMode would.
         """
-        mode, plain = (
-            self.shadows.fake_mode,
-            func.namespace in ("aten", "hfpatch") and "device" not in kwargs,
-        )
+        func, mode = operation.func, self.shadows.fake_mode
         if (
-            not plain
+            not operation.ours
             or not inputs
-            or func in self._slow
+            or "device" in kwargs
+            or id(func) in self._slow
             or any(type(t) is not FakeTensor for t in inputs)
         ):
             return func(*args, **kwargs)
-        if writes(func):
+        if operation.writes:
             return kwargs.get("out", args[0])
         device = inputs[0].fake_device
-        key = key_of(func, args, kwargs)
-        known = key and self._shapes.get(key)
-        try:
-            with on_fakes(mode):
-                if known:
-                    out = tuple(map(_empty, known))
-                    out = out if len(out) > 1 else out[0]
-                else:
-                    out = _PLAIN.get(func, func)(*args, **kwargs)
-                    if key:
-                        self._note_shape(key, inputs, out)
-        except NotImplementedError:
-            self._slow.add(func)
-            return func(*args, **kwargs)
+        if known := self._shapes.get(key):
+            out = tuple(map(meta_tensor, known))
+            out = out if len(out) > 1 else out[0]
+        else:
+            try:
+                out = run_on_meta(mode, _PLAIN.get(id(func), func), args, kwargs)
+            except NotImplementedError:
+                self._slow.add(id(func))
+                return func(*args, **kwargs)
+            if operation.fresh and key:
+                self._note_shape(key, inputs, out)
 
         make = self._makes.get(device)
         if make is None:
-            with on_fakes(mode):
-                bare = torch.empty(0, device="meta")
+            bare = meta_tensor(((0,), (1,), torch.float32))
             make = self._makes[device] = fakes_like(FakeTensor(mode, bare, device))
 
         def fake(o):
@@ -344,7 +334,8 @@ class Follower(TorchDispatchMode):
         for x, layout in zip(outs, known):
             own = x.untyped_storage()
             # aten._unsafe_view hides its alias
-            if id(own) in given or _empty(layout).untyped_storage().nbytes() != own.nbytes():
+            full = meta_tensor(layout).untyped_storage().nbytes()
+            if id(own) in given or full != own.nbytes():
                 return
         self._shapes[key] = known
 
@@ -360,7 +351,7 @@ class Follower(TorchDispatchMode):
         if not (isinstance(old, Tensor) and isinstance(new, Tensor)):
             return False
         alike = old.shape == new.shape and old.dtype == new.dtype and is_dense(old)
-        if not alike or autograd_node() is None or not _called_by_engine():
+        if not alike or autograd_node() is None or not called_by_engine():
             return False
         found = _holders(args)
         if self._calibrating:
@@ -377,21 +368,27 @@ class Follower(TorchDispatchMode):
             (torch.sin(h) + h * 3).sum().backward()
         self._calibrating = False
 
-    def _cost(self, func, args, kwargs) -> None:
-        flops = kernels_cost.matmul_flops(func, args) * self.times
-        if flops:
-            self.ledger.matmul_flops[self.phase] += flops
-        attention = kernels_cost.attention(func, args, kwargs)
-        if attention is not None:
-            kind, flops = attention
+    def _work(self, func, args, kwargs, inputs, outputs) -> Work:
+        scratch = kernels_cost.scratch_bytes if self.cuda else kernels_cost.cpu_scratch_bytes
+        return Work(
+            kernels_cost.matmul_flops(func, args), kernels_cost.attention(func, args, kwargs),
+            scratch(func, args), kernels_cost.moved_bytes(func, args, kwargs, inputs, outputs),
+        )  # fmt: skip
+
+    def _did(self, work: Work, func, args) -> None:
+        """Counts an operation that ran."""
+        if work.products:
+            self.ledger.matmul_flops[self.phase] += work.products * self.times
+        if work.attention is not None:
+            kind, flops = work.attention
             self.ledger.attention_flops[kind] += flops
             self.ledger.attention_calls[kind] += 1
-        scratch = (
-            kernels_cost.scratch_bytes(func, args)
-            if self.cuda
-            else kernels_cost.cpu_scratch_bytes(func, args)
-        )
-        self.transient(scratch, f"{func.__name__} scratch")
+        if work.scratch:
+            self.transient(work.scratch, f"{func.__name__} scratch")
+        self._moved(work.moved, work, self._direction(func, args))
+
+    def _direction(self, func, args) -> str | None:
+        """Of a copy between host and device, for a clock."""
 
 
 def _holders(args) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ mem_eff_attention/kernel_backward.h, and delta) and native/cuda/Embedding.cu (fp
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,23 @@ from hfpatch.lab.compat import schema_of
 from hfpatch.ops.experts import EXPERT_PRODUCT, EXPERT_SUMS
 
 aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """What an operation's kernel does. Layouts of arguments determine it.
+
+    Attributes:
+        products: FLOPs of matmuls.
+        attention: ("forward" | "backward", FLOPs), or None.
+        scratch, moved: bytes that it allocates meanwhile, and that it reads and writes.
+        seconds: of a GPU, without those of `moved`; 0 if unknown.
+    """
+
+    products: int
+    attention: tuple | None
+    scratch: int
+    moved: int
+    seconds: float = 0.0
 
 
 def _ops(*names):

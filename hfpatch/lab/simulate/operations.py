@@ -1,6 +1,6 @@
 """An operation as a dispatch mode sees it: the tensors in it, and what its result's shape depends on."""
 
-from functools import cache
+import sys
 
 import torch
 from torch import Tensor
@@ -20,29 +20,35 @@ def tensors_in(tree, out: list) -> list[Tensor]:
     return out
 
 
-@cache
-def _is_fresh(func) -> bool:
-    """Whether an operation writes to no argument and returns tensors with memory of their own."""
-    schema = schema_of(func)
-    return not any(x.alias_info for x in (*schema.arguments, *schema.returns))
+class Operation:
+    """What holds of an operation whatever its arguments are.
+
+    Attributes:
+        fresh: it writes to no argument and returns tensors with memory of their own.
+        view: it reads and writes nothing, and returns what it was given in another shape.
+        writes: it returns an argument that it wrote: `out`, or the first one.
+        written: the positions of the arguments that it writes.
+    """
+
+    def __init__(self, func):
+        schema, self.func = schema_of(func), func
+        self.mutable, returns = schema.is_mutable, schema.returns
+        given = [x.alias_info for x in schema.arguments]
+        self.written = [at for at, x in enumerate(given) if x is not None and x.is_write]
+        aliased = [x.alias_info for x in returns if x.alias_info]
+        self.fresh = not (aliased or any(given))
+        hidden = func is torch.ops.aten._unsafe_view.default
+        self.view = hidden or bool(not self.mutable and aliased)
+        resizes = func.__name__.startswith("resize")
+        self.writes = len(returns) == 1 and any(x.is_write for x in aliased) and not resizes
+        self.ours = func.namespace in ("aten", "hfpatch")
 
 
-@cache
-def is_view(func) -> bool:
-    """Whether an operation reads and writes nothing, and returns what it was given in another
-    shape."""
-    schema = schema_of(func)
-    if func is torch.ops.aten._unsafe_view.default:
-        return True
-    return not schema.is_mutable and any(x.alias_info for x in schema.returns)
+_KNOWN: dict = {}  # id(func) -> Operation; torch's own hash of an operator runs in Python
 
 
-@cache
-def writes(func) -> bool:
-    """Whether an operation returns an argument that it wrote: `out`, or the first one."""
-    returns = schema_of(func).returns
-    found = len(returns) == 1 and returns[0].alias_info
-    return bool(found and found.is_write) and not func.__name__.startswith("resize")
+def operation(func) -> Operation:
+    return _KNOWN.get(id(func)) or _KNOWN.setdefault(id(func), Operation(func))
 
 
 def _described(x):
@@ -54,11 +60,9 @@ def _described(x):
     return type(x), x  # 1 and True are equal
 
 
-def key_of(func, args, kwargs) -> tuple | None:
-    """A key that determines the shapes of the operation's fresh results, None without them."""
-    if not _is_fresh(func):
-        return None
-    return func, _described(args), _described(tuple(kwargs.items()))
+def key_of(func, args, kwargs) -> tuple:
+    """A key that determines the cost of an operation, and the shapes of fresh results."""
+    return id(func), _described(args), _described(tuple(kwargs.items()))
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -71,3 +75,17 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def called_by_engine() -> bool:
+    """Whether the operation being dispatched was issued by the autograd engine itself, not by
+    Python code.
+    """
+    frame = sys._getframe(3)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(part in name for part in ("_compile.py", "_dynamo", "_python_dispatch", "_library")):
+            frame = frame.f_back
+            continue
+        return frame.f_code.co_name in ("_engine_run_backward", "backward_from")
+    return False

@@ -13,23 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from hfpatch.compat import buffers_of, parameters_of, real_tensors
-from hfpatch.lab.compat import schema_of, simulation_parts
+from hfpatch.lab.compat import simulation_parts
 
 LARGEST_WHOLE = 128 << 20  # bytes, integer and boolean tensors
 # bytes, floating-point tensors (scalars, counts, frequencies) and raw bytes of buffers
 LARGEST_FLOAT = 1 << 16
 
 aten = torch.ops.aten
-_DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default,
+_DATA_DEPENDENT = set(map(id, (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default,
                    aten.masked_select.default,
                    aten.repeat_interleave.Tensor, aten._unique2.default,
                    aten.unique_consecutive.default,
-                   aten.unique_dim.default, aten.bincount.default}  # fmt: skip
+                   aten.unique_dim.default, aten.bincount.default)))  # fmt: skip
 # Their results do not depend on the values of their tensor argument.
-_LIKE = {aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
+_LIKE = set(map(id, (aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
          aten.empty_like.default,
          aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-         aten.new_empty.default}  # fmt: skip
+         aten.new_empty.default)))  # fmt: skip
+_INDEX = aten.index.Tensor
 _UNKNOWN = object()
 FakeTensor = simulation_parts()[1]
 
@@ -86,10 +87,8 @@ class Shadows:
         """(True, value) for an operation whose result or result's shape depends on known values,
         else (False, None).
         """
-        by_mask = func is aten.index.Tensor and any(
-            i is not None and i.dtype == torch.bool for i in args[1]
-        )
-        if func not in _DATA_DEPENDENT and not by_mask:
+        by_mask = func is _INDEX and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if id(func) not in _DATA_DEPENDENT and not by_mask:
             return False, None
         if by_mask and self._map(args[0]) is _UNKNOWN:
             # Values unknown, mask known: the same gather by positions has a known shape.
@@ -114,16 +113,16 @@ class Shadows:
         # a number, a boolean
         return True, tuple(self.fake(o) for o in out) if isinstance(out, tuple) else out
 
-    def run(self, func, args, kwargs, inputs, outputs) -> None:
+    def run(self, operation, args, kwargs, inputs, outputs) -> None:
         """Repeats an operation on the values behind its arguments, or forgets the values it
         overwrote.
         """
-        mutable = schema_of(func).is_mutable
+        func = operation.func
         fresh = [o for o in outputs if id(o.untyped_storage()) not in self._real]
-        if not mutable and not fresh:
+        if not operation.mutable and not fresh:
             return  # views of something known
         if self._runnable(func, inputs, fresh):
-            if func in _LIKE and not self._known(args[0]):
+            if id(func) in _LIKE and not self._known(args[0]):
                 args = (self._blank(args[0]), *args[1:])
             reals, real_kwargs = self._map(args), self._map(kwargs)
             real_kwargs = {k: v for k, v in real_kwargs.items() if k != "pin_memory"}
@@ -139,26 +138,24 @@ class Shadows:
             for fake, real in zip(outputs, outs):
                 if id(fake.untyped_storage()) not in self._real and fake.shape == real.shape:
                     self.put(fake, real)
-        elif mutable:
-            for argument, value in zip(schema_of(func).arguments, args):
-                if (
-                    argument.alias_info is not None
-                    and argument.alias_info.is_write
-                    and isinstance(value, Tensor)
-                ):
+        else:
+            for value in (args[at] for at in operation.written if at < len(args)):
+                if isinstance(value, Tensor):
                     self._real.pop(id(value.untyped_storage()), None)
 
     def _known(self, tensor) -> bool:
         return not isinstance(tensor, FakeTensor) or id(tensor.untyped_storage()) in self._real
 
     def _runnable(self, func, inputs, fresh) -> bool:
+        if id(func) not in _LIKE and not all(map(self._known, inputs)):
+            return False
         if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
             return False
         for out in fresh:
             raw = out.is_floating_point() or out.dtype == torch.uint8
             if out.untyped_storage().nbytes() > (LARGEST_FLOAT if raw else LARGEST_WHOLE):
                 return False
-        return func in _LIKE or all(self._known(t) for t in inputs)
+        return True
 
     @staticmethod
     def _blank(fake: Tensor) -> Tensor:

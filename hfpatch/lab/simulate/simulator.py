@@ -135,14 +135,18 @@ def _young_garbage():
     A look at all imported modules takes longer than many a step.
     """
     ours = not gc.get_freeze_count()
+    off = not gc.isenabled()
     if ours:
         gc.freeze()
+    gc.enable()  # a cycle holds its tensors until a look finds it
     try:
         yield
     finally:
         gc.collect()
         if ours:
             gc.unfreeze()
+        if off:
+            gc.disable()
 
 
 @contextlib.contextmanager
