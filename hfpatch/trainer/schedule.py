@@ -54,8 +54,7 @@ def check(args, steps: int, say) -> None:
 
 def _rates(args, steps: int, warmup: int) -> list[float]:
     """The rates at some steps, the last of them the one after the run."""
-    # A rate of 0 that was asked for is no fault of the schedule.
-    rate = args.learning_rate or 1.0
+    rate = args.learning_rate
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], rate)
     schedule = get_scheduler(
         args.lr_scheduler_type,

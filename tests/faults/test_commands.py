@@ -77,6 +77,7 @@ def test_what_a_command_is_given_is_checked(said, tmp_path):
         "check --model=": "--model has no value",
         "plan --model @/bare.json": "bare.json lacks model_type",
         f"{plan} --gpus 2147483647": "--gpus must be 1 or more and 65536 or less",
+        f"{plan} --seq-len 2147483647": "--seq-len must be 2 or more and 16777216 or less",
         "train --model llama-tiny --data d --output_dir o --sp_size 2147483647": (
             "--sp_size must be 1 or more and 65536 or less, got 2147483647"
         ),
@@ -145,8 +146,8 @@ def test_what_a_training_run_is_given_is_checked(run_train, tmp_path):  # noqa: 
         ({"seed": -1}, "--seed must be 0 or more and 4294967295 or less, got -1"),
         ({"data_seed": 2**32}, "--data_seed must be"),
         ({"time_limit": -1}, "--time_limit must be 0 or more, got -1.0"),
-        ({"learning_rate": "nan"}, "--learning_rate must be 0 or more, got nan"),
-        ({"learning_rate": "inf"}, "--learning_rate must be 0 or more, got inf"),
+        ({"learning_rate": "nan"}, "--learning_rate must be more than 0, got nan"),
+        ({"learning_rate": "inf"}, "--learning_rate must be more than 0, got inf"),
         ({"max_steps": 0}, "--max_steps must be 1 or more"),
         ({"seq_len": "8x"}, "a length must be tokens such as 8192, 128k or 1M, got '8x'"),
         ({"seq_len": "128k"}, "--seq-len must be at most the model's"),

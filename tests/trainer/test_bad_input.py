@@ -137,6 +137,7 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
         ),
         ("--cache_dir has no value", {"cache_dir": ""}),
         ("--pad_multiple must be", {"pad_multiple": 2**31 - 1}),
+        ("--learning_rate must be more than 0, got 0", {"learning_rate": 0.0}),
         (
             "--dataloader_prefetch_factor must be",
             {"dataloader_prefetch_factor": 2**31 - 1, "dataloader_num_workers": 1},
