@@ -73,6 +73,11 @@ def hold(nbytes: int) -> None:
     _held += nbytes
 
 
+def given_host() -> int | None:
+    """HFPATCH_HOST_MEMORY: the bytes of the host that runs and plans may use, None if not set."""
+    return environment_number("HFPATCH_HOST_MEMORY", None)
+
+
 def host_free(root: str = "/") -> int | None:
     """Free bytes of host memory, for all ranks of this machine. None if unknown.
 
@@ -81,14 +86,9 @@ def host_free(root: str = "/") -> int | None:
     be used (virtual machines whose memory grows). It is given once, so what the pools of all ranks,
     which are alike, hold by now is subtracted.
     """
-    given = os.environ.get("HFPATCH_HOST_MEMORY")
+    given = given_host()
     if given is not None:
-        if not (given.isascii() and given.isdigit()):
-            raise ValueError(
-                f"hfpatch: HFPATCH_HOST_MEMORY must be a number of bytes, got {given!r}. For 110 "
-                "GiB write 118111600640."
-            )
-        return max(0, int(given) - _held * environment_number("LOCAL_WORLD_SIZE", 1, 1))
+        return max(0, given - _held * environment_number("LOCAL_WORLD_SIZE", 1, 1))
     root = Path(root)
     left = []
     for folder, limit, usage, cache in cgroup_paths(root):

@@ -5,18 +5,18 @@ import os
 import re
 
 
-def environment_number(name: str, default: int, least: int = 0, most: int | None = None) -> int:
+def environment_number(name: str, default, least: int = 0, most: int | None = None):
     """A whole number from the environment, or the default if it is not set. ValueError for anything
     else.
     """
     text = os.environ.get(name)
     if text is None:
         return default
-    number = int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
+    number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
     if number is None or number < least or most is not None and number > most:
         raise ValueError(
-            f"hfpatch: {name} in the environment must be {range_words(least, most)}, got {text!r}. "
-            "Correct or unset it."
+            f"hfpatch: {name} in the environment must be a whole number, "
+            f"{range_words(least, most)}, got {text!r}. Correct or unset it."
         )
     return number
 

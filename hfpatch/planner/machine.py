@@ -5,14 +5,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from hfpatch.budget.free import cgroup_paths, meminfo, read_number, share_of_device
+from hfpatch.budget.free import cgroup_paths, given_host, meminfo, read_number, share_of_device
 from hfpatch.lab.hardware import GPUS, GiB, Gpu, gpu_row
 from hfpatch.planner.limits import parse_bytes
 
 
 def host_limit(root: str = "/") -> int | None:
-    """Most bytes of host memory that this process may use: the machine's, or the tightest cgroup
-    limit. None if unknown."""
+    """Most bytes of host memory that this process may use: HFPATCH_HOST_MEMORY, else the machine's,
+    or the tightest cgroup limit. None if unknown."""
+    if (given := given_host()) is not None:
+        return given
     root = Path(root)
     limits = [read_number(folder / limit) for folder, limit, _, _ in cgroup_paths(root)]
     limits.append(meminfo(root).get("MemTotal"))

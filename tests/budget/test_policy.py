@@ -105,6 +105,11 @@ def test_this_machine_has_memory():
     assert 0 < memory.host_free() <= host_limit()
 
 
+def test_plans_and_steps_have_the_host_memory_that_is_given(monkeypatch):
+    monkeypatch.setenv("HFPATCH_HOST_MEMORY", str(1 << 40))
+    assert host_limit() == 1 << 40 == memory.host_free() + memory.held()
+
+
 def test_what_a_first_step_will_take_is_counted():
     import torch
 
