@@ -23,7 +23,7 @@ from hfpatch.lab.shallow import (
 from hfpatch.lab.steps import Cost
 from hfpatch.planner.float8 import cast_bytes
 from hfpatch.planner.limits import parse_bytes
-from hfpatch.planner.machine import card
+from hfpatch.planner.machine import card, host_limit
 from hfpatch.planner.placements import (
     Resident,
     resident,
@@ -114,9 +114,8 @@ def seconds_of(run: Run, cost: Cost, stays: Resident) -> dict:
 
 def _first_step(run: Run, cost: Cost, stays: Resident, policy) -> dict:
     """Seconds by which the first step is longer: pinning host memory, compiling kernels."""
-    pinned = 0
-    if isinstance(policy, Checkpointing) and not run.on_disk:
-        pinned = cost.host + stays.host // run.gpus * bool(run.shape.adapters)
+    pins = isinstance(policy, Checkpointing) and not run.on_disk
+    pinned = pins * (cost.host + stays.host // run.gpus * bool(run.shape.adapters))
     return {"pinning": pinned / PIN_BYTES_PER_SECOND, "compiling": COMPILE_SECONDS}
 
 
@@ -132,9 +131,12 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
         seconds["image_tower"] = own["seconds"]
         moved += 2 * int(own["host"])
     step_seconds = sum(seconds.values())
-    # If all gradients are kept, each moment counts those that exist then. Otherwise the placement
-    # has a constant number of bytes for them.
-    gradients = (lambda m: m.gradients) if stays.gradients is None else (lambda m: stays.gradients)
+    # Each moment counts the gradients that exist then. DeepSpeed's buffers for them always exist.
+    most = stays.gradients
+    if most is None:
+        most = max(m.gradients for m in moments)
+    stand = placement.startswith("zero3")
+    gradients = lambda m: most if stand else min(m.gradients, most)  # noqa: E731
     moment = max(moments, key=lambda m: gradients(m) + m.beyond)
     parts = {
         "parameters": stays.parameters, "gradients": gradients(moment),
@@ -207,7 +209,6 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     if sp_size > 1:
         shape, seq_len = shared(shape, sp_size, gpus), -(-seq_len // sp_size)
     if gpu == "this":
-        from hfpatch.planner.machine import host_limit
         from hfpatch.planner.measure import measure_this
 
         row, host_ram = measure_this(), host_limit() if host_ram is None else host_ram

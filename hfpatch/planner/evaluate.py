@@ -94,14 +94,12 @@ class Ladder:
         self.first = self._first(settings)
 
     def _sizes(self, rows: int) -> dict:
-        itemsize = PLACEMENTS[self.placement].itemsize
-        return {"rows": rows, "width": self.width, "itemsize": itemsize}
+        return {"rows": rows, "width": self.width, "itemsize": PLACEMENTS[self.placement].itemsize}
 
     def _free(self) -> int:
         """Free bytes of the device, without gradients and optimizer states."""
-        run = self.run
-        held = int(run.tower.cost(run).numbers["held"]) if run.tower else 0
-        return max(0, run.gpu.usable_bytes - self.stays.parameters - held)
+        held = int(self.run.tower.cost(self.run).numbers["held"]) if self.run.tower else 0
+        return max(0, self.run.gpu.usable_bytes - self.stays.parameters - held)
 
     def _host(self) -> int | None:
         """Free bytes of the host for a process's checkpoints."""
@@ -152,6 +150,10 @@ class Ladder:
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
         cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
         found = _said(run, self.placement, policy, cost)
+        while way == SETTLED and policy.plain > self.first.plain and not found.fits:
+            policy = replace(policy, plain=policy.plain - 1)
+            cost = self.steps.cost(run.seq_len, policy, ahead)
+            found = _said(run, self.placement, policy, cost)
         if run.host is None or way != GLANCE:
             return found
         # A glance simulates two layers or more and multiplies their host memory. A gradient that

@@ -18,8 +18,7 @@ def host_limit(root: str = "/") -> int | None:
     root = Path(root)
     limits = [read_number(folder / limit) for folder, limit, _, _ in cgroup_paths(root)]
     limits.append(meminfo(root).get("MemTotal"))
-    limits = [n for n in limits if n is not None]
-    return min(limits) if limits else None
+    return min((n for n in limits if n is not None), default=None)
 
 
 def gpu_limit(device=None) -> int:

@@ -12,7 +12,7 @@ from hfpatch.budget.policy import names_the_nearest
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import Gpu
 from hfpatch.lab.models import config_of
-from hfpatch.planner.machine import card
+from hfpatch.planner.machine import card, common_host
 from hfpatch.planner.placements import candidates
 from hfpatch.planner.remembered import recall, remember
 from hfpatch.planner.result import Plan
@@ -98,7 +98,6 @@ def _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked) -> Pl
     from hfpatch.planner.answer import make_run, settings_of
     from hfpatch.planner.evaluate import FIRST, best, faster, longest, placements
     from hfpatch.planner.float8 import in_float8
-    from hfpatch.planner.machine import common_host
     from hfpatch.planner.suggestions import suggestions
 
     settings = asked["checkpointing"] = settings_of(asked["checkpointing"])

@@ -29,10 +29,9 @@ def _file(asked: dict) -> Path:
 def recall(asked: dict) -> dict | None:
     """The fields of the Plan of these arguments, None if there is none."""
     try:
-        found = json.loads(_file(asked).read_text())
+        return json.loads(_file(asked).read_text())
     except (OSError, ValueError):
         return None
-    return found
 
 
 def remember(asked: dict, fields: dict) -> None:

@@ -100,14 +100,12 @@ def _of_more_gpus(run: Run, names: list, offers: Offers) -> None:
         ):
             break
     for size in range(2, run.gpus + 1):
-        if run.ranks == 1 and run.gpus % size == 0:
-            if why_not_shared_out(run.shape.num_heads, run.shape.num_kv_heads, size):
-                continue
-            part = replace(
-                run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size)
-            )
-            if offers.add(f"--sp-size {size}", part, names):
-                break
+        heads = run.shape.num_heads, run.shape.num_kv_heads
+        if run.ranks > 1 or run.gpus % size or why_not_shared_out(*heads, size):
+            continue
+        part = replace(run, shape=replace(run.shape, ranks=size), seq_len=-(-run.seq_len // size))
+        if offers.add(f"--sp-size {size}", part, names):
+            break
 
 
 def _of_a_larger_gpu(run: Run, names: list, offers: Offers) -> None:
