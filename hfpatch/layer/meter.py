@@ -186,13 +186,18 @@ class Meter:
         if not any(self.step.plan.keeps_all) or self.step.planned > self.step.limit:
             return ""
         most, limit = self.step.planned / 2**30, self.step.limit / 2**30
-        kinds = {
-            n for n, keeps_all in zip(self.step.plan.kinds, self.step.plan.keeps_all) if keeps_all
-        }
-        untried = any(self.kinds[name].kept is None for name in kinds - {None})
+        untried = any(self.tries(i, kind) for i, kind in enumerate(self.step.plan.kinds))
         return f"; {'at most ' * untried}{most:.1f} of {limit:.1f} GiB of the device"
 
     # -- forward -----------------------------------------------------------------------------------
+    def tries(self, index: int, kind: str | None) -> bool:
+        """Whether a layer is planned to keep all whose kind never did.
+
+        What it keeps is measured without sources of copies. The first layer's input is one that
+        outlives its copy, as the model's own forward holds it: it would be counted here.
+        """
+        return self.step.plan.keeps_all[index] and self.kinds.get(kind, Kind()).kept is None
+
     def layer(self, index: int, kind: str | None, waiting: int) -> bool:
         """A layer's forward begins. Returns whether it keeps all.
 
@@ -247,8 +252,8 @@ class Meter:
         # Where the layers just before send no gate and up, those copies are over: what would stay of
         # their sources only leaves holes between what this layer keeps.
         over = plan.gate_up * (plan.policy.keep <= index - COPIES)
-        room = max(0, int(min(plan.ahead - COPIES * over * step.rows, left, below_peak)))
-        step.forward.room = 0 if self.kinds[kind].kept is None else room
+        ahead = plan.ahead - COPIES * over * step.rows
+        step.forward.room = max(0, int(min(ahead, left, below_peak)))
         return True
 
     def _ends(self, solid: int) -> None:

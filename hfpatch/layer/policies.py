@@ -180,7 +180,7 @@ class Policies:
         sizes = {"rows": x.shape[0] * T, "width": x.shape[-1], "itemsize": x.element_size()}
         policy = first_policy(
             settings, **sizes, layers=self._keeping(x), whole=whole,
-            chains=self._mixes(layer),
+            chains=any(one._hfpatch.traits.mixers for one in (layer, *self._layers())),
             card=meter and meter.card, free=free[0], host=free[1],
         )  # fmt: skip
         short = free[0] is not None and step_bytes(policy, **sizes) > free[0]
@@ -268,10 +268,12 @@ class Policies:
         if meter is None or meter.step is None:
             self._settle(0)
             return index >= self.n_layers - policy.plain
-        waiting = 0
-        for transfers in (queue.transfers for queue in self.queues.values()):
-            waiting += transfers.unsettled_bytes + sum(n for _, n, _ in transfers.copied)
-        planned = meter.layer(index, kind_of(layer, x), waiting)
+        kind = kind_of(layer, x)
+        if meter.tries(index, kind):
+            self._settle(0)
+        transfers = [queue.transfers for queue in self.queues.values()]
+        waiting = sum(t.unsettled_bytes + sum(n for _, n, _ in t.copied) for t in transfers)
+        planned = meter.layer(index, kind, waiting)
         self._settle(meter.step.forward.room)
         return (
             planned if self.checkpointing.plain == "auto" else index >= self.n_layers - policy.plain
@@ -290,10 +292,6 @@ class Policies:
         """The layers that share this runtime."""
         owner = self.owner()
         return [] if owner is None else layers_in(owner)
-
-    def _mixes(self, layer: nn.Module) -> bool:
-        """Whether some layers mix tokens other than by attention."""
-        return any(bool(one._hfpatch.traits.mixers) for one in (layer, *self._layers()))
 
     def _keeping(self, x: Tensor) -> int:
         """How many layers keep something: those from the first trained one on."""

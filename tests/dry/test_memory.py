@@ -13,11 +13,10 @@ RESERVED = 1.10
 RESERVED_OF = {
     "131k, LoRA": 1.17,  # one layer keeps half of all that is allocated, in pieces of 1 to 7 GiB
 }
-# Before a layer kept all once, it is announced with 1.3 times the graphs of its tiles; then all of
-# them with what the last one alone kept, which is a little more.
-UNTRIED = {"131k, LoRA": 0.12, "4 layers, 131k": 0.06, "8k": 0.05}
+# What was announced is this much above the peak at most, before a layer kept all once ("at most").
+UNTRIED = 0.12
 # What the last line of a policy announces.
-ANNOUNCED = re.compile(r"([\d.]+) of [\d.]+ GiB of the device")
+ANNOUNCED = re.compile(r"(at most )?([\d.]+) of [\d.]+ GiB of the device")
 MODEL = "llama-3.1-8b"
 long = pytest.mark.long
 LORA = {"adapters": "lora float32", "optimizer": "adamw"}
@@ -56,10 +55,11 @@ def test_steps_settle_on_what_fits(name, dry, table):
     highest, reserved = (
         max(step[of] for step in ran.steps) / GiB for of in ("allocated_peak", "reserved_peak")
     )
-    announced = [float(x) for s in ran.steps for x in ANNOUNCED.findall(s["said"])]
+    announced = [found for s in ran.steps for found in ANNOUNCED.findall(s["said"])]
     if announced:
-        table("memory", name, "announced, GiB", announced[-1])
-        assert peak == pytest.approx(announced[-1], rel=UNTRIED.get(name, 0.03))
+        untried, planned = announced[-1]
+        table("memory", name, "announced, GiB", float(planned))
+        assert peak == pytest.approx(float(planned), rel=UNTRIED if untried else 0.03)
     table("memory", name, "first peak, GiB", ran.steps[0]["allocated_peak"] / GiB)
     table("memory", name, "peak, GiB", peak, CARD)
     most = RESERVED_OF.get(name, RESERVED) * highest

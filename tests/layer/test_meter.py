@@ -86,6 +86,20 @@ def test_layers_come_to_keep_what_there_is_room_for(monkeypatch, capfd):
     assert len(announced) > 1
 
 
+def test_what_the_first_layer_that_keeps_all_keeps_is_announced_for_all(monkeypatch):
+    """The model's forward holds the first layer's input, so its bytes do not return with its copy."""
+    kept = []
+
+    def work(run, ids):
+        for _ in range(3):
+            run.step(ids, 4096)
+            kept.append([kind.kept for kind in run.meter.kinds.values()])
+            clear(run)
+
+    assert [policy.plain for policy in Run(monkeypatch, 80.0).run(work, 4096)] == [0, 1, 6]
+    assert kept[1] == pytest.approx(kept[2], rel=0.001)
+
+
 def test_where_the_least_is_asked_for_nothing_grows(monkeypatch):
     def work(run, ids):
         for _ in range(3):
