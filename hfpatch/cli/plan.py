@@ -22,6 +22,17 @@ EPILOG = """exit code: 0 it fits, 2 bad arguments, 3 it does not fit.
 example: hfpatch plan llama-3.1-8b --seq-len 128k --gpu a100-80gb --host-ram 256GiB"""
 
 
+# Flag, its default, its help. The last one is a run file's.
+COUNTS = (
+    ("--batch", 1, "sequences a GPU and step (1)"),
+    ("--gpus", 1, "GPUs of one machine (1)"),
+    ("--sp-size", 1, "GPUs that share each sequence: Ulysses, context parallelism (1)"),
+    ("--images", 0, "images in each row, whose tower is planned too (0)"),
+    ("--video-tokens", 0, "visual tokens of each row's videos (0)"),
+    ("--gradient-accumulation-steps", 1, argparse.SUPPRESS),
+)
+
+
 def add_arguments(parser) -> None:
     """The arguments of `hfpatch plan` on an argparse parser."""
     parser.epilog = EPILOG
@@ -35,15 +46,9 @@ def add_arguments(parser) -> None:
         "--seq-len", type=flag(parse_length), default=131072, metavar="N",
         help="tokens a sequence, such as 8192 or 128k (131072)",
     )  # fmt: skip
-    add("--batch", type=int, default=1, help="sequences a GPU and step (1)")
     add("--gpu", default="h100", help=f"{', '.join(GPUS)}, or this, which measures (h100)")
-    add("--gpus", type=int, default=1, help="GPUs of one machine (1)")
-    add(
-        "--sp-size", type=int, default=1,
-        help="GPUs that share each sequence: Ulysses, context parallelism (1)",
-    )  # fmt: skip
-    add("--images", type=int, default=0, help="images in each row, whose tower is planned too (0)")
-    add("--video-tokens", type=int, default=0, help="visual tokens of each row's videos (0)")
+    for name, default, said in COUNTS:
+        add(name, type=int, default=default, help=said)
     add("--host-ram", help="the machine's memory, as 256GiB (twice the cards', at least 64GiB)")
     add("--placement", default="auto", help=f"auto, {', '.join(PLACEMENTS)}")
     add("--fp8", nargs="?", const="rowwise", choices=list(RECIPES),
@@ -80,6 +85,7 @@ def main(args) -> int:
             host_ram=args.host_ram, placement=args.placement, checkpointing=args.checkpointing,
             adapters=adapters_of(args), sp_size=args.sp_size, images=args.images,
             video_tokens=args.video_tokens, fp8=args.fp8, max_seq_len=args.max_seq_len,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
             progress=_lengths_tried(),
         )  # fmt: skip
     if args.extended:

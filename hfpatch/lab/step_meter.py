@@ -51,7 +51,7 @@ class StepMeter(Meter):
         super().__init__(gauge, model.parameters, len(layers_in(model)))
         self.gradients, self.kinds, self.able = gradients, kinds, Abilities()
         self.ahead = ahead
-        self.own = trained_bytes_of(model)
+        self.own = min(gradients, trained_bytes_of(model))
 
     def next_policy(self, first: Checkpointing, settings, able: Abilities, rows: int):
         self.able = able
@@ -72,5 +72,5 @@ class StepMeter(Meter):
 
     def backward(self, step, keeps_all: bool = False) -> Counters:
         if step.backward.began is not None:
-            self.gauge.missing = max(0, self.gradients - self.own)
+            self.gauge.missing = self.gradients - self.own
         return super().backward(step, keeps_all)

@@ -100,10 +100,12 @@ class Steps:
 
     Args:
         sizes: of the model, with the run's ranks.
+        accumulates: gradients of earlier batches exist as a step begins.
     """
 
-    def __init__(self, model: Model, sizes: Sizes, gpu: Gpu, batch: int):
+    def __init__(self, model: Model, sizes: Sizes, gpu: Gpu, batch: int, accumulates: bool = False):
         self.model, self.sizes, self.gpu, self.batch = model, sizes, gpu, batch
+        self.accumulates = accumulates
         self.kinds: dict = {}  # budget.measured.Kind by name, as a run's meter has them
         self._ran = lru_cache(maxsize=None)(self._ran)
         self.cost = lru_cache(maxsize=None)(self.cost)
@@ -204,8 +206,9 @@ class Steps:
         tiled = isinstance(policy, Checkpointing)
         policy = replace(policy, plain=plain) if tiled else policy
         how = {
-            "ranks": self.sizes.ranks, "gradients": self.sizes.trained_bytes, "kinds": self.kinds,
-            "ahead": ahead,
+            "ranks": self.sizes.ranks, "kinds": self.kinds, "ahead": ahead,
+            "gradients": 0 if self.accumulates else self.sizes.trained_bytes,
+            "accumulates": self.accumulates,
             "most_operations": max(OPERATIONS, self.batch * tokens),
         }  # fmt: skip
         model = self.model.cut(layers, "hfpatch" if tiled else IMPLEMENTATIONS[policy])

@@ -4,11 +4,7 @@ from dataclasses import dataclass, replace
 
 from hfpatch.budget.measured import HOST_SHARE, PIN_BYTES_PER_SECOND
 from hfpatch.budget.policy import Checkpointing, parse_checkpointing
-from hfpatch.lab.hardware import (
-    HOST_BYTES_PER_SECOND,
-    GiB,
-    Gpu,
-)
+from hfpatch.lab.hardware import HOST_BYTES_PER_SECOND, GiB, Gpu
 from hfpatch.lab.models import LANGUAGE_TOWER, text_config_of
 from hfpatch.lab.shallow import (
     STOCK,
@@ -24,21 +20,15 @@ from hfpatch.lab.steps import Cost
 from hfpatch.planner.float8 import cast_bytes
 from hfpatch.planner.limits import parse_bytes
 from hfpatch.planner.machine import card, host_limit
-from hfpatch.planner.placements import (
-    Resident,
-    resident,
-)
+from hfpatch.planner.placements import Resident, resident
 from hfpatch.planner.result import Plan
 from hfpatch.planner.towers import Tower, tower_in_front
 
 # Bytes that stay free on the device: a share of the step's, and at least RESERVE_LEAST.
 RESERVE_SHARE, RESERVE_LEAST = 0.04, 256 << 20
 PROCESS_BYTES = 4 * GiB  # Python, torch and CUDA on the host, for each rank; assumed
-WHOLE = (
-    UNTILED,
-    STOCK,
-    STOCK_CHECKPOINTING,
-)  # values of checkpointing under which layers run untiled
+# values of checkpointing under which layers run untiled
+WHOLE = (UNTILED, STOCK, STOCK_CHECKPOINTING)
 
 
 @dataclass(frozen=True)
@@ -48,6 +38,7 @@ class Run:
     Attributes:
         seq_len: tokens of a row; of one rank's part where ranks share rows (shape.ranks).
         tower: the image tower in front of the text model if rows have images, else None.
+        accumulates: a step has several batches, and is planned by its later ones.
     """
 
     name: str
@@ -60,6 +51,7 @@ class Run:
     seq_len: int
     checkpointing: Checkpointing | str
     tower: Tower | None = None
+    accumulates: bool = False
 
     @property
     def on_disk(self) -> bool:
@@ -131,17 +123,15 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
         seconds["image_tower"] = own["seconds"]
         moved += 2 * int(own["host"])
     step_seconds = sum(seconds.values())
-    # Each moment counts the gradients that exist then. DeepSpeed's buffers for them always exist.
-    most = stays.gradients
-    if most is None:
-        most = max(m.gradients for m in moments)
-    stand = placement.startswith("zero3")
-    gradients = lambda m: most if stand else min(m.gradients, most)  # noqa: E731
+    most = max(m.gradients for m in moments) if stays.gradients is None else stays.gradients
+
+    def gradients(m):  # that exist then
+        return most if gradients_stand(run, placement) else min(m.gradients, most)
+
     moment = max(moments, key=lambda m: gradients(m) + m.beyond)
     parts = {
         "parameters": stays.parameters, "gradients": gradients(moment),
-        "optimizer": stays.optimizer,
-        "activations": moment.beyond,
+        "optimizer": stays.optimizer, "activations": moment.beyond
     }  # fmt: skip
     parts["slack"] = max(RESERVE_LEAST, int(RESERVE_SHARE * sum(parts.values())))
     peak = sum(parts.values())
@@ -161,8 +151,13 @@ def assembled(run: Run, placement: str, policy, why: str, cost: Cost) -> Plan:
         seconds=seconds, link_bytes=moved, flops=step_flops, rates=run.gpu.source,
         adapters=dict(vars(run.shape.adapters)) if run.shape.adapters else None, sp_size=run.ranks,
         num_layers=run.shape.num_layers, first_step=_first_step(run, cost, stays, policy),
-        visual_tokens=0 if tower is None else tower.tokens(run),
+        visual_tokens=0 if tower is None else tower.tokens(run)
     )  # fmt: skip
+
+
+def gradients_stand(run: Run, placement: str) -> bool:
+    """Whether all gradients exist as a step begins: those of earlier batches, or DeepSpeed's buffers."""
+    return run.accumulates or placement.startswith("zero3")
 
 
 def stays_of(run: Run, placement: str, policy) -> Resident:
@@ -183,11 +178,15 @@ def settings_of(checkpointing) -> Checkpointing | str:
 
 
 def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, checkpointing="auto",
-             sp_size=1, images=0, video_tokens=0, adapters=None) -> Run:  # fmt: skip
+             sp_size=1, images=0, video_tokens=0, adapters=None,
+             gradient_accumulation_steps=1) -> Run:  # fmt: skip
     """Checks and resolves the arguments of plan(). ValueError with one sentence for a wrong one."""
     checkpointing = settings_of(checkpointing)
     name, values = text_config_of(model)
-    sizes = {"seq_len": seq_len, "batch": batch, "gpus": gpus, "sp_size": sp_size}
+    sizes = {
+        "seq_len": seq_len, "batch": batch, "gpus": gpus, "sp_size": sp_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps
+    }  # fmt: skip
     for what, value in (*sizes.items(), ("images", images), ("video_tokens", video_tokens)):
         least = int(what in sizes)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -215,7 +214,10 @@ def make_run(model, *, seq_len, batch=1, gpu="h100", gpus=1, host_ram=None, chec
     else:
         row = gpu if isinstance(gpu, Gpu) else card(gpu)
     host = None if host_ram is None else parse_bytes(host_ram)
-    run = Run(name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower)
+    run = Run(
+        name, made, shape, row, gpus, host, batch, seq_len, checkpointing, tower,
+        gradient_accumulation_steps > 1
+    )  # fmt: skip
     if tower is not None and tower.tokens(run) > seq_len:
         raise ValueError(
             f"hfpatch: --seq-len must be at least the {tower.tokens(run):,} visual tokens of its "

@@ -9,15 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hfpatch.budget.first import first_policy, step_bytes
-from hfpatch.budget.measured import (
-    HOST_SHARE,
-    SURE,
-    UNSURE,
-    Abilities,
-    Call,
-    climb,
-    rounded,
-)
+from hfpatch.budget.measured import HOST_SHARE, SURE, UNSURE, Call, climb, rounded
 from hfpatch.budget.policy import Checkpointing
 from hfpatch.lab.hardware import DISK, SECONDS_ERROR
 from hfpatch.lab.shallow import model_of
@@ -29,6 +21,7 @@ from hfpatch.planner.answer import (
     WHOLE,
     Run,
     assembled,
+    gradients_stand,
     optimizer_seconds,
     stays_of,
 )
@@ -45,9 +38,7 @@ WAITS = (
 )
 
 
-@lru_cache(maxsize=16)  # placements, lengths and host memory share simulated steps
-def _steps(model, sizes, gpu, batch: int) -> Steps:
-    return Steps(model, sizes, gpu, batch)
+_steps = lru_cache(maxsize=16)(Steps)  # placements, lengths and host memory share simulated steps
 
 
 def steps_of(run: Run, placement: str) -> Steps:
@@ -55,7 +46,9 @@ def steps_of(run: Run, placement: str) -> Steps:
     model = model_of(run.model.config, run.model.adapters, wide) if wide else run.model
     # GPUs of a machine share its disk, and nothing else that a step's own seconds depend on
     gpu = replace(run.rates if run.on_disk else run.gpu, memory_bytes=0)
-    return _steps(model, run.shape, gpu, run.batch)
+    # an engine's gradients are elsewhere, or in buffers that it counts
+    accumulates = run.accumulates and stays_of(run, placement, run.checkpointing).gradients is None
+    return _steps(model, run.shape, gpu, run.batch, accumulates)
 
 
 @lru_cache(maxsize=256)
@@ -74,6 +67,7 @@ class Ladder:
     def __init__(self, run: Run, placement: str):
         self.run, self.placement = run, placement
         self.steps, named = steps_of(run, placement), PLACEMENTS[placement]
+        self.stand = gradients_stand(run, placement)
         self.rows, self.width = run.batch * run.seq_len, run.shape.embedding[1]
         settings, change = run.checkpointing, {}
         if settings.every == "auto" and named.sharded:
@@ -125,7 +119,7 @@ class Ladder:
         asked = {
             **self._sizes(run.batch * rounded(run.seq_len)), "layers": shape.num_layers,
             "chains": shape.carries_states and run.ranks == 1,
-            "card": run.gpu.memory_bytes, "free": self._first_free(),
+            "card": run.gpu.memory_bytes, "free": self._first_free()
         }  # fmt: skip
         try:
             return first_policy(settings, **asked, host=self._host())
@@ -172,7 +166,7 @@ class Ladder:
             cost.kinds[i if i < model.first else model.first + (i - model.first) % period]
             for i in range(layers)
         ]
-        call.gradients = self._gradients()
+        call.gradients = 0 if self.stand else self._gradients()
         call.stands.put(rows, cost.stands)
         call.after.put(rows, cost.after)
         call.seconds.put(rows, cost.passed)
@@ -181,18 +175,17 @@ class Ladder:
             call.tiled.put(rows, cost.tiled)
 
     def _unknown(self, call: Call) -> bool:
-        kinds = self.steps.kinds
-        return any(k is not None and kinds[k].kept is None for k in call.kinds)
+        return any(k is not None and self.steps.kinds[k].kept is None for k in call.kinds)
 
     def _next(self, call: Call, cost: Cost, sure: bool):
         """The next step's budget.measured.StepPlan."""
         room = self._room(sure)
-        able = Abilities(cost.able.gate_up, cost.able.wide, self._host(), self.run.gpu.link_rate)
+        able = replace(cost.able, host=self._host(), link=self.run.gpu.link_rate)
         return climb(self.first, call, self.steps.kinds, self.settings, able, self.rows, room)
 
     def _room(self, sure: bool) -> float:
         share = (SURE if sure else UNSURE) * self.run.gpu.memory_bytes
-        return self._free() - self.stays.optimizer - share
+        return self._free() - self.stand * self._gradients() - self.stays.optimizer - share
 
     def _ahead(self, call: Call, cost: Cost, found) -> tuple:
         """Bytes per token that the sources of copies may take while tiled layers run and while
@@ -272,7 +265,8 @@ def faster(run: Run, plan: Plan, names) -> dict:
         if least + optimizer_seconds(run, stays_of(run, name, run.checkpointing)) >= enough:
             continue
         found = evaluate(run, name, GLANCE)
-        found = evaluate(run, name) if found.fits else found
+        if found.fits:
+            found = evaluate(run, name)
         if found.fits and found.step_seconds < enough:
             return {"placement": name, "step_seconds": found.step_seconds}
     return {}

@@ -16,9 +16,8 @@ def host_limit(root: str = "/") -> int | None:
     if (given := given_host()) is not None:
         return given
     root = Path(root)
-    limits = [read_number(folder / limit) for folder, limit, _, _ in cgroup_paths(root)]
-    limits.append(meminfo(root).get("MemTotal"))
-    return min((n for n in limits if n is not None), default=None)
+    groups = (read_number(folder / limit) for folder, limit, *_ in cgroup_paths(root))
+    return min((n for n in (meminfo(root).get("MemTotal"), *groups) if n is not None), default=None)
 
 
 def gpu_limit(device=None) -> int:

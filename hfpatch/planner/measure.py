@@ -42,7 +42,7 @@ def measure_this(dtype: torch.dtype = torch.bfloat16) -> Gpu:
     return Gpu(
         name=properties.name, memory_bytes=gpu_limit(device), **_rates(device, dtype),
         source="measured on this machine",
-        processors=properties.multi_processor_count, measured=True, major=properties.major,
+        processors=properties.multi_processor_count, measured=True, major=properties.major
     )  # fmt: skip
 
 
@@ -72,5 +72,5 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     return {
         "peak_flops": matmul_rate(device, dtype), "bandwidth": bandwidth, "link": link, "attention_forward": fwd,
         "attention_backward": bwd,
-        "peer": peer,
+        "peer": peer
     }  # fmt: skip

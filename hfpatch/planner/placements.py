@@ -186,6 +186,5 @@ def resident(name: str, shape, gpus: int, policy=None) -> Resident:
         0,
         host=16 * P,
         link=12 * share,
-        host_optimizer=28 * P,
-        gathers=gathers,
-    )
+        host_optimizer=28 * P, gathers=gathers
+    )  # fmt: skip

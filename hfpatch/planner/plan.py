@@ -38,7 +38,7 @@ def plan(
     placement: str = "auto",
     checkpointing="auto", sp_size: int = 1, max_seq_len: bool = False,
     adapters: Adapters | None = None, progress=None, fp8: str | None = None, images: int = 0,
-    video_tokens: int = 0,
+    video_tokens: int = 0, gradient_accumulation_steps: int = 1,
 ) -> Plan:  # fmt: skip
     """Whether training all weights of `model`, or adapters over it, at [batch, seq_len] tokens a
     GPU fits, and how long a step takes.
@@ -61,6 +61,8 @@ def plan(
         fp8: "rowwise" or "rowwise_with_gw_hp", the recipes of `hfpatch train --fp8`.
         images, video_tokens: in each row. The image tower is then planned too: trained with all
             weights, frozen with adapters.
+        gradient_accumulation_steps: batches of a step. Of several the later ones are planned, beside
+            the gradients of the first. Seconds are those of one batch.
 
     Raises:
         ValueError: an argument is unknown or unsupported.
@@ -83,9 +85,12 @@ def plan(
         "batch": batch, "gpu": gpu, "gpus": gpus, "host_ram": host_ram,
         "checkpointing": checkpointing, "sp_size": sp_size, "images": images,
         "video_tokens": video_tokens, "adapters": adapters,
+        "gradient_accumulation_steps": gradient_accumulation_steps
     }  # fmt: skip
-    key = asked | {"seq_len": seq_len, "placement": placement, "max": max_seq_len, "fp8": fp8}
-    key["model"] = config_of(model)
+    key = asked | {
+        "model": config_of(model), "seq_len": seq_len, "placement": placement, "max": max_seq_len,
+        "fp8": fp8
+    }  # fmt: skip
     if gpu != "this" and (known := recall(key)):
         return Plan(**known)
     found = _planned(model, seq_len, placement, max_seq_len, progress, fp8, asked)

@@ -8,9 +8,7 @@ from hfpatch.budget.sequence import why_not_shared_out
 from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import model_of
-from hfpatch.planner.answer import (
-    Run,
-)
+from hfpatch.planner.answer import Run
 from hfpatch.planner.evaluate import FIRST, SETTLED, best, longest, placements, possible
 from hfpatch.planner.placements import ADAPTED
 from hfpatch.planner.result import Plan
@@ -29,8 +27,7 @@ def suggestions(run: Run, plan: Plan, asked: str) -> list:
     _of_a_larger_gpu(run, names, offers)
     if run.host is not None:
         _of_more_host_memory(run, names, offers)
-    length = longest(run, names)
-    if length:
+    if length := longest(run, names):
         offers.add(f"--seq-len {length}", replace(run, seq_len=length // run.ranks), names,
                    f"{1 - length / (run.seq_len * run.ranks):.0%} of the context")  # fmt: skip
     return sorted(offers.found, key=_seconds_and_bytes)
@@ -76,12 +73,8 @@ def _of_settings(run: Run, names: list, placement: str, offers: Offers) -> None:
         disk = replace(run.checkpointing, offload="./checkpoints")
         offers.add("--checkpointing DIR (an NVMe folder)", replace(run, checkpointing=disk), names)
     if run.batch > 1:
-        offers.add(
-            "--batch 1",
-            replace(run, batch=1),
-            names,
-            f"{run.batch} accumulation steps for the same batch",
-        )
+        paid = f"{run.batch} accumulation steps for the same batch"
+        offers.add("--batch 1", replace(run, batch=1, accumulates=True), names, paid)
 
 
 def _of_adapters(change: str, adapters: Adapters, run: Run, offers: Offers) -> bool:

@@ -34,6 +34,7 @@ def check(config, model, data, args, say):
             gpus=args.world_size, host_ram=host_limit(), placement=placement, sp_size=model.sp_size,
             checkpointing=checkpointing_of(model) if model.impl == "hfpatch" else stock,
             adapters=adapters_of(model),
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
         )  # fmt: skip
     except Exception as error:  # a plan runs the family's own code, which may raise anything
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

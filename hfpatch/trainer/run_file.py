@@ -12,6 +12,7 @@ MACHINE = ("gpu", "gpus", "host_ram")  # keys for the plan alone
 FLAGS = {
     "model": "--model", "seq_len": "--seq-len", "seq_length": "--seq-len",
     "max_length": "--seq-len", "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
+    "gradient_accumulation_steps": "--gradient-accumulation-steps",
     "placement": "--placement", "engine": "--placement",
     "checkpointing": "--checkpointing", "lora_r": "--lora-r",
     "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",

@@ -16,7 +16,7 @@ from hfpatch.lab.adapters import Adapters
 from hfpatch.lab.hardware import GPUS, GiB
 from hfpatch.lab.shallow import Model, Values, model_of
 from hfpatch.lab.simulate.follow import current
-from hfpatch.lab.simulate.implementations import build
+from hfpatch.lab.simulate.implementations import build, prepare
 from hfpatch.lab.simulate.simulator import simulate
 from hfpatch.lab.step_meter import LedgerGauge
 from hfpatch.lab.steps import Steps
@@ -116,16 +116,20 @@ class Card(LedgerGauge):
         return None
 
 
-@pytest.mark.parametrize("family, tokens, memory", [
-    ("llama", 8192, 2.0), pytest.param("gemma3_text", 4096, 2.0, marks=LONG),
-    pytest.param("llama", 16384, 2.0, marks=LONG), pytest.param("qwen3_moe", 8192, 2.0, marks=LONG),
+@pytest.mark.parametrize("family, tokens, batches", [
+    ("llama", 8192, 1), ("llama", 8192, 6), pytest.param("gemma3_text", 4096, 1, marks=LONG),
+    pytest.param("llama", 16384, 1, marks=LONG), pytest.param("qwen3_moe", 8192, 1, marks=LONG),
 ])  # fmt: skip
-def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, memory):
-    """Six steps of the whole model, whose meter reads the simulated device, choose by themselves."""
+def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, batches):
+    """Six steps of the whole model, or six batches of one, whose meter reads the simulated device,
+    choose by themselves.
+    """
     values = FAMILIES[family] | {"model_type": family}
-    gpu = dataclasses.replace(GPUS["h100"], memory_bytes=int(memory * GiB))
+    gpu = dataclasses.replace(GPUS["h100"], memory_bytes=2 * GiB)
     settings = Checkpointing(keep="attention")
-    run = make_run(values, seq_len=tokens, gpu=gpu, checkpointing=settings)
+    run = make_run(
+        values, seq_len=tokens, gpu=gpu, checkpointing=settings, gradient_accumulation_steps=batches
+    )
     with mock.patch.object(answer, "RESERVE_LEAST", 0):  # of larger cards
         planned = Ladder(run, "adamw").plan("settled")
     model, chosen = build(values), []
@@ -144,9 +148,24 @@ def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, memory):
         mock.patch.object(LayerRuntime, "meter_of", meter_of),
         mock.patch.object(LayerRuntime, "_say", noted),
     ):
-        simulate(model, 1, tokens, steps=6, optimizer=partial(torch.optim.SGD, lr=0.0))
+        steps = partial(torch.optim.SGD, lr=0.0) if batches == 1 else None
+        simulate(model, 1, tokens, steps=6, optimizer=steps)
     assert abs(chosen[-1].plain - planned.policy["plain"]) <= 1, (chosen, planned.policy)
     assert chosen[-1].tile == planned.policy["tile"]
+
+
+@pytest.mark.parametrize("name", ["host", "plain"])
+def test_a_batch_is_planned_beside_the_gradients_of_earlier_ones(name):
+    values, tokens = FAMILIES["llama"] | {"model_type": "llama"}, 4096
+    run = {"seq_len": tokens, "placement": "adamw", "checkpointing": POLICIES[name]}
+    one, several = (
+        hfpatch.plan(values, **run, gradient_accumulation_steps=n).gpu_bytes for n in (1, 8)
+    )
+    model = prepare(build(values), "hfpatch")
+    two = simulate(model, 1, tokens, steps=2, policy=POLICIES[name]).peak_bytes
+    planned = several["parameters"] + several["gradients"] + several["activations"]
+    assert planned == pytest.approx(two, rel=0.02)
+    assert one["gradients"] + one["activations"] < several["gradients"] + several["activations"]
 
 
 @pytest.mark.parametrize("run", [{"placement": "adamw"}, {"placement": "fsdp2", "gpus": 2}])

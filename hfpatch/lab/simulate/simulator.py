@@ -250,6 +250,7 @@ def following(model: nn.Module, follower: Follower):
             follower.track(tensor, category="parameters")
         for parameter in model.parameters():
             if parameter.requires_grad:
+                accumulated(parameter)
                 stack.callback(parameter.register_post_accumulate_grad_hook(accumulated).remove)
         yield stack.enter_context(follower)
 
@@ -297,6 +298,7 @@ def simulate(
     policy=None,
     ranks: int = 1,
     most_operations: int | None = None,
+    accumulates: bool = False,
     follower=Follower,
 ) -> Simulation:
     """Runs `steps` training steps of `model` at [batch, seq_len] tokens on fake tensors.
@@ -311,6 +313,7 @@ def simulate(
         is
             written: host blocks stand in.
         ranks: that share each row of a patched model. seq_len is this rank's part.
+        accumulates: gradients of earlier batches exist as the first step begins.
         follower: makes the Follower from its settings.
     """
     files = policy is not None and policy.tier == "disk"
@@ -341,6 +344,9 @@ def simulate(
         with _young_garbage(), contextlib.ExitStack() as stack:
             for context in around:
                 stack.enter_context(context)
+            for parameter in model.parameters():
+                if accumulates and parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter)
             with following(model, follower):
                 both = shadows.fake(ids), shadows.fake(ids if labels is None else labels)
                 more = {
