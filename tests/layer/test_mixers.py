@@ -14,7 +14,6 @@ from numerics import lifted
 
 import hfpatch
 from hfpatch.decoder.find import find_decoder
-from hfpatch.decoder.verdict import _verdict as verdict_of
 from hfpatch.layer.why_whole import why
 from tests.decoder.test_families import assert_close, batch, step
 
@@ -232,7 +231,7 @@ def test_packed_rows_are_refused_where_no_small_instance_tells(monkeypatch):
         raise ValueError("it has none")
 
     monkeypatch.setattr("hfpatch.decoder.verdict.small_stack", none)
-    monkeypatch.setattr("hfpatch.decoder.verdict._verdict", verdict_of.__wrapped__)
+    monkeypatch.setattr("hfpatch.decoder.verdict._verdicts", {})
     stock = families.small_model("lfm2")
     given, _ = packed_and_apart(2)
     for settings in (TILE, "off"):

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 import hfpatch
-from hfpatch.decoder.verdict import _verdict
+from hfpatch.decoder.verdict import _verdicts
 from hfpatch.lab.simulate.simulator import simulate
 from tests.decoder.test_families import batch, step
 
@@ -72,9 +72,9 @@ def kernels(monkeypatch):
             )
         return ran
 
-    _verdict.cache_clear()
+    _verdicts.clear()
     yield install
-    _verdict.cache_clear()
+    _verdicts.clear()
 
 
 @pytest.mark.parametrize(

@@ -311,16 +311,16 @@ def rule(monkeypatch):
     """What puts another gated delta rule in the place of Qwen3-Next's."""
     from transformers.models.qwen3_next import modeling_qwen3_next as file
 
-    from hfpatch.decoder.verdict import _verdict
+    from hfpatch.decoder.verdict import _verdicts
 
     stock = file.torch_chunk_gated_delta_rule
 
     def put(change):
         monkeypatch.setattr(file, "torch_chunk_gated_delta_rule", change(stock))
-        _verdict.cache_clear()
+        _verdicts.clear()
 
     yield put
-    _verdict.cache_clear()
+    _verdicts.clear()
 
 
 def takes_none(stock):
