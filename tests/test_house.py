@@ -24,7 +24,7 @@ FOLDERS = {
     "layer": (2963, 34334),
     "trainer": (2430, 25563),
     "budget": (480, 5308),  # misspelt keywords and places, for who writes Python as for flags
-    "planner": (943, 11808),  # plan --fp8, for who trains with train --fp8
+    "planner": (943, 11821),  # plan --fp8, for who trains with train --fp8
     "decoder": (1103, 13768),
     "ops": (936, 12908),
     "cli": (747, 8015),

@@ -287,7 +287,9 @@ def longest(run: Run, names, progress=None) -> int:
     """
     names = possible(run, names)
     room: dict[int, int] = {}  # tokens -> free bytes of the first step, negative if it lacks some
-    tokens, low, high = run.seq_len * run.ranks, 0, LONGEST if names else 0
+    tokens = run.seq_len * run.ranks
+    low = 0
+    high = LONGEST if names else 0
     while high - low > max(1024, low // 32) and tokens not in room:
         if progress:
             progress(tokens)
@@ -305,10 +307,14 @@ def longest(run: Run, names, progress=None) -> int:
 
 
 def placements(run: Run, asked: str) -> list[str]:
-    """The placements that a plan tries; in float8 those without an engine."""
-    found = candidates(asked, run.gpus, bool(run.shape.adapters))
-    if run.gpu.float8 > 1:
-        found = [name for name in found if not PLACEMENTS[name].sharded]
+    """The placements that a plan tries: in float8 those without an engine; with several batches a
+    step none that steps in backward, unless it is asked for."""
+    found = [
+        name
+        for name in candidates(asked, run.gpus, bool(run.shape.adapters))
+        if not (PLACEMENTS[name].sharded and run.gpu.float8 > 1)
+        and not (PLACEMENTS[name].fused and run.accumulates and asked == "auto")
+    ]
     if not found:
         raise ValueError(
             f"hfpatch: --fp8 is planned without an engine, got --gpus {run.gpus} --placement "

@@ -24,7 +24,7 @@ from hfpatch.layer.meter import Meter
 from hfpatch.layer.runtime import LayerRuntime
 from hfpatch.planner import answer
 from hfpatch.planner.answer import make_run
-from hfpatch.planner.evaluate import Ladder
+from hfpatch.planner.evaluate import Ladder, placements
 
 WIDE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64,
@@ -166,6 +166,15 @@ def test_a_batch_is_planned_beside_the_gradients_of_earlier_ones(name):
     planned = several["parameters"] + several["gradients"] + several["activations"]
     assert planned == pytest.approx(two, rel=0.02)
     assert one["gradients"] + one["activations"] < several["gradients"] + several["activations"]
+
+
+def test_auto_steps_in_backward_for_one_batch_a_step_alone():
+    """What a batch adds to must stand until the last one; train refuses it."""
+    run = make_run(FAMILIES["llama"] | {"model_type": "llama"}, seq_len=4096)
+    assert "gpu8bit-fused" in placements(run, "auto")
+    several = dataclasses.replace(run, accumulates=True)
+    assert "gpu8bit-fused" not in placements(several, "auto")
+    assert placements(several, "gpu8bit-fused") == ["gpu8bit-fused"]
 
 
 @pytest.mark.parametrize("run", [{"placement": "adamw"}, {"placement": "fsdp2", "gpus": 2}])
