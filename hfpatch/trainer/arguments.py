@@ -177,6 +177,7 @@ def _fitting(model: ModelArguments, values: dict, flags: dict) -> str:
         load_config(model), gpu_free=gpu, host_free=host_free(), fused=fused,
         seq_len=values["seq_len"], batch=values["per_device_train_batch_size"],
         gpus=placement.launched_processes(), sp_size=model.sp_size,
+        gradient_accumulation_steps=values.get("gradient_accumulation_steps", 1),
         checkpointing=checkpointing_of(model),
     )  # fmt: skip
 

@@ -192,7 +192,7 @@ def test_auto_takes_the_most_faithful_plan_that_fits():
     small = {**sizes, "gpu_free": 40 * gib}
     assert placement.fitting(config, host_free=100 * gib, **small) == "gpu8bit-fused"
     with pytest.raises(
-        ValueError, match=r"no placement fits 40.0 GiB .*: gpu8bit-fused needs \d\d.\d and"
+        ValueError, match=r"no placement fits 40.0 GiB .*: gpu8bit-fused needs \d\d.\d GiB and"
     ):
         placement.fitting(config, host_free=100 * gib, fused=False, **small)
 
@@ -205,8 +205,11 @@ def test_auto_plans_the_run_that_was_launched(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     model = ModelArguments(model="llama-3.2-1b", sp_size=2, checkpointing=["tile=1024"])
-    values = {"seq_len": 4096, "per_device_train_batch_size": 1}
+    values = {
+        "seq_len": 4096, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8,
+    }  # fmt: skip
     arguments._fitting(model, values, {})
+    assert planned["gradient_accumulation_steps"] == 8
     assert planned["gpus"] == 1  # no launcher: a scheduler's number of machines
     monkeypatch.setenv("LOCAL_RANK", "0")
     arguments._fitting(model, values, {})
