@@ -4,6 +4,7 @@ what the model's own steps have shown that there is room for (meter.py, budget/m
 
 import dataclasses
 import sys
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,10 @@ def arrival_counts() -> bool:
     lengths.
     """
     return "deepspeed" in sys.modules and dist.is_initialized() and dist.get_world_size() > 1
+
+
+# The policy of a forward without gradients. Generation asks for it in every layer of every token.
+_unkept = cache(partial(dataclasses.replace, LEAST, offload="gpu"))
 
 
 @dataclasses.dataclass
@@ -117,7 +122,7 @@ class Policies:
             tile = self.checkpointing.tile
             if tile == "auto":
                 tile = auto_tile(B * T)
-            return dataclasses.replace(LEAST, offload="gpu", tile=tile)
+            return _unkept(tile=tile)
         # [Step 1] The first policy of a new shape. A forked process has no queues.
         if shape is None or (device, shape.policy.offload) not in self.queues:
             first = self._opened(layer, x_BTD, longest, whole)
