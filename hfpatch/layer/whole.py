@@ -34,7 +34,7 @@ def offloaded_checkpoint(runtime, policy, layer: nn.Module, run, x_BTD: Tensor):
         try:
             with as_in_forward(state), collecting({}):
                 return run(x)
-        finally:  # torch stops the rerun by an exception once it has every tensor
+        finally:  # torch raises an exception to end the rerun early
             built([])
 
     if policy.offload == "gpu":

@@ -33,7 +33,8 @@ WALKS = {
         "llama-3.1-8b --gpus 8 --sp-size 8 --seq-len 1M --host-ram 2000GiB --placement fsdp2",
     ),
 }  # fmt: skip
-POLICY = re.compile(r"^hfpatch: \d+ x [\d,]+ tokens: (.*?)(?:; [\w ]*[\d.]+ of .*)?$", re.MULTILINE)
+# A line may stand behind a progress bar.
+POLICY = re.compile(r"hfpatch: \d+ x [\d,]+ tokens: (.*?)(?:; [\w ]*[\d.]+ of .*)?$", re.MULTILINE)
 
 
 def planned(words: str) -> dict:
@@ -65,7 +66,8 @@ def row(walk: str) -> dict:
     return {
         "walk": walk, "planned_gib": f"{beside:.1f}", "first_step_gib": f"{peaks[0]:.1f}",
         "last_step_gib": f"{peaks[-1]:.1f}", "highest_gib": f"{max(peaks):.1f}",
-        "planned_untiled": plan["policy"]["plain"], "planned_tile": plan["policy"]["tile"], "policy": POLICY.findall(said)[-1],
+        "planned_untiled": plan["policy"]["plain"], "planned_tile": plan["policy"]["tile"],
+        "policy": POLICY.findall(said)[-1],
     }  # fmt: skip
 
 
