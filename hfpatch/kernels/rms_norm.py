@@ -1,8 +1,8 @@
 """Triton kernels of RMSNorm. Rows live in registers. ops/rms_norm.py launches `rms_norm_fwd` and
 `rms_norm_bwd`, by their names (`by_device` in ops/_library.py).
 
-N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements
-(4 with the residual), backward 3 ND (4 with dsum). Beyond D = 8,192 the backward spills some
+N rows, D hidden, P programs of the backward. Bounded by memory traffic: forward moves 2 ND elements,
+backward 3 ND. Beyond D = 8,192 the backward spills some
 registers; such a model's matmuls take a few hundred times as long. Each backward program walks its
 own rows, keeps its share of dW in registers and writes it once, as one row of [P, D] float32 that
 torch then sums.
@@ -27,15 +27,12 @@ def _factor(weight_ptr, o_d, D, OFFSET: tl.constexpr):
 @triton.jit
 def rms_norm_fwd_kernel(
     x_ptr,  # (N, D)
-    residual_ptr,  # (N, D), or None
     weight_ptr,  # (D,), or None
     y_ptr,  # (N, D)
-    total_ptr,  # (N, D), x + residual; None without a residual
     rstd_ptr,  # (N,)
     N,
     D,
     stride_x,
-    stride_residual,
     eps,
     OFFSET: tl.constexpr,
     ROUND_X_HAT: tl.constexpr,
@@ -49,13 +46,6 @@ def rms_norm_fwd_kernel(
     b_w = _factor(weight_ptr, o_d, D, OFFSET)
     b_x = tl.load(x_ptr + o_n[:, None] * stride_x + o_d[None, :], mask=mask, other=0.0)
     o_out = o_n[:, None] * D + o_d[None, :]
-    if residual_ptr is not None:
-        p_residual = residual_ptr + o_n[:, None] * stride_residual + o_d[None, :]
-        b_residual = tl.load(p_residual, mask=mask, other=0.0)
-        # The norm sees the sum as it is stored, as HF's next module would.
-        b_x = b_x.to(tl.float32) + b_residual.to(tl.float32)
-        b_x = b_x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + o_out, b_x, mask=mask)
     b_wide = b_x.to(tl.float32)
     b_rstd = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / D + eps)
     tl.store(rstd_ptr + o_n, b_rstd, mask=m_n)
@@ -69,7 +59,6 @@ def rms_norm_fwd_kernel(
 @triton.jit
 def rms_norm_bwd_kernel(
     dy_ptr,  # (N, D)
-    dsum_ptr,  # (N, D), the gradient that reaches x past the norm, or None
     x_ptr,  # (N, D)
     weight_ptr,  # (D,), or None
     rstd_ptr,  # (N,)
@@ -78,7 +67,6 @@ def rms_norm_bwd_kernel(
     N,
     D,
     stride_dy,
-    stride_dsum,
     stride_x,
     rows_each,  # rows a program, a multiple of BLOCK_N
     OFFSET: tl.constexpr,
@@ -107,9 +95,6 @@ def rms_norm_bwd_kernel(
         b_g = b_dy * b_w[None, :]
         b_mean = tl.sum(b_g * b_xhat, axis=1) / D
         b_dx = (b_g - b_xhat * b_mean[:, None]) * b_rstd[:, None]
-        if dsum_ptr is not None:
-            p_dsum = dsum_ptr + o_n[:, None] * stride_dsum + o_d[None, :]
-            b_dx += tl.load(p_dsum, mask=mask, other=0.0).to(tl.float32)
         p_dx = dx_ptr + o_n[:, None] * D + o_d[None, :]
         tl.store(p_dx, b_dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
@@ -136,36 +121,27 @@ def _stages(bytes_each: int) -> int:
     return 3 if bytes_each <= 36 * 1024 else 2 if bytes_each <= 96 * 1024 else 1
 
 
-def rms_norm_fwd(outs, x, residual, weight, eps, offset, cast) -> None:
+def rms_norm_fwd(outs, x, weight, eps, offset, cast) -> None:
     """Launches the forward. Results and arguments as `hfpatch::rms_norm`."""
-    y, rstd, total = outs
+    y, rstd = outs
     x_ND = rows_view(x)
     N, D = x_ND.shape
-    residual_ND = None
-    stride_residual = 0
-    if residual is None:
-        total = None
-    else:
-        residual_ND = rows_view(residual)
-        stride_residual = residual_ND.stride(0)
     weight = None if weight is None else weight.contiguous()
     block_n, block_d, num_warps = _block(D)
     launch(
         rms_norm_fwd_kernel,
         (triton.cdiv(N, block_n),),
-        (x_ND, residual_ND, weight, y, total, rstd, N, D, x_ND.stride(0), stride_residual, eps),
+        (x_ND, weight, y, rstd, N, D, x_ND.stride(0), eps),
         dict(OFFSET=offset, ROUND_X_HAT=cast == "before", BLOCK_N=block_n, BLOCK_D=block_d),
         num_warps=num_warps,
     )
 
 
-def rms_norm_bwd(outs, dy, dsum, x, weight, rstd, offset, need_dw) -> None:
+def rms_norm_bwd(outs, dy, x, weight, rstd, offset, need_dw) -> None:
     """Launches the backward. Results and arguments as `hfpatch::rms_norm_bwd`."""
     dx, dw = outs
     x_ND = rows_view(x)
     dy_ND = rows_view(dy)
-    dsum_ND = None if dsum is None else rows_view(dsum)
-    stride_dsum = 0 if dsum is None else dsum_ND.stride(0)
     N, D = x_ND.shape
     block_n, block_d, num_warps = _block(D)
     # About two programs an SM hide each other's reductions. Then the fewest programs that cover the
@@ -173,14 +149,13 @@ def rms_norm_bwd(outs, dy, dsum, x, weight, rstd, offset, need_dw) -> None:
     rows_each = triton.cdiv(triton.cdiv(N, 2 * sm_count(x.device)), block_n) * block_n
     programs = triton.cdiv(N, rows_each)
     dw_PD = x.new_empty(programs, D, dtype=torch.float32) if need_dw else None
-    bytes_each = x.element_size() + dy.element_size() + (0 if dsum is None else dsum.element_size())
-    stages = _stages(block_n * block_d * bytes_each)
+    stages = _stages(block_n * block_d * (x.element_size() + dy.element_size()))
     weight = None if weight is None else weight.contiguous()
     launch(
         rms_norm_bwd_kernel,
         (programs,),
-        (dy_ND, dsum_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D)
-        + (dy_ND.stride(0), stride_dsum, x_ND.stride(0), rows_each),
+        (dy_ND, x_ND, weight, rstd.contiguous(), dx, dw_PD, N, D)
+        + (dy_ND.stride(0), x_ND.stride(0), rows_each),
         dict(OFFSET=offset, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages),
         num_warps=num_warps,
     )

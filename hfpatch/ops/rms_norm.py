@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the residual sum before it.
+"""RMSNorm.
 
 Legend: B batch, T tokens, N = all leading dims together, D hidden.
 
@@ -35,24 +35,11 @@ def rms_norm_ref(
     cast: str = "before",
 ) -> Tensor:
     """rms_norm in plain torch, with any number of derivatives. float64 stays float64."""
-    return _plain_fwd(x, weight, eps, offset, cast)[0]
+    return _fwd(x, weight, eps, offset, cast)[0]
 
 
-def add_rms_norm_ref(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    cast: str = "before",
-) -> tuple[Tensor, Tensor]:
-    """add_rms_norm in plain torch, with any number of derivatives."""
-    total = x + residual
-    return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
-
-
-def _plain_fwd(x, weight, eps, offset, cast):
+def _fwd(x, weight, eps, offset, cast):
+    """(y, rstd)."""
     x_wide = x.to(wide_dtype(x.dtype))
     rstd = x_wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     y = x_wide * rstd
@@ -60,7 +47,8 @@ def _plain_fwd(x, weight, eps, offset, cast):
         y = y.to(x.dtype)
     # A product of two 16-bit tensors is computed in float32 and rounded once.
     w = weight if weight is not None and not offset else _factor(weight, offset, x_wide.dtype)
-    return (y if w is None else y * w).to(_y_dtype(x.dtype, weight, cast)), rstd.squeeze(-1)
+    y = y if w is None else y * w
+    return y.to(_y_dtype(x.dtype, weight, cast)).contiguous(), rstd.squeeze(-1)
 
 
 def _factor(weight, offset, wide):
@@ -70,7 +58,7 @@ def _factor(weight, offset, wide):
     return weight.to(wide) + offset if offset else weight.to(wide)
 
 
-def _bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
+def _bwd(dy, x, weight, rstd, offset, need_dw):
     wide = wide_dtype(x.dtype, dy.dtype)
     dy = dy.to(wide)
     rstd = rstd.to(wide).unsqueeze(-1)
@@ -83,13 +71,11 @@ def _bwd(dy, dtotal, x, weight, rstd, offset, need_dw):
     g = dy if w is None else dy * w
     x_hat *= (g * x_hat).mean(-1, keepdim=True)
     dx = (g - x_hat).mul_(rstd)
-    if dtotal is not None:
-        dx = dx + dtotal
     return dx.to(x.dtype).contiguous(), dw
 
 
 def _y_dtype(dtype, weight, cast):
-    """The dtype of the result for a sum of this dtype."""
+    """The dtype of the result for an x of this dtype."""
     if cast == "after" or weight is None:
         return dtype
     return torch.promote_types(dtype, weight.dtype)
@@ -98,27 +84,18 @@ def _y_dtype(dtype, weight, cast):
 # The op, its backward op and the fakes. dw is empty where it is not needed.
 
 
-def _fwd(x, residual, weight, eps, offset, cast):
-    """(y, rstd, x + residual). The third is empty without a residual."""
-    total = (x if residual is None else x + residual).contiguous()
-    y, rstd = _plain_fwd(total, weight, eps, offset, cast)
-    return y, rstd, x.new_empty(0) if residual is None else total
+def _fake(x, weight, eps, offset, cast):
+    y = x.new_empty(x.shape, dtype=_y_dtype(x.dtype, weight, cast))
+    return y, x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
 
 
-def _fake(x, residual, weight, eps, offset, cast):
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    y = x.new_empty(x.shape, dtype=_y_dtype(dtype, weight, cast))
-    rstd = x.new_empty(x.shape[:-1], dtype=wide_dtype(dtype))
-    return y, rstd, x.new_empty(0 if residual is None else x.shape, dtype=dtype)
-
-
-def _bwd_fake(dy, dtotal, x, weight, rstd, offset, need_dw):
+def _bwd_fake(dy, x, weight, rstd, offset, need_dw):
     return x.new_empty(x.shape), weight.new_empty(weight.shape) if need_dw else x.new_empty(0)
 
 
 RMS_NORM_BACK = define(
-    "rms_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor rstd, float offset, "
-    "bool need_dw) -> (Tensor dx, Tensor dw)",
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, bool need_dw) "
+    "-> (Tensor dx, Tensor dw)",
     by_device(_bwd, "rms_norm", "rms_norm_bwd", _bwd_fake),
     _bwd_fake,
     backward=no_second_derivative("rms_norm"),
@@ -126,35 +103,20 @@ RMS_NORM_BACK = define(
 
 
 def _setup_context(ctx, inputs, output):
-    x, residual, weight, _, ctx.offset, _ = inputs
-    _, rstd, total = output
-    ctx.set_materialize_grads(False)
-    # The sum carries a gradient only where a term does.
-    summed = residual is not None and any(ctx.needs_input_grad[:2])
-    ctx.mark_non_differentiable(*((rstd,) if summed else (rstd, total)))
-    ctx.dtypes = x.dtype, None if residual is None else residual.dtype
-    ctx.save_for_backward(x if residual is None else total, weight, rstd)
+    x, weight, _, ctx.offset, _ = inputs
+    _, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.save_for_backward(x, weight, rstd)
 
 
-def _backward(ctx, dy, _, dtotal):
-    need_x, need_residual, need_dw, *_ = ctx.needs_input_grad
-    dx = dtotal
-    dw = None
-    if dy is not None:
-        dx, dw = RMS_NORM_BACK(dy, dtotal, *ctx.saved_tensors, ctx.offset, need_dw)
-    x_dtype, residual_dtype = ctx.dtypes
-    return (
-        dx.to(x_dtype) if need_x and dx is not None else None,
-        dx.to(residual_dtype) if need_residual and dx is not None else None,
-        dw if need_dw else None,
-        *(None, None, None),
-    )
+def _backward(ctx, dy, _):
+    need_x, need_dw, *_ = ctx.needs_input_grad
+    dx, dw = RMS_NORM_BACK(dy, *ctx.saved_tensors, ctx.offset, need_dw)
+    return dx if need_x else None, dw if need_dw else None, None, None, None
 
 
-# The third result is x + residual; empty without a residual.
 RMS_NORM = define(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset, str cast) "
-    "-> (Tensor y, Tensor rstd, Tensor total)",
+    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor y, Tensor rstd)",
     by_device(_fwd, "rms_norm", "rms_norm_fwd", _fake),
     _fake,
     backward=_backward,
@@ -206,32 +168,4 @@ def rms_norm(
         y = rms_norm(x, norm.weight, norm.variance_epsilon)
     """
     _check(x, weight, cast)
-    return RMS_NORM(x, None, weight, eps, offset, cast)[0]
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    cast: str = "before",
-) -> tuple[Tensor, Tensor]:
-    """total = x + residual and rms_norm(total, weight), in one pass over memory.
-
-    Args:
-        x, residual: [..., D], of one shape.
-        weight, eps, offset, cast: as in rms_norm.
-
-    Returns:
-        (normed, total); total has the promoted dtype of x and residual.
-
-    Raises:
-        ValueError: as rms_norm, or where the shapes differ.
-    """
-    _check(x, weight, cast)
-    message = "x and residual must have one shape, got {} and {}. Expand the smaller one"
-    refuse("add_rms_norm", (x.shape != residual.shape, message, x.shape, residual.shape))
-    y, _, total = RMS_NORM(x, residual, weight, eps, offset, cast)
-    return y, total
+    return RMS_NORM(x, weight, eps, offset, cast)[0]

@@ -72,28 +72,20 @@ def _rms_norm_rows():
                 weight = w if has_weight else None
                 y_dtype = x_dtype if cast == "after" else torch.promote_types(x_dtype, w_dtype)
                 dy = meta(8192, D, dtype=y_dtype)
-                outs = dy, rstd, x
-                for residual in (None, x):
-                    name = ("rms_norm" if residual is None else "add_rms_norm") + order
-                    yield Row(
-                        f"{name} fwd",
-                        label,
-                        f"[*,{D}]",
-                        partial(
-                            rms_norm.rms_norm_fwd, outs, x, residual, weight, 1e-6, offset, cast
-                        ),
-                        short,
-                    )
-                    yield Row(
-                        f"{name} bwd",
-                        label,
-                        f"[*,{D}]",
-                        partial(
-                            rms_norm.rms_norm_bwd,
-                            (x, w), dy, residual, x, weight, rstd, offset, has_weight,
-                        ),
-                        short,
-                    )  # fmt: skip
+                yield Row(
+                    f"rms_norm{order} fwd",
+                    label,
+                    f"[*,{D}]",
+                    partial(rms_norm.rms_norm_fwd, (dy, rstd), x, weight, 1e-6, offset, cast),
+                    short,
+                )
+                yield Row(
+                    f"rms_norm{order} bwd",
+                    label,
+                    f"[*,{D}]",
+                    partial(rms_norm.rms_norm_bwd, (x, w), dy, x, weight, rstd, offset, has_weight),
+                    short,
+                )
 
 
 def _swiglu_rows():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfpatch import ops
-from hfpatch.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
+from hfpatch.ops.rms_norm import rms_norm_ref
 from hfpatch.ops.rope import rope_ref
 from hfpatch.ops.swiglu import swiglu_ref
 
@@ -100,11 +100,6 @@ def eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def _eager_add(x, residual, weight):
-    total = x + residual
-    return eager_rms_norm(total, weight), total
-
-
 def _eager_rope(q, k, cos, sin):
     """transformers' apply_rotary_pos_emb."""
 
@@ -125,12 +120,6 @@ OPS = {
            ours=lambda x, w: (ops.rms_norm(x, w, EPS),),
            fwd_elements=lambda w: 2 * w.hidden,
            bwd_elements=lambda w: 3 * w.hidden),
-        Op("add_rms_norm", _make_norm(2),
-           exact=lambda x, r, w: add_rms_norm_ref(x, r, w, EPS),
-           plain=_eager_add,
-           ours=lambda x, r, w: ops.add_rms_norm(x, r, w, EPS),
-           fwd_elements=lambda w: 4 * w.hidden,
-           bwd_elements=lambda w: 4 * w.hidden),
         Op("rope", _make_rope,
            exact=rope_ref, plain=_eager_rope, ours=ops.rope,
            fwd_elements=lambda w: 2 * (w.heads + w.kv_heads) * w.head_dim,

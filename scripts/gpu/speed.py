@@ -65,7 +65,6 @@ def liger_forms(cuda: bool) -> dict:
         return {}
     forms = {
         "rms_norm": lambda x, w: (liger.liger_rms_norm(x, w, EPS),),
-        "add_rms_norm": lambda x, r, w: tuple(liger.liger_fused_add_rms_norm(x, r, w, EPS)),
         "rope": lambda q, k, cos, sin: tuple(liger.liger_rope(q, k, cos, sin)),
         "swiglu": lambda g, u: (liger.liger_swiglu(g, u),),
         "loss": lambda x, w, y: liger.liger_fused_linear_cross_entropy(x, w, y),

@@ -1,6 +1,4 @@
-"""rms_norm and add_rms_norm: the orders of transformers' families, their gradients, and what breaks
-naive kernels.
-"""
+"""rms_norm: the orders of transformers' families, their gradients, and what breaks naive kernels."""
 
 from typing import NamedTuple
 
@@ -9,7 +7,7 @@ import tiny
 import torch
 from oracle import BF16, DEVICE, FP16, FP32, INTERPRET, check, opcheck, randn
 
-from hfpatch.ops.rms_norm import CASTS, add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from hfpatch.ops.rms_norm import CASTS, rms_norm, rms_norm_ref
 
 EPS = 1e-5
 
@@ -37,12 +35,6 @@ class Family(NamedTuple):
         options = {"offset": self.offset, "cast": self.cast}
         op = lambda x, w=None: rms_norm(x, w, EPS, **options)  # noqa: E731
         return op, self.stock, lambda x, w=None: rms_norm_ref(x, w, EPS, **options)
-
-    def both_add(self):
-        options = {"offset": self.offset, "cast": self.cast}
-        op = lambda x, r, w=None: add_rms_norm(x, r, w, EPS, **options)  # noqa: E731
-        exact = lambda x, r, w=None: add_rms_norm_ref(x, r, w, EPS, **options)  # noqa: E731
-        return op, lambda x, r, *w: (self.stock(r + x, *w), r + x), exact
 
 
 FAMILIES = {
@@ -72,7 +64,6 @@ def test_values_and_gradients(shape, dtype, name):
     family = FAMILIES[name]
     x, w = randn(*shape, dtype=dtype), weights(family, shape[-1], dtype)
     check(*family.both(), (x, *w), retain=True)
-    check(*family.both_add(), (x, randn(*shape, dtype=dtype, seed=2), *w), retain=True)
 
 
 # The budget cannot tell the orders apart, since rounding less is always within it: the bits can.
@@ -109,7 +100,6 @@ def test_rounds_where_the_family_rounds(family, x_dtype, w_dtype):
 def test_wide(width):
     x, w = randn(6, width, dtype=BF16), randn(width, dtype=BF16, seed=1)
     check(*LLAMA.both(), (x, w))
-    check(*LLAMA.both_add(), (x, randn(6, width, dtype=BF16, seed=2), w))
 
 
 # A program of the backward walks several steps of rows, the last one short: 4 programs stand for a
@@ -123,25 +113,16 @@ def test_many_rows(width):
 
 # The settings of autocast training: fp32 parameters, half activations or an fp32 residual stream.
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize(
-    "x_dtype, r_dtype, w_dtype", [(BF16, FP32, FP32), (FP32, BF16, BF16), (FP16, FP16, FP32)]
-)
-def test_mixed_dtypes(x_dtype, r_dtype, w_dtype, family):
-    x, r, w = (
-        randn(5, 64, dtype=x_dtype),
-        randn(5, 64, dtype=r_dtype, seed=2),
-        weights(family, 64, w_dtype),
-    )
+@pytest.mark.parametrize("x_dtype, w_dtype", [(BF16, FP32), (FP32, BF16), (FP16, FP32)])
+def test_mixed_dtypes(x_dtype, w_dtype, family):
+    x, w = randn(5, 64, dtype=x_dtype), weights(family, 64, w_dtype)
     check(*family.both(), (x, *w))
-    check(*family.both_add(), (x, r, *w))
 
 
-@pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize("needs", [(1, 0), (0, 1), (1, 1), (0, 0)])
 def test_any_subset_of_gradients(needs):
-    x, r, w = randn(5, 64), randn(5, 64, seed=2), randn(64, seed=1)
-    needs = [bool(n) for n in needs]
-    check(*LLAMA.both_add(), (x, r, w), needs=needs)
-    check(*LLAMA.both(), (x, w), needs=[needs[0], needs[2]])
+    x, w = randn(5, 64), randn(64, seed=1)
+    check(*LLAMA.both(), (x, w), needs=[bool(n) for n in needs])
 
 
 LAYOUTS = {
@@ -157,17 +138,14 @@ def test_layouts(layout):
     x, w = randn(4, 6, 64, dtype=BF16), randn(64, dtype=BF16, seed=1)
     width = LAYOUTS[layout](x).shape[-1]
     check(*LLAMA.both(), (x, w), view=lambda x, w: (LAYOUTS[layout](x), w[:width]))
-    r = randn(4, 6, 64, dtype=BF16, seed=2)
-    view = lambda x, r, w: (LAYOUTS[layout](x), LAYOUTS[layout](r).contiguous(), w[:width])  # noqa: E731
-    check(*LLAMA.both_add(), (x, r, w), view=view)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
 def test_zero_length(shape):
     x, w = randn(*shape).requires_grad_(), randn(8).requires_grad_()
-    normed, total = add_rms_norm(x, x, w)
-    (normed.sum() + total.sum() + rms_norm(x, w).sum()).backward()
-    assert normed.shape == total.shape == x.grad.shape == torch.Size(shape)
+    normed = rms_norm(x, w)
+    normed.sum().backward()
+    assert normed.shape == x.grad.shape == torch.Size(shape)
     assert torch.equal(w.grad, torch.zeros_like(w))
 
 
@@ -180,33 +158,24 @@ def test_large_values_and_the_eps():
 
 @pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
 def test_opcheck():
-    x, r, w = (
-        randn(3, 5, 8).requires_grad_(),
-        randn(3, 5, 8, seed=2).requires_grad_(),
-        randn(8).requires_grad_(),
-    )
-    opcheck("rms_norm", x, None, w, 1e-6, 0.0, "before")
-    opcheck("rms_norm", x, None, None, 1e-6, 0.0, "before")
-    opcheck("rms_norm", x.to(BF16).detach(), None, w, 1e-6, 0.0, "after")
-    opcheck("rms_norm", x, r, w, 1e-6, 1.0, "after")
+    x, w = randn(3, 5, 8).requires_grad_(), randn(8).requires_grad_()
+    opcheck("rms_norm", x, w, 1e-6, 0.0, "before")
+    opcheck("rms_norm", x, None, 1e-6, 0.0, "before")
+    opcheck("rms_norm", x.to(BF16).detach(), w, 1e-6, 0.0, "after")
+    opcheck("rms_norm", x, w, 1e-6, 1.0, "after")
     rstd = randn(3, 5)
-    given = x.detach(), r.detach(), x.detach(), w.detach(), rstd, 0.0
+    given = x.detach(), x.detach(), w.detach(), rstd, 0.0
     for need_dw in (True, False):
         opcheck("rms_norm_bwd", *given, need_dw)
-    opcheck("rms_norm_bwd", x.detach(), None, x.detach(), None, rstd, 0.0, False)
+    opcheck("rms_norm_bwd", x.detach(), x.detach(), None, rstd, 0.0, False)
 
 
 @pytest.mark.skipif(INTERPRET, reason="about registration, which does not depend on the kernel")
 def test_compiles_without_a_break():
-    def f(x, r, w):
-        y, total = add_rms_norm(x, r, w, EPS)
-        return rms_norm(y * total, w, EPS).sum()
+    def f(x, w):
+        return rms_norm(x * rms_norm(x, w, EPS), w, EPS).sum()
 
-    args = [
-        randn(3, 5, 8).requires_grad_(),
-        randn(3, 5, 8, seed=2).requires_grad_(),
-        randn(8).requires_grad_(),
-    ]
+    args = [randn(3, 5, 8).requires_grad_(), randn(8).requires_grad_()]
     eager = torch.autograd.grad(f(*args), args)
     graph = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*args), args)
     for got, want in zip(graph, eager):
@@ -225,7 +194,5 @@ def test_wrong_shapes_are_refused():
         rms_norm(randn(3, 8), randn(7))
     with pytest.raises(ValueError, match="got torch.int64"):
         rms_norm(torch.ones(3, 8).long(), randn(8))
-    with pytest.raises(ValueError, match="must have one shape"):
-        add_rms_norm(randn(3, 8), randn(1, 8), randn(8))
     with pytest.raises(ValueError, match="cast must be one of before, after, got 'later'"):
         rms_norm(randn(3, 8), randn(8), cast="later")
