@@ -23,7 +23,7 @@ from hfpatch.layer.residual_streams import by_rows, joined, streams_of
 from hfpatch.layer.shared_keys import of_its_own
 from hfpatch.layer.traced import Traced
 from hfpatch.layer.traits import LayerTraits
-from hfpatch.layer.why_whole import OTHER_MIXER, Why, why, why_by_sentence
+from hfpatch.layer.why_whole import OTHER_MIXER, Why, why
 from hfpatch.parts.unread import can_go_without, skippable, skipping
 
 TOKENS = 12
@@ -199,7 +199,7 @@ def _with_mixers(
     ):
         return replace(known, reason=MORE_THAN_HIDDEN)
     if attention and reasons:
-        return replace(known, reason=why_by_sentence(reasons[0]))
+        return replace(known, reason=why("probed attention", reasons[0]))
     if len(count.modules) != len(attention):  # a mixer makes some of the attention calls
         return LayerTraits(reason=OTHER_MIXER, looked=True)
     if not count.independent:

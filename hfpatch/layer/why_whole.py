@@ -207,9 +207,6 @@ _forward = partial(Reason, when="forward", told=True)
 _batch = partial(Reason, when="batch")
 _call = partial(Reason, when="call", told=True)
 
-OWN_MASK = "an attention mask of the caller's own"
-BUILT_MASK = "a mask that is neither causal, a window nor chunks"
-NOT_CAUSAL = "attention that is not causal"
 
 REASONS = (
     # What cannot run again in backward.
@@ -239,13 +236,7 @@ REASONS = (
     Reason("not stopped", "{why its forward does not end at its attention}"),
     Reason("other mixer", "it mixes tokens by something other than attention"),
     Reason("more results", "it returns more than hidden states and what belongs to single tokens"),
-    Reason("probed dropout", "attention that is called with dropout"),
-    Reason("probed inputs", "attention that takes other inputs than q, k, v and a mask"),
-    Reason("probed mask of its layer", "attention with a mask that its layer makes"),
-    Reason("probed mask", OWN_MASK),
-    Reason("probed built mask", BUILT_MASK),
-    Reason("probed direction", NOT_CAUSAL),
-    Reason("probed lengths", "queries and keys of different lengths"),
+    Reason("probed attention", "{why the attention that it calls cannot run in tiles}"),
     Reason("dependent mixers", "its mixers depend on each other"),
     Reason("buffer", "it writes to {a buffer}"),
     Reason("batch raises", "it raises {an error on one of the batches}"),
@@ -300,11 +291,11 @@ REASONS = (
     ),
     _batch(
         "stack's direction",
-        NOT_CAUSAL,
+        "attention that is not causal",
         lambda given, *_: not (given.causal and getattr(given.config, "is_causal", True)),
     ),
     _batch("stack's encoder", "attention to an encoder's states", lambda given, *_: given.encoder),
-    _batch("stack's mask", OWN_MASK, lambda given, *_: given.own),
+    _batch("stack's mask", "an attention mask of the caller's own", lambda given, *_: given.own),
     _batch(
         "probabilities",
         "output_attentions",
@@ -350,11 +341,6 @@ def why(name: str, detail: str = "") -> Why:
     made = Why(BY_NAME[name].sentence.format_map(defaultdict(lambda: detail)))
     made.name = name
     return made
-
-
-def why_by_sentence(sentence: str) -> Why:
-    """The reason with this sentence. context/current.py, below this file, gives only sentences."""
-    return why(next(r.name for r in REASONS if r.sentence == sentence))
 
 
 def first(stage: str, settled: Why | None, *facts) -> Why | None:
