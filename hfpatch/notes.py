@@ -16,22 +16,13 @@ from hfpatch.parts.quantised import dense_of
 from hfpatch.report import Report
 
 
-def grow_segments(report: Report) -> None:
+def grow_segments() -> None:
     """Lets torch's allocator grow its segments from now on, unless the user set it: fixed ones
-    fragment at long rows. Where CUDA has started and this torch takes no settings then, the report
-    names the variable.
+    fragment at long rows.
     """
-    if not torch.backends.cuda.is_built() or any(name in os.environ for name in ALLOCATOR):
-        return
-    if compat.set_allocator is not None:
+    if torch.backends.cuda.is_built() and not any(name in os.environ for name in ALLOCATOR):
         compat.set_allocator(GROWS)
-    elif torch.cuda.is_initialized():
-        report.notes.append(
-            f"set {ALLOCATOR[0]}={GROWS} before Python starts: without it long rows fragment the "
-            "GPU's memory."
-        )
-        return
-    expand_segments()
+        expand_segments()
 
 
 def count(report: Report, option: str, done: list[nn.Module], left: Counter) -> None:

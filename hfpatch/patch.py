@@ -218,7 +218,7 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
             "model of transformers."
         )
     report = Report(type(model).__name__)
-    notes.grow_segments(report)
+    notes.grow_segments()
     # The probe's small instance needs values, also where the caller's tensors have none.
     with real_tensors(), torch.device("cpu"), unwatched():
         found = ask_model(decoder)  # probes transformers' own classes, before any is swapped

@@ -127,5 +127,5 @@ def has_values(x: Tensor) -> bool:
 real_tensors = _disable_current_modes
 
 # Sets options of the caching allocator, for memory that it takes from then on; all others return to
-# their defaults. None: only the environment does, before CUDA starts.
-set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+# their defaults.
+set_allocator = torch._C._accelerator_setAllocatorSettings
