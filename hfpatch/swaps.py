@@ -104,8 +104,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
         off = settings.offload == "off"
         skipped.append(("checkpointing", "not asked for" if off else found.why_unpatched))
         for layer, answer in zip(layers, found.answers):
-            traits = replace(answer, kinds=found.kinds)
-            _swap_layer(layer, PatchedLayer, Patched(traits, configs))
+            _swap_layer(layer, PatchedLayer, Patched(answer, configs))
         return
     for layer in layers:
         if "forward" in vars(layer):
@@ -122,8 +121,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     for index, (layer, answer) in enumerate(zip(layers, found.answers)):
         if isinstance(layer, TiledLayer):  # a layer that runs again later in the same forward
             continue
-        traits = replace(answer, kinds=found.kinds)
-        _swap_layer(layer, TiledLayer, Patched(traits, configs, runtime, index))
+        _swap_layer(layer, TiledLayer, Patched(answer, configs, runtime, index))
         gather_as_one(layer, True)
     if hasattr(stack, "embed_tokens"):
         fuse(stack.embed_tokens, nn.Embedding, FreeEmbedding)

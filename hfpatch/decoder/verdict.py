@@ -58,7 +58,6 @@ class Verdict:
         why_unpatched: why the layers cannot run twice and so stay unpatched, or None.
         apart: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
-        kinds: the known classes in the small instance's layers (strangers.kinds_in).
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
@@ -66,7 +65,6 @@ class Verdict:
     why_unpatched: str | None = None
     apart: bool = True
     unpads: bool = False
-    kinds: frozenset[type] = frozenset()
 
 
 _verdicts: dict[tuple, Verdict] = {}  # by class of stack, config, kinds of layers, their code
@@ -136,7 +134,6 @@ def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
             # (its model takes no positions). Such rows are refused.
             del expected.batches["packed"]
             found = _settled(answers, expected)
-        found.kinds = frozenset().union(*map(kinds_in, list_of_layers(stack)))
         compared = found.ours and "packed" in expected.batches
         found.apart = compared or not never and _keeps_apart(_patched(stack, found))
         found.unpads = found.ours and found.apart and expected.unpads(found)
@@ -154,9 +151,10 @@ def _one_of_each(stack: nn.Module) -> dict[tuple, nn.Module]:
 def _ask_all(stack: nn.Module) -> dict[tuple, LayerTraits]:
     """The traits of each kind of layer of a small stack."""
     answers = {}
+    known = frozenset().union(*map(kinds_in, list_of_layers(stack)))
     for kind, layer in _one_of_each(stack).items():
         try:
-            answers[kind] = probe.ask(stack, layer)
+            answers[kind] = replace(probe.ask(stack, layer), kinds=known)
         except Exception as error:  # raised by the stack before it calls the layer
             answers[kind] = LayerTraits(reason=why("masks of its own", type(error).__name__))
     return answers
@@ -313,5 +311,5 @@ def _patched(stack: nn.Module, found: Verdict) -> nn.Module:
     for index, layer in enumerate(layers):
         answer = found.answers.get(kind_of(layer), LayerTraits(reason=why("other kind")))
         swap(layer, TiledLayer)
-        layer._hfpatch = Patched(replace(answer, kinds=kinds_in(layer)), configs, runtime, index)
+        layer._hfpatch = Patched(answer, configs, runtime, index)
     return ours

@@ -28,7 +28,7 @@ class LayerTraits:
         softcap: the cap of attention's scores, or None.
         looked: the probe searched for modules that mix tokens.
         attends: the mixers only call attention, in a way that cannot be intercepted.
-        kinds: the known classes in the small instance's layers (strangers.kinds_in).
+        kinds: the known classes in all layers of the small instance (strangers.kinds_in).
     """
 
     attention: tuple[str, ...] = ()
