@@ -98,12 +98,9 @@ class Attention:
             self.states.append(state)
             outs.append(out)
             lses.append(lse)
-        return outs + self.mixed(parts) if mixers else outs, lses
-
-    def mixed(self, parts) -> list[Tensor]:
-        """The mixers' outputs."""
-        given = parts[3 * len(self.heads) :]
-        return [mixer.forward(x) for mixer, x in zip(self.mixers, given)]
+        for mixer, x in zip(mixers, parts[3 * len(asked) :]):
+            outs.append(mixer.forward(x))
+        return outs, lses
 
     def backward(self, parts, douts, outs, lses, into) -> list:
         """Writes dq, dk, dv of every call and dx of every mixer into the list `into`.
@@ -158,13 +155,8 @@ class Attention:
                 del grads
             dsinks.append(torch.cat(of_sinks) if of_sinks else None)
             q = k = v = out = lse = None
-        if self.mixers:
-            self.mixed_backward(parts, douts, into)
-        return dsinks
-
-    def mixed_backward(self, parts, douts, into) -> None:
-        """Writes each mixer's dx into `into`, for `backward`."""
         n = len(self.heads)
         for i, mixer in enumerate(self.mixers, 3 * n):
             into[i] = torch.empty_like(parts[i]) if into[i] is None else into[i]
             mixer.backward(parts[i], douts[i - 2 * n], into[i])
+        return dsinks

@@ -143,7 +143,11 @@ def _by_family(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor]:
     """(out, probabilities [B, H, T, T]) of the family's own eager attention. Families differ in
     what else they take, and in whether their probabilities include sinks.
     """
-    eager, mask, q = _own_eager(asked.module), _whole_mask(asked), asked.q_BHTE
+    eager = _own_eager(asked.module)
+    q = asked.q_BHTE
+    mask, causal = _mask_and_causal(asked)
+    if mask is None and causal:
+        mask = q.new_ones(2 * q.shape[2:3], dtype=torch.bool).tril()
     if eager is None:
         raise NotImplementedError(
             f"hfpatch: {type(asked.module).__name__} has no eager attention to fall back to. Call "
@@ -183,14 +187,6 @@ def _mask_and_causal(asked: Asked) -> tuple[Tensor | None, bool]:
     mask = asked.mask.dense() if isinstance(asked.mask, Mask) else asked.mask
     same = asked.q_BHTE.shape[2] == asked.k_BKTE.shape[2]
     return mask, getattr(asked.module, "is_causal", True) and same
-
-
-def _whole_mask(asked: Asked) -> Tensor | None:
-    """The dense mask, also of causal attention."""
-    mask, causal = _mask_and_causal(asked)
-    if mask is None and causal:
-        mask = asked.q_BHTE.new_ones(2 * asked.q_BHTE.shape[2:3], dtype=torch.bool).tril()
-    return mask
 
 
 def _torchs_own(

@@ -301,13 +301,6 @@ def _leave(config, wholly: bool = False) -> None:
         _borrowed.pop(id(config), None)
 
 
-def unnamed(configs) -> bool:
-    """Whether a forward with our attention runs and one of these configs does not name it, as for a
-    layer that was added later.
-    """
-    return current.batch is not None and any(id(config) not in _borrowed for config in configs)
-
-
 def named(config) -> str | None:
     """The attention that a config names when ours is not entered."""
     own = _borrowed.get(id(config))

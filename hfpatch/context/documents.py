@@ -33,14 +33,12 @@ class Rows:
         real: the document starts among the visible tokens alone, and their number. None without
             padding, or where padding is read.
         holes: whether masked tokens lie between visible ones, or a loss reads those behind.
-        behind: whether a row ends with padding.
         blind_BT: tokens before a row's first visible one; None if their output is unread.
     """
 
     documents: Documents | None = None
     real: tuple[int, ...] | None = None
     holes: bool = False
-    behind: bool = False
     blind_BT: Tensor | None = None
 
     def part(self, first: int, tokens: int, device: torch.device) -> "Rows":
@@ -151,11 +149,10 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     documents = _from_bounds(_bounds(marks.starts_BT.view(-1)), B, T, batch.device)
     alone = padding and not (marks.holes or marks.padding_is_read or marks.mask_BT.all())
     real = _bounds(marks.starts_BT[marks.mask_BT]) if alone else None
-    behind = padding and not marks.mask_BT[:, -1].all()
     blind_BT = None
     if padding and marks.padding_is_read and not marks.mask_BT[:, 0].all():
         blind_BT = mask.bool().cumsum(1) == 0
-    return Rows(documents, real, bool(marks.holes), behind, blind_BT)
+    return Rows(documents, real, bool(marks.holes), blind_BT)
 
 
 def _checked(offsets: Tensor | Sequence[int] | None, tokens: int) -> list[int] | None:

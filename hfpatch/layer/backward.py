@@ -124,17 +124,13 @@ class Backward:
         self.attend_backward(self.call.whole_outs(self.outs), self.qkv)
         self.before_backward()
 
-    def _tiles(self):
-        """(index, x, outs, gate and up) of each tile of the next pass."""
-        return self.call.tiles(next(self.passes))
-
     # -- A -----------------------------------------------------------------------------------------
     def after_backward(self, dy: Tensor) -> None:
         call = self.call
         traced = call.traced
         dx = torch.empty_like(dy, memory_format=torch.contiguous_format) if self.need_x else None
         dy_tiles = list(map(call.cut, (dy, *self.recorded)))
-        for index, x_t, out_t, gates in self._tiles():
+        for index, x_t, out_t, gates in call.tiles(next(self.passes)):
             a, b = call.bounds[index]
             if self.outs is not None:
                 out_t = [o[:, a:b] for o in self.outs]
@@ -196,7 +192,7 @@ class Backward:
             self.dx = torch.empty(saved.shape, dtype=saved.dtype, device=call.device)
             call.queue.transfers.fetch([(saved, 0, saved.shape[1], self.dx)]).wait()
         grads = list(map(call.cut, self.qkv))
-        for index, x_t, *_ in self._tiles():
+        for index, x_t, *_ in call.tiles(next(self.passes)):
             a, b = call.bounds[index]
             _, back = traced.before_again(x_t, a, b, self.need_x, self.weights, unread=True)
             dx_t = back(list(map(next, grads)), self.dsinks if index == 0 else None)

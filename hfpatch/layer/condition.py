@@ -56,17 +56,11 @@ def look(layer: nn.Module) -> Condition:
     known = layer._hfpatch.condition
     traits = layer._hfpatch.traits
     if known is None or known.traits is not traits or not known.snapshot.holds(layer):
-        known = layer._hfpatch.condition = _condition_of(layer)
+        known = Condition(Snapshot(layer), traits)
+        known.experts = experts_in(known.snapshot.inside)
+        known.reason = first("layer", traits.reason, layer, known)
+        if known.reason is None:
+            known.mixing = [layer.get_submodule(name) for name in traits.mixing]
+        layer._hfpatch.condition = known
     known.now = first("forward", known.reason, layer, known)
     return known
-
-
-def _condition_of(layer: nn.Module) -> Condition:
-    traits = layer._hfpatch.traits
-    found = Condition(Snapshot(layer), traits)
-    inside = found.snapshot.inside
-    found.experts = experts_in(inside)
-    found.reason = first("layer", traits.reason, layer, found)
-    if found.reason is None:
-        found.mixing = [layer.get_submodule(name) for name in traits.mixing]
-    return found

@@ -119,16 +119,15 @@ class Kept:
             into = None
             if output is not None:
                 if self.out_buffers is None:
-                    self.out_buffers = self._empty_outs()
+                    made = [
+                        torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs
+                    ]
+                    transfers = self.queue.transfers
+                    transfers.device.wait(transfers.device.mark(), transfers.to_device)
+                    self.out_buffers = made
                 into = self.out_buffers[output][:, a:b]
             found.append((saved, a, b, into))
         return found
-
-    def _empty_outs(self) -> list[Tensor]:
-        made = [torch.empty(o.shape, dtype=o.dtype, device=self.device) for o in self.outs]
-        transfers = self.queue.transfers
-        transfers.device.wait(transfers.device.mark(), transfers.to_device)
-        return made
 
     def begin_passes(self) -> None:
         """Queues all passes of this backward, except the first if it is queued already."""
@@ -169,16 +168,12 @@ class Kept:
         else:
             found = self.queue.turns(len(self.bounds))
         for index, tensors in enumerate(found):
-            x = self._whole_tile(index, tensors.pop(0))
+            x = tensors.pop(0)
+            if self.shards is not None:  # from all ranks' parts
+                a, b = self.bounds[index]
+                x = self.shards.whole(x, b - a)
             yield index, x, tensors[:outs], tensors[outs:]
             del x, tensors
-
-    def _whole_tile(self, index: int, x_BtD: Tensor) -> Tensor:
-        """A tile of the input, from all ranks' parts of it."""
-        if self.shards is None:
-            return x_BtD
-        a, b = self.bounds[index]
-        return self.shards.whole(x_BtD, b - a)
 
     # -- whole tensors -----------------------------------------------------------------------------
     def ticket(self, saved: list[Saved]):

@@ -20,7 +20,6 @@ from hfpatch.context.current import (
     current,
     not_exchanged,
     our_attention,
-    unnamed,
 )
 from hfpatch.context.documents import refuse_packed
 from hfpatch.context.masks import Batch
@@ -103,9 +102,6 @@ class PatchedLayer:
         if not torch.compiler.is_compiling() and current.role is None:
             if self._sequence(current.batch) is not None:
                 self._refuse_parts(current.batch, look(self))
-            if unnamed(self._hfpatch.configs):
-                with our_attention(self._hfpatch.configs, current.batch):
-                    return super().forward(hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
 
 
