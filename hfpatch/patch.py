@@ -245,7 +245,8 @@ def _applied(model: nn.Module, settings, switches: dict, checkpointing, logits) 
     swaps.checkpoint_towers(model, decoder, settings, turn, report)
     if report.count("loss") and logits is not True:
         report.notes.append(
-            "outputs.logits is None in training, as the loss needs no logits; "
+            "outputs.logits is None in training, and in evaluation where logits and their copies "
+            "take over 2 GiB, as the loss needs none; "
             "hfpatch.apply(model, logits=True) returns them."
         )
     for module in model.modules():

@@ -73,14 +73,15 @@ def _expect_room(config, model, args) -> None:
         made = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
         )
+    count = made.num_parameters()
     # Weights; where they train, gradients and AdamW's two states too.
     tensors = 1 if model.lora_r else 4 if "adamw" in args.optim else 2
-    nbytes = tensors * dtype_of(config, model).itemsize * made.num_parameters()
+    nbytes = tensors * dtype_of(config, model).itemsize * count
     room = host_limit()
     if room is not None and nbytes > room:
         raise ValueError(
             f"hfpatch: the run must fit this machine's {gib(room)}, and "
-            f"{made.num_parameters():,} parameters take {gib(nbytes)} with what trains them. Take a "
+            f"{count:,} parameters take {gib(nbytes)} with what trains them. Take a "
             "smaller model, --lora_r 16, or a GPU."
         )
 

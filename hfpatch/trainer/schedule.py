@@ -9,8 +9,6 @@ import math
 import torch
 from transformers import get_scheduler
 
-from hfpatch.trainer.arguments import refusals
-
 READ = 64  # the rate is read at about as many steps
 
 
@@ -31,11 +29,16 @@ def check(args, steps: int, say) -> None:
             rate is 0 in every step.
     """
     warmup = args.get_warmup_steps(steps)
-    with refusals((ArithmeticError, LookupError, TypeError, ValueError)):
+    name = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    try:
         rates = _rates(args, steps, warmup)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"hfpatch: --lr_scheduler_type {name} and --lr_scheduler_kwargs must give a rate for "
+            f"every step, got {type(error).__name__}: {error}. Change them."
+        ) from error
     wrong = [rate for rate in rates if not math.isfinite(rate) or rate < 0]
     if wrong or not any(rates[:-1]):
-        name = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         raise ValueError(
             f"hfpatch: the learning rate must be 0 or more in every step, and more in some, got "
             f"{(wrong or rates)[0]:g} from --lr_scheduler_type {name} in {steps} steps. Change "
