@@ -5,11 +5,12 @@ fake and its autograd. Files whose name begins with an underscore have pieces of
 """
 
 from hfpatch.ops.linear_cross_entropy import linear_cross_entropy, linear_log_prob
-from hfpatch.ops.rms_norm import rms_norm
+from hfpatch.ops.rms_norm import add_rms_norm, rms_norm
 from hfpatch.ops.rope import rope
 from hfpatch.ops.swiglu import swiglu
 
 __all__ = [
+    "add_rms_norm",
     "linear_cross_entropy",
     "linear_log_prob",
     "rms_norm",

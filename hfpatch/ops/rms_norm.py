@@ -1,4 +1,4 @@
-"""RMSNorm.
+"""RMSNorm, alone or of a residual sum.
 
 Legend: B batch, T tokens, N = all leading dims together, D hidden.
 
@@ -169,3 +169,28 @@ def rms_norm(
     """
     _check(x, weight, cast)
     return RMS_NORM(x, weight, eps, offset, cast)[0]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "before",
+) -> tuple[Tensor, Tensor]:
+    """total = x + residual, rounded to their promoted dtype, and rms_norm(total, weight).
+
+    Args:
+        x, residual: [..., D].
+        weight, eps, offset, cast: as in rms_norm.
+
+    Returns:
+        (normed, total), each [..., D].
+
+    Raises:
+        ValueError: as rms_norm.
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps, offset=offset, cast=cast), total

@@ -1,4 +1,4 @@
-"""rms_norm: the orders of transformers' families, their gradients, and what breaks naive kernels."""
+"""rms_norm and add_rms_norm: the orders of transformers' families, their gradients, and what breaks naive kernels."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import tiny
 import torch
 from oracle import BF16, DEVICE, FP16, FP32, INTERPRET, check, opcheck, randn
 
-from hfpatch.ops.rms_norm import CASTS, rms_norm, rms_norm_ref
+from hfpatch.ops.rms_norm import CASTS, add_rms_norm, rms_norm, rms_norm_ref
 
 EPS = 1e-5
 
@@ -117,6 +117,16 @@ def test_many_rows(width):
 def test_mixed_dtypes(x_dtype, w_dtype, family):
     x, w = randn(5, 64, dtype=x_dtype), weights(family, 64, w_dtype)
     check(*family.both(), (x, *w))
+
+
+# The sum, its norm and every gradient; both results are read. Mixed: an fp32 residual stream.
+@pytest.mark.parametrize("x_dtype, r_dtype", [(BF16, BF16), (FP16, FP16), (BF16, FP32)])
+def test_a_residual_sum_and_its_norm(x_dtype, r_dtype):
+    x, r = randn(5, 64, dtype=x_dtype), randn(5, 64, dtype=r_dtype, seed=2)
+    exact = lambda x, r, w: (rms_norm_ref(x + r, w, EPS), x + r)  # noqa: E731
+    stock = lambda x, r, w: (LLAMA.stock(x + r, w), x + r)  # noqa: E731
+    op = lambda x, r, w: add_rms_norm(x, r, w, EPS)  # noqa: E731
+    check(op, stock, exact, (x, r, randn(64, dtype=r_dtype, seed=1)))
 
 
 @pytest.mark.parametrize("needs", [(1, 0), (0, 1), (1, 1), (0, 0)])
