@@ -99,9 +99,9 @@ class PatchedLayer:
         # accelerate binds this method and keeps it after undo()
         if not isinstance(self, PatchedLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
-        if not torch.compiler.is_compiling() and current.role is None:
-            if self._sequence(current.batch) is not None:
-                self._refuse_parts(current.batch, look(self))
+        outside = not torch.compiler.is_compiling() and current.role is None
+        if outside and self._sequence(current.batch) is not None:
+            self._refuse_parts(current.batch, look(self))
         return super().forward(hidden_states, *args, **kwargs)
 
 

@@ -65,8 +65,7 @@ class TimedCall(LayerCall):
 
     def release(self) -> None:
         super().release()
-        self.time.entries = []
-        self.mixer = None
+        self.mixer = self.time = None
 
     def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
         self.time.transfers = None

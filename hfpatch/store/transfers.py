@@ -61,19 +61,10 @@ class Saved:
     resident: bool = True  # whether it is on the device
 
     def tensor(self) -> Tensor:
-        """The kept tensor. RuntimeError if it was released or modified in place."""
-        if self.kept is None:
-            raise RuntimeError(
-                "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
-                "the first of two."
-            )
+        """The kept tensor. RuntimeError if it was modified in place."""
         if version(self.kept) != self.version:
             raise RuntimeError(WRITTEN_TO)
         return self.kept
-
-    def release(self) -> None:
-        self.kept = self.block = self.file = None
-        self.resident = True  # so that fetch() raises the error of tensor()
 
 
 @dataclass
