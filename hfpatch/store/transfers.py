@@ -151,11 +151,11 @@ class Transfers:
             part = x.untyped_storage().nbytes() > x.numel() * x.element_size()
             x = x.clone() if part else x
             return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
-        saved = self.room(x.shape, x.dtype)
+        saved = self.reserve(x.shape, x.dtype)
         self.put(saved, 0, x)
         return saved
 
-    def room(self, shape, dtype: torch.dtype) -> Saved:
+    def reserve(self, shape, dtype: torch.dtype) -> Saved:
         """Reserves room in the tier for a tensor [B, T, ...], which put() fills piece by piece."""
         row_bytes = prod(shape[2:]) * dtype.itemsize
         saved = Saved(tuple(shape), dtype, row_bytes=row_bytes, resident=False)
