@@ -95,7 +95,7 @@ def checkpoint(decoder: Decoder, settings, found, turn: Turn, report: Report) ->
     if "forward" in vars(stack):
         skipped.append(("checkpointing", f"{type(stack).__name__}: {replaced_forward(stack)}"))
         return
-    if not found.ours and found.why_unpatched and found.apart:
+    if not found.ours and found.why_unpatched and found.isolates:
         skipped.append(("checkpointing", found.why_unpatched))
         return
     configs = _configs(decoder)
@@ -158,12 +158,12 @@ def _patch_stack(decoder: Decoder, found, configs: tuple, report: Report) -> Non
     swap(stack, PatchedStack)
     mixing = [a for a in found.answers if a.mixers or a.reason == OTHER_MIXER]
     timed = bool(mixing) and all(a.all_timed for a in mixing)
-    traits = StackTraits(found.ours, bool(mixing), found.apart, found.unpads, timed)
+    traits = StackTraits(found.ours, bool(mixing), found.isolates, found.unpads, timed)
     stack._hfpatch = Patched(traits, configs)
     for model in decoder.around if causal is None else (causal,):
         if not is_patched(model) and "forward" not in vars(model):
             swap(model, TellsPositions)
-    if not found.apart:
+    if not found.isolates:
         report.notes.append(
             "sequences that hold several documents are refused: its layers may not keep them apart."
         )

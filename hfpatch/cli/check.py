@@ -65,7 +65,7 @@ def support_of(name: str, config: dict) -> Support:
         tiled=len(layers) - sum(whole.values()),
         reasons=dict(whole),
         fused=tuple(word for option, word in PARTS.items() if report.count(option)),
-        packed="isolated" if decoder.stack._hfpatch.traits.apart else "refused",
+        packed="isolated" if decoder.stack._hfpatch.traits.isolates else "refused",
         notes=(*report.notes, *report.details),
         in_time=len(mixing) - in_rows,
         in_rows=in_rows,

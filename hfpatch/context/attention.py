@@ -124,7 +124,7 @@ def _whole(asked: Asked, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     if sequence is not None and reason:
         raise not_exchanged(reason)
     if sequence is None:
-        if batch is not None and batch.weights or asked.told or reason and scaled:
+        if batch is not None and batch.probabilities or asked.told or reason and scaled:
             return _by_family(asked, kwargs)
         if reason is not None:
             return _plain(asked), None

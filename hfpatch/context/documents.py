@@ -14,7 +14,6 @@ tokens between visible ones, or behind them if a loss reads their outputs.
 """
 
 from collections import namedtuple
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +154,7 @@ def find_rows(batch, *, chunk: int | None = None, padding: bool = True) -> Rows:
     return Rows(documents, real, bool(marks.holes), blind_BT)
 
 
-def _checked(offsets: Tensor | Sequence[int] | None, tokens: int) -> list[int] | None:
+def _checked(offsets: Tensor | tuple[int, ...] | None, tokens: int) -> list[int] | None:
     """The offsets, on the host; None in a simulation or without any. ValueError if they do not
     cover the tokens."""
     offsets = on_host(offsets) if isinstance(offsets, Tensor) else offsets
@@ -237,7 +236,7 @@ def _bounds(starts_N: Tensor) -> tuple[int, ...]:
     return *starts_N.nonzero().flatten().tolist(), len(starts_N)
 
 
-def _from_bounds(bounds: Sequence[int], B: int, T: int, device) -> Documents | None:
+def _from_bounds(bounds: list[int] | tuple[int, ...], B: int, T: int, device) -> Documents | None:
     """Documents with these bounds; None where every row is one."""
     if list(bounds) == list(range(0, B * T + 1, T)):
         return None

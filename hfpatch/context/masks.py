@@ -49,13 +49,13 @@ class Batch:
         self.given = (attention_mask, position_ids, cu_seq_lens)
         self.idle_BT, self.watched = idle_BT, watched
         self.cached = False  # whether transformers would make a cache, although it is unread
-        self.weights = False  # whether attention returns its probabilities too
+        self.probabilities = False  # whether attention returns them too
         self.packed = None  # the decoder.unpadded.PackedRow of padded rows, on which the layers run
         self._rows: dict = {}
         self._parts: dict = {}
 
     @cached_property
-    def apart(self) -> tuple[int, ...] | None:
+    def document_bounds(self) -> tuple[int, ...] | None:
         """The document bounds in the flattened tokens by the positions alone, whatever is masked.
 
         For mixers, which see masked tokens, as in transformers. None where every row is one

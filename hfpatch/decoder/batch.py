@@ -37,14 +37,14 @@ class StackTraits:
         ours: the stack may use hfpatch's attention and masks.
         mixers: some layers have mixers, modules other than attention that mix tokens. In
             transformers' own layers those let documents of one row see each other.
-        apart: in the patched stack, documents of one row do not see each other.
+        isolates: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row (decoder/unpadded.py).
         timed: every mixer of the stack runs in tiles through time.
     """
 
     ours: bool = True
     mixers: bool = False
-    apart: bool = True
+    isolates: bool = True
     unpads: bool = False
     timed: bool = False
 
@@ -71,7 +71,7 @@ class Given:
         makes_cache: transformers makes a cache if the caller passes neither of them.
         uncached: the caller of the outer model passed neither a cache nor use_cache.
         causal: False where the caller or a module of attention says is_causal=False.
-        weights: the caller asks for attention's probabilities.
+        probabilities: the caller asks for attention's probabilities.
         encoder: the caller passed an encoder's states.
         idle_BT: True where the loss does not read a token's output, or None.
         watched: beside a mask, other code may read outputs.
@@ -102,7 +102,7 @@ class Given:
     makes_cache: bool = False
     uncached: bool = False
     causal: bool = True
-    weights: bool = False
+    probabilities: bool = False
     encoder: bool = False
     idle_BT: Tensor | None = None
     watched: bool = False
@@ -146,7 +146,8 @@ def read_batch(stack, kwargs: dict) -> Given | None:
     B, T = tokens.shape[:2]
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     outer, runtime = current.outer, stack._hfpatch.runtime
-    above, weights = outer.positions, kwargs.get("output_attentions")
+    above = outer.positions
+    asked = kwargs.get("output_attentions")
     if positions is None and isinstance(above, Tensor) and above.shape[-1] == T:
         positions = above
     if isinstance(positions, Tensor) and positions.dim() == 3:
@@ -181,7 +182,7 @@ def read_batch(stack, kwargs: dict) -> Given | None:
         # Under its own checkpointing transformers makes no cache.
         makes_cache=bool(getattr(config, "use_cache", False)) and not checkpoints,
         uncached=outer.uncached,
-        weights=bool(getattr(config, "output_attentions", False) if weights is None else weights),
+        probabilities=bool(getattr(config, "output_attentions", False) if asked is None else asked),
         encoder=kwargs.get("encoder_hidden_states") is not None,
         idle_BT=idle,
         watched=watched,
@@ -288,9 +289,9 @@ def _refuse_mixed_documents(given: Given, traits: StackTraits) -> None:
     """ValueError for rows of several documents in layers that do not keep them apart."""
     # Some of transformers' mixers take documents by one of these, some by the other, some by both.
     told = given.seq_idx and given.offsets is not None
-    mixed = not traits.apart or traits.mixers and not given.tiled and not told
+    mixed = not traits.isolates or traits.mixers and not given.tiled and not told
     if mixed and packs(given.B, given.positions, given.seen, given.offsets):
-        refuse_packed(given.kind, _APART if traits.apart else "do not pack")
+        refuse_packed(given.kind, _APART if traits.isolates else "do not pack")
 
 
 def _settle_cache(given: Given, cached: bool) -> tuple[bool, dict]:
@@ -333,7 +334,8 @@ def _batch(given: Given, cached: bool) -> Batch:
         given.watched,
         given.sequence,
     )
-    batch.cached, batch.weights = cached, given.weights
+    batch.cached = cached
+    batch.probabilities = given.probabilities
     return batch
 
 

@@ -90,7 +90,7 @@ def captured(stack: nn.Module, layer: nn.Module, tokens: int = TOKENS) -> tuple:
 
 
 @contextmanager
-def buffers_apart(layer: nn.Module):
+def buffers_copied(layer: nn.Module):
     """A context in which the layer writes to copies of its buffers.
 
     Yields a function that returns the names of the buffers that were written to.
@@ -116,7 +116,7 @@ def buffers_apart(layer: nn.Module):
 def ask(stack: nn.Module, layer: nn.Module) -> LayerTraits:
     """The LayerTraits of a small stack's layer, from runs of its own forward on a few tokens."""
     forward, *call, batch = captured(stack, layer)
-    with buffers_apart(layer) as written:
+    with buffers_copied(layer) as written:
         try:
             answers = _asked(layer, forward, *call, (stack.config,), batch)
         except Exception as error:  # a family's own code

@@ -88,8 +88,8 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str,
     least = 1e-6 * max(x.float().norm().item() for x in theirs.values())
     found = {}
     for name, x in theirs.items():
-        apart = (ours[name] - x).float().norm() / x.float().norm().clamp_min(least)
-        found[name] = apart.nan_to_num(nan=float("inf")).item()
+        error = (ours[name] - x).float().norm() / x.float().norm().clamp_min(least)
+        found[name] = error.nan_to_num(nan=float("inf")).item()
     return found
 
 
@@ -122,7 +122,7 @@ def _why_whole(stack, layer, traits: LayerTraits, name: str) -> str | None:
     if argument is None:
         return "it takes no states"
     try:
-        with probe.buffers_apart(layer), torch.enable_grad():
+        with probe.buffers_copied(layer), torch.enable_grad():
             return _compared(stack, layer, traits, name, argument, chunk_of(module))
     except Exception as error:  # a family's own code
         said = " ".join(str(error).split())[:80]
@@ -135,13 +135,13 @@ def _compared(stack, layer, traits, name: str, argument: str, tile: int) -> str 
     runs = Runs(mixer, argument, x, dict(layer.named_parameters()))
     whole = runs.whole()
     cuts = (tile, 2 * tile, tokens)
-    apart = differences(runs.tiles(*cuts), whole)
+    errors = differences(runs.tiles(*cuts), whole)
     if not runs.keys:
         return "it leaves no states"
-    what = max(apart, key=apart.get)
+    what = max(errors, key=errors.get)
     close = CLOSE[x.dtype]
-    if not apart[what] <= close:
-        return f"in tiles it differs from whole rows ({what}: {apart[what]:.0e})"
+    if not errors[what] <= close:
+        return f"in tiles it differs from whole rows ({what}: {errors[what]:.0e})"
     if not name and any(isinstance(x, Tensor) for x in mixer.traced.beside or ()):
         return "it returns tensors beside its output"
     for key in runs.keys if name else ():  # a layer's states are its mixer's, tried before

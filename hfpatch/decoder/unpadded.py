@@ -101,7 +101,7 @@ def packed_row(given: Given, traits: StackTraits, layers, batch: Batch) -> Packe
         - a layer differs from the one that the small instance tried
         - the small instance's outputs differed
     """
-    able = traits.unpads and (given.tiled or not traits.mixers) and not batch.weights
+    able = traits.unpads and (given.tiled or not traits.mixers) and not batch.probabilities
     if not able or given.rows_mask is None or batch.sequence or not all(map(_as_tried, layers)):
         return None
     # The bounds cost nothing extra: the layers would read them, and wait for the device, anyway.

@@ -56,14 +56,14 @@ class Verdict:
             each layer in order.
         ours: the stack may use hfpatch's attention and masks.
         why_unpatched: why the layers cannot run twice and so stay unpatched, or None.
-        apart: in the patched stack, documents of one row do not see each other.
+        isolates: in the patched stack, documents of one row do not see each other.
         unpads: rows with padding may run as one packed row.
     """
 
     answers: tuple[LayerTraits, ...] | dict[tuple, LayerTraits]
     ours: bool = True
     why_unpatched: str | None = None
-    apart: bool = True
+    isolates: bool = True
     unpads: bool = False
 
 
@@ -91,7 +91,7 @@ def ask_model(decoder: Decoder) -> Verdict:
     except Exception as error:  # a family's own code on a small instance may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         return Verdict(
-            (LayerTraits(reason=why("untried", reason)),) * n, False, shared, apart=False
+            (LayerTraits(reason=why("untried", reason)),) * n, False, shared, isolates=False
         )
     unknown = LayerTraits(reason=why("other kind"))
     answers = [_answer(found, layer, kind) for layer, kind in zip(decoder.layers, kinds)]
@@ -99,7 +99,7 @@ def ask_model(decoder: Decoder) -> Verdict:
     # rows without their padding.
     mixes = any(a.mixers or a.reason == OTHER_MIXER for a in found.answers.values())
     if mixes and None in answers:
-        found = replace(found, apart=False, unpads=False)
+        found = replace(found, isolates=False, unpads=False)
     answers = tuple(answer or unknown for answer in answers)
     return replace(found, answers=answers, why_unpatched=shared or found.why_unpatched)
 
@@ -127,7 +127,7 @@ def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
         never = (
             "packed" in expected.batches
             and not found.ours
-            and not _keeps_apart(_patched(stack, found))
+            and not _isolates(_patched(stack, found))
         )
         if never:
             # A document in a packed row differs from the document alone, however the stack runs
@@ -135,8 +135,8 @@ def _verdict(stack_class: type, config, kinds: list[tuple]) -> Verdict:
             del expected.batches["packed"]
             found = _settled(answers, expected)
         compared = found.ours and "packed" in expected.batches
-        found.apart = compared or not never and _keeps_apart(_patched(stack, found))
-        found.unpads = found.ours and found.apart and expected.unpads(found)
+        found.isolates = compared or not never and _isolates(_patched(stack, found))
+        found.unpads = found.ours and found.isolates and expected.unpads(found)
         for kind, layer in _one_of_each(stack).items():
             if kind in found.answers:  # else the layer keeps states of earlier runs
                 found.answers[kind] = ask_in_time(stack, layer, found.answers[kind])
@@ -209,7 +209,7 @@ class _Expected:
         visible[1, -5:] = 0
         a, b = DOCUMENTS[1:]
         one = slice(0, 1)
-        apart = [
+        alone = [
             {"input_ids": ids[one, :a], "weight": self.weight[one, :a]},
             {"input_ids": ids[one, a:b], "weight": self.weight[one, a:b]},
         ]
@@ -219,7 +219,7 @@ class _Expected:
         holes = plain | {"attention_mask": visible, "weight": self.weight * visible[..., None]}
         self.batches = {"plain": ([plain], plain), "masked": ([holes], holes)}
         if packed:
-            self.batches["packed"] = (apart, joined)
+            self.batches["packed"] = (alone, joined)
         # Copies run, because a family may keep states from call to call (RecurrentGemma).
         self.wanted = {
             name: self._gradients(copy.deepcopy(stack), alone)
@@ -281,7 +281,7 @@ class _Expected:
         return None
 
 
-def _keeps_apart(stack: nn.Module) -> bool:
+def _isolates(stack: nn.Module) -> bool:
     """Whether a document's output is independent of the document before it in a row whose positions
     restart."""
     a, b = DOCUMENTS[1:]

@@ -120,5 +120,5 @@ class Arguments:
         # a tile's input, which would live until backward; the caller passes whole rows
         whole[new[0]] = None
         return Mixer(
-            module, whole, spec, new[0], axes, self.B, configs, batch, batch.apart
+            module, whole, spec, new[0], axes, self.B, configs, batch, batch.document_bounds
         ), leaves[new[0]]

@@ -92,7 +92,7 @@ class Backward:
             # the graph must not see its outputs overwritten by the gradients
             self.qkv = [part.detach().contiguous() for part in qkv]
         if call.mixes and not call.outs:
-            outs, self.lses = call.attend(self.qkv, again=True)
+            outs, self.lses = call.attend(self.qkv, rerun=True)
         # A
         dys = [dy, *self.recorded]
         self.dx, self.douts = traced.after_backward(
@@ -118,7 +118,7 @@ class Backward:
 
     def outs_again(self, dy: Tensor) -> None:
         self.before_again()
-        self.outs, self.lses = self.call.attend(self.qkv, again=True)
+        self.outs, self.lses = self.call.attend(self.qkv, rerun=True)
         self.call.queue.transfers.settle()
         self.after_backward(dy)
         self.attend_backward(self.call.whole_outs(self.outs), self.qkv)
@@ -171,7 +171,7 @@ class Backward:
         lses = list(self.lses or [])
         run = partial(call.attention.backward, self.qkv, self.douts, outs, lses, dqkv)
         for mixer in call.attention.mixers:
-            mixer.weights = [self.weights]
+            mixer.gradients = [self.weights]
         self.dsinks = traced.replayed("attend", 0, call.device, run) if traced.mixers else run()
         left = iter(self.left)
         for pair in traced.left.values():

@@ -63,27 +63,25 @@ class LayerCall(Kept):
             return nullcontext()
         return autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=cache)
 
-    def attend(self, qkv: list[Tensor], again: bool = False):
-        """Attention's outputs and log-sum-exps, over whole rows. again: a rerun, whose backward
-        comes soon.
-        """
+    def attend(self, qkv: list[Tensor], rerun: bool = False):
+        """Attention's outputs and log-sum-exps, over whole rows. rerun: its backward comes soon."""
         traced = self.traced
         run = partial(self.attention.forward, traced.asked, traced.mixers, qkv)
         if not traced.mixers:
             return run()
-        self._go_in_time(again)
+        self._go_in_time(rerun)
         return traced.replayed("attend", 0, self.device, run)
 
-    def _go_in_time(self, again: bool) -> None:
-        """Sets Mixer.time on those mixers that can run in tiles through time. again: as in attend."""
+    def _go_in_time(self, rerun: bool) -> None:
+        """Sets Mixer.time on those mixers that can run in tiles through time. rerun: as in attend."""
         traced = self.traced
         timed = dict(traced.traits.timed)
         sequence = traced.batch.sequence
         transfers = None
-        if self.queue is not None and (again or self.policy.saves_attention):
+        if self.queue is not None and (rerun or self.policy.saves_attention):
             transfers = self.queue.transfers
         for name, mixer in zip(traced.traits.mixers, traced.mixers):
-            if name in timed and (again or mixer.time is None):
+            if name in timed and (rerun or mixer.time is None):
                 given = timed[name], self.policy.tile, transfers, traced.rng
                 mixer.time = RankTiles(sequence, *given) if sequence else TimeTiles(*given)
 
@@ -133,7 +131,7 @@ class LayerCall(Kept):
     def forward(self, x_BTD: Tensor, where: str | None = "tier") -> list[Tensor]:
         """y [B, T, D], then the recorded tensors [B, T, ...] and keys and values for later layers.
 
-        where: "tier" saves by the policy, "again" keeps inputs and attention outputs for now (the
+        where: "tier" saves by the policy, "rerun" keeps inputs and attention outputs for now (the
         rerun of a segment), None saves nothing.
         """
         try:
@@ -152,18 +150,18 @@ class LayerCall(Kept):
         self.bounds = tile_bounds(*x_BTD.shape[:2], self.policy.tile)
         first = where == "tier" and self.policy.every == 1
         # [Step 1] The input. In a segment the first layer alone keeps it.
-        if where == "again":
+        if where == "rerun":
             self.x = self.x or self.on_device(x_BTD)
         elif where == "tier" and not self.segment:
             own = x_BTD if self.shards is None else self.shards.mine(x_BTD, self.bounds)
             self.x = self.queue.transfers.save(own)
         # [Step 2] q, k, v of all tokens, then attention over whole rows.
         qkv = self.before(enumerate(self.cut(x_BTD)))
-        outs, lses = self.attend(qkv, again=where == "again")
+        outs, lses = self.attend(qkv, rerun=where == "rerun")
         left = [qkv[place] for pair in self.traced.left.values() for place in pair]
         del qkv
         # [Step 3] Attention's outputs.
-        if where == "again" or (first and self.policy.saves_attention):
+        if where == "rerun" or (first and self.policy.saves_attention):
             save = self.queue.transfers.save if where == "tier" else self.on_device
             self.outs = list(map(save, outs))
             self.lses = list(map(save, lses))
@@ -186,9 +184,9 @@ class LayerCall(Kept):
             for call, above in zip(calls, calls[1:]):
                 if call is not first:
                     call.x = None
-                weights = self.runtime.weights.again(call.layer, above.layer)
+                weights = self.runtime.weights.backward(call.layer, above.layer)
                 with weights, as_in_forward(call.state):
-                    x = call.forward(x, where="again")[0]
+                    x = call.forward(x, where="rerun")[0]
         self.x = self.on_device(x)
         transfers.settle()
 
@@ -211,12 +209,12 @@ class LayerCall(Kept):
         next_layer = None if below is None else below.layer
         if below is not None and below.segment and below.x is None:
             next_layer = below.segment[0].layer  # its segment runs again from there
-        streamed = self.runtime.weights.again(self.layer, next_layer)
+        streamed = self.runtime.weights.backward(self.layer, next_layer)
         # [Step 3] The passes over the tiles, in the state of the forward.
         tiles = len(self.bounds) > 1
         several = tiles or any(mixer.several(dy_BTD.shape[1]) for mixer in self.attention.mixers)
         weights = WeightGradients(self.state, several)
-        with streamed, self._autocast(), weights, traced.again(weights, tiles) as darguments:
+        with streamed, self._autocast(), weights, traced.for_backward(weights, tiles) as darguments:
             dx = self.run_backward(dy_BTD, dextras, need_x, weights, below)
             weights.round()
         # [Step 4] What no other pass needs is released.

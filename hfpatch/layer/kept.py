@@ -6,7 +6,7 @@ policy says so, and gate and up, which wait and return tile by tile. The policy 
 """
 
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -63,10 +63,7 @@ class Kept:
         return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
 
     def release(self) -> None:
-        """Releases every saved tensor; the graph cannot be walked again."""
-        for saved in (self.x, *self.outs, *self.lses, *chain.from_iterable(self.gates)):
-            if saved is not None:
-                saved.release()
+        """Drops every saved tensor; the graph cannot be walked again."""
         self.x = None
         self.outs = []
         self.lses = []

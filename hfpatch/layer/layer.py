@@ -27,7 +27,7 @@ from hfpatch.context.ranks import refuse_shared_mixers, sequence_now
 from hfpatch.layer.arguments import Arguments
 from hfpatch.layer.condition import Condition, look
 from hfpatch.layer.function import tiled_layer
-from hfpatch.layer.mixers import documents_apart
+from hfpatch.layer.mixers import documents_one_by_one
 from hfpatch.layer.residual_streams import by_rows, joined, split, streams_of
 from hfpatch.layer.shared_keys import NAME as SHARED_KEYS
 from hfpatch.layer.shared_keys import of_its_own
@@ -99,9 +99,9 @@ class PatchedLayer:
         # accelerate binds this method and keeps it after undo()
         if not isinstance(self, PatchedLayer):
             return type(self).forward(self, hidden_states, *args, **kwargs)
-        if not torch.compiler.is_compiling() and current.role is None:
-            if self._sequence(current.batch) is not None:
-                self._refuse_parts(current.batch, look(self))
+        outside = not torch.compiler.is_compiling() and current.role is None
+        if outside and self._sequence(current.batch) is not None:
+            self._refuse_parts(current.batch, look(self))
         return super().forward(hidden_states, *args, **kwargs)
 
 
@@ -164,7 +164,11 @@ class TiledLayer(PatchedLayer):
                 # If such a layer then runs untiled after all, its own forward raises.
                 timed = batch is not None and bool(traits.mixers) and traits.all_timed
                 self._refuse_parts(batch, request.condition, timed)
-            if traits.reason == OTHER_MIXER and batch is not None and batch.apart is not None:
+            if (
+                traits.reason == OTHER_MIXER
+                and batch is not None
+                and batch.document_bounds is not None
+            ):
                 refuse_packed(type(self))
             y = self._run(request)
             runtime.layer_ended(self, request.x.device)
@@ -263,13 +267,13 @@ class TiledLayer(PatchedLayer):
                     f"{type(self).__name__} that runs untiled: its backward would find other weights. "
                     "Leave frozen_weights out, or call it under torch.no_grad()."
                 )
-            apart = nullcontext()
-            if traits.mixers and batch is not None and batch.apart is not None:
+            isolated = nullcontext()
+            if traits.mixers and batch is not None and batch.document_bounds is not None:
                 arguments = Arguments(args, kwargs, *sizes)
-                apart = documents_apart(
+                isolated = documents_one_by_one(
                     self, traits.mixers, arguments, self._hfpatch.configs, batch
                 )
-            with runtime.weights.forward(self, h.device), apart:
+            with runtime.weights.forward(self, h.device), isolated:
                 return super(TiledLayer, self).forward(h, *args, **kwargs)
 
         return whole

@@ -51,7 +51,7 @@ class Mixer:
         configs, batch: as for context.current.our_attention.
         bounds: where documents start and end in the flattened B*T tokens; None if every row is one
             document.
-        weights: the layer.weight_gradients.WeightGradients of a backward.
+        gradients: the layer.weight_gradients.WeightGradients of a backward.
         time: the layer.time_tiles.TimeTiles if the mixer runs in tiles through time, else None.
     """
 
@@ -65,7 +65,7 @@ class Mixer:
     batch: Batch | None
     bounds: tuple | None = None
     time: "object | None" = None
-    weights: tuple = ()  # the WeightGradients of a backward
+    gradients: tuple = ()  # the WeightGradients of a backward
 
     def documents(self, T: int) -> list[tuple[slice, int, int]]:
         """(rows, first, last) of each document."""
@@ -145,22 +145,22 @@ class Mixer:
             with torch.enable_grad():
                 out = self.call(x.requires_grad_(), rows, a, b)
             built([out])
-            (into[rows, a:b],) = walk(self.weights, [out], [dout_BTD[rows, a:b]], [x])
+            (into[rows, a:b],) = walk(self.gradients, [out], [dout_BTD[rows, a:b]], [x])
 
 
-def documents_apart(layer: nn.Module, mixers: dict[str, int], arguments, configs, batch):
+def documents_one_by_one(layer: nn.Module, mixers: dict[str, int], arguments, configs, batch):
     """A context in which the mixers of a layer that runs untiled take the batch's documents one by
     one."""
 
     own = {name: layer.get_submodule(name).forward for name in mixers}
 
-    def apart(name, args, kwargs):
+    def one_by_one(name, args, kwargs):
         module = layer.get_submodule(name)
         mixer, x = arguments.mixer(module, args, kwargs, configs, batch)
         with forwards_for_now([(module, own[name])]):
             return mixer.forward(x)
 
-    return standing_in(layer, mixers, apart)
+    return standing_in(layer, mixers, one_by_one)
 
 
 # --- the search for mixers ------------------------------------------------------------------------

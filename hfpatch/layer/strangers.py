@@ -80,7 +80,8 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
         package = home_of(kind)
         as_made = home_of(kind.forward) in (package, *LIBRARIES)
         in_adapter = in_adapter or package == "peft"
-        if _own_forward(module):
+        # transformers' tensor parallelism puts a forward on each module whose weights ranks share.
+        if other_forward(module) and home_of(vars(module)["forward"]) != "transformers":
             return f"{name}: {replaced_forward(module)}"
         if kind in _DECLARED:
             continue
@@ -95,13 +96,6 @@ def stranger_in(layer: nn.Module, known: frozenset[type]) -> str | None:
             base = in_adapter and inner in WRAPPED  # what PEFT wraps has its wrapper's name
             todo.append((name if base else f"{name}.{inner}", m, in_adapter and not base))
     return None
-
-
-def _own_forward(module: nn.Module) -> bool:
-    """Whether a forward on the instance replaces its class's. transformers' tensor parallelism puts
-    one on each module whose weights ranks share.
-    """
-    return other_forward(module) and home_of(vars(module)["forward"]) != "transformers"
 
 
 def _projects(module: nn.Module, kind: type) -> bool:

@@ -289,7 +289,7 @@ class StreamedWeights:
                 yield
 
     @contextmanager
-    def again(self, layer: nn.Module, next_layer: nn.Module | None):
+    def backward(self, layer: nn.Module, next_layer: nn.Module | None):
         """The same for its backward."""
         if not self.on:
             yield

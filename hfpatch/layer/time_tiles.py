@@ -89,11 +89,11 @@ class TimeTiles:
     def forward(self, mixer, x_BTD: Tensor) -> Tensor:
         pieces, out, states = self.pieces(mixer, x_BTD.shape[1]), None, {}
         self.entries = []
-        rooms: dict = {}
+        buffers: dict = {}
         for index, (rows, a, b, begins) in enumerate(pieces):
             states = self._handed_on(states, index, begins)
             if self.transfers is not None:
-                self._keep(states, len(pieces), rooms)
+                self._keep(states, len(pieces), buffers)
                 self.transfers.settle(under_way=UNDER_WAY)
             y, states = self._run(mixer, x_BTD[rows, a:b], (rows, a, b), index, states)
             if out is None:
@@ -126,7 +126,7 @@ class TimeTiles:
             inputs = list(leaves.values())
             if into_BTD is not None:
                 inputs.append(x)
-            found = walk(mixer.weights, ys, dys, inputs)
+            found = walk(mixer.gradients, ys, dys, inputs)
             if into_BTD is not None:
                 into_BTD[rows, a:b] = found[-1]
             dafter = self._handed_back(dict(zip(leaves, found)), index)
@@ -152,7 +152,7 @@ class TimeTiles:
         return dstates
 
     # -- the first states of tiles -----------------------------------------------------------------
-    def _keep(self, states: dict, tiles: int, rooms: dict) -> None:
+    def _keep(self, states: dict, tiles: int, buffers: dict) -> None:
         """Saves a tile's first states. All tiles share one buffer of the offload tier for each kind
         of state, and tile n uses row n: each buffer has to be registered with CUDA.
         """
@@ -162,10 +162,10 @@ class TimeTiles:
             if tier.tier == "gpu":
                 kept[key] = tier.save(flat), 0, state.shape
                 continue
-            if key not in rooms:
-                rooms[key] = tier.room((1, tiles, flat.shape[2]), flat.dtype)
-            tier.put(rooms[key], len(self.entries), flat)
-            kept[key] = rooms[key], len(self.entries), state.shape
+            if key not in buffers:
+                buffers[key] = tier.reserve((1, tiles, flat.shape[2]), flat.dtype)
+            tier.put(buffers[key], len(self.entries), flat)
+            kept[key] = buffers[key], len(self.entries), state.shape
         self.entries.append(kept)
 
     def _fetch(self, index: int, pieces: list, x_BTD: Tensor):

@@ -38,7 +38,7 @@ class LayerAsMixer(Mixer):
         leaves, spec = pytree.tree_flatten(((None, *given.args), given.kwargs))
         axes = Arguments((None, *given.args), given.kwargs, given.B, given.T).axes
         return cls(
-            traced.layer, leaves, spec, 0, axes, given.B, traced.configs, batch, batch.apart,
+            traced.layer, leaves, spec, 0, axes, given.B, traced.configs, batch, batch.document_bounds,
             traced=traced,
         )  # fmt: skip
 
@@ -65,8 +65,7 @@ class TimedCall(LayerCall):
 
     def release(self) -> None:
         super().release()
-        self.time.entries = []
-        self.mixer = None
+        self.mixer = self.time = None
 
     def run_forward(self, x_BTD: Tensor, where: str | None) -> list[Tensor]:
         self.time.transfers = None
@@ -83,7 +82,7 @@ class TimedCall(LayerCall):
     begin_passes = prefetch
 
     def run_backward(self, dy_BTD: Tensor, dextras: tuple, need_x: bool, weights, below):
-        self.mixer.weights = [weights]
+        self.mixer.gradients = [weights]
         self.mixer.unread = True
         dx = torch.empty_like(dy_BTD, memory_format=torch.contiguous_format) if need_x else None
         self.time.backward(self.mixer, None, dy_BTD, dx)

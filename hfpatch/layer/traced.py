@@ -134,13 +134,13 @@ class Traced:
             parts.append(x)
         return parts
 
-    def _forwards(self, names: tuple[str, ...], device: str, again: bool):
+    def _forwards(self, names: tuple[str, ...], device: str, backward: bool):
         """A context in which unread Linears skip their matmul, and other temporary forwards run.
 
-        Looked up once a call: a layer has many tiles. again: for a backward, with weight gradients
+        Looked up once a call: a layer has many tiles. backward: for a backward, with weight gradients
         going to `adding`.
         """
-        adding = self.adding if again else None
+        adding = self.adding if backward else None
         key = names, adding
         if key not in self.found:
             known = self.condition
@@ -282,7 +282,7 @@ class Traced:
         return made
 
     @contextmanager
-    def again(self, weights, several: bool):
+    def for_backward(self, weights, several: bool):
         if several:
             self.adding = weights.adding
             self.found = {}

@@ -300,7 +300,9 @@ REASONS = (
         "probabilities",
         "output_attentions",
         # Eager attention returns probabilities, unless ranks share rows.
-        lambda given, *_: given.weights and (given.sequence or standard(given.config) != "eager"),
+        lambda given, *_: (
+            given.probabilities and (given.sequence or standard(given.config) != "eager")
+        ),
     ),
     _batch("reruns", "transformers' own checkpointing", lambda given, *_: given.reruns),
     _batch(
@@ -322,7 +324,7 @@ REASONS = (
     _call(
         "not described",
         "a call outside the stack, output_attentions, or no input [B, T, D]",
-        lambda r: r.batch is None or r.batch.weights or r.x.dim() != 3 or not r.x.numel(),
+        lambda r: r.batch is None or r.batch.probabilities or r.x.dim() != 3 or not r.x.numel(),
         told=False,
     ),
     _call(

@@ -23,7 +23,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IMPLEMENTATIONS: dict = {}
 
 
-def use_kernel(*tensors: Tensor | None) -> bool:
+def use_kernel(*tensors: Tensor) -> bool:
     """Whether the Triton kernel serves these tensors.
 
     Plain torch serves float64, CPUs and missing triton.
@@ -31,8 +31,6 @@ def use_kernel(*tensors: Tensor | None) -> bool:
     if not HAS_TRITON:
         return False
     for x in tensors:
-        if x is None:
-            continue
         if not (x.is_cuda or INTERPRET and x.is_cpu) or x.dtype not in KERNEL_DTYPES:
             return False
     return True

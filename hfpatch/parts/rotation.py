@@ -24,15 +24,9 @@ class FusedRotation:
         if torch.compiler.is_compiling() or not as_asked(self._hfpatch_base):
             return super().forward(*args, **kwargs)
         forward = self._hfpatch_base.forward
-        return rotating(forward, rotation_in(forward))(self, *args, **kwargs)
-
-
-def rotation_in(forward):
-    """The `apply_rotary_pos_emb` that an attention's forward calls now.
-
-    Some libraries replace it process-wide.
-    """
-    return inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+        # Read in each call: some libraries replace it process-wide.
+        theirs = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+        return rotating(forward, theirs)(self, *args, **kwargs)
 
 
 class _Names(dict):

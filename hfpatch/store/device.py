@@ -59,11 +59,9 @@ class Device:
     # -- streams and events ------------------------------------------------------------------------
     def stream(self):
         """A new stream for copies."""
-        return None
 
     def current(self):
         """The stream on which this thread's kernels run now."""
-        return None
 
     def on(self, stream):
         """Context in which kernels and copies run on `stream`."""
@@ -72,7 +70,6 @@ class Device:
     def mark(self, stream=None, blocking: bool = False):
         """An event recorded now on `stream` (the current one by default). blocking: a thread that
         waits for it sleeps, and takes no core from the thread that starts kernels."""
-        return None
 
     def wait(self, event, stream=None) -> None:
         """`stream` (the current one by default) waits for the event; the host does not."""
@@ -82,7 +79,6 @@ class Device:
 
     def clock(self):
         """An event that knows its time, recorded now on the current stream; None without one."""
-        return None
 
     # -- host memory -------------------------------------------------------------------------------
     def pin(self, block: Tensor) -> int:

@@ -61,19 +61,10 @@ class Saved:
     resident: bool = True  # whether it is on the device
 
     def tensor(self) -> Tensor:
-        """The kept tensor. RuntimeError if it was released or modified in place."""
-        if self.kept is None:
-            raise RuntimeError(
-                "hfpatch: this graph was freed by its first backward. Pass retain_graph=True to "
-                "the first of two."
-            )
+        """The kept tensor. RuntimeError if it was modified in place."""
         if version(self.kept) != self.version:
             raise RuntimeError(WRITTEN_TO)
         return self.kept
-
-    def release(self) -> None:
-        self.kept = self.block = self.file = None
-        self.resident = True  # so that fetch() raises the error of tensor()
 
 
 @dataclass
@@ -160,11 +151,11 @@ class Transfers:
             part = x.untyped_storage().nbytes() > x.numel() * x.element_size()
             x = x.clone() if part else x
             return Saved(tuple(x.shape), x.dtype, kept=x, version=version(x))
-        saved = self.room(x.shape, x.dtype)
+        saved = self.reserve(x.shape, x.dtype)
         self.put(saved, 0, x)
         return saved
 
-    def room(self, shape, dtype: torch.dtype) -> Saved:
+    def reserve(self, shape, dtype: torch.dtype) -> Saved:
         """Reserves room in the tier for a tensor [B, T, ...], which put() fills piece by piece."""
         row_bytes = prod(shape[2:]) * dtype.itemsize
         saved = Saved(tuple(shape), dtype, row_bytes=row_bytes, resident=False)

@@ -95,7 +95,7 @@ def test_rows_come_back_as_saved(tier, tmp_path):
     assert saved.resident == (tier == "gpu")
     for a, b in ((0, 50), (7, 20), (49, 50)):
         assert torch.equal(transfers.fetch([(saved, a, b, None)]).wait()[0], x[:, a:b])
-    saved.release()
+    del saved
     if tier == "host":
         assert transfers.pool.bytes_free == 12032  # whole lines of 64 bytes
     transfers.close()
