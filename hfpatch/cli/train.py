@@ -65,18 +65,21 @@ def train(argv) -> int:
     from hfpatch.trainer.stop import StopCleanly
 
     stop = StopCleanly()  # first, because it notes which process launched this one
-    model_args, data_args, args = arguments.parse(argv)
+    # DeepSpeed builds an extension here, and waits without a word for the lock of a killed build.
+    with progress("starting the engine", not environment_number("RANK", 0)):
+        model_args, data_args, args = arguments.parse(argv)
     checks.flags(model_args, data_args, args)
     stop.time_limit = args.time_limit * 60
     checkpoint = runs.begin(args.output_dir, args.resume_from_checkpoint)
 
+    first = args.process_index == 0
+
     def say(line):
-        if args.process_index == 0:
+        if first:
             print(line, flush=True)
 
     config = loading.load_config(model_args)
     checks.length(data_args.seq_len, config)
-    first = args.process_index == 0
     with progress("reading and tokenizing the data", first):
         tokenizer, data = sources.load_data(model_args, data_args, args, config, say=say)
     if data_args.show_batch:
@@ -156,12 +159,12 @@ def _fit(run, checkpoint: str | None, stop, say) -> int:
     run.save_state()
     if run.args.push_to_hub:
         run.push_to_hub()
-    wanted, limit = run.state.max_steps, f"{stop.time_limit / 60:g} minutes (--time_limit)"
+    limit = f"{stop.time_limit / 60:g} minutes (--time_limit)"
     steps = f"{run.state.global_step} step{'s' * (run.state.global_step != 1)}"
     if stop.late:
-        steps = f"{run.state.global_step} of {wanted} steps, stopped after {limit}"
-    seconds = result.metrics["train_runtime"], time.monotonic() - begin
-    trained, elapsed = (timedelta(seconds=round(one)) for one in seconds)
+        steps = f"{run.state.global_step} of {run.state.max_steps} steps, stopped after {limit}"
+    trained = timedelta(seconds=round(result.metrics["train_runtime"]))
+    elapsed = timedelta(seconds=round(time.monotonic() - begin))
     say(
         f"hfpatch: {steps}, total training time {trained} (with evaluation "
         f"{elapsed}); the model is in {run.args.output_dir}"

@@ -209,6 +209,7 @@ def _data_rules(model, data, args):
         "--early_stopping_patience": args.early_stopping_patience,
         "--load_best_model_at_end": args.load_best_model_at_end,
         "--save_strategy best": args.save_strategy == "best",
+        "--metric_for_best_model": args.metric_for_best_model,
     }
     asked = chosen | {
         "--eval_on_start": args.eval_on_start,

@@ -48,6 +48,19 @@ def test_what_takes_long_is_said_until_it_ends(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_an_engine_that_does_not_start_is_named(monkeypatch, capsys):
+    """DeepSpeed waits for the lock of a build that was killed, for ever and in silence."""
+
+    def waits(argv):
+        time.sleep(0.3)
+        raise ValueError("hfpatch: it ended.")
+
+    monkeypatch.setattr(quiet, "PAUSE", 0.05)
+    monkeypatch.setattr("hfpatch.trainer.arguments.parse", waits)
+    main(["train", "--model", "llama-tiny", "--data", "x"])
+    assert capsys.readouterr().err.startswith("hfpatch: starting the engine, 0 s\n")
+
+
 def test_torchaos_import_says_nothing_in_a_command():
     pytest.importorskip("torchao")
     code = "from hfpatch.cli.quiet import quiet\nquiet()\nimport torchao"

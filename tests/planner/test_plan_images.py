@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 from tiny import LONG
 from transformers import AutoConfig
 
@@ -113,10 +114,10 @@ def test_beside_adapters_the_tower_is_frozen():
     assert found.host_peak_bytes == text.host_peak_bytes < full.host_peak_bytes
 
 
-@pytest.mark.parametrize("kind, per_image", [
+@pytest.mark.parametrize("kind, per_image", tiny.longer([
     ("qwen2_5_vl", 1024), ("qwen3_5", 1024), ("gemma3", 256), ("llava", 576), ("mistral3", 3025),
     ("internvl", 256), ("llama4", 256),
-])  # fmt: skip
+], ("qwen3_5", 1024), ("gemma3", 256), ("mistral3", 3025)))  # fmt: skip
 def test_each_family(kind, per_image):
     config = AutoConfig.for_model(kind)
     vision = config.vision_config
@@ -147,7 +148,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", tiny.longer(list(WRONG), "no tower", "negative", "shared"))
 def test_one_sentence_for_what_cannot_be(case, capsys):
     words, model, sentence = WRONG[case]
     assert cli.main(["plan", "--model", model, "--seq-len", "2048", *words]) == 2

@@ -114,6 +114,7 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
         ("from 'llama-tiny': Validation error", {"config_overrides": "rms_norm_eps=x"}),
         ("cannot set 'dtype'", {"config_overrides": "dtype=bfloat16"}),
         ("--eval_on_start needs --eval_data", {"eval_on_start": True}),
+        ("--metric_for_best_model needs --eval_data", {"metric_for_best_model": "loss"}),
         ("--save_strategy best needs --eval_data", {"save_strategy": "best"}),
         (
             "--save_strategy best needs --eval_strategy",
