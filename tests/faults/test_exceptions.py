@@ -139,11 +139,10 @@ def interrupt_everywhere(tier, way, directory, every_nth, first=1):
 @pytest.mark.parametrize(
     "tier, way",
     [
-        ("gpu", "every 2"),
         ("host", "tiles"),
         *(
             pytest.param(*row, marks=pytest.mark.long)
-            for row in (("disk", "tiles"), ("host", "every 2"))
+            for row in (("gpu", "every 2"), ("disk", "tiles"), ("host", "every 2"))
         ),
     ],
 )

@@ -12,8 +12,8 @@ BNB = pytest.mark.filterwarnings(
 
 @BNB
 @pytest.mark.parametrize("flag, more", [
-    ("load_in_4bit", {"lora_target_modules": ["q_proj", "down_proj"], "placement": "gpu8bit"}),
-    pytest.param("load_in_8bit", {}, marks=pytest.mark.long),
+    ("load_in_4bit", {"lora_target_modules": ["q_proj", "down_proj"]}),
+    pytest.param("load_in_8bit", {"placement": "gpu8bit"}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_two_steps_over_a_quantised_base(run_train, tmp_path, flag, more):
     pytest.importorskip("bitsandbytes")
