@@ -113,7 +113,8 @@ def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, off, dry, table
         assert sum(link) == pytest.approx(plan.link_bytes / GiB, rel=0.01)
 
 
-@pytest.mark.parametrize("way", ["hfpatch", pytest.param("stock checkpointed", marks=long)])
+@long
+@pytest.mark.parametrize("way", ["hfpatch", "stock checkpointed"])
 def test_torchs_own_tracker_sees_the_same_peak(way, dry, table):
     """MemTracker counts tensors, and no memory that a kernel takes within itself: at 16k tokens the
     peak is the embedding's backward, whose sorted rows take 0.27 of 6.0 GiB."""
@@ -134,9 +135,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "a tensor of the user's" else pytest.param(n, marks=long) for n in OTHERS]
-)
+@long
+@pytest.mark.parametrize("name", OTHERS)
 def test_memory_of_others_costs_no_step(name, dry, table):
     case = {"layers": 8, "rows": [(1, 32768)] * 8, "env": {"DRY_MEM_MIB": 24210}} | OTHERS[name]
     ran = dry.run(MODEL, **case)
