@@ -26,7 +26,7 @@ def pytest_addoption(parser):
 
 
 GRIDS = re.compile(r"tests/(ops|kernels|layer|decoder|loss|faults|budget|test_traps_\w+)\b")
-ROWS = 4  # of a grid in these places; --all and a GPU run all
+ROWS = 3  # of a grid in these places; --all and a GPU run all
 
 
 def function(item) -> str:

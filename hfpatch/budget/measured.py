@@ -210,7 +210,8 @@ def climb(
         policy, list(call.kinds), [False] * len(call.kinds), top - call.gradients, top=top
     )
     if settings.plain == "auto":
-        _keep_last_layers(plan, call, kinds, rows, room)
+        # The allocator reserves about a widest tensor, a gate, beyond what is allocated.
+        _keep_last_layers(plan, call, kinds, rows, room - call.sure * able.gate_up / 2 * rows)
         plan.policy = policy = replace(policy, plain=sum(plan.keeps_all))
     left = sum(kind is not None for kind in call.kinds) - policy.plain
     count = min(left, in_time(call, able, rows, left)) if gates else 0

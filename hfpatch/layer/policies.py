@@ -52,10 +52,13 @@ class Shape:
     Attributes:
         first: the policy of its first step.
         policy: of its current or last step.
+        steps: of ranks that decide alike, so far; agreed: what they decided last.
     """
 
     first: Checkpointing
     policy: Checkpointing
+    steps: int = 0
+    agreed: Checkpointing | None = None
 
 
 class Policies:
@@ -247,11 +250,16 @@ class Policies:
         say(f"{why}{shape[0]} x {shape[1]:,} tokens: {what}{meter.words()}.")
 
     def _agree(self, meter: Meter, shape: Shape, group) -> None:
-        """Sets the policy of ranks that must decide alike: the least of theirs."""
+        """Sets the policy of ranks that must decide alike: the least of theirs, asked for at a
+        shape's 1st, 2nd, 4th, 8th ... step.
+        """
         own = shape.policy
-        # numbers from 0
-        plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
-        shape.policy = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
+        shape.steps += 1
+        if shape.steps & (shape.steps - 1) == 0:
+            # numbers from 0
+            plain, tile, keep = least_of(group, [own.plain, own.tile, own.keep + 1])
+            shape.agreed = dataclasses.replace(own, plain=plain, tile=tile, keep=keep - 1)
+        shape.policy = shape.agreed
         meter.firm(shape.policy)
 
     def layer_begins(self, layer: nn.Module, x: Tensor, policy: Checkpointing) -> bool:

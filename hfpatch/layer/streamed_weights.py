@@ -127,7 +127,10 @@ class Packed:
     """
 
     def __init__(self, layer: nn.Module, transfers: Transfers, others: set[int]):
-        self.kind, self.pieces, self.nbytes, starts = type(layer).__name__, [], 0, {}
+        self.kind = type(layer).__name__
+        self.pieces = []
+        self.nbytes = 0
+        starts = {}
         for holder, name, tensor in _travelling(layer):
             if id(tensor) in others:
                 raise ValueError(
@@ -336,7 +339,8 @@ class StreamedWeights:
         """The fetch of a layer's weights: the one in flight, or a new one into the least recently
         used slot.
         """
-        packed, ticket = self.packed[index], self.tickets.pop(index, None)
+        packed = self.packed[index]
+        ticket = self.tickets.pop(index, None)
         if ticket is None:
             self.make_slots()
             if len(self.tickets) == WEIGHT_SLOTS:

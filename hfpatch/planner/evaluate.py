@@ -128,18 +128,18 @@ class Ladder:
 
     def plan(self, way: str) -> Plan:
         """As evaluate."""
-        run, policy, sure, ahead = self.run, self.first, False, NONE
+        run, policy, ahead = self.run, self.first, NONE
         cost, call = self.steps.cost(run.seq_len, policy, ahead, False), Call()
         for _ in range(STEPS if way == SETTLED and cost.kinds else 0):
             self._note(call, cost)
-            found = self._next(call, cost, sure)
+            found = self._next(call, cost)
             if any(found.keeps_all) and self._unknown(call):
                 # a run tries one layer of each kind alone
                 self.steps.try_keeping_all(run.seq_len, policy, ahead)
-                found = self._next(call, cost, sure)
-            room, settled = self._ahead(call, cost, found), (policy, sure, ahead)
-            policy, sure, ahead = found.policy, found.policy.plain > 1, room
-            if settled == (policy, sure, ahead):
+                found = self._next(call, cost)
+            room, settled = self._ahead(call, cost, found), (policy, call.sure, ahead)
+            policy, call.sure, ahead = found.policy, found.policy.plain > 1, room
+            if settled == (policy, call.sure, ahead):
                 break
             cost = self.steps.cost(run.seq_len, policy, ahead, False)
         cost = self.steps.cost(run.seq_len, policy, ahead, way != GLANCE)
@@ -177,9 +177,9 @@ class Ladder:
     def _unknown(self, call: Call) -> bool:
         return any(k is not None and self.steps.kinds[k].kept is None for k in call.kinds)
 
-    def _next(self, call: Call, cost: Cost, sure: bool):
+    def _next(self, call: Call, cost: Cost):
         """The next step's budget.measured.StepPlan."""
-        room = self._room(sure)
+        room = self._room(call.sure)
         able = replace(cost.able, host=self._host(), link=self.run.gpu.link_rate)
         return climb(self.first, call, self.steps.kinds, self.settings, able, self.rows, room)
 

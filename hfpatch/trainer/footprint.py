@@ -12,6 +12,8 @@ from hfpatch.planner.placements import PLACEMENTS, placement_of_engine
 from hfpatch.planner.plan import Adapters, plan
 from hfpatch.trainer.arguments import checkpointing_of
 
+_OF_ONE_PROCESS = [name for name, row in PLACEMENTS.items() if not row.config]
+
 
 def check(config, model, data, args, say):
     """Says in three lines what is planned, and returns the plan; None where there is none. ValueError
@@ -67,15 +69,17 @@ def _ways(found) -> list[str]:
 def _expect_room(config, model, args) -> None:
     """ValueError for a CPU that cannot hold what stays between steps: the machine would stop the
     run without a word while its weights load."""
-    if model.placement or args.deepspeed or args.fsdp or model.load_in_4bit or model.load_in_8bit:
+    engine = placement_of_engine(model.placement or "gpu8bit") not in _OF_ONE_PROCESS
+    if engine or args.deepspeed or args.fsdp or model.load_in_4bit or model.load_in_8bit:
         return
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
         )
     count = made.num_parameters()
-    # Weights; where they train, gradients and AdamW's two states too.
-    tensors = 1 if model.lora_r else 4 if "adamw" in args.optim else 2
+    # Weights; where they train, gradients (of 8-bit AdamW: or its states), and AdamW's two states.
+    states = 2 if "adamw" in args.optim and "8bit" not in args.optim else 0
+    tensors = 1 if model.lora_r else 2 + states
     nbytes = tensors * dtype_of(config, model).itemsize * count
     room = host_limit()
     if room is not None and nbytes > room:

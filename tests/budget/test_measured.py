@@ -49,6 +49,17 @@ def test_no_step_takes_more_than_there_is(rows, room):
         assert found.policy.plain == LAYERS
 
 
+def test_a_layer_that_keeps_all_leaves_room_for_a_widest_tensor_in_one_piece():
+    """At 131,072 tokens of 8B widths that is 3.5 GiB, which the allocator may hold in holes."""
+    wide, rows = 2 * GiB, 65536
+    room = 5 * KEPT * rows + LOSS + wide
+    made, able = call(rows, sure=True), Abilities(gate_up=2 * wide // rows)
+    found = [plan(rows, room - less, able=able, made=made) for less in (0, 1)]
+    assert [step.policy.plain for step in found] == [5, 4]
+    made.sure = False  # a tenth of the card is free
+    assert plan(rows, room - wide, able=able, made=made).policy.plain == 5
+
+
 def test_a_kind_that_never_kept_all_is_tried_alone():
     made = call(8192, kinds=["a", "b", "a", "b", None])
     kinds = {"a": Kind(KEPT, {"after": [TILE, 0.0]}), "b": Kind(None, {"after": [TILE, 0.0]})}

@@ -110,6 +110,16 @@ def test_more_tokens_than_a_machine_holds_are_refused_without_a_step(
     assert code == 2 and words in err
 
 
+def test_a_model_that_a_machine_cannot_hold_is_refused_before_it_is_made(
+    monkeypatch, capfd, tmp_path
+):
+    """Else the system kills what it likes when memory runs out."""
+    monkeypatch.setenv("HFPATCH_HOST_MEMORY", str(1 << 20))
+    arguments = "llama-tiny", "--seq-len", "64", "--impl", "hf", "--out", tmp_path / "out"
+    code, _, err = call(capfd, *arguments)
+    assert code == 2 and "weights and gradients must fit" in err and "--simulate" in err
+
+
 def test_a_gpu_that_is_not_here_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(

@@ -10,16 +10,10 @@ import transformers
 import hfpatch
 
 SHORT = (
-    "mistral",
-    "qwen3",
     "qwen3_moe",
-    "jetmoe",
     "gpt_oss",
-    "gemma2",
     "gemma3_text",
     "phi3",
-    "granite",
-    "cohere2",
     "deepseek_v3",
     "falcon",  # calls torch's attention itself
 )

@@ -25,7 +25,7 @@ print(json.dumps({
 @pytest.mark.parametrize(
     "where, allocator, grows",
     [
-        ("cpu", None, True),
+        pytest.param("cpu", None, True, marks=pytest.mark.long),
         ("cuda", None, True),
         # The user's own choice stays.
         pytest.param("cuda", "max_split_size_mb:128", False, marks=pytest.mark.long),

@@ -39,16 +39,17 @@ CASES = {
     "32k, gradients kept": (32, 32768, {"keep_gradients": True, "micro_steps": 2}, 0.8),
 }
 SHORT = ("4 layers, 8k", "4 layers, 131k")
-# A third layer that keeps all needs 75.2 of 78.6 GiB in blocks of 3.5. Whether it fits is chance: it
-# stays, or two steps retry, any of them, and from the next one on two layers keep all.
-TIGHT = "131k"
+# Where a layer that keeps all is large: a step uses 85% of the card, or has no room for one more.
+LARGE = ("4 layers, 131k", "131k", "131k, AdamW")
+ONE_MORE = 139_400 + 28_672  # bytes per token of such a layer, and of a gate in one piece
+FREE = 0.04  # the share of the card that stays free
 KEEP_ALL = re.compile(r"(\d+) layers? keeps? everything")
 
 
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=long) for n in CASES])
 def test_steps_settle_on_what_fits(name, dry, table):
     layers, tokens, case, share = CASES[name]
-    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * (8 if name == TIGHT else 6), **case)
+    ran = dry.run(MODEL, layers=layers, rows=[(1, tokens)] * 6, **case)
     assert ran.end == "ok" and not any("error" in step for step in ran.steps)
     before, step = ran.steps[-2:]
     peak = step["allocated_peak"] / GiB
@@ -66,20 +67,19 @@ def test_steps_settle_on_what_fits(name, dry, table):
     table("memory", name, "highest peak, GiB", highest)
     table("memory", name, "reserved, GiB", reserved, most)
     retries = sum(step["retries"] for step in ran.steps)
-    table("memory", name, "retries", retries, 2 * (name == TIGHT))
+    table("memory", name, "retries", retries, 0)
     last = max(i for i, step in enumerate(ran.steps) if step["said"] or not i)
     table("memory", name, "last step with a new policy", last)
-    assert share * CARD <= peak <= CARD and reserved <= most
-    assert retries <= 2 * (name == TIGHT)
-    if name == TIGHT:  # the steps that retry are any
-        return
+    assert share * CARD <= peak <= CARD and reserved <= most and not retries
+    if name in LARGE:
+        one_more = peak + ONE_MORE * tokens / GiB
+        assert peak >= 0.85 * CARD or one_more > (1 - FREE) * CARD
     assert peak == pytest.approx(before["allocated_peak"] / GiB, rel=0.05)
     # A length's layers that keep all are final behind four steps. How many of the others send gate
     # and up is decided by seconds, which are chance here: it may change late.
     counts = [KEEP_ALL.findall(step["said"]) for step in ran.steps if step["said"]]
     assert last < 4 or counts[-1] == counts[-2]
     # The step behind it may still take what the new policy needs beside the optimizer's states.
-    assert not any(step["retries"] for step in ran.steps[last + 1 :])
     assert not any(step["mallocs"] for step in ran.steps[last + 2 :]), "something new is allocated"
 
 
@@ -113,7 +113,8 @@ def test_a_plan_takes_what_the_steps_take(tokens, checkpointing, off, dry, table
         assert sum(link) == pytest.approx(plan.link_bytes / GiB, rel=0.01)
 
 
-@pytest.mark.parametrize("way", ["hfpatch", pytest.param("stock checkpointed", marks=long)])
+@long
+@pytest.mark.parametrize("way", ["hfpatch", "stock checkpointed"])
 def test_torchs_own_tracker_sees_the_same_peak(way, dry, table):
     """MemTracker counts tensors, and no memory that a kernel takes within itself: at 16k tokens the
     peak is the embedding's backward, whose sorted rows take 0.27 of 6.0 GiB."""
@@ -134,9 +135,8 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "a tensor of the user's" else pytest.param(n, marks=long) for n in OTHERS]
-)
+@long
+@pytest.mark.parametrize("name", OTHERS)
 def test_memory_of_others_costs_no_step(name, dry, table):
     case = {"layers": 8, "rows": [(1, 32768)] * 8, "env": {"DRY_MEM_MIB": 24210}} | OTHERS[name]
     ran = dry.run(MODEL, **case)

@@ -29,7 +29,7 @@ SETUPS = {
     "padded": {"batch": "padded", "rows": [(3, 4096)] * 5},
     "packed, tiles on the host": {"batch": "packed", "checkpointing": HOST},
 }  # fmt: skip
-SHORT = ("LoRA", "packed")
+SHORT = ("LoRA",)
 MORE_WAITS = {
     # Two for each layer: its parameters become views of host memory again, which the caller may
     # write to, so the copy from there must have ended. It began a layer earlier.

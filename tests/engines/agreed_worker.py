@@ -62,10 +62,10 @@ class Card(Gauge):
 
 class Noted:
     """own: the plans that this rank's meter made; ran: the policy of each step, and which layers
-    kept all."""
+    kept all; asked: how often the ranks agreed, policies of first steps left out."""
 
     def __init__(self):
-        self.own, self.ran, self.plan = [], [], Meter.next_policy
+        self.own, self.ran, self.asked, self.plan = [], [], 0, Meter.next_policy
         self.least = shards.least_of
 
     @contextlib.contextmanager
@@ -77,8 +77,8 @@ class Noted:
             mock.patch.object(policies, "arrival_counts", lambda: False),  # DeepSpeed is imported
             mock.patch.object(Speed, "now", lambda _: 1.0),
             mock.patch.object(Meter, "next_policy", lambda *args: self.planning(*args)),
-            mock.patch.object(policies, "least_of", self.least),
-            mock.patch.object(exchange, "least_of", self.least),
+            mock.patch.object(policies, "least_of", self.leasting),
+            mock.patch.object(exchange, "least_of", self.leasting),
         ):
             yield
 
@@ -87,12 +87,16 @@ class Noted:
         self.own.append(self.plan(meter, *args))
         return self.own[-1]
 
+    def leasting(self, group, numbers):
+        self.asked += len(numbers) == 3
+        return self.least(group, numbers)
+
     def stepped(self, model):
         (meter,) = model.model._hfpatch.runtime.meters.values()
         self.ran.append((plan_of(meter.step.plan.policy), list(meter.step.ran)))
 
     def report(self) -> dict:
-        return {"own": [*map(plan_of, self.own)], "ran": self.ran}
+        return {"own": [*map(plan_of, self.own)], "ran": self.ran, "asked": self.asked}
 
 
 def plan_of(policy) -> list:

@@ -54,7 +54,7 @@ def gradients(
     return {n: g.clone() for n, g in found.items()}
 
 
-def main(folder: str) -> None:
+def main(folder: str, *kinds: str) -> None:
     common.quiet()
     out = Path(folder)
 
@@ -75,25 +75,30 @@ def main(folder: str) -> None:
     host = {"device": "cpu"}
     found = {
         k: common.worst(k, gradients(k, {"offload_param": host, "offload_optimizer": host}))
-        for k in common.KINDS
+        for k in (kinds or common.KINDS)
     }
-    found["plain without offload"] = common.worst("plain", gradients("plain", {}))
-    found["lora, begun late"] = common.worst("lora", gradients("lora", {}, late=True))
     found["plain, stage 2"] = common.worst("plain", gradients("plain", {}, stage=2))
-    found["tied, stage 1"] = common.worst("tied", gradients("tied", {}, stage=1))
-    found["lora, stage 2 with offload"] = common.worst(
-        "lora", gradients("lora", {"offload_optimizer": host}, stage=2)
-    )
-    for stage in (1, 2):
-        found[f"lora-host, stage {stage}"] = common.worst(
-            "lora-host", gradients("lora-host", {}, stage=stage)
-        )
+    found["lora-host, stage 1"] = common.worst("lora-host", gradients("lora-host", {}, stage=1))
+    if not kinds:
+        found |= more_of_them(host)
     refused = common.refused(lambda: gradients("lora-host", {}))
     common.report(
         folder, refused=refused, losses=common.losses(whole), resumed=common.losses(resumed),
         local=local, zero=zero,
         offloaded=[str(getattr(d, "value", d)) for d in offloaded], worst=found,
     )  # fmt: skip
+
+
+def more_of_them(host: dict) -> dict:
+    found = {}
+    found["plain without offload"] = common.worst("plain", gradients("plain", {}))
+    found["lora, begun late"] = common.worst("lora", gradients("lora", {}, late=True))
+    found["tied, stage 1"] = common.worst("tied", gradients("tied", {}, stage=1))
+    found["lora, stage 2 with offload"] = common.worst(
+        "lora", gradients("lora", {"offload_optimizer": host}, stage=2)
+    )
+    found["lora-host, stage 2"] = common.worst("lora-host", gradients("lora-host", {}, stage=2))
+    return found
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ _spec = importlib.util.spec_from_file_location("rates", FOLDER / "rates.py")
 rates = sys.modules["rates"] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(rates)
 ROWS = rates.rows()
-FEW = ("titan-h100", "automodel-llama-lora")
+FEW = ("automodel-llama-lora",)
 
 
 @LONG

@@ -43,7 +43,7 @@ HYBRIDS = {  # the mixer of its first layer, a module behind it
     # convolutions before its attention; a state of its routers goes from layer to layer
     "zaya": ("self_attn", "mlp"),
 }
-SHORT = ("lfm2", "falcon_h1", "doge", "gpt_neo", "zaya")
+SHORT = ("falcon_h1", "doge", "gpt_neo", "zaya")
 
 
 def names():

@@ -26,7 +26,7 @@ MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "mamba2", "zam
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 ROUTED = ("qwen3_next", "qwen4_exp_text")  # whose gradients follow the scores of experts closely
 TIMED = DELTA + KEYED + MAMBA2 + CONVOLUTIONS
-SHORT = ("qwen3_5_text", "falcon_h1", "lfm2")
+SHORT = ("qwen3_5_text", "falcon_h1")
 
 
 def names(short=SHORT):

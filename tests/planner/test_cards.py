@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from tiny import LONG
 
 import hfpatch
 from hfpatch.budget.limits import parse_length
@@ -48,6 +49,7 @@ def test_without_host_ram_a_common_machine_is_assumed():
     assert not given.host_assumed and "assumed (yours" not in str(given)
 
 
+@LONG  # test_plan.py: the command offers them
 def test_where_all_weights_do_not_fit_adapters_are_offered():
     asked = {"seq_len": 8192, "gpu": "4GiB", "placement": "gpu8bit", "host_ram": "16GiB"}
     found = hfpatch.plan("llama-3.2-1b", **asked)

@@ -38,7 +38,10 @@ KEYS = ("fits", "gpu_peak_bytes", "gpu_bytes", "host_peak_bytes", "step_seconds"
 RUN = {"seq_len": 131072, "gpu": "a100-80gb", "host_ram": "256GiB"}
 
 
-@pytest.mark.parametrize("name, dtype", [("adamw", "bfloat16"), ("adamw-fp32", "float32")])
+@pytest.mark.parametrize(
+    "name, dtype",
+    longer([("adamw", "bfloat16"), ("adamw-fp32", "float32")], ("adamw-fp32", "float32")),
+)
 def test_trainers_own_optimizer_can_be_planned(name, dtype):
     """Weights and states are those that torch's AdamW makes; auto never chooses an optimizer that
     rounds updates away.

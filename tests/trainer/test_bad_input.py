@@ -263,6 +263,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_it_loads(refused, mon
     monkeypatch.setattr("hfpatch.trainer.footprint.host_limit", lambda: 24 << 30)
     flags = {"model": "llama-3.1-8b", "config_overrides": None}
     refused("8,030,261,248 parameters take 119.7 GiB with what trains them", **flags)
+    refused("8,030,261,248 parameters take 29.9 GiB", **flags, placement="gpu8bit")
     with pytest.raises(AssertionError, match="a model was loaded"):
         refused("", **flags, dtype="bfloat16", lora_r=8)
 

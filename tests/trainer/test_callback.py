@@ -214,7 +214,7 @@ def test_readme_snippet_learns_in_bf16(tmp_path, optimizer, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 64, (80, 16))]
-    small = {"max_steps": 20, "save_strategy": "no", "report_to": "none", "use_cpu": True,
+    small = {"max_steps": 10, "save_strategy": "no", "report_to": "none", "use_cpu": True,
              "disable_tqdm": True, "seed": 1}  # fmt: skip
     drop = {"optim", "optim_args"} if optimizer == "stock" else set()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hfpatch.budget.free import host_free
 from hfpatch.lab.compat import dump_allocations, record_allocations
 from hfpatch.lab.device import is_out_of_memory, one_line, synchronize
 from hfpatch.lab.made import model_of
@@ -18,6 +19,7 @@ from hfpatch.lab.models import config_of
 from hfpatch.lab.profile.options import Options
 from hfpatch.lab.profile.timeline import Run, versions
 from hfpatch.lab.simulate.implementations import config_class, enable_checkpointing
+from hfpatch.lab.tables import gib
 from hfpatch.lab.watch import pinned_bytes, policy_used
 
 
@@ -28,11 +30,25 @@ def load_config(name: str):
 
 
 def build_model(options: Options) -> torch.nn.Module:
-    """The model in training mode, with random weights: memory and time do not depend on values."""
+    """The model in training mode, with random weights: memory and time do not depend on values.
+
+    Raises:
+        ValueError: the weights do not fit in host memory. A GPU raises by itself; without one the
+            system would kill a process.
+    """
     config = load_config(options.model)
     config.use_cache = False
     if (config.max_position_embeddings or 0) < options.seq_len:
         config.max_position_embeddings = options.seq_len
+    if options.on == "cpu":
+        shapes = model_of(config, "meta", options.torch_dtype)
+        needed = 2 * sum(p.nbytes for p in shapes.parameters())
+        free = host_free()
+        if free is not None and needed > free:
+            raise ValueError(
+                f"hfpatch: weights and gradients must fit in {gib(free)} of free memory, and take "
+                f"{gib(needed)}. Pass a smaller model, or --simulate."
+            )
     return model_of(config, options.on, options.torch_dtype)
 
 
