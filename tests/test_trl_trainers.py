@@ -455,7 +455,7 @@ def test_a_head_that_fsdp_shards_by_itself():
 
 @of_the_head
 @pytest.mark.parametrize("name, order", [
-    ("SFT", "apply first"), ("SFT", "trainer first"),
+    ("SFT", "trainer first"), pytest.param("SFT", "apply first", marks=pytest.mark.long),
     *(pytest.param(n, o, marks=pytest.mark.long) for n in ("DPO", "KTO", "GRPO", "RLOO", "Reward")
       for o in ORDERS),
 ])  # fmt: skip

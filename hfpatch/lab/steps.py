@@ -156,8 +156,8 @@ class Steps:
         and up run again (below them).
 
         For example 32 layers, the last 6 keep everything: a step of 2 in tiles and 1 that keeps
-        everything, 24 times what a third one in tiles adds to two, and 5 times what a second one
-        that keeps everything adds.
+        everything, 24 times what a third one in tiles adds to two, and 5 times what the one that
+        keeps everything adds to two in tiles.
         """
         L = self.model.layers
 
@@ -198,8 +198,10 @@ class Steps:
                 one, two = run(full, shallow, 0), run(replace(full, keep=shallow), deeper, 0)
                 grow.append((one, two, again / period))
             if plain > kept_here:
-                more = run(full, depth + period, kept_here + period)
-                grow.append((base, more, (plain - kept_here) / period))
+                pair = (run(full, shallow, 0), base)
+                if kept_here < period or kept_here == depth:  # a part of a period, or no others
+                    pair = (base, run(full, depth + period, kept_here + period))
+                grow.append((*pair, (plain - kept_here) / period))
         return self._cost_of(base, grow)
 
     def _ran(self, tokens: int, width, ahead, policy, layers: int, plain: int) -> _Ran:

@@ -177,7 +177,7 @@ def test_a_printed_report_is_that_of_the_script_above_it(page, tmp_path, monkeyp
     exec(compile(script, page, "exec"), {"__name__": "docs"})
     out = capsys.readouterr().out.splitlines()
     report = [line for line in printed if not line.startswith("{")]
-    assert len(report) == 9 and out[: len(report)] == report
+    assert len(report) == 10 and out[: len(report)] == report
     keys = {word for line in printed if line.startswith("{") for word in line.split("'")[1::4]}
     assert all(key in "\n".join(out) for key in keys), "what a log line holds"
 

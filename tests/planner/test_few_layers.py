@@ -154,7 +154,7 @@ def test_the_policy_is_the_one_on_which_a_run_settles(family, tokens, batches):
     assert chosen[-1].tile == planned.policy["tile"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("host", marks=LONG), "plain"])
+@pytest.mark.parametrize("name", ["host", pytest.param("plain", marks=LONG)])
 def test_a_batch_is_planned_beside_the_gradients_of_earlier_ones(name):
     values, tokens = FAMILIES["llama"] | {"model_type": "llama"}, 4096
     run = {"seq_len": tokens, "placement": "adamw", "checkpointing": POLICIES[name]}
@@ -193,8 +193,8 @@ def test_a_plan_that_climbed_too_far_steps_down_until_it_fits(run):
 def test_what_a_tile_s_backward_takes_is_per_token():
     """The sums of the weights' gradients, which a layer's first tile makes, are no tile's."""
     found = []
-    for tile in (256, 512, 1024):
+    for tile in (256, 1024):
         steps = steps_of("llama")
         steps.cost(2048, dataclasses.replace(POLICIES["host"], tile=tile))
         found += [kind.walk for kind in steps.kinds.values()]
-    assert found == pytest.approx([found[0]] * 3, rel=0.02)
+    assert found == pytest.approx([found[0]] * 2, rel=0.02)

@@ -107,10 +107,11 @@ def test_the_whole_model_is_that_of_the_simulator():
 
 def test_beside_adapters_the_tower_is_frozen():
     """No graph: nothing of it waits on the host, and it runs once."""
-    run = RUN | {"placement": "gpu8bit", "adapters": Adapters(16)}
-    text, found = plan(QWEN, **run), plan(QWEN, **run, video_tokens=4096)
+    values, fixed = values_of("qwen3_vl"), RUN | {"checkpointing": "host"}
+    run = fixed | {"placement": "gpu8bit", "adapters": Adapters(16)}
+    text, found = plan(values, **run), plan(values, **run, video_tokens=4096)
     assert found.gpu_bytes["optimizer"] == text.gpu_bytes["optimizer"]
-    full = plan(QWEN, **RUN, video_tokens=4096)
+    full = plan(values, **fixed, video_tokens=4096)
     assert found.seconds["image_tower"] < full.seconds["image_tower"] / 3
     assert found.host_peak_bytes == text.host_peak_bytes < full.host_peak_bytes
 
@@ -159,6 +160,7 @@ def test_one_sentence_for_what_cannot_be(case, capsys):
 
 def test_the_command(capsys):
     words = ["plan", "--model", QWEN, "--seq-len", "8k", "--gpu", "h200", "--images", "4"]
+    words += ["--placement", "gpu8bit", "--checkpointing", "host"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     assert "1 x 8,192 tokens (4,096 of them visual) on h200" in said and "image tower" in said

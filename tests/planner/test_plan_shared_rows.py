@@ -68,6 +68,7 @@ OTHERS = {"model_type": "helium", "hidden_size": 256, "intermediate_size": 512,
           "max_position_embeddings": 1 << 17}  # fmt: skip
 
 
+@LONG  # a hybrid's, below, is the harder one
 def test_a_model_is_simulated_on_one_rank():
     """A quarter of the matmuls and, with heads shared out, of attention over the whole row."""
     four = {"gpus": 4, "seq_len": 1 << 14, "placement": "fsdp2", "checkpointing": "least"}
