@@ -292,7 +292,6 @@ def test_engine_configs_are_found_without_a_checkout(wheel, tmp_path):
     )
 
 
-@pytest.mark.long  # of a release; what it imports and reads is in the wheel, as the tests above say
 def test_train_runs_without_a_checkout(wheel, tmp_path):
     (tmp_path / "text.txt").write_text(
         "one line of words to train a tokenizer on, again and again\n" * 40

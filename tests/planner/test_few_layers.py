@@ -49,11 +49,12 @@ POLICIES = {
     "host": dataclasses.replace(LEAST, tile=1024),
     "keep": dataclasses.replace(LEAST, tile=1024, keep=4, aim="fastest"),
     "plain": dataclasses.replace(LEAST, tile=1024, plain=3, aim="fastest"),
+    "all": dataclasses.replace(LEAST, tile=1024, plain=99, aim="fastest"),
     "gpu": dataclasses.replace(LEAST, offload="gpu", tile=2048),
     "segments": dataclasses.replace(LEAST, tile=1024, every=2, keep="input"),
     "stock": "stock",
 }
-FEW = {("qwen3_moe", "host")}
+FEW = {("qwen3_moe", "host"), ("llama", "all")}
 CASES = [
     (family, name) if (family, name) in FEW else pytest.param(family, name, marks=LONG)
     for family in FAMILIES
