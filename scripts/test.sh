@@ -55,7 +55,7 @@ if [ "${1:-}" = "--dry" ]; then
             exit 0
         }
         # Three minutes alone; beside the suite, on two cores, up to twice as long.
-    exec timeout 540 python -m pytest -q --durations=3 "${@:-tests/dry}"
+        exec timeout 540 python -m pytest -q --durations=3 "${@:-tests/dry}"
     fi
     status=0
     (

@@ -41,14 +41,14 @@ OURS = {
         {"config": config("flash_attention_2")}, {}, {"use_cache": False}, None
     ),
     "probabilities of eager attention": (
-        {"config": config("eager"), "weights": True}, {}, {"use_cache": False}, None
+        {"config": config("eager"), "probabilities": True}, {}, {"use_cache": False}, None
     ),
 }  # fmt: skip
 THEIRS = {
     "a mask of the caller's own": ({"own": True, "mask": torch.ones(B, 1, T, T)}, {}, "mask"),
     "an encoder's states": ({"encoder": True}, {}, "encoder"),
     "another library's attention": ({"config": config("somebody's")}, {}, "another library"),
-    "probabilities beside sdpa": ({"weights": True}, {}, "output_attentions"),
+    "probabilities beside sdpa": ({"probabilities": True}, {}, "output_attentions"),
     "attention that is not causal": ({"config": config(is_causal=False)}, {}, "not causal"),
     "a stack that cannot have ours": ({}, {"ours": False}, None),
     "transformers' own checkpointing": ({"tiled": False, "reruns": True}, {}, None),
