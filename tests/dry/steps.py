@@ -454,7 +454,7 @@ def held_late(model, batch: dict, now: bool) -> None:
     """The same in the midst of a step, which did not plan for it."""
     if now:
         hook = OfAnEngine(lambda *_: held(model, batch, now, gib=6))
-        layers_of(model)[-1].register_forward_pre_hook(hook)
+        model.model.norm.register_forward_pre_hook(hook)
 
 
 def referred(model, batch: dict, now: bool) -> None:
