@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import io
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from hfpatch.lab.hardware import GPUS
 from hfpatch.layer.traits import layers_in
 
 GiB = 2**30
+TRULY = re.compile(r"garbage\.py:\d+ on_host")  # a wait for a true answer, which no GPU has
 COPYING = collections.Counter()  # of the step: seconds of the host in the calls of copies
 
 
@@ -664,7 +666,7 @@ def measured(model, case: Case, optimizer, index: int, batch: dict, said: Both) 
         snapshot = tracking.get_tracker_snapshot("peak")
         row["tracked_peak"] = snapshot[torch.device("cuda:0")]["Total"]
     own = collections.Counter(
-        {where: count for where, count in waits.found.items() if "garbage.py" not in where[1]}
+        {where: count for where, count in waits.found.items() if not TRULY.search(where[1])}
     )
     row |= {
         "allocated_before": before["allocated_bytes.all.current"],
