@@ -1,6 +1,8 @@
 """Run files: YAML with the names of `hfpatch train`, which `plan` and `profile` read too."""
 
 import re
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from hfpatch.budget.limits import did_you_mean
@@ -14,14 +16,21 @@ FLAGS = {
     "max_length": "--seq-len", "per_device_train_batch_size": "--batch", "sp_size": "--sp-size",
     "gradient_accumulation_steps": "--gradient-accumulation-steps",
     "placement": "--placement", "engine": "--placement",
-    "checkpointing": "--checkpointing", "lora_r": "--lora-r",
+    "checkpointing": "--checkpointing", "fp8": "--fp8", "lora_r": "--lora-r",
     "lora_target_modules": "--lora-target", "load_in_4bit": "--base", "load_in_8bit": "--base",
     "gpu": "--gpu", "gpus": "--gpus", "host_ram": "--host-ram",
 }  # fmt: skip
 EXTENDS = ("rope_scaling", "max_position_embeddings")  # keys that extend the model's positions
 EXTENDED = "--extended"  # plan's flag for them
 BITS = {"load_in_4bit": "4bit", "load_in_8bit": "8bit"}
-
+# Flags of `hfpatch train` -> their other spellings, which are TRL's.
+SPELLINGS = {
+    "seq_len": ["seq_length", "max_length"],
+    "text_field": ["dataset_text_field"],
+    "chat_template": ["chat_template_path"],
+    "pad_multiple": ["pad_to_multiple_of"],
+    "placement": ["engine"],
+}
 
 # What every run names.
 NEEDED = {
@@ -79,6 +88,15 @@ def read(path: Path) -> tuple[dict, dict]:
     return written, typed
 
 
+def keys() -> set[str]:
+    """Every key that a file may hold. Read from sources: transformers' own loads for seconds."""
+    theirs = Path(find_spec("transformers").origin).with_name("training_args.py")
+    found = {*FLAGS, *chain(*SPELLINGS.values())}
+    for source in (theirs, Path(__file__).with_name("flags.py")):
+        found.update(re.findall(r"^    (\w+): ", source.read_text(encoding="utf-8"), re.MULTILINE))
+    return found
+
+
 def words(name: str, known) -> list[str]:
     """The file as words of a command line.
 
@@ -87,15 +105,15 @@ def words(name: str, known) -> list[str]:
         known: the command's flags; what belongs to training alone is left out.
 
     Raises:
-        ValueError: the file cannot be read, or a key is misspelt.
+        ValueError: the file cannot be read, or a key is unknown.
     """
     path = find(name)
     values, _ = read(path)
-    found = []
+    found, all_keys = [], keys()
     for key, value in values.items():
         key = key.replace("-", "_")
-        near = "" if key in FLAGS else did_you_mean(key, FLAGS, 0.9)
-        if near:
+        if key not in all_keys:
+            near = did_you_mean(key, sorted(all_keys)) or " See hfpatch train --help."
             raise ValueError(f"hfpatch: {path} has an unknown key {key!r}.{near}")
         if key in EXTENDS and EXTENDED in known:
             found.append(EXTENDED)
