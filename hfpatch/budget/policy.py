@@ -29,13 +29,13 @@ LOSS_WORKSPACE = 512 << 20  # ops.linear_cross_entropy's workspace_bytes
 def refuse_unknown(names: Iterable[str], known: Iterable[str], of: str) -> None:
     """Raises ValueError for the first unknown name; the message names the nearest known one.
 
-    of: the owner of the names, "apply()" for example.
+    of: what is named, "an argument of apply()" for example.
     """
     known = tuple(known)
     for name in names:
         if name not in known:
             end = did_you_mean(name, known) or " Name one of these."
-            raise ValueError(f"hfpatch: {of} takes {', '.join(known)}, got {name}.{end}")
+            raise ValueError(f"hfpatch: {of} must be one of {', '.join(known)}, got {name}.{end}")
 
 
 Named = TypeVar("Named", bound=Callable)
@@ -48,7 +48,7 @@ def names_the_nearest(function: Named) -> Named:
 
     @functools.wraps(function)
     def checked(*given, **named):
-        refuse_unknown(named, known, f"{of}()")
+        refuse_unknown(named, known, f"an argument of {of}()")
         return function(*given, **named)
 
     return cast(Named, checked)
@@ -239,7 +239,7 @@ def _field(word: str) -> tuple[str, object]:
         return "offload", _place("checkpointing", WORDS, word)
     name, _, text = word.partition("=")
     name = name.replace("-", "_")
-    refuse_unknown([name], Checkpointing.__dataclass_fields__, "checkpointing")
+    refuse_unknown([name], Checkpointing.__dataclass_fields__, "a field of checkpointing")
     if not text:
         raise ValueError(
             f"hfpatch: a field of checkpointing must be FIELD=VALUE, got {word!r}. Write "

@@ -13,6 +13,7 @@ from hfpatch.lab.presets import PRESETS
 from hfpatch.planner.placements import PLACEMENTS
 from hfpatch.trainer.run_file import SPELLINGS
 
+
 def _flag(default, help, *, also: str = "", **more):
     """A flag with its help. also: the name under which SPELLINGS has its other spellings."""
     others = SPELLINGS.get(also, ())

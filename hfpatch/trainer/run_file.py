@@ -48,8 +48,10 @@ def find(name: str) -> Path:
     path = Path(name).expanduser()
     ready = {p.name: p for p in sorted(READY.glob("*.yaml"))}
     if is_one(name) and path.name == name and not path.exists() and name not in ready:
-        near = did_you_mean(name, ready)
-        raise ValueError(f"hfpatch: there is no run file {name}.{near} Ready: {', '.join(ready)}.")
+        raise ValueError(
+            f"hfpatch: there is no run file {name}.{did_you_mean(name, ready)} Ready: "
+            f"{', '.join(ready)}."
+        )
     return path if path.exists() else ready.get(name, path)
 
 
@@ -66,9 +68,18 @@ def _loader():
     return Typed
 
 
+def keys() -> set[str]:
+    """Every key that a file may hold. Read from sources: transformers' own loads for seconds."""
+    theirs = Path(find_spec("transformers").origin).with_name("training_args.py")
+    found = {*FLAGS, *chain(*SPELLINGS.values())}
+    for source in (theirs, Path(__file__).with_name("flags.py")):
+        found.update(re.findall(r"^    (\w+): ", source.read_text(encoding="utf-8"), re.MULTILINE))
+    return found
+
+
 def read(path: Path) -> tuple[dict, dict]:
     """The file's values, as they are written and as YAML takes them. ValueError for a file that
-    holds none."""
+    holds none, and for an unknown key."""
     import yaml
 
     try:
@@ -85,16 +96,14 @@ def read(path: Path) -> tuple[dict, dict]:
         ) from error
     if not isinstance(written, dict):
         raise ValueError(f"hfpatch: {path} must hold keys and values. Correct the file.")
+    known = keys()
+    for key in written:
+        if key.replace("-", "_") not in known:
+            raise ValueError(
+                f"hfpatch: {path} has an unknown key {key!r}."
+                f"{did_you_mean(key, sorted(known)) or ' See hfpatch train --help.'}"
+            )
     return written, typed
-
-
-def keys() -> set[str]:
-    """Every key that a file may hold. Read from sources: transformers' own loads for seconds."""
-    theirs = Path(find_spec("transformers").origin).with_name("training_args.py")
-    found = {*FLAGS, *chain(*SPELLINGS.values())}
-    for source in (theirs, Path(__file__).with_name("flags.py")):
-        found.update(re.findall(r"^    (\w+): ", source.read_text(encoding="utf-8"), re.MULTILINE))
-    return found
 
 
 def words(name: str, known) -> list[str]:
@@ -107,14 +116,10 @@ def words(name: str, known) -> list[str]:
     Raises:
         ValueError: the file cannot be read, or a key is unknown.
     """
-    path = find(name)
-    values, _ = read(path)
-    found, all_keys = [], keys()
+    values, _ = read(find(name))
+    found = []
     for key, value in values.items():
         key = key.replace("-", "_")
-        if key not in all_keys:
-            near = did_you_mean(key, sorted(all_keys)) or " See hfpatch train --help."
-            raise ValueError(f"hfpatch: {path} has an unknown key {key!r}.{near}")
         if key in EXTENDS and EXTENDED in known:
             found.append(EXTENDED)
         if FLAGS.get(key) not in known or key in BITS and value.lower() not in ("true", "yes"):

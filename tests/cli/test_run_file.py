@@ -56,7 +56,7 @@ def test_a_flag_wins_over_the_file_and_a_model_needs_no_flag(tmp_path, capsys):
     ("model: llama-tiny\nseq_le: 8k\n", "unknown key 'seq_le'. Did you mean seq_len?"),
     ("model: llama-tiny\ndat: my.jsonl\n", "unknown key 'dat'. Did you mean data?"),
     ("- model\n", "must hold keys and values"), ("a: [", "must be YAML"),
-    ("seq_len: 8k\n", "required: --model"),
+    ("seq_len: 8k\n", "--model is missing"),
 ])  # fmt: skip
 def test_a_file_that_is_none_is_one_sentence(text, words, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(text)

@@ -94,7 +94,7 @@ FLASH = "flash_attention_2"  # no machine without a GPU has it
             "--train_tokenizer must be 260",
             {"tokenizer": None, "train_tokenizer": 100, "config_overrides": None},
         ),
-        ("invalid choice: 'ours'", {"impl": "ours"}),
+        ("--impl must be one of ", {"impl": "ours"}),
         ("cannot set 'to_dict'", {"config_overrides": "to_dict=3"}),
         ("cannot set 'model_type'", {"config_overrides": "model_type=bert"}),
         (
@@ -158,11 +158,11 @@ def test_contradictions_and_what_is_missing(refused, words, flags):
 def test_unknown_flag_and_key(refused, tmp_path):
     refused("unknown flag '--learning_rat'. Did you mean --learning_rate", "--learning_rat", "1")
     refused("unknown flag '--max_lenght=1'. Did you mean --max_length", "--max_lenght=1")
-    refused("argument --seq_len: a length must be tokens", "--seq-len", "0")
+    refused("--seq_len: a length must be tokens", "--seq-len", "0")
     refused("Write such a number. See", "--seq-len", "0")
     config = tmp_path / "run.yaml"
     config.write_text("seq_le: 3\n")
-    refused("unknown key 'seq_le'. Did you mean --seq_len", str(config))
+    refused("unknown key 'seq_le'. Did you mean seq_len", str(config))
     config.write_text("a: [\n")
     refused("must be YAML", str(config))
     (tmp_path / "run.json").write_text('{"a": 1,}')
