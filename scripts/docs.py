@@ -152,7 +152,7 @@ def memory() -> str:
     }
     # bf16 weights and gradients; of the activations what stands at the highest total.
     states = 4 * PARAMETERS / 2**30
-    full, high = 310, 46
+    full, high = 290, 46  # room for "254 GiB" in a wide font
     scale = full / (states + max(found[name, policy] for _, name, policy in BARS))
     dark = "@media (prefers-color-scheme: dark) { text { fill: #e6e6e6 } }"
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 380 {high * len(BARS) + 76}" '
